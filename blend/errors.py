@@ -1,0 +1,59 @@
+"""Everything that kvblend raises on purpose.
+
+    BlendError
+    ├── ConfigError             an option outside its range, an unknown selector, codec or model name
+    ├── PromptError             a prompt that cannot be laid out or does not fit the model's context
+    ├── UnsupportedModelError   a decoder whose keys cannot be moved or whose attention cannot be driven
+    ├── WeightsError            weights that cannot be fetched, or do not match their checksum
+    ├── DatasetError            a question file that cannot be read
+    └── StoreError              a store that cannot be opened or written
+        └── EntryDamagedError   one entry that is truncated, corrupted or foreign; callers recompute it
+
+Every message is one line that names what is wrong and what to do about it. `exit_code` is what the command line exits with.
+"""
+
+
+class BlendError(Exception):
+    """Base of every error that a user can cause or mend."""
+
+    exit_code = 1
+
+
+class ConfigError(BlendError, ValueError):
+    """An option outside its range or an unknown name."""
+
+    exit_code = 2
+
+
+class PromptError(BlendError, ValueError):
+    """A prompt that cannot be laid out, or that is longer than the model's context."""
+
+    exit_code = 3
+
+
+class UnsupportedModelError(BlendError):
+    """A decoder that kvblend refuses, with the reason."""
+
+    exit_code = 4
+
+
+class WeightsError(BlendError):
+    """Weights that cannot be fetched, verified or converted."""
+
+    exit_code = 5
+
+
+class DatasetError(BlendError):
+    """A question file that cannot be read."""
+
+    exit_code = 6
+
+
+class StoreError(BlendError):
+    """A store that cannot be opened, read or written."""
+
+    exit_code = 7
+
+
+class EntryDamagedError(StoreError):
+    """One store entry that must not be used: truncated, corrupted or written for something else."""

@@ -1,0 +1,141 @@
+"""The values that travel between the stages of a blended prefill.
+
+PromptLayout (token ids of one prompt) -> ChunkKey (where a chunk's KV lives) -> ChunkCache (the KV itself) -> Selection
+(which rows are computed) -> BlendedCache (see `blended_cache`). All of them are immutable; shapes are in the docstrings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT_VERSION = 1
+
+
+class Span(NamedTuple):
+    """Rows `start` to `stop - 1` of a prompt."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Number of rows."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class PromptLayout:
+    """Token ids of one prompt, segment by segment: `prefix`, then `chunks` in order, then `suffix`.
+
+    Segments are tokenised one by one and joined as ids, so that a chunk has the same ids in every prompt.
+    """
+
+    prefix: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
+    suffix: tuple[int, ...]
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """All ids in prompt order."""
+        return (*self.prefix, *(token for chunk in self.chunks for token in chunk), *self.suffix)
+
+    @cached_property
+    def chunk_spans(self) -> tuple[Span, ...]:
+        """Where each chunk lies in the prompt."""
+        spans, start = [], len(self.prefix)
+        for chunk in self.chunks:
+            spans.append(Span(start, start + len(chunk)))
+            start += len(chunk)
+        return tuple(spans)
+
+    @property
+    def context(self) -> Span:
+        """All chunks together."""
+        start = len(self.prefix)
+        return Span(start, start + sum(map(len, self.chunks)))
+
+    @property
+    def rows(self) -> int:
+        """Length of the prompt in tokens."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class CacheIdentity:
+    """Everything besides a chunk's own tokens that changes the values of its KV cache.
+
+    model: fingerprint of the weights and of the configuration that the forward pass depends on (RoPE included).
+    dtype: dtype the cache was computed in, such as "float32".
+    prefix: the token ids in front of the chunk when it was computed.
+    """
+
+    model: str
+    dtype: str
+    prefix: tuple[int, ...]
+
+    @cached_property
+    def namespace(self) -> str:
+        """Hex digest naming the group of entries that one model, dtype and prefix can use."""
+        return _digest(f"kvblend/{FORMAT_VERSION}/{self.model}/{self.dtype}/", self.prefix)[:32]
+
+    def key(self, token_ids: Sequence[int]) -> ChunkKey:
+        """Address of the chunk with these token ids."""
+        return ChunkKey(self.namespace, _digest(f"{self.namespace}/", token_ids))
+
+
+def _digest(salt: str, token_ids: Sequence[int]) -> str:
+    return hashlib.sha256((salt + ",".join(map(str, token_ids))).encode()).hexdigest()
+
+
+class ChunkKey(NamedTuple):
+    """Content address of a chunk cache: hex digests of the `CacheIdentity` and of it together with the token ids."""
+
+    namespace: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class ChunkCache:
+    """KV cache of one chunk, computed on its own after the shared prefix, the prefix's own KV dropped.
+
+    keys[layer], values[layer]: `[kv_heads, tokens, head_dim]`; head_dim may differ between the two and between layers.
+    start: position of the chunk's first token when the keys were computed (the length of the prefix).
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    start: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the chunk."""
+        return int(self.keys[0].shape[1])
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.keys)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rows a blended prefill computes, and from which layer on.
+
+    rows: sorted int64 positions in the prompt, `[rows]`; always contains every suffix row and every uncached row.
+    start_layer: first layer that runs on `rows` only; layers below it run on all rows after the prefix.
+    """
+
+    rows: torch.Tensor
+    start_layer: int
