@@ -1,0 +1,163 @@
+"""Question files: JSON Lines, one record a line.
+
+    {"id": "q1", "question": "...", "answers": ["..."], "chunks": [{"title": "...", "text": "..."}], "gold_chunks": [0]}
+
+`id`, `question` and `chunks` are required. `answers` (gold answers, the best one counts), `gold_chunks` (indices of the
+chunks that hold the answer), `task` (a label to report by) and `all_values` (values that must all be named) may be left
+out; other keys are ignored. `"chunks": []` asks the bare question.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from blend.errors import ConfigError, DatasetError
+
+
+@dataclass(frozen=True)
+class RecordChunk:
+    """One retrieved text; the title may be empty, the text is not."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One question with the chunks to answer it from."""
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    chunks: tuple[RecordChunk, ...]
+    gold_chunks: tuple[int, ...] = ()
+    task: str = "qa"
+    all_values: tuple[str, ...] = ()
+
+
+def load_dataset(path: str | Path, limit: int | None = None) -> list[Record]:
+    """The first `limit` records of a question file, or all; lines after them are not read and blank lines are skipped.
+
+    Raises `DatasetError` naming file and line for what cannot be read, a repeated id, or a file without records, and
+    `ConfigError` for a limit below 1.
+    """
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit must be at least 1, not {limit}")
+    path = Path(path)
+    records: dict[str, Record] = {}
+    for place, line in islice(_lines(path), limit):
+        record = _record(place, line)
+        if record.id in records:
+            raise DatasetError(f"{place}: id {record.id!r} was used before; ids must be unique")
+        records[record.id] = record
+    if not records:
+        raise DatasetError(f"{path}: holds no records; expected one JSON object a line")
+    return list(records.values())
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Each line that is not blank, with its place as `file:line`."""
+    number = 0
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", line
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path}: not UTF-8 text soon after line {number}; expected JSON Lines") from error
+
+
+def _record(place: str, line: str) -> Record:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise DatasetError(f"{place}: not JSON ({reason}); expected one JSON object a line") from error
+    if not isinstance(fields, dict):
+        raise DatasetError(f"{place}: expected a JSON object, not {_kind(fields)}")
+    return _Fields(place, fields).record()
+
+
+class _Fields:
+    """The keys of one line, each checked as it is taken."""
+
+    def __init__(self, place: str, fields: dict[str, object]) -> None:
+        self._place = place
+        self._fields = fields
+
+    def record(self) -> Record:
+        chunks = tuple(self._chunk(index, chunk) for index, chunk in enumerate(self._list("chunks", required=True)))
+        return Record(
+            id=self._id(),
+            question=self._required_text("question"),
+            answers=self._texts("answers"),
+            chunks=chunks,
+            gold_chunks=self._indices("gold_chunks", len(chunks)),
+            task="qa" if self._fields.get("task") is None else self._required_text("task"),
+            all_values=self._texts("all_values"),
+        )
+
+    def _id(self) -> str:
+        value = self._fields.get("id")
+        # Row numbers are common ids.
+        return str(value) if type(value) is int else self._required_text("id")
+
+    def _required_text(self, key: str) -> str:
+        if key not in self._fields:
+            raise self._error(f'"{key}" is missing')
+        text = self._text(f'"{key}"', self._fields[key])
+        if not text.strip():
+            raise self._error(f'"{key}" is empty')
+        return text
+
+    def _text(self, what: str, value: object) -> str:
+        if not isinstance(value, str):
+            raise self._error(f"{what} must be a string, not {_kind(value)}")
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise self._error(f"{what} holds half of a surrogate pair, which is not text")
+        return value
+
+    def _list(self, key: str, *, required: bool = False) -> list[object]:
+        value = self._fields.get(key)
+        if value is None and not required:
+            return []
+        if key not in self._fields:
+            raise self._error(f'"{key}" is missing')
+        if not isinstance(value, list):
+            raise self._error(f'"{key}" must be a list, not {_kind(value)}')
+        return value
+
+    def _texts(self, key: str) -> tuple[str, ...]:
+        return tuple(self._text(f'"{key}"[{index}]', value) for index, value in enumerate(self._list(key)))
+
+    def _indices(self, key: str, count: int) -> tuple[int, ...]:
+        for value in (values := self._list(key)):
+            if type(value) is not int or not 0 <= value < count:
+                raise self._error(f'"{key}" must hold indices of its {count} chunks, counted from 0, not {value!r:.40}')
+        return tuple(value for value in values if isinstance(value, int))
+
+    def _chunk(self, index: int, value: object) -> RecordChunk:
+        what = f'"chunks"[{index}]'
+        if not isinstance(value, dict):
+            raise self._error(f'{what} must be an object with "text" and "title", not {_kind(value)}')
+        title = value.get("title")
+        chunk = RecordChunk(
+            self._text(f"{what}.title", "" if title is None else title), self._text(f"{what}.text", value.get("text"))
+        )
+        if not chunk.text.strip():
+            raise self._error(f"{what} has no text")
+        return chunk
+
+    def _error(self, problem: str) -> DatasetError:
+        return DatasetError(f"{self._place}: {problem}")
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

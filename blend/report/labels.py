@@ -1,0 +1,69 @@
+"""Puts the labels of a scatter plot where they cover neither points, bars nor one another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.text import Annotation
+    from matplotlib.transforms import Bbox
+
+# Offsets in points from the point, with the alignment that keeps the text on that side; the first that fits is taken.
+_PLACES = (
+    *((9, 5, "left", "bottom"), (-9, 5, "right", "bottom"), (9, -5, "left", "top"), (-9, -5, "right", "top")),
+    *((9, 18, "left", "bottom"), (-9, 18, "right", "bottom"), (9, -18, "left", "top"), (-9, -18, "right", "top")),
+    *((9, 32, "left", "bottom"), (-9, 32, "right", "bottom"), (9, -32, "left", "top"), (-9, -32, "right", "top")),
+)
+
+
+def place_labels(axes: Axes) -> None:
+    """Move every annotation of a laid-out figure; those that fit nowhere take the place with the least overlap."""
+    from matplotlib.text import Annotation
+
+    taken = [_padded(box) for box in _marks(axes)]
+    for label in (child for child in axes.texts if isinstance(child, Annotation)):
+        _place(axes, label, taken)
+        taken.append(label.get_window_extent())
+
+
+def _marks(axes: Axes) -> list[Bbox]:
+    """Markers and bars, in pixels."""
+    from matplotlib.container import ErrorbarContainer
+
+    boxes = []
+    for container in axes.containers:
+        if isinstance(container, ErrorbarContainer):
+            line, _, bars = container.lines
+            boxes += [mark.get_window_extent() for mark in (line, *bars) if mark is not None]
+    return boxes
+
+
+def _padded(box: Bbox, pixels: float = 5) -> Bbox:
+    return box.padded(pixels)
+
+
+def _place(axes: Axes, label: Annotation, taken: list[Bbox]) -> None:
+    costs = []
+    for place in _PLACES:
+        _move(label, place)
+        costs.append(_cost(axes, label.get_window_extent(), taken))
+        if costs[-1] == 0:
+            return
+    _move(label, _PLACES[costs.index(min(costs))])
+
+
+def _move(label: Annotation, place: tuple[int, int, str, str]) -> None:
+    x, y, horizontal, vertical = place
+    label.set_position((x, y))
+    label.set(horizontalalignment=horizontal, verticalalignment=vertical)
+
+
+def _cost(axes: Axes, box: Bbox, taken: list[Bbox]) -> float:
+    """Area in pixels that is covered already or lies outside the axes."""
+    from matplotlib.transforms import Bbox
+
+    covered = (Bbox.intersection(box, other) for other in taken)
+    inside = Bbox.intersection(box, axes.get_window_extent())
+    outside = box.width * box.height - (inside.width * inside.height if inside else 0)
+    return sum(part.width * part.height for part in covered if part) + outside
