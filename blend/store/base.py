@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
+from blend.errors import ConfigError, EntryDamagedError, StoreError
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
@@ -31,9 +32,18 @@ class ChunkReader(ABC):
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each `[kv_heads, tokens, head_dim]`, verified.
 
-        The tensors are decoded to the dtype that was put in and must not be written to: a store may hand out its own memory.
+        The tensors are decoded to the dtype that was put in and must not be written to: a store may hand out its own
+        memory.
         Raises `EntryDamagedError` when the bytes are not those that were written.
         """
+
+    def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
+        """Copy one layer, verified, into two `[kv_heads, tokens, head_dim]` tensors of any floating dtype and device.
+
+        The cheapest way into a larger cache: pass slices of it. Raises `EntryDamagedError`, and writes nothing, when
+        the bytes are not those that were written or their shapes are not those of the destination.
+        """
+        copy_layer(index, self.layer(index), (keys_out, values_out))
 
     def close(self) -> None:  # noqa: B027 - most readers hold nothing
         """Release what the reader holds; idempotent."""
@@ -41,8 +51,37 @@ class ChunkReader(ABC):
     def __enter__(self) -> ChunkReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
+
+
+def copy_layer(index: int, stored: tuple[torch.Tensor, torch.Tensor], out: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Copy keys and values of layer `index`, converting the dtype.
+
+    Raises `EntryDamagedError`, and writes nothing, unless the shapes are the same: a plain copy would broadcast.
+    """
+    found, needed = [list(t.shape) for t in stored], [list(t.shape) for t in out]
+    if found != needed:
+        raise EntryDamagedError(
+            f"layer {index} of a store entry has shapes {found}, needed are {needed}: compute it again"
+        )
+    for source, destination in zip(stored, out, strict=True):
+        destination.copy_(source)
+
+
+def require_budget(budget_bytes: int | None, nbytes: int = 0) -> None:
+    """Raise `ConfigError` for a budget that is not positive, `StoreError` for an entry of `nbytes` that exceeds it."""
+    if budget_bytes is None:
+        return
+    if budget_bytes <= 0:
+        raise ConfigError(f"the store's budget is {budget_bytes} bytes; it must be positive")
+    if nbytes > budget_bytes:
+        raise StoreError(
+            f"one chunk cache takes {nbytes} bytes, the store's budget is {budget_bytes}: "
+            "raise the budget or use smaller chunks"
+        )
 
 
 class ChunkStore(ABC):
@@ -70,6 +109,25 @@ class ChunkStore(ABC):
     @abstractmethod
     def stats(self) -> StoreStats:
         """What the store holds now."""
+
+    def prune(self, keep: Collection[ChunkKey], namespace: str) -> int:
+        """Delete the entries of `namespace` that are not in `keep`; returns how many went."""
+        wanted = set(keep)
+        gone = [key for key in self.keys(namespace) if key not in wanted]
+        for key in gone:
+            self.delete(key)
+        return len(gone)
+
+    def describe(self, namespace: str, description: Mapping[str, str]) -> None:  # noqa: B027 - a store need not remember
+        """Remember in words what a namespace stands for, such as {"model": "...", "dtype": "float32"}.
+
+        Replaces the last description; a store that does not remember returns empty ones from `namespaces`.
+        Raises `StoreError` when it cannot be written.
+        """
+
+    def namespaces(self) -> dict[str, dict[str, str]]:
+        """Every namespace that has entries or a description, with its description (empty when there is none)."""
+        return {key.namespace: {} for key in self.keys()}
 
     def __contains__(self, key: ChunkKey) -> bool:
         try:
