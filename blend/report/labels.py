@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 # Offsets in points from the point, with the alignment that keeps the text on that side; the first that fits is taken.
 _PLACES = (
     *((9, 5, "left", "bottom"), (-9, 5, "right", "bottom"), (9, -5, "left", "top"), (-9, -5, "right", "top")),
+    *((0, 9, "center", "bottom"), (0, -9, "center", "top"), (0, 26, "center", "bottom"), (0, -26, "center", "top")),
     *((9, 18, "left", "bottom"), (-9, 18, "right", "bottom"), (9, -18, "left", "top"), (-9, -18, "right", "top")),
     *((9, 32, "left", "bottom"), (-9, 32, "right", "bottom"), (9, -32, "left", "top"), (-9, -32, "right", "top")),
 )
@@ -21,26 +22,11 @@ def place_labels(axes: Axes) -> None:
     """Move every annotation of a laid-out figure; those that fit nowhere take the place with the least overlap."""
     from matplotlib.text import Annotation
 
-    taken = [_padded(box) for box in _marks(axes)]
+    # Markers, ends of bars and level lines; then the bars themselves. All in pixels.
+    taken = [mark.get_window_extent().padded(2) for mark in (*axes.lines, *axes.collections)]
     for label in (child for child in axes.texts if isinstance(child, Annotation)):
         _place(axes, label, taken)
         taken.append(label.get_window_extent())
-
-
-def _marks(axes: Axes) -> list[Bbox]:
-    """Markers and bars, in pixels."""
-    from matplotlib.container import ErrorbarContainer
-
-    boxes = []
-    for container in axes.containers:
-        if isinstance(container, ErrorbarContainer):
-            line, _, bars = container.lines
-            boxes += [mark.get_window_extent() for mark in (line, *bars) if mark is not None]
-    return boxes
-
-
-def _padded(box: Bbox, pixels: float = 5) -> Bbox:
-    return box.padded(pixels)
 
 
 def _place(axes: Axes, label: Annotation, taken: list[Bbox]) -> None:

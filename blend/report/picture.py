@@ -87,6 +87,7 @@ def _draw_quality(axes: Axes, report: Report) -> None:
     axes.axhspan(level.low, level.high, color="#000000", alpha=0.08, linewidth=0)
     axes.axhline(level.mean, color="#000000", linewidth=1, linestyle="--", alpha=0.6)
     _points(axes, report, lambda summary: _quality_ends(summary, metric, level.mean))
+    axes.margins(y=0.12)
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, -0.02), min(high, 1.02))
 
@@ -107,7 +108,8 @@ def _draw_divergence(axes: Axes, report: Report) -> None:
         return
     _points(axes, report, _divergence_ends)
     axes.axhline(0, color="#000000", linewidth=1, linestyle="--", alpha=0.6)
-    axes.set_ylim(bottom=-0.04 * axes.get_ylim()[1])
+    axes.margins(y=0.12)
+    axes.set_ylim(bottom=-0.08 * axes.get_ylim()[1])
 
 
 def _divergence_ends(summary: MethodSummary) -> tuple[float, float, float] | None:
@@ -125,16 +127,14 @@ def _points(axes: Axes, report: Report, ends: Callable[[MethodSummary], tuple[fl
 def _point(axes: Axes, point: _Point) -> None:
     color, marker = point.style
     bars = [[point.y - point.low], [point.high - point.y]]
-    axes.errorbar(
-        [point.x], [point.y], yerr=bars, fmt=marker, color=color, markersize=8, capsize=4, linewidth=1.5, zorder=3
-    )
-    axes.annotate(
-        point.label, (point.x, point.y), textcoords="offset points", color=color, fontsize=9, parse_math=False, zorder=4
-    )
+    axes.errorbar([point.x], [point.y], bars, fmt=marker, color=color, markersize=8, capsize=4, linewidth=1.5, zorder=3)
+    # Dark text whatever the colour of the mark: the light ones are hard to read. `place_labels` finds its place.
+    label = axes.annotate(point.label, (point.x, point.y), (0, 0), textcoords="offset points")
+    label.set(color="#222222", fontsize=9, parse_math=False, zorder=4)
 
 
 def _label(summary: MethodSummary, report: Report) -> str:
-    return summary.method if summary.method == report.reference else f"{summary.method}  {summary.speedup:.1f}x"
+    return summary.method if summary.method == report.reference else f"{summary.method} ({summary.speedup:.1f}x)"
 
 
 def _time_axis(axes: Axes, times: Sequence[float]) -> None:
@@ -163,11 +163,11 @@ def _say_undefined(axes: Axes, reason: str) -> None:
 
 
 def _title(report: Report) -> str:
-    parts = [report.info.model, report.info.workload, f"{report.records} records"]
+    parts = [report.info.model, report.info.workload, report.size]
     return textwrap.fill(" · ".join(part for part in parts if part), 95)
 
 
 def _footnote(report: Report) -> str:
     band = f"dashed line and band: {report.reference} and the {report.level:.0%} interval of its own mean"
     machine = report.info.machine.summary() if report.info.machine else ""
-    return textwrap.fill(" | ".join(part for part in (band, machine) if part), 150)
+    return textwrap.fill(" | ".join(part for part in (band, machine) if part), 185)

@@ -72,3 +72,13 @@ class Report:
     def method(self, name: str) -> MethodSummary:
         """The summary of one method; `KeyError` when it was not measured."""
         return {summary.method: summary for summary in self.methods}[name]
+
+    @property
+    def size(self) -> str:
+        """Number of records, in words."""
+        return counted(self.records)
+
+
+def counted(records: int) -> str:
+    """A number of records in words: 1 record, 2 records."""
+    return "1 record" if records == 1 else f"{records} records"

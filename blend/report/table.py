@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 from blend.bootstrap import Interval
 from blend.report.measurement import QUALITY_METRICS
-from blend.report.summary import MethodSummary, Report
+from blend.report.summary import MethodSummary, Report, counted
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.table import Table
 
 WIDTH = 100
 UNDEFINED = "-"
@@ -42,10 +41,10 @@ def render_report(report: Report) -> Group:
     return Group(*tables, *(Text(line, style="dim") for line in _footnotes(report)))
 
 
-def _overview(report: Report) -> Table:
+def _overview(report: Report) -> Group:
     metrics = _measured(report)
-    title = " · ".join(part for part in (report.info.model, report.info.workload, _count(report.records)) if part)
-    columns = ["TTFT", "speed-up", "TTFT/floor", "floor/full", "rows", *(_LABELS[metric] for metric in metrics)]
+    title = " · ".join(part for part in (report.info.model, report.info.workload, report.size) if part)
+    columns = ["TTFT", "speed-up", "TTFT\n/ floor", "floor\n/ full", "rows", *(_LABELS[metric] for metric in metrics)]
     return _table(title, ["method", *columns], (_overview_row(summary, metrics) for summary in report.methods))
 
 
@@ -61,22 +60,24 @@ def _overview_row(summary: MethodSummary, metrics: Sequence[str]) -> list[str]:
     ]
 
 
-def _differences(report: Report) -> Table:
+def _differences(report: Report) -> Group:
     metrics = [metric for metric in _measured(report) if metric not in ("kl", "top1")]
-    title = f"difference to {report.reference}, mean [{report.level:.0%} paired bootstrap interval]"
+    title = (
+        f"difference to {report.reference}, mean and {report.level:.0%} paired bootstrap interval (speed-up: median)"
+    )
     rows = (
         [
             summary.method,
-            f"{summary.speedup:.2f}x [{summary.speedup_bounds.low:.2f}, {summary.speedup_bounds.high:.2f}]",
+            f"{summary.speedup:.2f}x\n[{summary.speedup_bounds.low:.2f}, {summary.speedup_bounds.high:.2f}]",
             *(_signed(summary.differences[metric]) for metric in metrics),
         ]
         for summary in report.methods
         if summary.method != report.reference
     )
-    return _table(title, ["method", "speed-up (median)", *(_LABELS[metric] for metric in metrics)], rows)
+    return _table(title, ["method", "speed-up", *(_LABELS[metric] for metric in metrics)], rows)
 
 
-def _stages(report: Report) -> Table:
+def _stages(report: Report) -> Group:
     names = list(dict.fromkeys(name for summary in report.methods for name in summary.stages))
     rows = ([name, *(_stage(summary, name) for summary in report.methods)] for name in names)
     return _table("TTFT by stage, medians", ["stage", *(summary.method for summary in report.methods)], rows)
@@ -86,7 +87,7 @@ def _stage(summary: MethodSummary, name: str) -> str:
     return _seconds(summary.stages[name]) if name in summary.stages else UNDEFINED
 
 
-def _tasks(report: Report) -> Table:
+def _tasks(report: Report) -> Group:
     """F1 by task, or the first metric that was measured."""
     metric = next(iter(_measured(report)), "f1")
     names = [summary.method for summary in report.methods]
@@ -98,8 +99,8 @@ def _tasks(report: Report) -> Table:
 
 
 def _footnotes(report: Report) -> list[str]:
-    few = f"{_count(report.records)}: too few for the intervals to mean much" if report.records < _FEW_RECORDS else ""
-    missing = f"{_count(len(report.incomplete))} left out: not answered by every method" if report.incomplete else ""
+    few = f"{report.size}: too few for the intervals to mean much" if report.records < _FEW_RECORDS else ""
+    missing = f"{counted(len(report.incomplete))} left out: not answered by every method" if report.incomplete else ""
     machine = report.info.machine.summary() if report.info.machine else ""
     command = f"command: {report.info.command}" if report.info.command else ""
     return [line for line in (few, missing, machine, command) if line]
@@ -116,17 +117,19 @@ def _varies(summary: MethodSummary, metric: str, report: Report) -> bool:
     return summary.quality[metric] is not None and not own
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Group:
     from rich import box
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if index else "left", no_wrap=not index)
+        table.add_column(Text(column), justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    return table
+    # A title of the table itself would be folded to the width of the table.
+    return Group(Text(title, style="bold"), table)
 
 
 def _seconds(value: float) -> str:
@@ -140,8 +143,4 @@ def _number(value: float | None, form: str) -> str:
 def _signed(interval: Interval | None) -> str:
     if interval is None:
         return UNDEFINED
-    return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
-
-
-def _count(records: int) -> str:
-    return "1 record" if records == 1 else f"{records} records"
+    return f"{interval.mean:+.3f}\n[{interval.low:+.3f}, {interval.high:+.3f}]"
