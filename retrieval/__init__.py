@@ -1,0 +1,59 @@
+"""Documents, chunks, embeddings and their index: everything before a prompt. Knows nothing of models that generate.
+
+    load_documents -> Document -> chunk_documents -> Chunk -> update_index -> ChunkIndex -> Retriever.search -> RankedChunks
+
+Importing this package loads neither torch nor faiss nor any parser; the names below are loaded on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retrieval.chunking import Chunk, chunk_documents, render_chunk
+    from retrieval.corpus_stdlib import write_stdlib_corpus
+    from retrieval.document import Document, LoadedDocuments, SkippedDocument
+    from retrieval.embedding import Embedder, load_embedder
+    from retrieval.errors import RetrievalError
+    from retrieval.index import ChunkIndex, IndexUpdate, update_index
+    from retrieval.loading import load_documents
+    from retrieval.retriever import RankedChunk, RankedChunks, Retriever
+
+__all__ = [
+    "Chunk",
+    "ChunkIndex",
+    "Document",
+    "Embedder",
+    "IndexUpdate",
+    "LoadedDocuments",
+    "RankedChunk",
+    "RankedChunks",
+    "RetrievalError",
+    "Retriever",
+    "SkippedDocument",
+    "chunk_documents",
+    "load_documents",
+    "load_embedder",
+    "render_chunk",
+    "update_index",
+    "write_stdlib_corpus",
+]
+
+_HOMES = {
+    "chunking": ("Chunk", "chunk_documents", "render_chunk"),
+    "corpus_stdlib": ("write_stdlib_corpus",),
+    "document": ("Document", "LoadedDocuments", "SkippedDocument"),
+    "embedding": ("Embedder", "load_embedder"),
+    "errors": ("RetrievalError",),
+    "index": ("ChunkIndex", "IndexUpdate", "update_index"),
+    "loading": ("load_documents",),
+    "retriever": ("RankedChunk", "RankedChunks", "Retriever"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"retrieval.{home}"), name)

@@ -1,0 +1,35 @@
+"""Documents: the text that goes into a corpus, and what was left out of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Document(NamedTuple):
+    r"""One text.
+
+    id: unique in its corpus and the same in every run: the path below the folder that was loaded, with `#...` behind it
+        for a record inside a file.
+    title: what the document calls itself, or its file name.
+    text: Markdown (plain text is read as Markdown too): headings are where it may be divided. Newlines are `\n`.
+    source: where it came from, for people.
+    """
+
+    id: str
+    title: str
+    text: str
+    source: str
+
+
+class SkippedDocument(NamedTuple):
+    """A file or record that was left out, and why, in one line."""
+
+    source: str
+    reason: str
+
+
+class LoadedDocuments(NamedTuple):
+    """Documents in the order of their ids, and everything that was left out."""
+
+    documents: tuple[Document, ...]
+    skipped: tuple[SkippedDocument, ...]

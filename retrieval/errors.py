@@ -1,0 +1,58 @@
+"""Everything that `retrieval` raises on purpose.
+
+    RetrievalError
+    ├── DocumentsError          nothing to read: a missing path, or no readable document under it
+    ├── ChunkingError           a token limit that cannot be met
+    ├── EmbeddingError          an embedding model that cannot be loaded
+    ├── QueryError              an empty question, or a number of results below 1
+    ├── CorpusError             a module that the demo corpus cannot be made from
+    └── ChunkIndexError         an index that cannot be opened, read or written
+        ├── IndexMissingError   no index in this folder
+        ├── IndexDamagedError   an index that must not be used: truncated, altered, or of another format
+        └── IndexMismatchError  an index made with another embedding model
+
+Every message is one line that names what is wrong and what to do about it. `exit_code` is what a command line may exit
+with.
+"""
+
+
+class RetrievalError(Exception):
+    """Base of every error that a user can cause or mend."""
+
+    exit_code = 8
+
+
+class DocumentsError(RetrievalError):
+    """No document could be read."""
+
+
+class ChunkingError(RetrievalError, ValueError):
+    """A token limit that no chunk can meet."""
+
+
+class EmbeddingError(RetrievalError):
+    """An embedding model that cannot be loaded."""
+
+
+class QueryError(RetrievalError, ValueError):
+    """A query that cannot be searched for."""
+
+
+class CorpusError(RetrievalError, ValueError):
+    """A module that has no place in the demo corpus."""
+
+
+class ChunkIndexError(RetrievalError):
+    """An index that cannot be opened, read or written."""
+
+
+class IndexMissingError(ChunkIndexError):
+    """No index where one was asked for."""
+
+
+class IndexDamagedError(ChunkIndexError):
+    """An index whose bytes are not those that were written, or that has another format."""
+
+
+class IndexMismatchError(ChunkIndexError):
+    """An index made with another embedding model than the one at hand."""

@@ -1,0 +1,149 @@
+"""An index on disk: whole generations of files, the current one named by a manifest that is replaced in one step.
+
+    manifest.json             format, embedder, dimension, and for each file its name, size and SHA-256
+    chunks-<generation>.jsonl one chunk a line
+    index-<generation>.faiss  the vector of line i is vector i
+
+A writer writes the files of a new generation, flushes them to the disk, and only then replaces the manifest; so
+whatever happens, readers find the old generation or the new one, whole. The last generation but one, which readers may
+still be opening, stays until the next writer comes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMissingError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+LOCK_TIMEOUT = 10.0  # seconds
+_REMEDY = "run `blend precompute` again"
+_GENERATION = re.compile(r"(?:chunks|index)-[0-9a-f]{16}\.(?:jsonl|faiss)(?:\.part)?")
+
+
+class Generation(NamedTuple):
+    """Everything that one generation holds: the embedder's name, the vectors' length, and the bytes of both files."""
+
+    embedder: str
+    dimension: int
+    chunks: bytes
+    vectors: bytes
+
+
+@contextmanager
+def write_lock(directory: Path) -> Iterator[None]:
+    """Hold the right to write; it ends with the process. Raises `ChunkIndexError` when another process keeps it."""
+    from filelock import FileLock, Timeout
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with FileLock(directory / ".lock", timeout=LOCK_TIMEOUT):
+            yield
+    except Timeout:
+        raise ChunkIndexError(
+            f"another process is writing the index in {directory}; wait for it and try again"
+        ) from None
+    except OSError as error:
+        raise ChunkIndexError(f"the index in {directory} cannot be written ({error.strerror or error})") from error
+
+
+def write_generation(directory: Path, generation: Generation) -> None:
+    """Make this generation the current one. The caller holds the lock."""
+    name = hashlib.sha256(generation.chunks + generation.vectors).hexdigest()[:16]
+    contents = {f"chunks-{name}.jsonl": generation.chunks, f"index-{name}.faiss": generation.vectors}
+    before = _current_files(directory)
+    for file, data in contents.items():
+        _write(directory / file, data)
+    manifest = {
+        "format": FORMAT_VERSION,
+        "embedder": generation.embedder,
+        "dimension": generation.dimension,
+        "files": {file: {"bytes": len(data), "sha256": _sha256(data)} for file, data in contents.items()},
+    }
+    _write(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+    _remove_others(directory, {*contents, *before})
+
+
+def read_generation(directory: Path) -> Generation:
+    """The current generation, every byte checked. Raises `IndexMissingError` or `IndexDamagedError`."""
+    for _ in range(3):  # a writer may have taken this generation away in the meantime; then there is a newer one
+        manifest = _read_manifest(directory)
+        try:
+            return _read_files(directory, manifest)
+        except FileNotFoundError:
+            if _read_manifest(directory) == manifest:
+                break
+        except OSError as error:
+            raise ChunkIndexError(f"the index in {directory} cannot be read ({error.strerror})") from error
+    raise IndexDamagedError(f"the index in {directory} lacks files that it names; {_REMEDY}")
+
+
+class _Manifest(NamedTuple):
+    embedder: str
+    dimension: int
+    files: tuple[tuple[str, str], ...]  # (name, SHA-256): the chunks, then the index
+
+
+def _read_manifest(directory: Path) -> _Manifest:
+    try:
+        raw = json.loads((directory / MANIFEST).read_bytes())
+        if raw["format"] != FORMAT_VERSION:
+            raise IndexDamagedError(
+                f"the index in {directory} has format {raw['format']}, not {FORMAT_VERSION}; {_REMEDY}"
+            )
+        files = tuple((str(name), str(entry["sha256"])) for name, entry in raw["files"].items())
+        if len(files) != 2 or not all(_GENERATION.fullmatch(name) for name, _ in files):
+            raise ValueError("files")
+        return _Manifest(str(raw["embedder"]), int(raw["dimension"]), files)
+    except FileNotFoundError:
+        raise IndexMissingError(f"no index in {directory}; run `blend precompute` on your documents first") from None
+    except OSError as error:
+        raise ChunkIndexError(f"the index in {directory} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise IndexDamagedError(f"the manifest of the index in {directory} is damaged; {_REMEDY}") from None
+
+
+def _read_files(directory: Path, manifest: _Manifest) -> Generation:
+    contents = []
+    for name, digest in manifest.files:
+        data = (directory / name).read_bytes()
+        if _sha256(data) != digest:
+            raise IndexDamagedError(f"{directory / name} is not as it was written; {_REMEDY}")
+        contents.append(data)
+    return Generation(manifest.embedder, manifest.dimension, contents[0], contents[1])
+
+
+def _current_files(directory: Path) -> set[str]:
+    try:
+        return {name for name, _ in _read_manifest(directory).files}
+    except ChunkIndexError:
+        return set()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all, and have it on the disk before anything that comes after."""
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _remove_others(directory: Path, keep: set[str]) -> None:
+    """Files of generations before the last one, which readers may still be opening, and what killed writers left."""
+    for path in directory.iterdir():
+        if _GENERATION.fullmatch(path.name) and path.name not in keep:
+            path.unlink(missing_ok=True)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,164 @@
+"""The index: chunks and their vectors, searched with FAISS, kept on disk, brought up to date by what changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from retrieval.chunking import Chunk
+from retrieval.embedding import Embedder, Progress
+from retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
+from retrieval.generations import Generation, read_generation, write_generation, write_lock
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+HNSW_ABOVE = 100_000  # chunks; up to here an exact scan takes some ten milliseconds on one core
+_HNSW_LINKS, _HNSW_BUILD_EFFORT, _HNSW_SEARCH_EFFORT = 32, 128, 128
+
+
+class ScoredRow(NamedTuple):
+    """A chunk's place in the index and its inner product with the query."""
+
+    row: int
+    score: float
+
+
+class IndexUpdate(NamedTuple):
+    """What an update did, in chunks. `reason` says why an index that was there could not be built upon, or is empty."""
+
+    added: int
+    kept: int
+    removed: int
+    reason: str = ""
+
+
+class ChunkIndex:
+    """Chunks of a corpus and their unit vectors, in memory. Safe to search from several threads.
+
+    Up to `HNSW_ABOVE` chunks every vector is compared (exact); above that an HNSW graph finds nearly all of the best in
+    a fraction of the time.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], vectors: npt.NDArray[np.float32], embedder: str) -> None:
+        """chunks[i] has the vector vectors[i], float32 `[chunks, dimension]`; embedder: name of what made them."""
+        self.chunks = tuple(chunks)
+        self.embedder = embedder
+        self.dimension = int(vectors.shape[1])
+        self._faiss = _build(vectors)
+
+    @classmethod
+    def load(cls, directory: str | Path, embedder: Embedder | None = None) -> ChunkIndex:
+        """The index in a directory.
+
+        Raises `IndexMissingError`, `IndexDamagedError`, or `IndexMismatchError` when `embedder` did not make it.
+        """
+        index = _decode(read_generation(Path(directory)), Path(directory))
+        if embedder and (embedder.name, embedder.dimension) != (index.embedder, index.dimension):
+            raise IndexMismatchError(
+                f"the index in {directory} was made with the embedding model {index.embedder}, not {embedder.name}; "
+                f"choose that one, or run `blend precompute` again"
+            )
+        return index
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def search(self, vector: npt.NDArray[np.float32], k: int) -> list[ScoredRow]:
+        """The `k` best chunks (all, if there are fewer) for a unit vector `[dimension]`, best first, ties by row."""
+        if k <= 0 or not self.chunks:
+            return []
+        scores, rows = self._faiss.search(vector.reshape(1, -1), min(k, len(self.chunks)))
+        found = [ScoredRow(int(row), float(score)) for row, score in zip(rows[0], scores[0], strict=True) if row >= 0]
+        return sorted(found, key=lambda hit: (-hit.score, hit.row))
+
+    def vectors(self) -> npt.NDArray[np.float32]:
+        """All vectors, float32 `[chunks, dimension]`."""
+        vectors: npt.NDArray[np.float32] = self._faiss.reconstruct_n(0, len(self.chunks))
+        return vectors
+
+
+def update_index(
+    directory: str | Path, chunks: Sequence[Chunk], embedder: Embedder, progress: Progress | None = None
+) -> IndexUpdate:
+    """Make the index in a directory hold exactly these chunks; only those it did not have are embedded.
+
+    An index that is damaged or was made with another embedder is built anew. A crash at any point leaves the old index
+    or the new one; readers may go on meanwhile. Raises `ChunkIndexError` when it cannot be written.
+    """
+    import numpy as np
+
+    path = Path(directory)
+    chunks = tuple({chunk.id: chunk for chunk in chunks}.values())
+    with write_lock(path):
+        old, reason = _usable(path, embedder)
+        rows = {chunk.id: row for row, chunk in enumerate(old.chunks)} if old else {}
+        new = [place for place, chunk in enumerate(chunks) if chunk.id not in rows]
+        kept = [place for place, chunk in enumerate(chunks) if chunk.id in rows]
+        update = IndexUpdate(len(new), len(kept), len(rows) - len(kept), reason)
+        if old and old.chunks == chunks:
+            return update
+        vectors = np.zeros((len(chunks), embedder.dimension), np.float32)
+        if old and kept:
+            vectors[kept] = old.vectors()[[rows[chunks[place].id] for place in kept]]
+        if new:
+            vectors[new] = embedder.embed([passage_text(chunks[place]) for place in new], progress)
+        write_generation(path, _encode(ChunkIndex(chunks, vectors, embedder.name)))
+    return update
+
+
+def passage_text(chunk: Chunk) -> str:
+    """What is embedded for a chunk."""
+    return f"{chunk.title}\n{chunk.text}"
+
+
+def _usable(path: Path, embedder: Embedder) -> tuple[ChunkIndex | None, str]:
+    """The index to build upon, or why there is none."""
+    try:
+        return ChunkIndex.load(path, embedder), ""
+    except IndexMissingError:
+        return None, ""
+    except (IndexDamagedError, IndexMismatchError) as error:
+        return None, str(error).partition(";")[0]
+
+
+def _build(vectors: npt.NDArray[np.float32]) -> Any:
+    import faiss
+
+    count, dimension = vectors.shape
+    if count <= HNSW_ABOVE:
+        index: Any = faiss.IndexFlatIP(dimension)
+    else:
+        index = faiss.IndexHNSWFlat(dimension, _HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efConstruction, index.hnsw.efSearch = _HNSW_BUILD_EFFORT, _HNSW_SEARCH_EFFORT
+    index.add(vectors)
+    return index
+
+
+def _encode(index: ChunkIndex) -> Generation:
+    import faiss
+
+    lines = "".join(json.dumps(asdict(chunk)) + "\n" for chunk in index.chunks)
+    return Generation(index.embedder, index.dimension, lines.encode(), faiss.serialize_index(index._faiss).tobytes())
+
+
+def _decode(generation: Generation, directory: Path) -> ChunkIndex:
+    import faiss
+    import numpy as np
+
+    index = ChunkIndex.__new__(ChunkIndex)
+    index.embedder, index.dimension = generation.embedder, generation.dimension
+    try:
+        index.chunks = tuple(Chunk(**json.loads(line)) for line in generation.chunks.splitlines())
+        index._faiss = faiss.deserialize_index(np.frombuffer(generation.vectors, np.uint8))
+    except Exception as error:  # the checksum held, so whoever wrote this wrote another format
+        raise ChunkIndexError(
+            f"the index in {directory} cannot be understood ({error}); run `blend precompute` again"
+        ) from error
+    if index._faiss.ntotal != len(index.chunks) or index._faiss.d != index.dimension:
+        raise IndexDamagedError(f"the index in {directory} contradicts itself; run `blend precompute` again")
+    return index

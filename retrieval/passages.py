@@ -1,0 +1,133 @@
+"""Stretches of a document as they will be read: which headings go into the title, and what text stays."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+from retrieval.document import Document
+from retrieval.headings import Heading, find_headings
+
+TINY_SHARE = 8  # a passage below an eighth of the limit is put to any neighbour it fits with
+TITLE_SHARE = 2  # a title may take half of the limit
+_BLANK_LINES = re.compile(r"\A(?:[ \t]*[\r\n]+)+")
+
+
+class Region(NamedTuple):
+    """Characters `start` to `stop - 1` of a document's text."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Number of characters."""
+        return self.stop - self.start
+
+
+class Passage(NamedTuple):
+    """What a region reads like, and its length in tokens."""
+
+    title: str
+    text: str
+    tokens: int
+
+
+def _above(path: tuple[Heading, ...], heading: Heading) -> tuple[Heading, ...]:
+    """The part of a path of headings that a new heading leaves open."""
+    return tuple(open_ for open_ in path if open_.level < heading.level)
+
+
+class PassageComposer:
+    """Makes passages out of the regions of one document.
+
+    The title of a passage is the document's, then the headings it lies under. Headings at the head of a region under
+    which all of it lies are lifted out of the text into the title; a title that would take over half of `max_tokens` is
+    shortened to the document's, and nothing is lifted, so no word of the document is lost.
+    """
+
+    def __init__(self, document: Document, measure: Callable[[str, str], int], max_tokens: int) -> None:
+        self.text, self.source = document.text, document.source
+        self.measure, self.max_tokens = measure, max_tokens
+        self._title = document.title
+        self._headings = find_headings(document.text)
+        self._starts = [heading.start for heading in self._headings]
+        self._paths: list[tuple[Heading, ...]] = [()]  # open headings after the first n
+        for heading in self._headings:
+            self._paths.append((*_above(self._paths[-1], heading), heading))
+        self._passages: dict[Region, Passage] = {}
+        self._short: str | None = None
+
+    def sections(self) -> list[Region]:
+        """The document cut at every heading; blank stretches are left out."""
+        edges = sorted({0, *self._starts, len(self.text)})
+        regions = [Region(start, stop) for start, stop in pairwise(edges)]
+        return [region for region in regions if self.text[region.start : region.stop].strip()]
+
+    def compose(self, region: Region) -> Passage:
+        """The passage of a region."""
+        if region not in self._passages:
+            title, offset = self.frame(region)
+            text = _BLANK_LINES.sub("", self.text[offset : region.stop]).rstrip()
+            self._passages[region] = Passage(title, text, self.measure(title, text))
+        return self._passages[region]
+
+    def fits(self, region: Region) -> bool:
+        """Whether the region's passage keeps the limit."""
+        return self.compose(region).tokens <= self.max_tokens
+
+    def tiny(self, region: Region) -> bool:
+        """Whether the region's passage is too short to stand alone."""
+        return self.compose(region).tokens < self.max_tokens // TINY_SHARE
+
+    def same_topic(self, left: Region, right: Region) -> bool:
+        """Whether `right` continues `left` without closing a section that `left` did not open."""
+        opened = [heading.level for heading in self._inside(left)]
+        first = self._inside(Region(right.start, right.start + 1))
+        return not opened or not first or first[0].level >= min(opened)
+
+    def frame(self, region: Region) -> tuple[str, int]:
+        """Title of a region and where the text under it starts: after the headings that were lifted into the title."""
+        inside = self._inside(region)
+        path = self._enclosing(region, inside)
+        kept = path
+        offset = region.start
+        for index, heading in enumerate(inside):
+            later = inside[index + 1 :]
+            if self.text[offset : heading.start].strip() or any(other.level <= heading.level for other in later):
+                break
+            path, offset = (*_above(path, heading), heading), heading.stop
+        if not self.text[offset : region.stop].strip():
+            path, offset = kept, region.start
+        title = self._join(path)
+        return (title, offset) if self._affordable(title) else (self._shortened(), region.start)
+
+    def _inside(self, region: Region) -> tuple[Heading, ...]:
+        return self._headings[bisect_left(self._starts, region.start) : bisect_left(self._starts, region.stop)]
+
+    def _enclosing(self, region: Region, inside: tuple[Heading, ...]) -> tuple[Heading, ...]:
+        """Headings before a region that are still open where its text starts."""
+        path = self._paths[bisect_left(self._starts, region.start)]
+        if inside and not self.text[region.start : inside[0].start].strip():
+            path = _above(path, inside[0])
+        return path
+
+    def _join(self, path: tuple[Heading, ...]) -> str:
+        names = [heading.text for heading in path]
+        if names and names[0] == self._title:
+            names = names[1:]
+        return " > ".join(filter(None, (self._title, *names)))
+
+    def _affordable(self, title: str) -> bool:
+        return self.measure(title, "") <= self.max_tokens // TITLE_SHARE
+
+    def _shortened(self) -> str:
+        """As much of the document's title as may be had."""
+        if self._short is None:
+            self._short = self._title
+            while self._short and not self._affordable(self._short):
+                self._short = self._short[: len(self._short) * 3 // 4].rstrip()
+        return self._short

@@ -1,0 +1,32 @@
+"""Readers of file formats, by suffix. Each is loaded, and its parser with it, when the first such file is read."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import cast
+
+from retrieval.readers.base import Fault, Part, Reader, UnreadableError
+
+__all__ = ["SUFFIXES", "Fault", "Part", "Reader", "UnreadableError", "reader_for"]
+
+_READERS = {
+    ".md": ("text", "read_markdown"),
+    ".markdown": ("text", "read_markdown"),
+    ".txt": ("text", "read_text"),
+    ".text": ("text", "read_text"),
+    ".rst": ("rst", "read_rst"),
+    ".html": ("html", "read_html"),
+    ".htm": ("html", "read_html"),
+    ".pdf": ("pdf", "read_pdf"),
+    ".jsonl": ("jsonl", "read_jsonl"),
+}
+SUFFIXES = tuple(_READERS)
+
+
+def reader_for(suffix: str) -> Reader | None:
+    """The reader of files with this suffix (such as ".md", in any case), or None."""
+    entry = _READERS.get(suffix.lower())
+    if entry is None:
+        return None
+    module, name = entry
+    return cast(Reader, getattr(import_module(f"retrieval.readers.{module}"), name))

@@ -1,0 +1,46 @@
+"""JSONL: records of `{"title", "text"}` and maybe an `"id"`, or question records whose `"chunks"` are the documents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from retrieval.readers.base import Fault, Part
+from retrieval.readers.text import clean, decode
+
+
+def _part(record: Any) -> Part:
+    """A record as a document, named by its id, or else by its content: its name survives edits of other records."""
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        raise ValueError('is not a record with a string under "text"')
+    title, text = str(record.get("title") or ""), record["text"]
+    name = record.get("id", record.get("_id"))
+    if name is None or name == "":
+        name = hashlib.sha256(json.dumps([title, text]).encode()).hexdigest()[:16]
+    return Part(clean(str(name)), title, text)
+
+
+def _parts(line: str) -> list[Part]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError("is not JSON") from None
+    if isinstance(record, dict) and isinstance(record.get("chunks"), list):
+        return [_part(chunk) for chunk in record["chunks"]]
+    return [_part(record)]
+
+
+def read_jsonl(data: bytes, title: str) -> list[Part | Fault]:
+    """Every record once: the same chunk in many question records is one document. Bad lines are faults."""
+    found: dict[Part, None] = {}
+    faults: list[Part | Fault] = []
+    for number, line in enumerate(decode(data).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            found.update(dict.fromkeys(_parts(line)))
+        except ValueError as error:
+            faults.append(Fault(f"line {number}", str(error)))
+    named = [part._replace(title=part.title or f"{title} {part.name}") for part in found]
+    return [*named, *faults]

@@ -1,0 +1,44 @@
+"""PDF text through pypdf, page by page."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from retrieval.readers.base import Fault, Part, UnreadableError, missing
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep pypdf from logging every irregularity that it repairs; what matters arrives as an exception."""
+    logger = logging.getLogger("pypdf")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def read_pdf(data: bytes, title: str) -> list[Part | Fault]:
+    """One document, under the title in its metadata. Pages without text (scans) are left out; it is unreadable if all are."""
+    try:
+        import pypdf
+    except ImportError:
+        raise missing("pypdf") from None
+    try:
+        with _quiet():
+            reader = pypdf.PdfReader(io.BytesIO(data))
+            if reader.is_encrypted and not reader.decrypt(""):
+                raise UnreadableError("is protected by a password; save it without one")
+            pages = [page.extract_text().strip() for page in reader.pages]
+            named = reader.metadata.title if reader.metadata else None
+    except UnreadableError:
+        raise
+    except Exception as error:  # a damaged file can make pypdf raise nearly anything
+        raise UnreadableError(f"is not a PDF that pypdf can read ({type(error).__name__})") from error
+    if not any(pages):
+        raise UnreadableError("holds no text, only pictures; run it through OCR first")
+    return [Part("", str(named or "").strip() or title, "\n\n".join(filter(None, pages)))]

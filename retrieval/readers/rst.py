@@ -1,0 +1,64 @@
+"""reStructuredText, by way of docutils' HTML. Directives and roles of Sphinx, which docutils lacks, keep their text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from retrieval.readers.base import Fault, Part, UnreadableError, missing
+from retrieval.readers.html import html_to_markdown
+from retrieval.readers.text import decode
+
+_DIRECTIVE = re.compile(r"^[ \t]*\.\.[ \t]+([\w][\w:.+-]*)::", re.MULTILINE)
+_ROLE = re.compile(r":([a-zA-Z][\w:+-]*):`|`:([a-zA-Z][\w:+-]*):")
+_SETTINGS: dict[str, Any] = {
+    "input_encoding": "unicode",
+    "report_level": 5,
+    "halt_level": 5,
+    "file_insertion_enabled": False,
+    "raw_enabled": False,
+    "embed_stylesheet": False,
+    "syntax_highlight": "none",
+    "_disable_config": True,
+}
+
+
+def _register_unknown(text: str) -> None:
+    """Teach docutils the directives and roles that `text` uses and it lacks: one is its argument and content."""
+    from docutils import nodes
+    from docutils.parsers.rst import Directive, directives, languages, roles
+
+    class Passage(Directive):  # type: ignore[misc]  # docutils publishes no types
+        optional_arguments, final_argument_whitespace, has_content = 1, True, True
+
+        def run(self) -> list[Any]:
+            passage = nodes.container()
+            if self.arguments:
+                passage += nodes.paragraph("", self.arguments[0])
+            self.state.nested_parse(self.content, self.content_offset, passage)
+            return [passage]
+
+    english = languages.get_language("en")
+    for name in sorted({match[1].lower() for match in _DIRECTIVE.finditer(text)}):
+        if name not in english.directives and name not in directives._directives:
+            directives.register_directive(name, Passage)
+    for name in sorted({(match[1] or match[2]).lower() for match in _ROLE.finditer(text)}):
+        if name not in english.roles and name not in roles._roles:
+            roles.register_generic_role(name, nodes.literal)
+
+
+def read_rst(data: bytes, title: str) -> list[Part | Fault]:
+    """One document, under its own title. Nothing is included from other files, whatever the text asks for."""
+    try:
+        from docutils.core import publish_parts
+        from docutils.writers.html5_polyglot import Writer
+    except ImportError:
+        raise missing("docutils") from None
+    text = decode(data)
+    _register_unknown(text)
+    try:
+        parts = publish_parts(text, writer=Writer(), settings_overrides=_SETTINGS)
+    except Exception as error:  # docutils raises whatever its parser stumbles over
+        raise UnreadableError(f"is not reStructuredText that docutils can read ({type(error).__name__})") from error
+    _, markdown = html_to_markdown(f"<body>{parts['html_body']}</body>")
+    return [Part("", html_to_markdown(parts["title"])[1] or title, markdown)]

@@ -1,0 +1,58 @@
+"""Markdown and plain text, and the decoding of bytes that the other readers share."""
+
+from __future__ import annotations
+
+import codecs
+import re
+
+from retrieval.headings import find_headings
+from retrieval.readers.base import Fault, Part, UnreadableError
+
+_BOMS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+_FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
+_FRONT_TITLE = re.compile(r"^title:[ \t]*(['\"]?)(.+?)\1[ \t]*$", re.MULTILINE)
+MAX_CONTROL_SHARE = 0.01
+
+
+def decode(data: bytes) -> str:
+    """Text of a file: what its byte order mark says, else UTF-8. Raises `UnreadableError` for anything else."""
+    encoding = next((name for bom, name in _BOMS if data.startswith(bom)), "utf-8")
+    if encoding == "utf-8" and b"\0" in data:
+        raise UnreadableError("is a binary file, not text")
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise UnreadableError(f"is not {encoding} text (byte {error.start}); convert it to UTF-8") from None
+    if len(_CONTROL.findall(text)) > MAX_CONTROL_SHARE * len(text):
+        raise UnreadableError("is a binary file, not text")
+    return text
+
+
+def clean(text: str) -> str:
+    """Text with plain newlines, without NULs and lone surrogates (which no tokenizer takes), and without blank edges."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return re.sub(r"\A(?:[ \t]*\n)+", "", text).rstrip()
+
+
+def read_text(data: bytes, title: str) -> list[Part | Fault]:
+    """Plain text, under the name of its file."""
+    return [Part("", title, decode(data))]
+
+
+def read_markdown(data: bytes, title: str) -> list[Part | Fault]:
+    """Markdown, under the title in its front matter or its first heading when it opens with one."""
+    text = clean(decode(data))
+    if front := _FRONT_MATTER.match(text):
+        named = _FRONT_TITLE.search(front[1])
+        return [Part("", named[2] if named else title, text[front.end() :])]
+    first = next(iter(find_headings(text)), None)
+    opens = first is not None and not text[: first.start].strip()
+    return [Part("", first.text if first and opens else title, text)]

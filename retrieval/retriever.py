@@ -1,0 +1,46 @@
+"""A question to the chunks that may answer it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from retrieval.chunking import Chunk
+from retrieval.embedding import Embedder
+from retrieval.errors import IndexMismatchError, QueryError
+from retrieval.index import ChunkIndex
+
+
+class RankedChunk(NamedTuple):
+    """A chunk and its similarity to the question, between -1 and 1."""
+
+    chunk: Chunk
+    score: float
+
+
+RankedChunks = tuple[RankedChunk, ...]
+"""Best first."""
+
+
+class Retriever:
+    """Searches an index with the embedder that made it. Raises `IndexMismatchError` when that is another one."""
+
+    def __init__(self, index: ChunkIndex, embedder: Embedder) -> None:
+        if (index.embedder, index.dimension) != (embedder.name, embedder.dimension):
+            raise IndexMismatchError(
+                f"the index was made with {index.embedder}, not {embedder.name}; load that embedder"
+            )
+        self._index, self._embedder = index, embedder
+
+    def search(self, query: str, k: int) -> RankedChunks:
+        """The `k` chunks most similar to the question, best first: all of them when the index holds fewer.
+
+        Raises `QueryError` for an empty question or a `k` below 1.
+        """
+        if not query.strip():
+            raise QueryError("the question is empty; ask something")
+        if k < 1:
+            raise QueryError(f"{k} chunks were asked for; ask for at least 1")
+        if not len(self._index):
+            return ()
+        found = self._index.search(self._embedder.embed_query(query.strip()), k)
+        return tuple(RankedChunk(self._index.chunks[row], score) for row, score in found)

