@@ -182,10 +182,9 @@ def _two_hop(supply: _Supply, chunks: int) -> _Needle:
 
 
 def _split(supply: _Supply, chunks: int) -> _Needle:
-    boundary = supply.rng.randrange(chunks - 1)
-    free = [other for other in range(chunks - 1) if abs(other - boundary) > 1]
-    boundaries = [boundary, *supply.rng.sample(free, min(1, len(free)))]
-    pairs = [(chunk, chunk + 1) for chunk in boundaries]
+    # The distractor's boundary shares no chunk with that of the needle.
+    apart = [(one, two) for one in range(chunks - 1) for two in range(chunks - 1) if abs(one - two) > 1]
+    pairs = [(chunk, chunk + 1) for chunk in supply.rng.choice(apart)]
     return _paired(supply, supply.rng.choice(_SPLIT_FORMS), pairs, across=True)
 
 

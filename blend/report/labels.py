@@ -16,6 +16,8 @@ _PLACES = (
     *((9, 18, "left", "bottom"), (-9, 18, "right", "bottom"), (9, -18, "left", "top"), (-9, -18, "right", "top")),
     *((9, 32, "left", "bottom"), (-9, 32, "right", "bottom"), (9, -32, "left", "top"), (-9, -32, "right", "top")),
 )
+# A label no further away than this needs no leader.
+_NEAR = 10
 
 
 def place_labels(axes: Axes) -> None:
@@ -26,14 +28,14 @@ def place_labels(axes: Axes) -> None:
     taken = [mark.get_window_extent().padded(2) for mark in (*axes.lines, *axes.collections)]
     for label in (child for child in axes.texts if isinstance(child, Annotation)):
         _place(axes, label, taken)
-        taken.append(label.get_window_extent())
+        taken.append(_extent(label))
 
 
 def _place(axes: Axes, label: Annotation, taken: list[Bbox]) -> None:
     costs = []
     for place in _PLACES:
         _move(label, place)
-        costs.append(_cost(axes, label.get_window_extent(), taken))
+        costs.append(_cost(axes, _extent(label), taken))
         if costs[-1] == 0:
             return
     _move(label, _PLACES[costs.index(min(costs))])
@@ -43,6 +45,15 @@ def _move(label: Annotation, place: tuple[int, int, str, str]) -> None:
     x, y, horizontal, vertical = place
     label.set_position((x, y))
     label.set(horizontalalignment=horizontal, verticalalignment=vertical)
+    if label.arrow_patch is not None:
+        label.arrow_patch.set_visible(max(abs(x), abs(y)) > _NEAR)
+
+
+def _extent(label: Annotation) -> Bbox:
+    """Of the text alone, in pixels; an annotation's own extent takes in its leader."""
+    from matplotlib.text import Text
+
+    return Text.get_window_extent(label)
 
 
 def _cost(axes: Axes, box: Bbox, taken: list[Bbox]) -> float:

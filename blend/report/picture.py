@@ -25,6 +25,8 @@ _STYLES = (
 )
 # Beyond this ratio of times a linear axis would press the fast methods together.
 _LOG_RATIO = 4.0
+# From a label that had to move away back to its point; `place_labels` hides the others.
+_LEADER = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 5}
 _QUALITY = (("f1", "F1"), ("rouge_l", "ROUGE-L"), ("recall", "recall of all values"), ("em", "exact match"))
 
 
@@ -129,7 +131,7 @@ def _point(axes: Axes, point: _Point) -> None:
     bars = [[point.y - point.low], [point.high - point.y]]
     axes.errorbar([point.x], [point.y], bars, fmt=marker, color=color, markersize=8, capsize=4, linewidth=1.5, zorder=3)
     # Dark text whatever the colour of the mark: the light ones are hard to read. `place_labels` finds its place.
-    label = axes.annotate(point.label, (point.x, point.y), (0, 0), textcoords="offset points")
+    label = axes.annotate(point.label, (point.x, point.y), (0, 0), textcoords="offset points", arrowprops=_LEADER)
     label.set(color="#222222", fontsize=9, parse_math=False, zorder=4)
 
 

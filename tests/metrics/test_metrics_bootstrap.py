@@ -1,0 +1,91 @@
+import itertools
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from blend import bootstrap
+from blend.bootstrap import Bounds, Interval, mean_interval, median_bounds, paired_interval
+
+
+def exact_quantile(values: list[float], share: float, statistic) -> float:
+    """Quantile of the statistic over every possible resample, each equally likely."""
+    ordered = sorted(statistic(sample) for sample in itertools.product(values, repeat=len(values)))
+    return ordered[round(share * (len(ordered) - 1))]
+
+
+@pytest.mark.parametrize(
+    ("interval", "statistic"),
+    [
+        (lambda v, **k: mean_interval(v, **k), statistics.fmean),
+        (lambda v, **k: median_bounds(v, **k), statistics.median),
+    ],
+)
+def test_ends_agree_with_all_resamples_counted_out(interval, statistic):
+    values = [0.0, 0.13, 0.31, 0.57, 0.9, 1.4]
+    found = interval(values, level=0.8, resamples=40_000)
+    near = [exact_quantile(values, share, statistic) for share in (0.085, 0.115, 0.885, 0.915)]
+    assert near[0] - 1e-9 <= found.low <= near[1] + 1e-9
+    assert near[2] - 1e-9 <= found.high <= near[3] + 1e-9
+
+
+def test_a_large_sample_agrees_with_the_normal_approximation():
+    values = np.random.default_rng(1).normal(3.0, 2.0, 1000)
+    found = mean_interval(values.tolist())
+    half = 1.96 * values.std() / math.sqrt(1000)
+    assert found.mean == pytest.approx(values.mean())
+    assert found.low == pytest.approx(values.mean() - half, abs=0.1 * half)
+    assert found.high == pytest.approx(values.mean() + half, abs=0.1 * half)
+
+
+def test_pairing_removes_what_items_have_in_common():
+    rng = np.random.default_rng(2)
+    reference = rng.normal(0, 10, 50)
+    values = reference + rng.normal(0.5, 0.1, 50)
+    paired = paired_interval(values.tolist(), reference.tolist())
+    assert paired.mean == pytest.approx((values - reference).mean())
+    assert 0.4 < paired.low < paired.mean < paired.high < 0.6
+    assert mean_interval(values.tolist()).high - mean_interval(values.tolist()).low > 1
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(3)
+    found = [mean_interval(rng.normal(0, 1, 40).tolist(), resamples=400, seed=i) for i in range(300)]
+    assert 0.88 < sum(interval.low <= 0 <= interval.high for interval in found) / 300 < 0.98
+
+
+def test_the_seed_decides():
+    values = [0.1, 0.5, 0.2, 0.9]
+    assert mean_interval(values, seed=4) == mean_interval(values, seed=4)
+    assert mean_interval(values, seed=4, resamples=100) != mean_interval(values, seed=5, resamples=100)
+
+
+def test_one_value_and_equal_values_give_a_point():
+    assert paired_interval([0.3], [0.1]) == Interval(*[pytest.approx(0.2)] * 3)
+    found = paired_interval([0.1] * 7, [0.0] * 7)
+    assert found.low == found.mean == found.high == pytest.approx(0.1)
+    assert median_bounds([2.0, 2.0]) == Bounds(2.0, 2.0)
+
+
+def test_blocks_do_not_change_the_result(monkeypatch):
+    values = [0.1, 0.7, 0.3]
+    whole = mean_interval(values, resamples=1000)
+    monkeypatch.setattr(bootstrap, "_BLOCK", 30)
+    assert mean_interval(values, resamples=1000) == whole
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: mean_interval([]), "at least one"),
+        (lambda: mean_interval([1.0, math.nan]), "finite"),
+        (lambda: median_bounds([math.inf]), "finite"),
+        (lambda: paired_interval([1.0], [1.0, 2.0]), "not 1 and 2"),
+        (lambda: mean_interval([1.0], level=1.0), "level"),
+        (lambda: mean_interval([1.0], resamples=0), "resamples"),
+    ],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
