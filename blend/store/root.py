@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 import time
 import uuid
@@ -136,10 +137,10 @@ def _write_fully(descriptor: int, view: memoryview) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    host, pid, *_ = path.name[1:].split("-")
     if time.time() - path.stat().st_mtime > STALE_AFTER_S:
         return True
-    return host == _HOST and pid.isdecimal() and not _is_alive(int(pid))
+    writer = re.fullmatch(rf"\.{_HOST}-(\d+)-\w+\.tmp", path.name)
+    return writer is not None and not _is_alive(int(writer[1]))
 
 
 def _is_alive(pid: int) -> bool:

@@ -1,0 +1,52 @@
+"""Model weights: a directory, a name of the built-in catalog, or a HuggingFace id.
+
+Importing this package loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from blend.errors import WeightsError
+from blend.weights.catalog import CATALOG, DEFAULT_MODEL, CatalogModel
+from blend.weights.fetch import FetchProgress, Progress, fetch
+from blend.weights.gguf import convert_gguf, require_converter
+
+__all__ = ["CATALOG", "DEFAULT_MODEL", "CatalogModel", "FetchProgress", "Progress", "cache_root", "resolve_model"]
+
+
+def resolve_model(
+    name_or_path: str | os.PathLike[str], *, cache_dir: Path | None = None, progress: Progress | None = None
+) -> Path | str:
+    """What `from_pretrained` takes for `name_or_path`.
+
+    An existing directory is returned as it is. A name of `CATALOG` is fetched and converted once, into
+    `<cache_dir>/models/<name>` (default: `cache_root()`), and found there ever after without a network. Anything else
+    is returned as a HuggingFace id. progress: called at each step of a fetch. Raises `WeightsError`.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    model = CATALOG.get(str(name_or_path))
+    if model is not None:
+        models = (cache_dir or cache_root()) / "models"
+        return fetch(model, models, require=require_converter, convert=convert_gguf, progress=progress or _silent)
+    if path.exists() or isinstance(name_or_path, Path) or str(name_or_path).startswith((".", "/", "~")):
+        choices = ", ".join(CATALOG)
+        raise WeightsError(f"{name_or_path} is no model directory: pass one, or a HuggingFace id, or one of {choices}")
+    return str(name_or_path)
+
+
+def cache_root() -> Path:
+    """Where fetched files are kept: `$KVBLEND_CACHE`, or `kvblend` in the user's cache directory of the platform."""
+    if chosen := os.environ.get("KVBLEND_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "kvblend"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvblend"
+
+
+def _silent(step: FetchProgress) -> None:
+    """Report nothing."""

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from blend.store import ChunkStore, open_store
+from blend.types import CacheIdentity, ChunkCache, ChunkKey
+
+IDENTITY = CacheIdentity("model-a", "float32", (1, 2, 3))
+
+
+@pytest.fixture
+def key() -> Callable[..., ChunkKey]:
+    def make(number: int, model: str = "model-a") -> ChunkKey:
+        return CacheIdentity(model, "float32", (1, 2, 3)).key((number, number + 1))
+
+    return make
+
+
+@pytest.fixture
+def cache() -> Callable[..., ChunkCache]:
+    def make(seed: int = 0, layers: int = 3, tokens: int = 5, dtype: torch.dtype = torch.float32) -> ChunkCache:
+        source = torch.Generator().manual_seed(seed)
+        # Heads and head sizes differ between keys and values and between layers, as they may.
+        keys = [torch.randn(2, tokens, 4 + 2 * i, generator=source).to(dtype) for i in range(layers)]
+        values = [torch.randn(2, tokens, 6, generator=source).to(dtype) for _ in range(layers)]
+        return ChunkCache(tuple(keys), tuple(values), start=7)
+
+    return make
+
+
+@pytest.fixture(params=["memory", "disk"])
+def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., ChunkStore]:
+    def make(codec: str = "native", budget_bytes: int | None = None) -> ChunkStore:
+        location = "memory:" if request.param == "memory" else tmp_path / "store"
+        return open_store(location, codec=codec, budget_bytes=budget_bytes)
+
+    return make

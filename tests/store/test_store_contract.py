@@ -1,0 +1,255 @@
+"""What every store must do; each test runs on each implementation."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from blend.errors import ConfigError, EntryDamagedError, StoreError
+from blend.store import ChunkReader, codec_names
+from blend.types import ChunkCache
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def assert_holds(store, key, cache, dtype=None):
+    with store.open(key) as reader:
+        assert (reader.tokens, reader.layers, reader.start) == (cache.tokens, cache.layers, cache.start)
+        for index in reversed(range(cache.layers)):
+            keys, values = reader.layer(index)
+            through = dtype or cache.keys[index].dtype
+            for got, want in ((keys, cache.keys[index]), (values, cache.values[index])):
+                assert got.dtype == want.dtype
+                assert torch.equal(got, want.to(through).to(want.dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("codec", codec_names())
+def test_returns_what_was_put_rounded_as_the_codec_says(make_store, key, cache, codec, dtype):
+    store, put = make_store(codec), cache(dtype=dtype)
+    store.put(key(1), put)
+    assert_holds(store, key(1), put, None if codec == "native" else getattr(torch, codec))
+
+
+@pytest.mark.parametrize(("layers", "tokens"), [(1, 1), (2, 63), (5, 111)])
+def test_awkward_sizes(make_store, key, cache, layers, tokens):
+    store, put = make_store(), cache(layers=layers, tokens=tokens)
+    store.put(key(1), put)
+    assert_holds(store, key(1), put)
+
+
+def test_missing_is_none_and_not_contained(make_store, key, cache):
+    store = make_store()
+    assert store.open(key(1)) is None
+    assert key(1) not in store
+    store.put(key(1), cache())
+    assert key(1) in store
+    assert key(2) not in store
+    assert store.open(key(1, "model-b")) is None
+
+
+def test_put_keeps_no_hold_on_the_callers_tensors(make_store, key, cache):
+    store, put = make_store(), cache()
+    store.put(key(1), put)
+    before = cache()
+    for tensor in (*put.keys, *put.values):
+        tensor.fill_(float("nan"))
+    assert_holds(store, key(1), before)
+
+
+def test_slices_of_a_batch_are_stored_compactly(make_store, key):
+    batch = torch.randn(4, 2, 50, 8)
+    put = ChunkCache((batch[1, :, 3:9],), (batch[2, :, 3:9].transpose(0, 0),), 0)
+    store = make_store()
+    store.put(key(1), put)
+    assert_holds(store, key(1), put)
+    assert store.stats().nbytes < 4096
+
+
+def test_replacing_an_entry(make_store, key, cache):
+    store = make_store()
+    store.put(key(1), cache(0))
+    with store.open(key(1)) as old:
+        store.put(key(1), cache(1, tokens=9))
+        assert torch.equal(old.layer(2)[0], cache(0).keys[2])
+    assert_holds(store, key(1), cache(1, tokens=9))
+    assert store.stats().entries == 1
+
+
+@pytest.mark.parametrize("out_dtype", FLOATS)
+@pytest.mark.parametrize("codec", ["native", "bfloat16"])
+@pytest.mark.parametrize("through_default", [False, True])
+def test_read_into_a_slice_equals_layer(make_store, key, cache, codec, out_dtype, through_default):
+    store, put = make_store(codec), cache(tokens=7)
+    store.put(key(1), put)
+    with store.open(key(1)) as reader:
+        read_into = ChunkReader.read_into if through_default else type(reader).read_into
+        for index in range(3):
+            keys = torch.full((2, 20, 4 + 2 * index), float("nan"), dtype=out_dtype)
+            values = torch.full((2, 20, 6), float("nan"), dtype=out_dtype)
+            read_into(reader, index, keys[:, 4:11], values[:, 4:11])
+            for whole, want in ((keys, reader.layer(index)[0]), (values, reader.layer(index)[1])):
+                assert torch.equal(whole[:, 4:11], want.to(out_dtype))
+                assert whole[:, :4].isnan().all()
+                assert whole[:, 11:].isnan().all()
+
+
+def test_read_into_refuses_to_broadcast(make_store, key, cache):
+    store = make_store()
+    store.put(key(1), cache(tokens=1))
+    keys, values = torch.zeros(2, 5, 4), torch.zeros(2, 5, 6)
+    with store.open(key(1)) as reader, pytest.raises(EntryDamagedError, match="shapes"):
+        reader.read_into(0, keys, values)
+    assert not keys.any()
+    assert not values.any()
+
+
+def test_layers_outside_the_entry(make_store, key, cache):
+    store = make_store()
+    store.put(key(1), cache())
+    with store.open(key(1)) as reader:
+        for index in (-1, 3):
+            with pytest.raises(IndexError):
+                reader.layer(index)
+
+
+def test_delete_keys_stats_and_prune(make_store, key, cache):
+    store = make_store()
+    assert store.stats() == (0, 0)
+    mine, other = {key(n) for n in range(4)}, key(9, "model-b")
+    for each in (*mine, other):
+        store.put(each, cache())
+    assert set(store.keys()) == {*mine, other}
+    assert set(store.keys(other.namespace)) == {other}
+    assert store.stats().entries == 5
+    store.delete(key(0))
+    store.delete(key(0))
+    assert store.open(key(0)) is None
+    assert store.prune([key(1), other], key(0).namespace) == 2
+    assert set(store.keys()) == {key(1), other}
+
+
+def test_deleted_and_evicted_entries_stay_readable_while_open(make_store, key, cache):
+    store = make_store()
+    store.put(key(1), cache())
+    with store.open(key(1)) as reader:
+        store.delete(key(1))
+        assert torch.equal(reader.layer(1)[1], cache().values[1])
+
+
+def test_budget_evicts_the_least_recently_used(make_store, key, cache, monkeypatch):
+    now = 1_000_000.0
+    monkeypatch.setattr("time.time", lambda: now)
+    size = _size_of_one(make_store(), key, cache)
+    store = make_store(budget_bytes=int(3.5 * size))
+    for number in range(3):
+        store.put(key(number), cache(number))
+        now += 10
+        store.open(key(number)).close()
+        now += 10
+    store.open(key(0)).close()
+    now += 10
+    store.put(key(3), cache(3))
+    assert set(store.keys()) == {key(0), key(2), key(3)}
+    store.put(key(4), cache(4))
+    assert key(4) in set(store.keys())
+    assert store.stats().nbytes <= 3.5 * size
+
+
+def test_replacing_within_a_budget_evicts_nothing(make_store, key, cache):
+    size = _size_of_one(make_store(), key, cache)
+    store = make_store(budget_bytes=2 * size)
+    for _ in range(4):
+        store.put(key(1), cache(1))
+        store.put(key(2), cache(2))
+    assert set(store.keys()) == {key(1), key(2)}
+
+
+def test_entry_larger_than_the_budget(make_store, key, cache):
+    size = _size_of_one(make_store(), key, cache)
+    store = make_store(budget_bytes=size)
+    store.put(key(1), cache(1))
+    with pytest.raises(StoreError, match="raise the budget"):
+        store.put(key(2), cache(2, tokens=1000))
+    assert_holds(store, key(1), cache(1))
+
+
+@pytest.mark.parametrize("budget", [0, -5])
+def test_budget_must_be_positive(make_store, budget):
+    with pytest.raises(ConfigError, match="positive"):
+        make_store(budget_bytes=budget)
+
+
+def test_descriptions(make_store, key, cache):
+    store = make_store()
+    assert store.namespaces() == {}
+    store.put(key(1), cache())
+    store.describe("abc", {"model": "old"})
+    store.describe("abc", {"model": "tiny", "dtype": "float32"})
+    assert store.namespaces() == {key(1).namespace: {}, "abc": {"model": "tiny", "dtype": "float32"}}
+    store.describe(key(1).namespace, {"model": "real"})
+    assert store.namespaces()[key(1).namespace] == {"model": "real"}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        ChunkCache((), (), 0),
+        ChunkCache((torch.zeros(1, 2, 3),), (), 0),
+        ChunkCache((torch.zeros(1, 2, 3),), (torch.zeros(1, 3, 3),), 0),
+        ChunkCache((torch.zeros(2, 3),), (torch.zeros(2, 3),), 0),
+        ChunkCache((torch.zeros(1, 0, 3),), (torch.zeros(1, 0, 3),), 0),
+        ChunkCache((torch.zeros(1, 2, 3),), (torch.zeros(1, 2, 3, dtype=torch.float16),), 0),
+        ChunkCache((torch.zeros(1, 2, 3, dtype=torch.int64),), (torch.zeros(1, 2, 3, dtype=torch.int64),), 0),
+    ],
+)
+def test_caches_that_are_none_are_refused(make_store, key, broken):
+    store = make_store()
+    with pytest.raises(StoreError, match="not a chunk cache"):
+        store.put(key(1), broken)
+    assert store.stats() == (0, 0)
+
+
+def test_float16_refuses_values_beyond_its_range(make_store, key):
+    store = make_store("float16")
+    large = torch.full((1, 2, 3), 1e5)
+    with pytest.raises(StoreError, match="bfloat16"):
+        store.put(key(1), ChunkCache((large,), (large,), 0))
+    infinite = torch.full((1, 2, 3), float("inf"))
+    store.put(key(1), ChunkCache((infinite,), (infinite,), 0))
+    assert_holds(store, key(1), ChunkCache((infinite,), (infinite,), 0))
+
+
+def test_threads_share_a_store(make_store, key, cache):
+    size = _size_of_one(make_store(), key, cache)
+    store, errors = make_store(budget_bytes=4 * size), []
+
+    def work(seed):
+        try:
+            for step in range(25):
+                number = (seed + step) % 6
+                store.put(key(number), cache(number))
+                if (reader := store.open(key((number + 3) % 6))) is not None:
+                    keys, values = torch.empty(2, 5, 6), torch.empty(2, 5, 6)
+                    reader.read_into(1, keys, values)
+                    reader.close()
+                    assert torch.equal(keys, cache((number + 3) % 6).keys[1])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert store.stats().nbytes <= 4 * size
+
+
+def _size_of_one(store, key, cache):
+    store.put(key(99), cache())
+    size = store.stats().nbytes
+    store.delete(key(99))
+    return size

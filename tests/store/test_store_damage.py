@@ -1,0 +1,275 @@
+"""No byte of an entry can change without being noticed, and nothing but `EntryDamagedError` comes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from blend.errors import EntryDamagedError
+from blend.store import open_store
+from blend.types import ChunkCache, ChunkKey
+
+KEY = ChunkKey("a" * 32, "b" * 64)
+GENERATOR = torch.Generator().manual_seed(3)
+CACHE = ChunkCache(
+    tuple(torch.randn(1, 3, 4, generator=GENERATOR) for _ in range(3)),
+    tuple(torch.randn(1, 3, 2, generator=GENERATOR) for _ in range(3)),
+    start=2,
+)
+FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def entry(tmp_path_factory):
+    store = open_store(tmp_path_factory.mktemp("store"))
+    store.put(KEY, CACHE)
+    path = store._path(KEY)
+    return store, path, path.read_bytes()
+
+
+def damage(call) -> bool:
+    """Whether `call` raises the one error that is allowed; any other passes through and fails the test."""
+    try:
+        call()
+    except EntryDamagedError as error:
+        return "\n" not in str(error)
+    return False
+
+
+def use(store, key=KEY) -> bool:
+    """Open and read everything, both ways; every tensor that comes out must be right. True if all came out."""
+    if damage(lambda: store.open(key).close()):
+        return False
+    with store.open(key) as reader:
+        assert (reader.tokens, reader.layers, reader.start) == (3, 3, 2)
+        return sum(use_layer(reader, index) for index in range(3)) == 3
+
+
+def use_layer(reader, index) -> bool:
+    out = torch.full((1, 3, 4), float("nan")), torch.full((1, 3, 2), float("nan"))
+    if damage(lambda: reader.layer(index)):
+        assert damage(lambda: reader.read_into(index, *out))
+        assert all(t.isnan().all() for t in out)
+        return False
+    reader.read_into(index, *out)
+    want = CACHE.keys[index], CACHE.values[index]
+    assert all(map(torch.equal, reader.layer(index), want))
+    assert all(map(torch.equal, out, want))
+    return True
+
+
+def test_the_untouched_entry_reads(entry):
+    store, path, raw = entry
+    path.write_bytes(raw)
+    assert use(store)
+
+
+def test_every_single_byte_matters(entry):
+    store, path, raw = entry
+    for at in range(len(raw)):
+        changed = bytearray(raw)
+        changed[at] ^= 1 << (at % 8)
+        path.write_bytes(changed)
+        assert not use(store), at
+
+
+def test_every_truncation_is_noticed(entry):
+    store, path, raw = entry
+    for size in range(len(raw)):
+        path.write_bytes(raw[:size])
+        assert not use(store), size
+
+
+@FUZZ
+@given(st.data())
+def test_overwritten_regions(entry, data):
+    store, path, raw = entry
+    at = data.draw(st.integers(0, len(raw) - 1))
+    patch = data.draw(st.binary(min_size=1, max_size=200))
+    changed = raw[:at] + patch + raw[at + len(patch) :]
+    path.write_bytes(changed)
+    assert use(store) == (changed == raw)
+
+
+@FUZZ
+@given(st.binary(max_size=400))
+@example(b"")
+@example(struct.pack("<Q", 0))
+@example(struct.pack("<Q", 2**64 - 1) + b"x" * 100)
+@example(struct.pack("<Q", 100_000) + b'{"__metadata__":{"checksum":"' + b"[" * 100_000)
+@example(save({"000.k": torch.zeros(1, 3, 4)}))
+def test_random_files(entry, content):
+    store, path, _ = entry
+    path.write_bytes(content)
+    assert not use(store)
+
+
+@FUZZ
+@given(st.integers(1, 300), st.binary(min_size=1, max_size=50))
+def test_inserted_and_appended_bytes(entry, at, extra):
+    store, path, raw = entry
+    path.write_bytes(raw[:-at] + extra + raw[-at:])
+    assert not use(store)
+    path.write_bytes(raw + extra)
+    assert not use(store)
+
+
+def forge(raw: bytes, change) -> bytes:
+    """A file with a changed header whose own checksum is right: written by someone else, not damaged."""
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    data = change(header, raw[8 + length :]) if change else None
+    data = raw[8 + length :] if data is None else data
+    text = json.dumps(header, separators=(",", ":")).encode()
+    size = struct.pack("<Q", len(text))
+    at = len(b'{"__metadata__":{"checksum":"')
+    checksum = xxhash.xxh3_128_hexdigest(size + text[at + 32 :]).encode()
+    return size + text[:at] + checksum + text[at + 32 :] + data
+
+
+def read_all(store):
+    with store.open(KEY) as reader:
+        return [reader.layer(index) for index in range(reader.layers)]
+
+
+def test_the_forger_can_forge(entry):
+    store, path, raw = entry
+    path.write_bytes(forge(raw, None))
+    assert use(store)
+
+
+def meta(**fields):
+    return lambda header, _data: header["__metadata__"].update(fields)
+
+
+def drop_start(header, data):
+    del header["__metadata__"]["start"]
+
+
+def drop_layer(header, data):
+    for part in "kv":
+        del header[f"002.{part}"]
+
+
+def rename_layer(header, data):
+    header["007.k"] = header.pop("002.k")
+
+
+def swap_dtype(header, data):
+    header["001.k"]["dtype"] = "BF16"
+
+
+def reshape(header, data):
+    header["001.k"]["shape"] = [3, 1, 4]
+
+
+def shift(header, data):
+    header["001.k"]["data_offsets"] = [0, 48]
+
+
+def far_away(header, data):
+    header["001.k"]["data_offsets"] = [2**60, 2**60 + 48]
+
+
+def huge(header, data):
+    header["001.k"].update(shape=[2**40, 3, 4], data_offsets=[0, 2**60])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (meta(format="2"), "format version 2"),
+        (meta(namespace="c" * 32), "under another key"),
+        (meta(digest="c" * 64), "under another key"),
+        (meta(codec="zip"), "codec 'zip'"),
+        (meta(codec="bfloat16"), "does not write torch.float32"),
+        (meta(dtype="F31"), "F31"),
+        (meta(layers="2"), "every layer"),
+        (meta(layers="x"), "x"),
+        (meta(tokens="4"), "for 4 tokens"),
+        (meta(checksums=",".join(["0" * 32] * 3)), "not what was written"),
+        (drop_start, "start"),
+        (drop_layer, "every layer"),
+        (rename_layer, "002.k"),
+        (swap_dtype, "impossible shapes"),
+        (reshape, "for 3 tokens"),
+        (shift, "byte range"),
+        (far_away, "bytes of data"),
+        (huge, "bytes of data"),
+        (lambda header, _data: header.update({"001.k": [1]}), "indices"),
+        (lambda _header, data: data[:-1], "bytes of data"),
+        (lambda _header, data: data + b"x", "bytes of data"),
+    ],
+)
+def test_foreign_entries_say_what_is_wrong(entry, change, message):
+    store, path, raw = entry
+    path.write_bytes(forge(raw, change))
+    with pytest.raises(EntryDamagedError, match=f"must be computed again.*{message}"):
+        read_all(store)
+
+
+def test_an_entry_copied_to_another_key(entry):
+    store, _, raw = entry
+    other = ChunkKey(KEY.namespace, "d" * 64)
+    store._path(other).parent.mkdir(exist_ok=True)
+    store._path(other).write_bytes(raw)
+    assert not use(store, other)
+    store.delete(other)
+
+
+def test_a_file_that_shrinks_under_an_open_reader(entry):
+    store, path, raw = entry
+    path.write_bytes(raw)
+    with store.open(KEY) as reader:
+        os.truncate(path, len(raw) - 30)
+        assert torch.equal(reader.layer(0)[0], CACHE.keys[0])
+        with pytest.raises(EntryDamagedError, match="layer 2 is not what was written"):
+            reader.layer(2)
+
+
+def test_a_read_error_of_the_disk(entry, monkeypatch):
+    store, path, raw = entry
+    path.write_bytes(raw)
+
+    def fail(*args):
+        raise OSError(5, "Input/output error")
+
+    with store.open(KEY) as reader:
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(EntryDamagedError, match="Input/output error"):
+            reader.layer(0)
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(EntryDamagedError, match="Input/output error"):
+        store.open(KEY)
+
+
+def test_things_that_are_no_files(tmp_path):
+    store = open_store(tmp_path)
+    path = store._path(KEY)
+    path.mkdir(parents=True)
+    with pytest.raises(EntryDamagedError, match="not a file"):
+        store.open(KEY)
+    path.rmdir()
+    os.mkfifo(path)
+    with pytest.raises(EntryDamagedError, match="not a file"):
+        store.open(KEY)
+    path.unlink()
+    path.symlink_to(tmp_path / "nowhere")
+    assert store.open(KEY) is None
+
+
+def test_a_damaged_entry_is_replaced_by_the_next_put(entry):
+    store, path, raw = entry
+    path.write_bytes(raw[:100])
+    assert KEY not in store
+    store.put(KEY, CACHE)
+    assert use(store)
+    assert path.read_bytes() == raw
