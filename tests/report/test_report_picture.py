@@ -1,0 +1,128 @@
+import itertools
+import sys
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+
+from blend.errors import ConfigError
+from blend.report import RunInfo, picture, summarise, write_picture
+
+CLOUD = {
+    "full": (1.0, 1.0, 0.0, None),
+    **{f"method {n}": (0.2 + 0.02 * n, 0.2, 0.1 + 0.005 * n, 0.5 + 0.02 * n) for n in range(6)},
+}
+
+
+def panels(report):
+    return picture._draw(report).axes
+
+
+def errorbars(axes):
+    """Method order -> (x, y, low, high) as drawn."""
+    found = []
+    for container in axes.containers:
+        line, _, (bar,) = container.lines
+        (x,), (y,) = line.get_data()
+        low, high = bar.get_segments()[0][:, 1]
+        found.append((x, y, low, high))
+    return found
+
+
+def test_points_and_bars_are_the_numbers_of_the_report(report):
+    quality, divergence = panels(report)
+    level = report.methods[0].mean("f1")
+    for summary, (x, y, low, high) in zip(report.methods, errorbars(quality), strict=True):
+        assert (x, y) == (summary.ttft_s, summary.mean("f1"))
+        difference = summary.differences["f1"]
+        assert (low, high) == pytest.approx((level + difference.low, level + difference.high))
+    for summary, (_, y, low, high) in zip(report.methods, errorbars(divergence), strict=True):
+        assert (y, low, high) == pytest.approx([getattr(summary.quality["kl"], end) for end in ("mean", "low", "high")])
+
+
+def test_every_method_is_labelled_in_both_panels(report):
+    for axes in panels(report):
+        assert {text.get_text() for text in axes.texts} == {"full", "reuse (20.0x)", "blend (5.0x)"}
+        assert axes.get_xscale() == "log"
+
+
+def test_the_level_of_full_is_a_band(report):
+    (band,) = panels(report)[0].patches
+    interval = report.methods[0].quality["f1"]
+    assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((interval.low, interval.high))
+
+
+def test_labels_of_a_cloud_of_methods_overlap_neither_each_other_nor_points(measurements):
+    from matplotlib.text import Text
+
+    figure = picture._draw(summarise(measurements(20, methods=CLOUD)))
+    for axes in figure.axes:
+        boxes = [Text.get_window_extent(text) for text in axes.texts]
+        assert len(boxes) == 7
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+        points = [axes.transData.transform(line.lines[0].get_xydata()[0]) for line in axes.containers]
+        assert not any(box.contains(*point) for box in boxes for point in points)
+
+
+def test_title_names_model_and_workload(measurements):
+    info = RunInfo("model $x_1$", "a long workload " * 10)
+    figure = picture._draw(summarise(measurements(1), info=info))
+    title = figure.get_suptitle()
+    assert title.startswith("model $x_1$ · a long workload")
+    assert title.endswith("· 1 record")
+    assert max(map(len, title.split("\n"))) <= 95
+
+
+def test_png_and_svg_by_suffix(report, tmp_path):
+    write_picture(report, tmp_path / "a" / "p.png")
+    write_picture(report, tmp_path / "p.SVG")
+    from matplotlib.image import imread
+
+    pixels = imread(tmp_path / "a" / "p.png")
+    assert pixels.shape[:2] == (800, 1600)
+    assert 0.01 < np.mean(pixels[..., :3].min(-1) < 0.9) < 0.5
+    assert ET.parse(tmp_path / "p.SVG").getroot().tag.endswith("svg")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "p.SVG"]
+
+
+def test_the_same_report_gives_the_same_file(report, tmp_path):
+    for name in ("a.svg", "b.svg"):
+        write_picture(report, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_undefined_metrics_are_said_and_another_takes_the_place_of_f1(undefined_report, measurements, tmp_path):
+    assert [axes.texts[0].get_text() for axes in panels(undefined_report)] == ["no gold answers", "KL was not measured"]
+    write_picture(undefined_report, tmp_path / "p.png")
+    quality, _ = panels(summarise(measurements(3, f1=None)))
+    assert quality.get_ylabel().startswith("ROUGE-L")
+
+
+def test_one_record_and_one_method(measurements, tmp_path):
+    write_picture(summarise(measurements(1)), tmp_path / "p.png")
+    write_picture(summarise([m for m in measurements(2) if m.method == "full"]), tmp_path / "p.png")
+
+
+def test_bad_places(report, tmp_path):
+    with pytest.raises(ConfigError, match=r"ends in one of \.png, \.svg, \.pdf"):
+        write_picture(report, tmp_path / "p.bmp")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_picture(report, tmp_path / "file" / "p.png")
+
+
+def test_missing_matplotlib_names_the_remedy(report, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvblend\[report\]'"):
+        write_picture(report, tmp_path / "p.png")
+
+
+def test_importing_the_report_loads_nothing_heavy():
+    import subprocess
+
+    code = (
+        "import sys, blend.report, blend.metrics, blend.dataset, blend.needles;"
+        "heavy = {'torch', 'transformers', 'matplotlib', 'rich', 'rouge_score', 'faiss'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
