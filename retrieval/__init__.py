@@ -1,6 +1,6 @@
 """Documents, chunks, embeddings and their index: everything before a prompt. Knows nothing of models that generate.
 
-    load_documents -> Document -> chunk_documents -> Chunk -> update_index -> ChunkIndex -> Retriever.search -> RankedChunks
+    load_documents -> Document -> chunk_documents -> Chunk -> update_index -> ChunkIndex -> Retriever -> RankedChunks
 
 Importing this package loads neither torch nor faiss nor any parser; the names below are loaded on first use.
 """

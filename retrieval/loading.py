@@ -110,4 +110,9 @@ def _read(path: Path) -> list[Part | Fault]:
         raise UnreadableError(f"cannot be read ({error.strerror})") from None
     if not data.strip():
         raise UnreadableError("is empty")
-    return reader(data, path.stem)
+    try:
+        return reader(data, path.stem)
+    except UnreadableError:
+        raise
+    except Exception as error:  # one file that a parser trips over must not cost the others
+        raise UnreadableError(f"cannot be parsed as {path.suffix} ({type(error).__name__})") from error

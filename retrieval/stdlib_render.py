@@ -1,8 +1,8 @@
-"""Modules' documentation strings as Markdown. Run as a program, so that what the modules do on import stays out of ours.
+"""Modules' documentation strings as Markdown. Run as a program, so that importing the modules does nothing to ours.
 
     python -I stdlib_render.py MODULE...      one JSON object a line: {"module", "markdown"} or {"module", "error"}
 
-Imports nothing but the standard library. What depends on the machine or the run (addresses, the order of sets) is left out.
+Imports nothing but the standard library. What depends on the run (addresses, the order of sets) is left out.
 """
 
 from __future__ import annotations
@@ -14,27 +14,38 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 MODULE_LIMIT, MEMBER_LIMIT = 2300, 800  # characters of a documentation string that are kept
 LEAST = 24  # characters below which a documentation string says nothing
-MODULE_CHARACTERS = 5600  # characters of a document, about 1,250 tokens
+MODULE_CHARACTERS = 5200  # characters of a document, about 1,200 tokens
 SIGNATURE_LIMIT = 110
+_UNDERLINE = re.compile(r"^[ \t]*(?:=+|-+)[ \t]*(?:\n|\Z)", re.MULTILINE)
+_COMMENT = re.compile(r"^ {0,3}(?=#)", re.MULTILINE)
 _VOLATILE = re.compile(r" at 0x[0-9a-fA-F]+|^(?:frozen)?set\(|^\{.+\}$", re.DOTALL)
 
 
+class Section(NamedTuple):
+    """One member's heading and words; level 2 is a function or a class, level 3 a method."""
+
+    level: int
+    markdown: str
+
+
 def render(module: ModuleType, name: str) -> str:
-    """One document: the module's own words, then its public functions and classes, as far as they fit."""
-    blocks = [f"# {name}", trim(inspect.getdoc(module) or "", MODULE_LIMIT)]
-    size = sum(map(len, blocks))
-    for block in members(module, name):
-        if size + len(block) <= MODULE_CHARACTERS:
-            blocks.append(block)
-            size += len(block)
-    return "\n\n".join(filter(None, blocks)) + "\n"
+    """One document: the module's own words, then its public members as far as they fit, methods last to be let in."""
+    opening = f"# {name}\n\n{trim(inspect.getdoc(module) or '', MODULE_LIMIT)}".rstrip()
+    found = list(members(module, name))
+    room = MODULE_CHARACTERS - len(opening)
+    chosen = set()
+    for index, section in sorted(enumerate(found), key=lambda pair: pair[1].level):
+        if len(section.markdown) <= room:
+            chosen.add(index)
+            room -= len(section.markdown)
+    return "\n\n".join([opening, *(found[index].markdown for index in sorted(chosen))]) + "\n"
 
 
-def members(module: ModuleType, name: str) -> Iterator[str]:
+def members(module: ModuleType, name: str) -> Iterator[Section]:
     """A section for every documented public member, in the order in which the module lists them."""
     names = getattr(module, "__all__", None) or sorted(vars(module))
     for member in dict.fromkeys(names):
@@ -46,11 +57,11 @@ def members(module: ModuleType, name: str) -> Iterator[str]:
         yield from sections(f"{name}.{member}", value, 2)
 
 
-def sections(name: str, value: Any, level: int) -> Iterator[str]:
+def sections(name: str, value: Any, level: int) -> Iterator[Section]:
     """A heading with the signature, and the words of a member; a class's methods follow under headings of their own."""
     words = trim(documentation(value), MEMBER_LIMIT)
     if len(words) >= LEAST:
-        yield f"{'#' * level} {name}{signature(value)}\n\n{words}"
+        yield Section(level, f"{'#' * level} {name}{signature(value)}\n\n{words}")
     if not inspect.isclass(value) or issubclass(value, BaseException):
         return
     for method, raw in vars(value).items():
@@ -68,29 +79,44 @@ def documentation(value: Any) -> str:
 
 
 def signature(value: Any) -> str:
-    """The parameters as far as they are known, short, and worth knowing; defaults that differ between runs are `...`."""
+    """The parameters, where they are known and short; defaults that differ from run to run are `...`."""
     if isinstance(value, property) or (inspect.isclass(value) and issubclass(value, BaseException)):
         return ""
     try:
         found = inspect.signature(value)
     except (ValueError, TypeError):
         return ""
-    parameters = [stable(each) for each in found.parameters.values() if each.name not in ("self", "cls")]
+    parameters = [stable(each) for each in found.parameters.values() if not bound(each)]
     line = str(found.replace(parameters=parameters, return_annotation=found.empty))
     return line if len(line) <= SIGNATURE_LIMIT else ""
 
 
+def bound(parameter: inspect.Parameter) -> bool:
+    """Whether the parameter is what a method is called on."""
+    return parameter.name in ("self", "cls") or (
+        parameter.name == "type" and parameter.kind is parameter.POSITIONAL_ONLY
+    )
+
+
+class Omitted:
+    """Stands for a default, and looks it."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
 def stable(parameter: inspect.Parameter) -> inspect.Parameter:
-    """The parameter without annotation, and without a default that depends on the run."""
-    parameter = parameter.replace(annotation=parameter.empty)
-    if parameter.default is parameter.empty or not _VOLATILE.search(repr(parameter.default)):
-        return parameter
-    return parameter.replace(default=...)
+    """The parameter without annotation, and without a default that depends on the run or is code."""
+    default = parameter.default
+    if default is not parameter.empty and (_VOLATILE.search(repr(default)) or callable(default)):
+        default = Omitted()
+    return parameter.replace(annotation=parameter.empty, default=default)
 
 
 def trim(words: str, limit: int) -> str:
     """What fits into `limit` characters: whole paragraphs, or lines where paragraphs would leave out over half."""
-    words = words.replace("\t", "    ").strip()
+    # What Markdown would take for a heading: underlines go, a comment in an example is indented as examples are.
+    words = _COMMENT.sub("    ", _UNDERLINE.sub("", words.replace("\t", "    "))).strip()
     if len(words) <= limit:
         return words
     kept = words[:limit].rpartition("\n\n")[0]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from retrieval.readers.base import Fault, Part, UnreadableError, missing
 
@@ -14,12 +18,26 @@ _NOISE = (
     "nav",
     "header",
     "footer",
-    "aside",
+    "title",
     "form",
     "iframe",
     "svg",
     "head",
 )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Beautiful Soup from warning of text that looks like a file name, of XHTML, and of bytes that it replaces."""
+    logger = logging.getLogger("bs4.dammit")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def html_to_markdown(html: bytes | str) -> tuple[str, str]:
@@ -29,7 +47,8 @@ def html_to_markdown(html: bytes | str) -> tuple[str, str]:
         from markdownify import MarkdownConverter
     except ImportError:
         raise missing("beautifulsoup4 and markdownify") from None
-    soup = BeautifulSoup(html, "html.parser")
+    with _quiet():
+        soup = BeautifulSoup(html, "html.parser")
     title = next((tag.get_text(" ", strip=True) for tag in (soup.title, soup.h1) if tag is not None), "")
     articles = soup.find_all("article")
     body = soup.find("main") or (articles[0] if len(articles) == 1 else None) or soup.body or soup

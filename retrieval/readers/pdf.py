@@ -23,7 +23,7 @@ def _quiet() -> Iterator[None]:
 
 
 def read_pdf(data: bytes, title: str) -> list[Part | Fault]:
-    """One document, under the title in its metadata. Pages without text (scans) are left out; it is unreadable if all are."""
+    """One document, under the title in its metadata. Pages without text (scans) are left out."""
     try:
         import pypdf
     except ImportError:

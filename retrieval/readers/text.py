@@ -36,7 +36,7 @@ def decode(data: bytes) -> str:
 
 
 def clean(text: str) -> str:
-    """Text with plain newlines, without NULs and lone surrogates (which no tokenizer takes), and without blank edges."""
+    """Text with plain newlines, without NULs and lone surrogates (which no tokenizer takes), without blank edges."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return re.sub(r"\A(?:[ \t]*\n)+", "", text).rstrip()

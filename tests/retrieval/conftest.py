@@ -1,0 +1,54 @@
+import re
+import zlib
+
+import numpy as np
+import pytest
+
+from retrieval.document import Document
+from retrieval.embedding import Embedder
+
+
+class BagOfWords(Embedder):
+    """Unit vectors of hashed words; counts what it is asked to embed."""
+
+    def __init__(self, name="bag", dimension=64):
+        self.name, self.dimension, self.embedded = name, dimension, []
+
+    def embed(self, texts, progress=None):
+        self.embedded += texts
+        vectors = np.zeros((len(texts), self.dimension), np.float32)
+        for row, text in enumerate(texts):
+            for word in re.findall(r"\w+", text.lower()):
+                vectors[row, zlib.crc32(word.encode()) % self.dimension] += 1
+            vectors[row] /= max(np.linalg.norm(vectors[row]), 1e-9)
+            if progress:
+                progress(row + 1, len(texts))
+        return vectors
+
+
+@pytest.fixture
+def bag():
+    return BagOfWords()
+
+
+@pytest.fixture
+def other_bag():
+    return BagOfWords("other")
+
+
+def words_and_signs(text):
+    """A tokenizer for tests: a token a word of up to five letters, sign or blank."""
+    return [zlib.crc32(token.encode()) for token in re.findall(r"\w{1,5}|[^\w]", text)]
+
+
+@pytest.fixture
+def encode():
+    return words_and_signs
+
+
+@pytest.fixture
+def document():
+    def make(text, title="Guide", name="guide.md"):
+        return Document(name, title, text, name)
+
+    return make

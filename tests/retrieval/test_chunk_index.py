@@ -1,0 +1,252 @@
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from retrieval import index as index_module
+from retrieval.chunking import Chunk
+from retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
+from retrieval.index import ChunkIndex, update_index
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def chunks(*texts):
+    return [Chunk(f"id-{text}", "d.md", "Title", text, 3) for text in texts]
+
+
+def files(directory):
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))
+
+
+def texts(index):
+    return [chunk.text for chunk in index.chunks]
+
+
+def test_what_is_saved_is_loaded(tmp_path, bag):
+    update_index(tmp_path / "new" / "index", chunks("red fox", "grün"), bag)
+    index = ChunkIndex.load(tmp_path / "new" / "index", bag)
+    assert list(index.chunks) == chunks("red fox", "grün")
+    np.testing.assert_array_equal(index.vectors(), bag.embed(["Title\nred fox", "Title\ngrün"]))
+    assert len(index) == 2
+
+
+def test_search_agrees_with_a_full_product(tmp_path, bag):
+    corpus = chunks(*(f"word{n % 7} word{n % 11} word{n}" for n in range(60)))
+    update_index(tmp_path, corpus, bag)
+    index = ChunkIndex.load(tmp_path)
+    query = bag.embed(["word3 word5 word16"])[0]
+    expected = index.vectors() @ query
+    found = index.search(query, 10)
+    assert [hit.score for hit in found] == pytest.approx(sorted(expected, reverse=True)[:10], abs=1e-6)
+    assert all(expected[hit.row] == pytest.approx(hit.score, abs=1e-6) for hit in found)
+    assert len(index.search(query, 1000)) == 60
+    assert index.search(query, 0) == []
+
+
+def test_update_embeds_only_what_is_new(tmp_path, bag):
+    assert update_index(tmp_path, chunks("a", "b", "c"), bag)[:3] == (3, 0, 0)
+    bag.embedded.clear()
+    ticks = []
+    update = update_index(tmp_path, chunks("d", "c", "a"), bag, lambda done, total: ticks.append((done, total)))
+    assert update == (1, 2, 1, "")
+    assert bag.embedded == ["Title\nd"]
+    assert ticks == [(1, 1)]
+    index = ChunkIndex.load(tmp_path)
+    assert texts(index) == ["d", "c", "a"]
+    np.testing.assert_array_equal(index.vectors(), bag.embed(["Title\nd", "Title\nc", "Title\na"]))
+
+
+def test_update_with_nothing_new_writes_nothing(tmp_path, bag):
+    update_index(tmp_path, chunks("a", "b"), bag)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert update_index(tmp_path, chunks("a", "b", "a"), bag) == (0, 2, 0, "")
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_an_empty_corpus_makes_an_empty_index(tmp_path, bag):
+    update_index(tmp_path, chunks("a"), bag)
+    assert update_index(tmp_path, [], bag) == (0, 0, 1, "")
+    index = ChunkIndex.load(tmp_path, bag)
+    assert len(index) == 0
+    assert index.search(bag.embed(["a"])[0], 3) == []
+
+
+def test_old_generations_are_removed(tmp_path, bag):
+    for name in "abcd":
+        update_index(tmp_path, chunks(name), bag)
+    assert len(files(tmp_path)) == 5  # manifest, the current generation and the last
+
+
+def test_another_embedder(tmp_path, bag, other_bag):
+    update_index(tmp_path, chunks("a", "b"), bag)
+    with pytest.raises(IndexMismatchError, match=r"made with the embedding model bag, not other; .*blend precompute"):
+        ChunkIndex.load(tmp_path, other_bag)
+    update = update_index(tmp_path, chunks("a", "b"), other_bag)
+    assert update[:3] == (2, 0, 0)
+    assert "embedding model bag" in update.reason
+    assert ChunkIndex.load(tmp_path, other_bag).embedder == "other"
+
+
+def test_no_index_is_said(tmp_path):
+    with pytest.raises(IndexMissingError, match="run `blend precompute`"):
+        ChunkIndex.load(tmp_path / "absent")
+
+
+def damage_flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(bytes(data))
+
+
+def damage_truncate(path):
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def damage_empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [damage_flip, damage_truncate, damage_empty, Path.unlink])
+@pytest.mark.parametrize("kind", ["chunks-", "index-", "manifest"])
+def test_damage_is_found_named_and_mended(tmp_path, bag, kind, damage):
+    update_index(tmp_path, chunks("a", "b"), bag)
+    (victim,) = [path for path in tmp_path.iterdir() if path.name.startswith(kind)]
+    damage(victim)
+    with pytest.raises((IndexDamagedError, IndexMissingError), match="blend precompute") as caught:
+        ChunkIndex.load(tmp_path)
+    assert "\n" not in str(caught.value)
+    update = update_index(tmp_path, chunks("a", "b"), bag)
+    assert update[:3] == (2, 0, 0)
+    assert bool(update.reason) == (not (kind == "manifest" and damage is Path.unlink))
+    assert texts(ChunkIndex.load(tmp_path, bag)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "manifest", ["[]", "{}", '{"format": 99}', '{"format": 1, "embedder": "x", "dimension": 2, "files": {"../x": {}}}']
+)
+def test_foreign_manifests_are_refused(tmp_path, manifest):
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(IndexDamagedError, match="blend precompute"):
+        ChunkIndex.load(tmp_path)
+
+
+def test_manifest_says_what_is_in_it(tmp_path, bag):
+    update_index(tmp_path, chunks("a"), bag)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert (manifest["embedder"], manifest["dimension"], manifest["format"]) == ("bag", 64, 1)
+    assert set(manifest["files"]) == set(files(tmp_path)) - {"manifest.json"}
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, bag):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ChunkIndexError, match="cannot be written"):
+        update_index(tmp_path / "file" / "index", chunks("a"), bag)
+
+
+def test_a_full_disk_leaves_the_old_index(tmp_path, bag, monkeypatch):
+    update_index(tmp_path, chunks("a"), bag)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ChunkIndexError, match="No space left"):
+        update_index(tmp_path, chunks("a", "b"), bag)
+    monkeypatch.undo()
+    assert texts(ChunkIndex.load(tmp_path, bag)) == ["a"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = [{root!r}, {here!r}]
+from conftest import BagOfWords
+from retrieval.chunking import Chunk
+from retrieval.index import update_index
+left = {step}
+def deadly(call):
+    def wrapped(*args, **kwargs):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+    return wrapped
+os.fsync, Path.replace, Path.unlink = deadly(os.fsync), deadly(Path.replace), deadly(Path.unlink)
+update_index({directory!r}, [Chunk("id-" + t, "d.md", "Title", t, 3) for t in "bcd"], BagOfWords())
+print("through")
+"""
+
+
+def test_killed_at_any_step_leaves_the_old_index_or_the_new_one(tmp_path, bag):
+    seen, through = set(), False
+    for step in range(20):
+        directory = tmp_path / str(step)
+        for old in ("x", "ab"):  # the first generation is there to be removed
+            update_index(directory, chunks(*old), bag)
+        script = KILLED.format(root=str(ROOT), here=str(Path(__file__).parent), step=step, directory=str(directory))
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        through = "through" in run.stdout
+        assert through or run.returncode == -9, run.stderr
+        seen.add("".join(texts(ChunkIndex.load(directory, bag))))
+        update = update_index(directory, chunks(*"bcd"), bag)
+        assert update.reason == ""
+        assert texts(ChunkIndex.load(directory, bag)) == ["b", "c", "d"]
+        update_index(directory, chunks("z"), bag)
+        assert not [name for name in files(directory) if name.endswith(".part")]
+        if through:
+            break
+    assert through
+    assert step >= 7  # three files, each flushed and renamed, and the removal
+    assert seen == {"ab", "bcd"}
+
+
+def test_readers_go_on_while_a_writer_writes(tmp_path, bag):
+    update_index(tmp_path, chunks("a"), bag)
+    corpora = [["a"], ["a", "b"], ["c"], ["c", "d", "e"]]
+    stop, failures, reads = threading.Event(), [], []
+
+    def read():
+        while not stop.is_set():
+            try:
+                reads.append(texts(ChunkIndex.load(tmp_path)))
+            except ChunkIndexError as error:
+                failures.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for turn in range(60):
+        update_index(tmp_path, chunks(*corpora[turn % 4]), bag)
+    stop.set()
+    reader.join()
+    assert failures == []
+    assert all(read in corpora for read in reads)
+    assert len({tuple(read) for read in reads}) > 1
+
+
+def test_two_writers_take_turns(tmp_path, bag, monkeypatch):
+    from retrieval import generations
+
+    monkeypatch.setattr(generations, "LOCK_TIMEOUT", 0.05)
+    with generations.write_lock(tmp_path), pytest.raises(ChunkIndexError, match="another process"):
+        update_index(tmp_path, chunks("a"), bag)
+    update_index(tmp_path, chunks("a"), bag)
+
+
+def test_many_chunks_are_searched_through_a_graph(tmp_path, bag, monkeypatch):
+    monkeypatch.setattr(index_module, "HNSW_ABOVE", 50)
+    corpus = chunks(*(f"word{n} word{n + 1} word{n % 5}" for n in range(300)))
+    update_index(tmp_path, corpus, bag)
+    index = ChunkIndex.load(tmp_path)
+    assert "HNSW" in type(index._faiss).__name__
+    queries = index.vectors()[::10]
+    exact = np.argsort(-(queries @ index.vectors().T), axis=1)[:, :5]
+    found = [[hit.row for hit in index.search(query, 5)] for query in queries]
+    assert np.mean([len(set(a) & set(b)) / 5 for a, b in zip(exact.tolist(), found, strict=True)]) > 0.8
+    assert update_index(tmp_path, corpus[1:], bag)[:3] == (0, 299, 1)

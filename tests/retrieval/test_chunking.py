@@ -1,0 +1,157 @@
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrieval.chunking import chunk_documents, render_chunk
+from retrieval.document import Document
+from retrieval.errors import ChunkingError
+from retrieval.headings import find_headings
+
+PARAGRAPH = " ".join(f"Sentence number {n} says something about tables." for n in range(8))
+
+
+def squeeze(text):
+    return re.sub(r"\s+", "", text)
+
+
+def assert_nothing_lost(text, chunks):
+    """Chunks follow one another in the text; between two stand only headings that are in the next chunk's title."""
+    text, cursor = squeeze(text), 0
+    for chunk in chunks:
+        body = squeeze(chunk.text)
+        start = text.find(body, cursor)
+        assert start >= 0
+        gap = re.sub("[#=-]", "", text[cursor:start])
+        assert squeeze(chunk.title.replace(">", "")).endswith(gap)
+        cursor = start + len(body)
+    assert text[cursor:] == ""
+
+
+def words_and_signs(text):
+    return re.findall(r"\w{1,5}|[^\w]", text)
+
+
+heading_line = st.builds(
+    lambda level, words: f"{'#' * level} {words}", st.integers(1, 4), st.text("ABCDE ", min_size=1, max_size=30)
+)
+setext = st.builds(lambda words, mark: f"{words}\n{mark * 4}", st.text("FGHIJ", min_size=1), st.sampled_from("=-"))
+prose = st.text("abc def. gh,ij\n äß🙂", max_size=400)
+code = st.builds(lambda body: f"```\n# {body}\n```", st.text("abc \n", max_size=80))
+block = st.one_of(heading_line, setext, prose, code, st.text(max_size=60).filter(lambda t: not re.search("[A-Z#]", t)))
+markdown = st.lists(block, max_size=12).map("\n\n".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(markdown, st.integers(16, 90))
+def test_no_chunk_is_too_long_and_no_text_is_lost(text, max_tokens):
+    chunks = chunk_documents([Document("d", "Zz", text, "d")], words_and_signs, max_tokens)
+    for chunk in chunks:
+        assert chunk.text.strip()
+        assert chunk.tokens == len(words_and_signs(render_chunk(chunk.title, chunk.text))) <= max_tokens
+    assert_nothing_lost(text, chunks)
+    assert len({chunk.id for chunk in chunks}) == len(chunks)
+    assert chunks == chunk_documents([Document("d", "Zz", text, "d")], words_and_signs, max_tokens)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text(min_size=1, max_size=300), st.text(max_size=200))
+def test_any_title_and_any_text_keep_the_limit(text, title):
+    for chunk in chunk_documents([Document("d", title, text, "d")], words_and_signs, 20):
+        assert len(words_and_signs(render_chunk(chunk.title, chunk.text))) <= 20
+
+
+def test_a_trained_byte_pair_tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator([PARAGRAPH], trainer)
+    text = "\n\n".join(f"# Part {n}\n\n{PARAGRAPH * (1 + n % 3)}" for n in range(9)) + "\n\n" + "日本語の文。" * 90
+    chunks = chunk_documents([Document("d", "Doc", text, "d")], lambda t: bpe.encode(t).ids, 64)
+    assert max(len(bpe.encode(render_chunk(c.title, c.text)).ids) for c in chunks) <= 64
+    assert squeeze("".join(c.text for c in chunks)).endswith(squeeze("日本語の文。" * 90)[-20:])
+
+
+def test_titles_are_the_path_of_headings(document, encode):
+    text = f"# Guide\n\nIntro.\n\n## Reading\n\n{PARAGRAPH}\n\n### Options\n\n{PARAGRAPH}\n\n## Writing\n\n{PARAGRAPH}"
+    chunks = chunk_documents([document(text)], encode, 140)
+    assert chunks[0].title == "Guide"
+    assert {"Guide > Reading", "Guide > Reading > Options", "Guide > Writing"} <= {c.title for c in chunks}
+    options = next(c for c in chunks if c.title.endswith("Options"))
+    assert not options.text.startswith("#")
+
+
+def test_short_sections_are_put_together_up_to_the_limit(document, encode):
+    text = "\n\n".join(f"## Name {n}\n\nThis one does thing {n}." for n in range(30))
+    chunks = chunk_documents([document(text)], encode, 120)
+    assert all(chunk.tokens > 80 for chunk in chunks[:-1])
+    assert {chunk.title for chunk in chunks} == {"Guide"}
+
+
+def test_a_section_does_not_run_into_the_next_chapter(document, encode):
+    text = f"# A\n\n{PARAGRAPH}\n\n## A1\n\n{PARAGRAPH}\n\n# B\n\nSome words on B that are long enough to stand on their own."
+    chunks = chunk_documents([document(text)], encode, 200)
+    assert chunks[-1].title == "Guide > B"
+
+
+def test_a_tiny_tail_joins_its_neighbour(document, encode):
+    chunks = chunk_documents([document(f"# A\n\n{PARAGRAPH}\n\n# B\n\nEnd.")], encode, 200)
+    assert len(chunks) == 1
+    assert chunks[0].text.endswith("# B\n\nEnd.")
+
+
+def test_long_sections_are_cut_between_sentences(document, encode):
+    chunks = chunk_documents([document(PARAGRAPH)], encode, 60)
+    assert len(chunks) > 2
+    assert all(chunk.text.endswith(".") for chunk in chunks)
+
+
+def test_a_hash_in_code_is_no_heading(document, encode):
+    text = "# Real\n\n```sh\n# comment\n```\n\n> # quoted\n"
+    assert [heading.text for heading in find_headings(text)] == ["Real"]
+    assert len(chunk_documents([document(text)], encode, 64)) == 1
+
+
+def test_a_paragraph_over_a_ruler_is_no_heading():
+    assert find_headings("word " * 60 + "\n---\n") == ()
+    assert [h.level for h in find_headings("Title\r\n=====\r\n\r\nSub\r---\r")] == [1, 2]
+
+
+def test_ids_stay_when_other_documents_and_passages_change(document, encode):
+    text = "\n\n".join(f"# Part {n}\n\n{PARAGRAPH}" for n in range(4))
+    before = {c.id for c in chunk_documents([document(text)], encode, 128)}
+    changed = chunk_documents(
+        [document("New.", name="a.md"), document(text.replace("# Part 3", "# Last"))], encode, 128
+    )
+    kept = before & {c.id for c in changed}
+    assert 0.5 * len(before) < len(kept) < len(before)
+    assert not before & {c.id for c in chunk_documents([document(text, name="moved.md")], encode, 128)}
+
+
+def test_equal_passages_have_ids_of_their_own(document, encode):
+    text = "\n\n".join(["# Same\n\n" + PARAGRAPH] * 3)
+    chunks = chunk_documents([document(text)], encode, 140)
+    assert len({c.id for c in chunks}) == len(chunks) >= 3
+
+
+def test_limits_are_limits_of_what_is_rendered(document, encode):
+    def render(title, text):
+        return f"Passage: {title}\nHere it is.\n{text}\n-----\n"
+
+    for chunk in chunk_documents([document(PARAGRAPH * 3)], encode, 50, render):
+        assert len(encode(render(chunk.title, chunk.text))) == chunk.tokens <= 50
+
+
+def test_impossible_limits_are_refused(document, encode):
+    with pytest.raises(ChunkingError, match="allow at least 16"):
+        chunk_documents([document("text")], encode, 4)
+    with pytest.raises(ChunkingError, match="allow more"):
+        chunk_documents([document("x")], lambda text: [0] * 50 * len(text), 16)
+
+
+def test_no_documents_and_blank_documents_make_no_chunks(document, encode):
+    assert chunk_documents([], encode) == ()
+    assert chunk_documents([document(" \n\n \t")], encode) == ()

@@ -1,0 +1,241 @@
+import json
+import os
+import sys
+
+import pytest
+
+from retrieval.errors import DocumentsError
+from retrieval.loading import load_documents
+
+
+def minimal_pdf(*pages, title=None):
+    """A PDF by hand: a catalogue, pages with one line of text each, one font, a cross-reference table."""
+    kids = " ".join(f"{4 + 2 * index} 0 R" for index in range(len(pages)))
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>".encode(),
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    for index, text in enumerate(pages):
+        stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode() if text else b""
+        objects.append(
+            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents {5 + 2 * index} 0 R "
+            f"/Resources << /Font << /F1 3 0 R >> >> >>".encode()
+        )
+        objects.append(b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream))
+    info = b""
+    if title:
+        objects.append(f"<< /Title ({title}) >>".encode())
+        info = b" /Info %d 0 R" % len(objects)
+    data, offsets = b"%PDF-1.4\n", []
+    for number, body in enumerate(objects, start=1):
+        offsets.append(len(data))
+        data += b"%d 0 obj\n%s\nendobj\n" % (number, body)
+    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
+    size = len(objects) + 1
+    tail = b"trailer << /Size %d /Root 1 0 R%s >>\nstartxref\n%d\n%%%%EOF\n" % (size, info, len(data))
+    return data + b"xref\n0 %d\n0000000000 65535 f \n%s" % (size, table) + tail
+
+
+def only(path):
+    loaded = load_documents(path)
+    assert not loaded.skipped
+    (document,) = loaded.documents
+    return document
+
+
+def test_markdown_is_named_by_its_first_heading_or_front_matter_or_file(tmp_path):
+    (tmp_path / "a.md").write_text("# Parsing *tables*\n\nText.\n")
+    (tmp_path / "b.md").write_text("---\ntitle: 'A title'\ntags: x\n---\n\nText.\n")
+    (tmp_path / "c.md").write_text("Text first.\n\n# Late heading\n")
+    found = load_documents(tmp_path).documents
+    assert [(d.id, d.title) for d in found] == [("a.md", "Parsing *tables*"), ("b.md", "A title"), ("c.md", "c")]
+    assert found[1].text == "Text."
+
+
+def test_order_and_ids_do_not_depend_on_the_way_there(tmp_path, monkeypatch):
+    for name in ("b/two.md", "a.txt", "b/a/one.rst", "c.HTML"):
+        path = tmp_path / "docs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("Some text.")
+    absolute = load_documents(tmp_path / "docs")
+    monkeypatch.chdir(tmp_path)
+    relative = load_documents("docs")
+    assert [d.id for d in absolute.documents] == ["a.txt", "b/a/one.rst", "b/two.md", "c.HTML"]
+    assert [d[:3] for d in relative.documents] == [d[:3] for d in absolute.documents]
+
+
+def test_colliding_names_get_their_folder_in_front_and_the_same_file_is_read_once(tmp_path):
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.md").write_text(f"In {folder}.")
+    found = load_documents([tmp_path / "x", tmp_path / "y", tmp_path / "x" / "a.md"])
+    assert [(d.id, d.text) for d in found.documents] == [("a.md", "In x."), ("y/a.md", "In y.")]
+
+
+def test_hidden_files_other_kinds_and_link_loops_are_passed_over(tmp_path):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "x.md").write_text("hidden")
+    (tmp_path / ".x.md").write_text("hidden")
+    (tmp_path / "code.py").write_text("pass")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "x.md").write_text("seen")
+    (tmp_path / "sub" / "loop").symlink_to(tmp_path, target_is_directory=True)
+    assert only(tmp_path).id == "sub/x.md"
+
+
+def test_what_cannot_be_read_is_reported_and_the_rest_is_read(tmp_path):
+    (tmp_path / "good.md").write_text("Good.")
+    (tmp_path / "latin.txt").write_bytes("Müller".encode("latin-1"))
+    (tmp_path / "binary.txt").write_bytes(b"\x00\x01\x02abc" * 50)
+    (tmp_path / "control.txt").write_bytes(bytes(range(1, 32)) * 20)
+    (tmp_path / "empty.md").write_text(" \n\n")
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4\nnothing of the kind")
+    (tmp_path / "nul.html").write_bytes(b"<p>a\0b</p>")
+    os.mkfifo(tmp_path / "pipe.txt")
+    loaded = load_documents(tmp_path)
+    assert [d.id for d in loaded.documents] == ["good.md"]
+    reasons = {os.path.basename(s.source): s.reason for s in loaded.skipped}  # noqa: PTH119 - a string, not a file
+    assert set(reasons) == {"latin.txt", "binary.txt", "control.txt", "empty.md", "broken.pdf", "nul.html", "pipe.txt"}
+    assert "convert it to UTF-8" in reasons["latin.txt"]
+    assert reasons["empty.md"] == "is empty"
+    assert "binary" in reasons["binary.txt"]
+    assert "binary" in reasons["control.txt"]
+    assert "pypdf" in reasons["broken.pdf"]
+    assert all("\n" not in reason for reason in reasons.values())
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_read_permission_is_reported(tmp_path):
+    (tmp_path / "good.md").write_text("Good.")
+    (tmp_path / "secret.md").write_text("x")
+    (tmp_path / "secret.md").chmod(0)
+    assert "cannot be read" in load_documents(tmp_path).skipped[0].reason
+
+
+def test_nothing_to_read_is_one_line_with_the_remedy(tmp_path):
+    with pytest.raises(DocumentsError, match=r"no such file or folder: .*absent"):
+        load_documents(tmp_path / "absent")
+    with pytest.raises(DocumentsError, match=r"give files or a folder of \.md"):
+        load_documents(tmp_path)
+    (tmp_path / "x.docx").write_bytes(b"PK")
+    with pytest.raises(DocumentsError, match=r"x.docx is none of the kinds") as caught:
+        load_documents(tmp_path / "x.docx")
+    assert "\n" not in str(caught.value)
+
+
+def test_byte_order_marks_newlines_and_lone_surrogates(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffgrün\r\nzwei\rdrei".encode())
+    (tmp_path / "b.txt").write_bytes("grün".encode("utf-16"))
+    (tmp_path / "c.jsonl").write_bytes(rb'{"text": "a \ud800 b"}')
+    assert [d.text for d in load_documents(tmp_path).documents] == ["grün\nzwei\ndrei", "grün", "a \ufffd b"]
+
+
+def test_html_keeps_headings_lists_tables_and_code_and_drops_the_rest(tmp_path):
+    page = """<html><head><title>The  page</title><style>p{}</style></head><body>
+    <nav>Menu</nav><main><h1>Top</h1><p>First <b>bold</b> &amp; <a href="x">link</a> a_b.</p><ul><li>one</li><li>two</li></ul>
+    <pre>x = 1
+    y = 2</pre><table><tr><th>k</th><th>v</th></tr><tr><td>a</td><td>1</td></tr></table><script>bad()</script></main>
+    <footer>Foot</footer></body></html>"""
+    (tmp_path / "a.html").write_text(page)
+    document = only(tmp_path)
+    assert document.title == "The page"
+    assert "# Top" in document.text
+    assert "First **bold** & link a_b." in document.text
+    assert "- one\n- two" in document.text
+    assert "x = 1\n    y = 2" in document.text
+    assert "| a | 1 |" in document.text
+    assert not any(word in document.text for word in ("Menu", "bad()", "Foot", "p{}"))
+
+
+def test_html_that_parsers_trip_over_or_warn_of(tmp_path, capfd):
+    (tmp_path / "deep.html").write_text("<div>" * 3000 + "down here")
+    (tmp_path / "x.html").write_text('<?xml version="1.0"?><html><p>xhtml</p></html>')
+    (tmp_path / "name.html").write_text("readme.txt")
+    (tmp_path / "bytes.html").write_bytes(b"<p>ok \x81\x8d\xff\xfe</p>")
+    loaded = load_documents(tmp_path)
+    assert {d.id for d in loaded.documents} >= {"name.html", "x.html", "bytes.html"}
+    assert all("RecursionError" in s.reason for s in loaded.skipped)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_html_declares_its_encoding(tmp_path):
+    (tmp_path / "a.html").write_bytes('<meta charset="latin-1"><title>x</title><p>Müller</p>'.encode("latin-1"))
+    assert only(tmp_path).text == "Müller"
+
+
+def test_rst_with_sphinx_markup_keeps_its_text(tmp_path, capfd):
+    (tmp_path / "a.rst").write_text(
+        "The reader\n==========\n\nUse :func:`open` and :unknown-role:`that`.\n\nDetails\n-------\n\n"
+        ".. invented:: reader(x)\n   :option: 1\n\n   Inner *text* here.\n\n.. note:: Mind this.\n\n"
+        ".. include:: /etc/passwd\n\n::\n\n    code_block()\n"
+    )
+    document = only(tmp_path)
+    assert document.title == "The reader"
+    assert document.text.startswith("# The reader")
+    assert "## Details" in document.text
+    for words in ("open", "that", "reader(x)", "Inner *text* here.", "Mind this.", "code_block()"):
+        assert words in document.text
+    assert "root:" not in document.text
+    assert capfd.readouterr() == ("", "")
+
+
+def test_pdf_pages_and_title(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(minimal_pdf("Hello from page one", "", "And from page three", title="My paper"))
+    (tmp_path / "scan.pdf").write_bytes(minimal_pdf(""))
+    loaded = load_documents(tmp_path)
+    assert loaded.documents[0].title == "My paper"
+    assert loaded.documents[0].text == "Hello from page one\n\nAnd from page three"
+    assert "OCR" in loaded.skipped[0].reason
+
+
+def test_encrypted_pdf_is_read_if_it_needs_no_password(tmp_path):
+    from pypdf import PdfReader, PdfWriter
+
+    (tmp_path / "plain.pdf").write_bytes(minimal_pdf("Some words"))
+    for name, password in (("open.pdf", ""), ("closed.pdf", "secret")):
+        writer = PdfWriter(clone_from=PdfReader(tmp_path / "plain.pdf"))
+        writer.encrypt(password, algorithm="RC4-128")
+        writer.write(tmp_path / name)
+    loaded = load_documents(tmp_path)
+    assert [d.id for d in loaded.documents] == ["open.pdf", "plain.pdf"]
+    assert "password" in loaded.skipped[0].reason
+
+
+@pytest.mark.parametrize(("suffix", "package"), [(".pdf", "pypdf"), (".html", "bs4"), (".rst", "docutils.core")])
+def test_missing_parser_names_the_command(tmp_path, monkeypatch, suffix, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / f"a{suffix}").write_bytes(b"text")
+    with pytest.raises(DocumentsError, match=r"pip install 'kvblend\[docs\]'"):
+        load_documents(tmp_path)
+    (tmp_path / "b.md").write_text("text")
+    assert [d.id for d in load_documents(tmp_path).documents] == ["b.md"]
+
+
+def test_jsonl_records_question_records_and_bad_lines(tmp_path):
+    lines = [
+        json.dumps({"title": "T", "text": "one"}),
+        json.dumps({"id": "x7", "text": "two"}),
+        json.dumps({"id": 3, "question": "?", "answers": [], "chunks": [{"title": "C", "text": "c"}] * 2}),
+        json.dumps({"id": 4, "question": "?", "answers": [], "chunks": [{"title": "C", "text": "c"}]}),
+        "{not json",
+        json.dumps({"title": "no text"}),
+        json.dumps({"id": "x7", "text": "other"}),
+        "",
+    ]
+    (tmp_path / "r.jsonl").write_text("\n".join(lines))
+    loaded = load_documents(tmp_path)
+    assert {(d.title, d.text) for d in loaded.documents} == {("T", "one"), ("r x7", "two"), ("C", "c")}
+    assert "r.jsonl#x7" in [d.id for d in loaded.documents]
+    reasons = [s.reason for s in loaded.skipped]
+    assert "is not JSON" in reasons
+    assert [s.source.rpartition(" ")[2] for s in loaded.skipped if 'text"' in s.reason] == ["6"]
+    assert any("id of another record" in reason for reason in reasons)
+
+
+def test_ids_of_jsonl_records_survive_edits_of_other_records(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+    before = {d.text: d.id for d in load_documents(path).documents}
+    path.write_text('{"text": "new"}\n{"text": "b"}\n')
+    assert {d.text: d.id for d in load_documents(path).documents}["b"] == before["b"]

