@@ -1,0 +1,41 @@
+"""Attention of scattered rows over a blended KV cache, and the copies and scores that go with it.
+
+    selective_attention   softmax attention of rows at given positions over all keys, no mask in memory
+    attention_mass        how much attention each key receives from the given rows
+    rotate_keys           rotary keys moved to new positions while they are copied into their slice of a cache
+    kv_deviation          how far fresh keys and values are from stored ones, row by row
+
+Each runs as a Triton kernel on a GPU and as plain torch elsewhere; both take the same arguments (`backend=` forces
+one). Nothing is imported before the first use of a name: not torch, not triton, not a GPU driver.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention_op import selective_attention
+    from .deviation_op import kv_deviation
+    from .mass_op import attention_mass
+    from .rotation_op import rotate_keys
+
+__all__ = ["attention_mass", "kv_deviation", "rotate_keys", "selective_attention"]
+
+_HOME = {
+    "attention_mass": "mass_op",
+    "kv_deviation": "deviation_op",
+    "rotate_keys": "rotation_op",
+    "selective_attention": "attention_op",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,91 @@
+"""The public `selective_attention`."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from .attention_plain import Rule, selective_attention_plain
+from .backend import Backend, choose_backend
+from .checks import Mode, check_positions, check_queries_and_keys, check_rule, check_values, require
+
+
+@overload
+def selective_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    mode: Mode = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    scale: float | None = ...,
+    sinks: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    check: bool = ...,
+    backend: Backend | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def selective_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    mode: Mode = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    scale: float | None = ...,
+    sinks: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+    check: bool = ...,
+    backend: Backend | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def selective_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    mode: Mode = "exact",
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    check: bool = False,
+    backend: Backend | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of rows at given positions over all keys; no mask is ever written to memory.
+
+    q: `[batch, heads, rows, head_dim]`. k: `[batch, kv_heads, keys, head_dim]`. v: `[batch, kv_heads, keys,
+    value_dim]`. Any strides with a contiguous last dimension; views of a bigger buffer are not copied. heads is a
+    multiple of kv_heads.
+    positions: int64 `[rows]` or `[batch, rows]`, ascending, on the device of q.
+    mode: "exact", row r sees keys `j <= positions[r]`; "bottom-right", `j <= r + keys - rows`, the causal alignment of
+    FlashAttention, which is exact only for a contiguous suffix. window: W hides keys `j <= last - W` (transformers'
+    sliding window).
+    softcap: c replaces scaled scores s by `c tanh(s / c)`. scale: `head_dim ** -0.5` by default.
+    sinks: `[heads]`, a logit per head that joins the denominator only (GPT-OSS).
+
+    Returns `[batch, heads, rows, value_dim]` in q's dtype; with `return_lse` also the natural log-sum-exp of the
+    visible scores (sinks included), fp32 `[batch, heads, rows]`. Inference only: no gradient flows.
+
+    Raises ValueError for shapes, dtypes and devices always; for unsorted or out-of-range positions on a CPU always, on
+    a GPU only with `check`, because reading them there stalls the stream once a layer.
+    """
+    check_queries_and_keys(q, k)
+    check_values(v, k)
+    check_rule(mode, window, softcap, q.shape[2], k.shape[2])
+    check_positions(positions, q.shape[0], q.shape[2], k.shape[2], q, check or not q.is_cuda)
+    require(sinks is None or sinks.shape == (q.shape[1],), f"sinks must be [{q.shape[1]}], one per query head")
+    rule = Rule(mode, window, softcap, q.shape[3] ** -0.5 if scale is None else scale)
+    choose_backend(q, backend)
+    out, lse = selective_attention_plain(q, k, v, positions, rule, sinks)
+    return (out, lse) if return_lse else out

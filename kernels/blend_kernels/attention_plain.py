@@ -1,0 +1,183 @@
+"""`selective_attention` in plain torch: the path of CPUs, and the public twin of the Triton kernel.
+
+Sorted rows are cut into blocks (see `row_blocks`). A block attends to the keys that all its rows see without any mask,
+and to the ragged end under a mask no wider than the block's own span; the partial results are merged by their
+log-sum-exp (online softmax, Milakov and Gimelshein 2018). Query heads of one KV head are folded into rows, so keys are
+read once per group and never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .checks import Mode
+from .row_blocks import KeyRange, RowBlock, key_ranges, row_blocks
+
+# Floating-point operations that take as long as the calls of one more block (measured on one AVX-512 core, 85 GFLOP/s).
+_BLOCK_OVERHEAD = 6_000_000
+
+Partial = tuple[torch.Tensor, torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Partial]
+
+
+class Rule(NamedTuple):
+    """Everything besides the tensors that decides the weights."""
+
+    mode: Mode
+    window: int | None
+    softcap: float | None
+    scale: float
+
+
+class _Rows(NamedTuple):
+    """Rows that share their positions: tensors as in the public op, `last` `[rows]` and the same numbers as a list."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    last: torch.Tensor
+    ends: Sequence[int]
+    rule: Rule
+
+    @property
+    def fused(self) -> bool:
+        """Whether torch's fused attention of CPUs computes this."""
+        alike = self.k.shape[3] == self.v.shape[3] and self.q.device.type == "cpu"
+        return alike and self.rule.softcap is None
+
+
+@torch.no_grad()
+def selective_attention_plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    rule: Rule,
+    sinks: torch.Tensor | None,
+) -> Partial:
+    """Output `[batch, heads, rows, value_dim]` and fp32 log-sum-exp `[batch, heads, rows]`; arguments are checked."""
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    for batch, last in last_keys(positions, q, k, rule.mode):
+        _attend_rows(_Rows(q[batch], k[batch], v[batch], last, last.tolist(), rule), out[batch], lse[batch])
+    if sinks is not None:
+        add_sinks(out, lse, sinks)
+    return out, lse
+
+
+def last_keys(
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, mode: Mode
+) -> list[tuple[slice, torch.Tensor]]:
+    """Slices of the batch that share their rows, each with the last key that every row sees, `[rows]`."""
+    rows, keys = q.shape[2], k.shape[2]
+    if mode == "bottom-right":
+        return [(slice(None), torch.arange(keys - rows, keys, device=q.device))]
+    if positions.ndim == 1:
+        return [(slice(None), positions)]
+    return [(slice(i, i + 1), positions[i]) for i in range(q.shape[0])]
+
+
+def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Let one more logit per head join the denominator, in place: weights shrink by exp(lse - logaddexp(lse, sink))."""
+    joined = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+    out.mul_((lse - joined).exp_()[..., None])
+    lse.copy_(joined)
+
+
+def _attend_rows(rows: _Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
+    q, k, v = rows.q, rows.k, rows.v
+    attend = _fused(rows.rule.scale) if rows.fused else _materialised(rows.rule)
+    pair = 2 * q.shape[0] * q.shape[1] * (k.shape[3] + v.shape[3])
+    squares = rows.fused and rows.rule.window is None
+    for block in row_blocks(rows.ends, max(1, _BLOCK_OVERHEAD // pair), squares):
+        block_out, block_lse = _square(rows, block, attend) if block.square else _folded(rows, block, attend)
+        out[:, :, block.start : block.stop] = block_out
+        lse[:, :, block.start : block.stop] = block_lse
+
+
+def _folded(rows: _Rows, block: RowBlock, attend: Attend) -> Partial:
+    """One block with the query heads of a KV head folded into rows, `[batch, kv_heads, group * rows, head_dim]`."""
+    q, k, v, window = rows.q[:, :, block.start : block.stop], rows.k, rows.v, rows.rule.window
+    folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    last, ends = rows.last[block.start : block.stop], rows.ends
+    partials = []
+    for keys in key_ranges(ends[block.start], ends[block.stop - 1], window):
+        mask = _mask(last, keys, window, q.dtype, q.shape[1] // k.shape[1]) if keys.ragged else None
+        partials.append(attend(folded, k[:, :, keys.start : keys.stop], v[:, :, keys.start : keys.stop], mask))
+    out, lse = _merge(partials)
+    return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+
+
+def _square(rows: _Rows, block: RowBlock, attend: Attend) -> Partial:
+    """A run of neighbouring rows: all keys before it without a mask, then a causal square."""
+    q, k, v = rows.q[:, :, block.start : block.stop], rows.k, rows.v
+    start, stop = rows.ends[block.start], rows.ends[block.stop - 1] + 1
+    square = [_causal(*qkv, rows.rule.scale) for qkv in zip(q, k[:, :, start:stop], v[:, :, start:stop], strict=True)]
+    partials = [(torch.stack([out for out, _ in square]), torch.stack([lse for _, lse in square]))]
+    if start > 0:
+        folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+        out, lse = attend(folded, k[:, :, :start], v[:, :, :start], None)
+        partials.append((out.reshape(q.shape), lse.reshape(q.shape[:3])))
+    return _merge(partials)
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Partial:
+    """Causal attention of one request, KV heads as the batch so that a group shares its keys without a copy."""
+    (heads, rows, dim), kv_heads = q.shape, k.shape[0]
+    grouped = (kv_heads, heads // kv_heads, rows, dim)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.reshape(grouped), k[:, None].expand(grouped), v[:, None].expand(grouped), is_causal=True, scale=scale
+    )
+    return out.reshape(q.shape), lse.reshape(heads, rows)
+
+
+def _mask(last: torch.Tensor, keys: KeyRange, window: int | None, dtype: torch.dtype, group: int) -> torch.Tensor:
+    """Additive mask `[group * rows, keys]`: 0 where the row sees the key, else minus infinity."""
+    key = torch.arange(keys.start, keys.stop, device=last.device)
+    hidden = key > last[:, None]
+    if window is not None:
+        hidden |= key <= last[:, None] - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=last.device).masked_fill_(hidden, float("-inf"))
+    return mask.repeat(group, 1)
+
+
+def _merge(partials: list[Partial]) -> Partial:
+    """Softmax over disjoint key ranges from softmax over each: weights exp(lse_i - lse), lse = log sum exp(lse_i)."""
+    if len(partials) == 1:
+        return partials[0]
+    lse = torch.logsumexp(torch.stack([lse for _, lse in partials]), dim=0)
+    first, *rest = (out.float() * (part - lse).exp_()[..., None] for out, part in partials)
+    for term in rest:
+        first += term
+    return first, lse
+
+
+def _fused(scale: float) -> Attend:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Partial:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
+        return out, lse
+
+    return attend
+
+
+def _materialised(rule: Rule) -> Attend:
+    """Weights of one block in memory: for soft-caps, value dims of their own and devices without the fused op."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Partial:
+        scores = capped_scores(q, k, rule.scale, rule.softcap)
+        if mask is not None:
+            scores += mask
+        lse = scores.logsumexp(-1)
+        weights = scores.sub_(lse[..., None]).exp_()
+        return (weights.to(v.dtype) @ v), lse.float()
+
+    return attend
+
+
+def capped_scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    """`scale * q k^T` in at least fp32, squashed to `softcap * tanh(scores / softcap)` (Gemma 2) when asked."""
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)).mul_(scale)
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)

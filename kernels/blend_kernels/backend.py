@@ -1,0 +1,33 @@
+"""Which implementation an op runs: Triton where the tensors are on a GPU, plain torch elsewhere."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+Backend = Literal["triton", "torch"]
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def choose_backend(tensor: torch.Tensor, asked: Backend | None) -> Backend:
+    """The backend for an op on `tensor`: as asked, else Triton on a GPU where it is installed, else torch.
+
+    Raises ValueError for an unknown name, and for Triton on CPU tensors outside of its interpreter.
+    """
+    if asked is None:
+        return "triton" if tensor.is_cuda and tensor.dtype != torch.float64 and _has_triton() else "torch"
+    if asked not in ("triton", "torch"):
+        raise ValueError(f"backend must be None, 'triton' or 'torch', got {asked!r}")
+    if asked == "triton" and not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            "backend 'triton' needs CUDA tensors (or TRITON_INTERPRET=1 to interpret the kernels on a CPU)"
+        )
+    return asked

@@ -1,0 +1,53 @@
+"""The public `kv_deviation`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from .backend import Backend, choose_backend
+from .checks import FLOATS, require
+from .deviation_plain import deviation_plain
+
+Norm = Literal["l2sq", "l1"]
+Parts = Literal["k", "v", "kv"]
+
+
+def kv_deviation(
+    k_new: torch.Tensor | None,
+    k_old: torch.Tensor | None,
+    v_new: torch.Tensor | None,
+    v_old: torch.Tensor | None,
+    *,
+    norm: Norm = "l2sq",
+    parts: Parts = "v",
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """How far fresh keys or values are from stored ones, row by row: fp32 `[batch, rows]`, summed over heads and dimensions.
+
+    Each pair: `[batch, kv_heads, rows, dim]`, any strides, dtypes may differ; dim may differ between keys and values.
+    The pair that `parts` leaves out may be None. norm: "l2sq" sums squares of differences, "l1" their absolute values;
+    both in fp32.
+    Raises ValueError for shapes, dtypes and devices.
+    """
+    require(norm in ("l2sq", "l1"), f"norm must be 'l2sq' or 'l1', got {norm!r}")
+    require(parts in ("k", "v", "kv"), f"parts must be 'k', 'v' or 'kv', got {parts!r}")
+    pairs = [_pair(new, old, name) for name, new, old in (("k", k_new, k_old), ("v", v_new, v_old)) if name in parts]
+    rows = {(new.shape[0], new.shape[2]) for new, _ in pairs}
+    require(len(rows) == 1, "keys and values must have the same batch and rows")
+    choose_backend(pairs[0][0], backend)
+    first, *rest = (deviation_plain(new, old, norm) for new, old in pairs)
+    return first + rest[0] if rest else first
+
+
+def _pair(new: torch.Tensor | None, old: torch.Tensor | None, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if new is None or old is None:
+        raise ValueError(f"{name}_new and {name}_old are needed for the parts asked for")
+    require(
+        new.ndim == 4 and new.shape == old.shape,
+        f"{name}_new, {name}_old must both be [batch, kv_heads, rows, dim], got {list(new.shape)}, {list(old.shape)}",
+    )
+    require(new.dtype in FLOATS and old.dtype in FLOATS, f"{name} must be floating point, got {new.dtype}, {old.dtype}")
+    require(new.device == old.device, f"{name}_new is on {new.device}, {name}_old on {old.device}; move one of them")
+    return new, old

@@ -1,0 +1,35 @@
+"""`attention_mass` in plain torch: weights of a bounded block of rows at a time, summed and dropped."""
+
+from __future__ import annotations
+
+import torch
+
+from .attention_plain import Rule, capped_scores, last_keys
+
+# Scores in memory at once, in elements: 16 MiB of fp32.
+_MOST_SCORES = 1 << 22
+
+
+@torch.no_grad()
+def attention_mass_plain(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Weights summed over rows, fp32 `[batch, heads, keys]`; arguments are checked."""
+    mass = torch.zeros(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
+    for batch, last in last_keys(positions, q, k, rule.mode):
+        part, keys, into = q[batch], k[batch], mass[batch]
+        step = max(1, _MOST_SCORES // max(1, part.shape[0] * part.shape[1] * k.shape[2]))
+        for start in range(0, q.shape[2], step):
+            stop = min(start + step, q.shape[2])
+            _add_rows(part[:, :, start:stop], keys, last[start:stop], rule, into)
+    return mass
+
+
+def _add_rows(q: torch.Tensor, k: torch.Tensor, last: torch.Tensor, rule: Rule, mass: torch.Tensor) -> None:
+    batch, heads, rows, dim = q.shape
+    stop = int(last[-1]) + 1
+    folded = q.reshape(batch, k.shape[1], -1, dim)
+    scores = capped_scores(folded, k[:, :, :stop], rule.scale, rule.softcap).view(batch, heads, rows, stop)
+    key = torch.arange(stop, device=q.device)
+    hidden = key > last[:, None]
+    if rule.window is not None:
+        hidden |= key <= last[:, None] - rule.window
+    mass[:, :, :stop] += scores.masked_fill_(hidden, float("-inf")).softmax(-1).sum(2)
