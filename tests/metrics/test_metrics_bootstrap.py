@@ -16,11 +16,7 @@ def exact_quantile(values: list[float], share: float, statistic) -> float:
 
 
 @pytest.mark.parametrize(
-    ("interval", "statistic"),
-    [
-        (lambda v, **k: mean_interval(v, **k), statistics.fmean),
-        (lambda v, **k: median_bounds(v, **k), statistics.median),
-    ],
+    ("interval", "statistic"), [(mean_interval, statistics.fmean), (median_bounds, statistics.median)]
 )
 def test_ends_agree_with_all_resamples_counted_out(interval, statistic):
     values = [0.0, 0.13, 0.31, 0.57, 0.9, 1.4]

@@ -114,12 +114,13 @@ def test_places_differ_from_record_to_record(records):
 
 
 def test_names_and_numbers_in_the_filler_are_not_used():
-    filler = [f"{text} Wanda Pryor of Aldmoor had number {n}0000." for n, text in enumerate(FILLER, start=1)]
-    for record in make_needles(filler, per_kind=20, chunks=4, seed=0):
-        facts = [chunk.text for chunk in record.chunks]
+    numbers = ", ".join(str(number) for number in range(10_000, 100_000) if number % 10 != 7)
+    filler = [f"{FILLER[0]} Wanda Pryor of Aldmoor had the numbers {numbers}.", *FILLER[1:4]]
+    for record in make_needles(filler, per_kind=4, chunks=4, seed=0):
+        assert record.answers[0].endswith("7")
         assert "Wanda Pryor" not in record.question
         assert "Aldmoor" not in record.question
-        assert sum(record.answers[0] in text for text in facts) == 1
+        assert sum(record.answers[0] in re.findall(r"\d+", chunk.text) for chunk in record.chunks) == 1
 
 
 @pytest.mark.parametrize("chunks", [4, 5, 12])
