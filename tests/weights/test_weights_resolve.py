@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from blend.errors import WeightsError
+from blend.weights import CATALOG, DEFAULT_MODEL, cache_root, resolve_model
+
+
+def test_a_directory_is_itself(tmp_path):
+    assert resolve_model(tmp_path) == tmp_path
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_anything_else_is_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert resolve_model("gpt2") == "gpt2"
+
+
+@pytest.mark.parametrize("name", ["./models/x", "/nowhere/at/all", "~/no-such-model", Path("some/path")])
+def test_a_path_that_is_not_there(name):
+    with pytest.raises(WeightsError, match="no model directory"):
+        resolve_model(name)
+
+
+def test_a_file_is_no_model(tmp_path):
+    (tmp_path / "model.gguf").write_text("x")
+    with pytest.raises(WeightsError, match="no model directory"):
+        resolve_model(str(tmp_path / "model.gguf"))
+
+
+def test_catalog_names_go_to_the_cache(tmp_path, monkeypatch):
+    seen = []
+
+    def fake(model, models, **options):
+        seen.append((model.name, models))
+        return models / model.name
+
+    monkeypatch.setattr("blend.weights.fetch", fake)
+    monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path / "env"))
+    assert resolve_model("smollm2-135m") == tmp_path / "env" / "models" / "smollm2-135m"
+    resolve_model(DEFAULT_MODEL, cache_dir=tmp_path / "given")
+    assert seen[1] == (DEFAULT_MODEL, tmp_path / "given" / "models")
+
+
+def test_cache_root(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("KVBLEND_CACHE", raising=False)
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_root() == Path("/home/someone/.cache/kvblend")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert cache_root() == Path("/caches/kvblend")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert cache_root() == Path("/home/someone/Library/Caches/kvblend")
+
+
+def test_the_catalog_is_pinned():
+    assert DEFAULT_MODEL in CATALOG
+    for name, model in CATALOG.items():
+        assert model.name == name
+        assert len(model.sha256) == 64
+        assert len(set(model.requirements)) == len(model.requirements)
+        assert all(requirement.count("==") == 1 for requirement in model.requirements)
+        assert 0 < model.download_bytes < model.disk_bytes
+        assert "\n" not in model.summary
+
+
+def test_importing_the_package_is_light():
+    code = (
+        "import sys, blend.weights; print([m for m in ('torch', 'numpy', 'transformers', 'gguf') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
