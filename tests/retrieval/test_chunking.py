@@ -34,7 +34,7 @@ def words_and_signs(text):
 
 
 heading_line = st.builds(
-    lambda level, words: f"{'#' * level} {words}", st.integers(1, 4), st.text("ABCDE ", min_size=1, max_size=30)
+    lambda level, words: f"{'#' * level} {words}", st.integers(1, 4), st.text("ABCDE ", max_size=30).filter(str.strip)
 )
 setext = st.builds(lambda words, mark: f"{words}\n{mark * 4}", st.text("FGHIJ", min_size=1), st.sampled_from("=-"))
 prose = st.text("abc def. gh,ij\n äß🙂", max_size=400)
