@@ -3,4 +3,75 @@
 Importing this package loads neither torch nor transformers; the public names below are loaded on first use.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from blend.blender import Blend, Blender
+    from blend.config import BlendConfig, CorpusConfig, PromptConfig
+    from blend.decoder import Decoder
+    from blend.encode import ChunkEncoder
+    from blend.errors import BlendError
+    from blend.generate import Generation, generate
+    from blend.pipeline import Answer, Rag
+    from blend.prompt import PromptTemplate
+    from blend.store import open_store
+    from blend.types import ChunkCache, ChunkKey, PromptLayout, Selection
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Answer": "blend.pipeline",
+    "Blend": "blend.blender",
+    "BlendConfig": "blend.config",
+    "BlendError": "blend.errors",
+    "Blender": "blend.blender",
+    "ChunkCache": "blend.types",
+    "ChunkEncoder": "blend.encode",
+    "ChunkKey": "blend.types",
+    "CorpusConfig": "blend.config",
+    "Decoder": "blend.decoder",
+    "Generation": "blend.generate",
+    "PromptConfig": "blend.config",
+    "PromptLayout": "blend.types",
+    "PromptTemplate": "blend.prompt",
+    "Rag": "blend.pipeline",
+    "Selection": "blend.types",
+    "generate": "blend.generate",
+    "open_store": "blend.store",
+}
+
+__all__ = [
+    "Answer",
+    "Blend",
+    "BlendConfig",
+    "BlendError",
+    "Blender",
+    "ChunkCache",
+    "ChunkEncoder",
+    "ChunkKey",
+    "CorpusConfig",
+    "Decoder",
+    "Generation",
+    "PromptConfig",
+    "PromptLayout",
+    "PromptTemplate",
+    "Rag",
+    "Selection",
+    "generate",
+    "open_store",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'blend' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value  # `blend.generate` the function must win over the module of that name
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,60 @@
+"""Selectors: which cached context rows to recompute. One file each, one contract (`base.Selector`), one factory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from blend.config import BlendConfig
+from blend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from blend.select.base import Selector
+
+__all__ = ["SELECTORS", "make_selector"]
+
+
+def _hkvd(config: BlendConfig) -> Selector:
+    from blend.select.hkvd import HighDeviation
+
+    return HighDeviation(config.check_layer, config.deviation_of, config.norm)
+
+
+def _first_k(config: BlendConfig) -> Selector:
+    from blend.select.first_k import FirstK
+
+    return FirstK(config.first_k)
+
+
+def _random(config: BlendConfig) -> Selector:
+    from blend.select.controls import Random
+
+    return Random(config.seed)
+
+
+def _all(config: BlendConfig) -> Selector:
+    from blend.select.controls import All
+
+    return All()
+
+
+def _none(config: BlendConfig) -> Selector:
+    from blend.select.controls import Nothing
+
+    return Nothing()
+
+
+SELECTORS: dict[str, Callable[[BlendConfig], Selector]] = {
+    "hkvd": _hkvd,
+    "first_k": _first_k,
+    "random": _random,
+    "all": _all,
+    "none": _none,
+}
+
+
+def make_selector(config: BlendConfig) -> Selector:
+    """The selector that a configuration names. Raises `ConfigError` for an unknown name."""
+    if config.selector not in SELECTORS:
+        raise ConfigError(f"unknown selector {config.selector!r}; choose one of {', '.join(SELECTORS)}")
+    return SELECTORS[config.selector](config)

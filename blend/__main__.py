@@ -1,0 +1,5 @@
+"""`python -m blend` is the command line."""
+
+from blend.cli import main
+
+main()

@@ -1,0 +1,142 @@
+"""Admitting a model by measurement: three short forward passes decide whether blended prefill is exact on it.
+
+1. The same tokens at two positions show how every layer's cached keys turn (`rope.find_rotation`).
+2. A blended prefill over all rows, and one that narrows to scattered rows over an exact cache, must give the logits of the
+   model's own forward pass.
+A model that fails is refused with the reason; nothing is assumed from its name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from blend.driver import Narrowing
+from blend.errors import BlendError, UnsupportedModelError
+from blend.rope import Rotation, find_rotation
+
+if TYPE_CHECKING:
+    from blend.decoder import Decoder
+
+PROBE_TOKENS = 12
+PROBE_DELTA = 37
+
+# Largest relative difference between two computations of the same keys or logits, by dtype: float32 leaves room for other
+# summation orders; half precision for rounding that builds up over the layers.
+_TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
+_HALF_TOLERANCE = 0.15
+
+_ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+# Frequencies of these depend on the length of the prompt once it passes the original context.
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class LayerRotation(NamedTuple):
+    """How one layer's cached keys and values turn with position (values do only where a cache keeps MLA's rotary part)."""
+
+    keys: Rotation
+    values: Rotation
+
+
+def admit(decoder: Decoder) -> tuple[LayerRotation, ...]:
+    """Rotations of all layers. Raises `UnsupportedModelError` when the model cannot be blended."""
+    _check_layer_kinds(decoder)
+    ids = _probe_ids(decoder)
+    try:
+        with torch.inference_mode():
+            here, logits = _native_forward(decoder, ids, 0)
+            there, _ = _native_forward(decoder, ids, PROBE_DELTA)
+    except BlendError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{decoder.name}: its forward pass takes no position ids or returns no cache ({error}); "
+            "use full prefill for this model"
+        ) from error
+    rotations = tuple(_rotations(decoder, here, there))
+    _check_driving(decoder, ids, logits)
+    return rotations
+
+
+def _tolerance(decoder: Decoder) -> float:
+    return _TOLERANCE.get(decoder.dtype, _HALF_TOLERANCE)
+
+
+def _check_layer_kinds(decoder: Decoder) -> None:
+    kinds = set(getattr(decoder.config, "layer_types", None) or ()) - _ATTENTION_KINDS
+    if kinds:
+        raise UnsupportedModelError(
+            f"{decoder.name} has layers of type {', '.join(sorted(kinds))}, whose state is not a KV cache of single tokens; "
+            "use full prefill for this model"
+        )
+
+
+def _probe_ids(decoder: Decoder) -> torch.Tensor:
+    vocabulary = decoder.model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary // 8, vocabulary // 2, (1, PROBE_TOKENS), generator=generator).to(decoder.device)
+
+
+def _native_forward(decoder: Decoder, ids: torch.Tensor, start: int) -> tuple[Any, torch.Tensor]:
+    """The model's own forward pass of `ids` at positions `start...`: its cache and the last row's logits."""
+    positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+    out = decoder.model(input_ids=ids, position_ids=positions, use_cache=True)
+    if out.past_key_values is None:
+        raise ValueError("use_cache=True gave no cache")
+    return out.past_key_values, out.logits[:, -1]
+
+
+def _rotations(decoder: Decoder, here: Any, there: Any) -> list[LayerRotation]:
+    frequencies = _frequencies(decoder.model)
+    found = []
+    for index in range(len(decoder.layers)):
+        pair = []
+        for part in ("keys", "values"):
+            before, after = getattr(here.layers[index], part), getattr(there.layers[index], part)
+            rotation = find_rotation(before.float(), after.float(), PROBE_DELTA, frequencies, _tolerance(decoder))
+            if rotation is None:
+                raise UnsupportedModelError(
+                    f"{decoder.name}: the {part} of layer {index} cannot be moved to another position by any known rotation "
+                    "(learned absolute positions, or an encoding that depends on length); use full prefill for this model"
+                )
+            pair.append(rotation)
+        found.append(LayerRotation(*pair))
+    return found
+
+
+def _frequencies(model: Any) -> list[torch.Tensor]:
+    """Every distinct `inv_freq` buffer of the model (one per kind of layer where local and global layers differ)."""
+    found: list[torch.Tensor] = []
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and buffer.ndim == 1:
+            value = buffer.detach().double()
+            if not any(value.shape == other.shape and torch.equal(value, other) for other in found):
+                found.append(value)
+    return found
+
+
+def _check_driving(decoder: Decoder, ids: torch.Tensor, logits: torch.Tensor) -> None:
+    """Blended prefill of all rows, then of scattered rows over the exact cache, against the model's own logits."""
+    total = ids.shape[1]
+    positions = torch.arange(total, device=ids.device)
+    scattered = positions[[1, 2, total // 2, total - 1]]
+    try:
+        cache = decoder.new_cache(total)
+        every = decoder.prefill_rows(ids, positions, cache, total=total)
+        narrowing = Narrowing(1, lambda keys, values: scattered) if len(decoder.layers) > 1 else None
+        some = decoder.prefill_rows(ids, positions, cache, total=total, narrowing=narrowing)
+    except BlendError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{decoder.name}: its attention cannot be driven over chosen rows ({type(error).__name__}: {error}); "
+            "use full prefill for this model"
+        ) from error
+    scale = logits.abs().amax().clamp_min(1e-6)
+    error = max(((x - logits).abs().amax() / scale).item() for x in (every, some))
+    if not error <= _tolerance(decoder):
+        raise UnsupportedModelError(
+            f"{decoder.name}: blended prefill differs from the model's own forward pass by {error:.1%}; "
+            "use full prefill for this model"
+        )

@@ -1,0 +1,162 @@
+"""The blended cache: stored KV and fresh rows in one preallocated buffer per layer, behind transformers' `Cache`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from blend.errors import PromptError
+
+
+class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """Keys and values of one layer in buffers of `capacity` rows, of which the first `length` are in use.
+
+    Buffers are `[batch, kv_heads, capacity, head_dim]`, allocated at the first write (heads and dims are only known then).
+    While `rows` is set, `update` writes the fresh KV to these positions; otherwise it appends, as decoding does.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.length = 0
+        self.rows: Rows | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate both buffers after the shapes, dtype and device of the first states."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = self._buffer(key_states)
+        self.values = self._buffer(value_states)
+        self.is_initialized = True
+
+    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
+        return states.new_empty((*states.shape[:2], self.capacity, states.shape[3]))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write fresh KV `[batch, kv_heads, rows, head_dim]` and return views of all `length` rows."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.rows is None:
+            self._append(key_states, value_states)
+        else:
+            self.rows.write(self.keys, key_states)
+            self.rows.write(self.values, value_states)
+            self.length = max(self.length, self.rows.total)
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def write_run(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put stored KV `[batch, kv_heads, n, head_dim]` at rows `start ... start + n - 1`."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        stop = start + keys.shape[2]
+        self.keys[:, :, start:stop] = keys
+        self.values[:, :, start:stop] = values
+        self.length = max(self.length, stop)
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        stop = self.length + keys.shape[2]
+        if stop > self.capacity:
+            self.grow(max(stop, self.capacity + self.capacity // 2))
+        self.keys[:, :, self.length : stop] = keys
+        self.values[:, :, self.length : stop] = values
+        self.length = stop
+
+    def grow(self, capacity: int) -> None:
+        """Move to larger buffers."""
+        old_keys, old_values, self.capacity = self.keys, self.values, capacity
+        if not self.is_initialized:
+            return
+        self.keys, self.values = self._buffer(old_keys), self._buffer(old_values)
+        self.keys[:, :, : self.length] = old_keys[:, :, : self.length]
+        self.values[:, :, : self.length] = old_values[:, :, : self.length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that attention will see, and their offset (always 0: nothing is dropped)."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Rows in use."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """No maximum: the buffers grow."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self.length = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last rows."""
+        self.length = max(0, self.length - tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Refuse beams: one prompt, one sequence."""
+        raise PromptError("beam search over a blended cache is not supported; use greedy decoding or sampling")
+
+
+class Rows:
+    """The rows of one forward pass: sorted `positions` `[rows]` in a prompt of `total` rows.
+
+    A contiguous run is written as a slice, which is several times cheaper than an indexed write.
+    """
+
+    def __init__(self, positions: torch.Tensor, total: int) -> None:
+        self.positions = positions
+        self.total = total
+        first, last = int(positions[0]), int(positions[-1])
+        self.run = slice(first, last + 1) if last + 1 - first == positions.shape[0] else None
+
+    def write(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
+        """Put `states` `[batch, kv_heads, rows, head_dim]` into `buffer` at these rows."""
+        if self.run is not None:
+            buffer[:, :, self.run] = states
+        else:
+            buffer.index_copy_(2, self.positions, states.to(buffer.dtype))
+
+
+class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """A `transformers.Cache` that starts as stored KV, takes fresh rows anywhere and then grows by decoding.
+
+    layers: number of decoder layers. capacity: rows to reserve, prompt and decoding together; growing past it copies once.
+    """
+
+    def __init__(self, layers: int, capacity: int) -> None:
+        super().__init__(layers=[BlendedLayer(capacity) for _ in range(layers)])
+
+    def set_rows(self, rows: Rows | None) -> None:
+        """Make the next updates write to these rows; None goes back to appending."""
+        for layer in self.layers:
+            layer.rows = rows
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` rows in every layer; at least half as much again where buffers must grow."""
+        for layer in self.layers:
+            if layer.capacity < capacity:
+                layer.grow(max(capacity, layer.capacity + layer.capacity // 2))
+
+    def view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, rows in use, `[batch, kv_heads, length, head_dim]`; writable views."""
+        held = self.layers[layer]
+        return held.keys[:, :, : held.length], held.values[:, :, : held.length]
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` rows of every layer."""
+        for layer in self.layers:
+            layer.length = min(layer.length, length)
+
+    def clone(self, room: int = 0) -> BlendedCache:
+        """An independent copy of the rows in use, with capacity for `room` more."""
+        copy = BlendedCache(len(self.layers), self.get_seq_length() + room)
+        for mine, theirs in zip(self.layers, copy.layers, strict=True):
+            theirs.lazy_initialization(mine.keys, mine.values)
+            theirs.keys[:, :, : mine.length] = mine.keys[:, :, : mine.length]
+            theirs.values[:, :, : mine.length] = mine.values[:, :, : mine.length]
+            theirs.length = mine.length
+        return copy

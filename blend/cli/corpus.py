@@ -1,0 +1,18 @@
+"""`blend corpus`: text to try kvblend on that is on every machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("corpus")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--module", "modules", multiple=True, help="A standard-library module; repeat it. Default: some forty.")
+def command(folder: Path, modules: tuple[str, ...]) -> None:
+    """Write Python's own documentation to FOLDER, one Markdown document a module."""
+    from retrieval import write_stdlib_corpus
+
+    written = write_stdlib_corpus(folder, modules or None)
+    click.echo(f"{len(written)} documents in {folder}")

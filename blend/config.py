@@ -1,0 +1,85 @@
+"""Options of a blended prefill. Every default of the command line is read from here, so that it exists once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from blend.errors import ConfigError
+
+MaskMode = Literal["exact", "bottom-right"]
+DeviationOf = Literal["v", "k", "kv"]
+Norm = Literal["l2", "l1"]
+
+DEFAULT_MODEL = "qwen2.5-coder-0.5b"
+DEFAULT_EMBEDDER = "minilm"
+
+
+@dataclass(frozen=True)
+class BlendConfig:
+    """How rows are chosen and computed.
+
+    selector: name of a selector (`blend.select.SELECTORS`). ratio: share of the cached context rows to recompute, 0 to 1.
+    mask: "exact" (row r sees keys up to its position) or "bottom-right" (up to r + N - M, as FlashAttention aligns it).
+    check_layer, deviation_of, norm: where and how `hkvd` measures deviation. first_k: rows `first_k` takes per chunk at most.
+    seed: of `random`.
+    """
+
+    selector: str = "hkvd"
+    ratio: float = 0.15
+    mask: MaskMode = "exact"
+    check_layer: int = 1
+    deviation_of: DeviationOf = "v"
+    norm: Norm = "l2"
+    first_k: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.ratio <= 1.0:
+            raise ConfigError(f"ratio is {self.ratio:g}, but it is a share of rows: give a number from 0 to 1")
+        if self.check_layer < 0:
+            raise ConfigError(f"check_layer is {self.check_layer}, but layers count from 0")
+        if self.first_k is not None and self.first_k < 1:
+            raise ConfigError(f"first_k is {self.first_k}, but it is a number of rows: give at least 1")
+        _one_of("mask", self.mask, get_args(MaskMode))
+        _one_of("deviation_of", self.deviation_of, get_args(DeviationOf))
+        _one_of("norm", self.norm, get_args(Norm))
+
+
+@dataclass(frozen=True)
+class PromptConfig:
+    """What stands around the chunks.
+
+    system: the system message. instruction: what the user's turn opens with. question: how the question is put after the
+    chunks; `{question}` is replaced.
+    """
+
+    system: str = "You are a careful assistant who answers from the given documents."
+    instruction: str = "Answer the question using only the documents below. Be brief and exact.\n\n"
+    question: str = "Question: {question}\nAnswer briefly."
+
+    def __post_init__(self) -> None:
+        if "{question}" not in self.question:
+            raise ConfigError("the question part of the prompt lacks the placeholder {question}")
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """How documents become chunks and how many of them answer a question."""
+
+    chunk_tokens: int = 256
+    top_k: int = 8
+    embedder: str = DEFAULT_EMBEDDER
+    codec: str = "bfloat16"
+    batch_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 16:
+            raise ConfigError(f"chunk_tokens is {self.chunk_tokens}; chunks under 16 tokens hold no sentence")
+        if self.top_k < 1:
+            raise ConfigError(f"top_k is {self.top_k}; at least one chunk must be retrieved")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")

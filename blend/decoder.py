@@ -1,0 +1,211 @@
+"""The decoder: a HuggingFace causal language model with its tokenizer, admitted by a check instead of by its name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from blend.admission import LENGTH_DEPENDENT_ROPE, LayerRotation, admit
+from blend.attention import MaskMode
+from blend.blended_cache import BlendedCache
+from blend.driver import Narrowing, RowDriver
+from blend.errors import ConfigError, PromptError, UnsupportedModelError
+from blend.types import CacheIdentity
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Configuration entries that describe where a model came from or how it is run, not what it computes.
+_NOT_COMPUTED = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
+
+
+class Decoder:
+    """A decoder that blended prefill can drive.
+
+    model: a HuggingFace causal LM in eval mode. tokenizer: its tokenizer. name: how messages call it.
+    Raises `UnsupportedModelError`, with the reason, for a model whose keys cannot be moved or whose attention cannot be driven.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str = "model") -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = model.config.get_text_config(decoder=True)
+        self.layers = _decoder_layers(model, self.config)
+        self.driver = RowDriver(model, self.layers)
+        self.rotations: tuple[LayerRotation, ...] = admit(self)
+
+    @classmethod
+    def load(cls, location: str, *, name: str | None = None, device: str = "auto", dtype: str = "auto") -> Decoder:
+        """Load a HuggingFace id or a model directory.
+
+        name: how messages call it, if not by its location. device: "auto" takes the GPU when there is one. dtype: "auto"
+        takes float32 on a CPU, bfloat16 on a GPU. Raises `ConfigError` for what cannot be loaded.
+        """
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        place = pick_device(device)
+        logging.disable_progress_bar()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(location)
+            model = AutoModelForCausalLM.from_pretrained(location, dtype=pick_dtype(dtype, place))
+        except (OSError, ValueError) as error:
+            raise ConfigError(_unloadable(location, error)) from error
+        return cls(model.to(place), tokenizer, name or location)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return torch.device(self.model.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self.model.dtype  # type: ignore[no-any-return]
+
+    @property
+    def context_length(self) -> int | None:
+        """Longest prompt, or None where the configuration states none.
+
+        RoPE types whose frequencies change with the prompt's length end where they start to change: keys computed before cannot
+        be moved past that point.
+        """
+        longest = getattr(self.config, "max_position_embeddings", None)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            return rope.get("original_max_position_embeddings") or longest
+        return longest
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of the weights and of every configuration entry that the computation depends on."""
+        digest = xxhash.xxh3_128()
+        config = {k: v for k, v in self.config.to_dict().items() if k not in _NOT_COMPUTED}
+        digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+        for name, tensor in self.model.state_dict().items():
+            digest.update(f"{name}{tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
+        """What, besides a chunk's tokens, determines its cache."""
+        return CacheIdentity(self.fingerprint, str(self.dtype).removeprefix("torch."), prefix)
+
+    def check_length(self, rows: int) -> None:
+        """Refuse prompts beyond the model's context, with `PromptError`."""
+        if self.context_length is not None and rows > self.context_length:
+            raise PromptError(
+                f"the prompt has {rows} tokens but {self.name} reads at most {self.context_length}; "
+                "use fewer or smaller chunks (--top-k, --chunk-tokens)"
+            )
+
+    def new_cache(self, capacity: int) -> BlendedCache:
+        """An empty cache with room for `capacity` rows."""
+        return BlendedCache(len(self.layers), capacity)
+
+    @torch.inference_mode()
+    def prefill_rows(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: BlendedCache,
+        *,
+        total: int,
+        mask: MaskMode = "exact",
+        narrowing: Narrowing | None = None,
+    ) -> torch.Tensor:
+        """Compute the given rows into `cache`; next-token logits of the last row, `[batch, vocab]`.
+
+        token_ids `[batch, rows]`; positions sorted int64 `[rows]`, the last one being `total - 1`.
+        """
+        out = self.driver.run(
+            token_ids, positions, cache, total=total, mask=mask, narrowing=narrowing, **self.last_row_only
+        )
+        return out.logits[:, -1]  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def append(self, token_ids: torch.Tensor, cache: BlendedCache) -> torch.Tensor:
+        """Run tokens `[1, n]` right after the cache's rows (decoding, teacher forcing); logits `[1, n, vocab]`."""
+        start = cache.get_seq_length()
+        stop = start + token_ids.shape[1]
+        cache.reserve(stop)
+        positions = torch.arange(start, stop, device=token_ids.device)
+        return self.driver.run(token_ids, positions, cache, total=stop).logits  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
+        """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`; no logits."""
+        stop = start + token_ids.shape[1]
+        positions = torch.arange(start, stop, device=token_ids.device)
+        self.driver.run_until_kv(token_ids, positions, cache, total=stop)
+
+    @contextmanager
+    def before_head(self, call: Callable[[], None]) -> Iterator[None]:
+        """Call back when a forward pass reaches the LM head."""
+        head = self.model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(lambda module, args: call())
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @cached_property
+    def last_row_only(self) -> dict[str, int]:
+        """Arguments that keep the LM head to the last row, where the model knows them."""
+        accepted = inspect.signature(self.model.forward).parameters
+        return {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+
+def _decoder_layers(model: Any, config: Any) -> torch.nn.ModuleList:
+    """The one list of modules that is as long as the configuration says the decoder is deep."""
+    depth = getattr(config, "num_hidden_layers", None)
+    base = model.get_decoder() if hasattr(model, "get_decoder") else model
+    lists = [m for m in base.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth]
+    if not lists:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no list of {depth} decoder layers to drive; use full prefill for this model"
+        )
+    return lists[0]
+
+
+def pick_device(device: str) -> torch.device:
+    """The device that an option names; "auto" takes the GPU when there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:N") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} asked for, but torch sees no GPU here; use --device cpu")
+    return place
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype that an option names; "auto" takes float32 on a CPU (several times faster there), else bfloat16."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}; choose auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _unloadable(name: str, error: Exception) -> str:
+    if Path(name).is_dir():
+        return f"{name} holds no causal language model that transformers can load ({_first_line(error)})"
+    return (
+        f"cannot load model {name!r}: not a directory, and no hub answers for it ({_first_line(error)}); "
+        "pass a model directory, a reachable HuggingFace id, or a catalog name (`blend models`)"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,193 @@
+"""One forward pass of a HuggingFace decoder over chosen rows of a prompt, driven through transformers' own doors.
+
+The model's modules do all the work. What is ours: an attention function that knows the rows' positions (`attention`), a cache
+that writes fresh rows in place (`blended_cache`), and pre-forward hooks that narrow the rows at one layer. The model is left as
+found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from blend.attention import MaskMode, RowsInFlight, row_attention, rows_in_flight
+from blend.blended_cache import BlendedCache, BlendedLayer, Rows
+
+ATTENTION_NAME = "kvblend_rows"
+
+FreshKV = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """Go on with fewer rows from `layer` on.
+
+    choose: called with the layer's fresh keys and values of all current rows (`[1, kv_heads, rows, head_dim]`), returns the
+    sorted positions to keep. Only the layer's norm and QKV projection run before it decides.
+    """
+
+    layer: int
+    choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _Halt(BaseException):
+    """Ends a forward pass from inside a cache update; never leaves this module."""
+
+    def __init__(self, fresh: FreshKV) -> None:
+        self.fresh = fresh
+
+
+class RowDriver:
+    """Runs one HuggingFace decoder over chosen rows.
+
+    model: the causal language model. layers: its decoder layers, in order.
+    """
+
+    def __init__(self, model: Any, layers: torch.nn.ModuleList) -> None:
+        self.model = model
+        self.layers = layers
+        found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+        self._configs = [c for c in found.values() if hasattr(c, "_attn_implementation")]
+
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: BlendedCache,
+        *,
+        total: int,
+        mask: MaskMode = "exact",
+        narrowing: Narrowing | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Run the rows at `positions` of a prompt of `total` rows, writing their KV into `cache`.
+
+        token_ids: `[batch, rows]`. positions: sorted int64 `[rows]`, the same for the whole batch. Returns the model's output.
+        """
+        state = RowsInFlight(positions, mask)
+        cache.set_rows(Rows(positions, total))
+        with ExitStack() as stack:
+            stack.callback(cache.set_rows, None)
+            stack.enter_context(self._attention_installed())
+            stack.enter_context(rows_in_flight(state))
+            if narrowing is not None:
+                stack.enter_context(_narrowing_hooks(self.layers, narrowing, state, cache, total))
+            return self.model(
+                input_ids=token_ids,
+                position_ids=positions.expand(token_ids.shape[0], -1),
+                past_key_values=cache,
+                use_cache=True,
+                **model_kwargs,
+            )
+
+    def run_until_kv(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: BlendedCache, *, total: int
+    ) -> None:
+        """Like `run`, but stop as soon as the last layer's KV is written: its attention and MLP feed no cache."""
+        with _halting(cache.layers[-1]):
+            try:
+                self.run(token_ids, positions, cache, total=total)
+            except _Halt:
+                return
+        raise AssertionError("the last layer never updated the cache")
+
+    @contextmanager
+    def _attention_installed(self) -> Iterator[None]:
+        """Route attention through `row_attention`, and restore what was there afterwards."""
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, row_attention)
+        before = [config._attn_implementation for config in self._configs]
+        try:
+            for config in self._configs:
+                config._attn_implementation_internal = ATTENTION_NAME
+            yield
+        finally:
+            for config, name in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = name
+
+
+@contextmanager
+def _halting(held: BlendedLayer, *, write: bool = True) -> Iterator[None]:
+    """Raise `_Halt` with a layer's fresh KV, after writing it or instead of writing it."""
+    original = held.update
+
+    def halt(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> FreshKV:
+        if write:
+            original(keys, values, *args, **kwargs)
+        raise _Halt((keys, values))
+
+    held.update = halt
+    try:
+        yield
+    finally:
+        del held.update
+
+
+@contextmanager
+def _narrowing_hooks(
+    layers: torch.nn.ModuleList, narrowing: Narrowing, state: RowsInFlight, cache: BlendedCache, total: int
+) -> Iterator[None]:
+    """At `narrowing.layer` probe the layer, choose rows and keep only them; later layers get the same rows' arguments."""
+    narrower = _Narrower(state.positions)
+
+    def before_layer(index: int) -> Callable[..., Any]:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if index == narrowing.layer:
+                fresh = _probe(module, args, kwargs, cache.layers[index])
+                state.positions = narrowing.choose(*fresh)
+                cache.set_rows(Rows(state.positions, total))
+                narrower.keep(state.positions)
+            return tuple(map(narrower, args)), {name: narrower(value) for name, value in kwargs.items()}
+
+        return hook
+
+    handles = [
+        layers[i].register_forward_pre_hook(before_layer(i), with_kwargs=True)
+        for i in range(narrowing.layer, len(layers))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _probe(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], held: BlendedLayer) -> FreshKV:
+    with _halting(held, write=False):
+        try:
+            module.forward(*args, **kwargs)
+        except _Halt as halt:
+            return halt.fresh
+    raise AssertionError("the check layer never updated the cache")
+
+
+class _Narrower:
+    """Cuts row-shaped arguments of a decoder layer (hidden states, cos and sin, position ids, ...) to the kept rows."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self.positions = positions
+        self.index = positions
+        self.done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self.index = torch.searchsorted(self.positions, rows)
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, tuple):
+            return tuple(map(self, value))
+        return value
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        rows, dim = self.positions.shape[0], min(1, value.ndim - 1)
+        if value.ndim == 0 or value.shape[dim] != rows or self.index.shape[0] == rows:
+            return value
+        # The same cos, sin and ids reach every layer: cut them once. The original is kept so that its id stays taken.
+        if id(value) not in self.done:
+            self.done[id(value)] = (value, value.index_select(dim, self.index))
+        return self.done[id(value)][1]

@@ -1,0 +1,84 @@
+"""Chunks -> chunk caches: batched forward passes right after the shared prefix, the prefix's own KV dropped.
+
+Computing a chunk behind the real prefix keeps the attention sink where every prompt has it: at the start of the prefix, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from blend.blended_cache import BlendedCache
+from blend.errors import PromptError
+from blend.types import ChunkCache
+
+if TYPE_CHECKING:
+    from blend.decoder import Decoder
+
+
+class ChunkEncoder:
+    """Computes chunk caches behind one prefix. The prefix is run once, at construction.
+
+    prefix: token ids in front of every chunk. batch_tokens: upper bound of chunks x longest chunk in one forward pass.
+    """
+
+    def __init__(self, decoder: Decoder, prefix: Sequence[int], batch_tokens: int = 1024) -> None:
+        self.decoder = decoder
+        self.prefix_tokens = tuple(prefix)
+        self.identity = decoder.identity(self.prefix_tokens)
+        self.prefix = self._run_prefix()
+        self._batch_tokens = batch_tokens
+
+    def encode(self, chunks: Sequence[Sequence[int]]) -> Iterator[tuple[int, ChunkCache]]:
+        """Yield `(index into chunks, its cache)`, in order of length; tensors are on the decoder's device.
+
+        Raises `PromptError` for an empty chunk or one that does not fit behind the prefix.
+        """
+        for index, chunk in enumerate(chunks):
+            if not chunk:
+                raise PromptError(f"chunk {index} is empty; drop it before encoding")
+            self.decoder.check_length(len(self.prefix_tokens) + len(chunk))
+        for batch in self._batches(chunks):
+            yield from zip(batch, self._encode_batch([chunks[i] for i in batch]), strict=True)
+
+    def _batches(self, chunks: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Indices of chunks of similar length, so that little is padded."""
+        batch: list[int] = []
+        for index in sorted(range(len(chunks)), key=lambda i: len(chunks[i])):
+            if batch and (len(batch) + 1) * len(chunks[index]) > self._batch_tokens:
+                yield batch
+                batch = []
+            batch.append(index)
+        if batch:
+            yield batch
+
+    def _encode_batch(self, chunks: Sequence[Sequence[int]]) -> list[ChunkCache]:
+        longest = max(map(len, chunks))
+        # Padding stands behind the real tokens, where causal attention never looks; any id will do.
+        ids = torch.tensor([[*chunk, *[chunk[-1]] * (longest - len(chunk))] for chunk in chunks])
+        start = len(self.prefix_tokens)
+        cache = self.decoder.new_cache(start + longest)
+        self._put_prefix(cache, len(chunks))
+        self.decoder.encode_rows(ids.to(self.decoder.device), start, cache)
+        return [_cut(cache, row, start, len(chunk)) for row, chunk in enumerate(chunks)]
+
+    def _put_prefix(self, cache: BlendedCache, batch: int) -> None:
+        for layer, keys, values in zip(cache.layers, self.prefix.keys, self.prefix.values, strict=True):
+            layer.write_run(0, keys.expand(batch, *keys.shape), values.expand(batch, *values.shape))
+
+    def _run_prefix(self) -> ChunkCache:
+        self.decoder.check_length(len(self.prefix_tokens))
+        ids = torch.tensor([self.prefix_tokens], device=self.decoder.device)
+        cache = self.decoder.new_cache(ids.shape[1])
+        self.decoder.encode_rows(ids, 0, cache)
+        return _cut(cache, 0, 0, ids.shape[1])
+
+
+def _cut(cache: BlendedCache, row: int, start: int, length: int) -> ChunkCache:
+    """Own copies of one batch row's `length` tokens."""
+    span = slice(start, start + length)
+    keys = tuple(layer.keys[row, :, span].clone() for layer in cache.layers)
+    values = tuple(layer.values[row, :, span].clone() for layer in cache.layers)
+    return ChunkCache(keys, values, start)

@@ -1,0 +1,202 @@
+"""Measuring methods side by side: the same token ids, one process, alternating, against full recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from blend.blender import Blend, Blender
+from blend.config import BlendConfig
+from blend.dataset import Record
+from blend.generate import Continuable, generate, teacher_forced_logits
+from blend.metrics import exact_match, kl_divergence, rouge_l, top1_agreement, value_recall, word_f1
+from blend.prompt import PromptTemplate
+from blend.reference import FullPrefill, full_prefill
+from blend.report import Measurement
+from blend.timing import Stopwatch
+from blend.types import PromptLayout
+
+if TYPE_CHECKING:
+    from blend.decoder import Decoder
+
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to prefill under the name it has in the report; config None is the model's own full prefill."""
+
+    name: str
+    config: BlendConfig | None = None
+
+
+def standard_methods(config: BlendConfig) -> tuple[Method, ...]:
+    """Full recompute, plain reuse, and blended prefill as configured."""
+    return (Method(FULL), Method("reuse", BlendConfig(selector="none")), Method("blended", config))
+
+
+class Evaluator:
+    """Measures methods on records.
+
+    max_new_tokens: longest answer. repeats: timed prefills a method and record, of which the median counts.
+    """
+
+    def __init__(
+        self, blender: Blender, template: PromptTemplate, *, max_new_tokens: int = 32, repeats: int = 1
+    ) -> None:
+        self.blender = blender
+        self.decoder: Decoder = blender.decoder
+        self.template = template
+        self.max_new_tokens = max_new_tokens
+        self.repeats = repeats
+        self._bandwidth = copy_bandwidth(self.decoder.device)
+
+    def measure(self, record: Record, methods: Sequence[Method]) -> list[Measurement]:
+        """One measurement a method. The first method must be full recompute: the others are compared with it.
+
+        All chunks are cached beforehand. Raises `PromptError` when the record's prompt does not fit the model.
+        """
+        layout = self.template.layout(record.question, record.chunks)
+        self.decoder.check_length(layout.rows + self.max_new_tokens)
+        self.cache_chunks(layout)
+        prefills = self._prefills(layout, methods)
+        times = {name: median(p.ttft_s for p in runs) for name, runs in prefills.items()}
+        reference: torch.Tensor | None = None
+        answer_ids: tuple[int, ...] = ()
+        rows = []
+        for method in methods:
+            prefilled = prefills[method.name][-1]
+            fidelity: dict[str, float | None] = {}
+            if isinstance(prefilled, FullPrefill):
+                answer, answer_ids, reference = self._full_answer(prefilled, layout)
+            else:
+                fidelity = self._fidelity(prefilled, answer_ids, reference)
+                answer = generate(self.decoder, prefilled, layout.token_ids, max_new_tokens=self.max_new_tokens).text
+            cost = self._cost(prefilled, layout, times)
+            rows.append(_measurement(method, record, answer, times[method.name], cost, fidelity))
+        return rows
+
+    def warm_up(self, record: Record, methods: Sequence[Method]) -> None:
+        """Run every method once, uncounted: first calls pay for allocation and kernel choice."""
+        layout = self.template.layout(record.question, record.chunks)
+        self.decoder.check_length(layout.rows)
+        self.cache_chunks(layout)
+        for method in methods:
+            self._prefill(layout, method)
+
+    def cache_chunks(self, layout: PromptLayout) -> None:
+        """Compute and store what the prompt's chunks lack."""
+        encoder = self.blender.encoder(layout.prefix)
+        missing = [c for c in dict.fromkeys(layout.chunks) if encoder.identity.key(c) not in self.blender.store]
+        for index, cache in encoder.encode(missing):
+            self.blender.store.put(encoder.identity.key(missing[index]), cache)
+
+    def _prefills(self, layout: PromptLayout, methods: Sequence[Method]) -> dict[str, list[FullPrefill | Blend]]:
+        """Alternating timed prefills; only the last of each method keeps its cache."""
+        runs: dict[str, list[FullPrefill | Blend]] = {method.name: [] for method in methods}
+        for _ in range(self.repeats):
+            for method in methods:
+                runs[method.name].append(self._prefill(layout, method))
+        return runs
+
+    def _prefill(self, layout: PromptLayout, method: Method) -> FullPrefill | Blend:
+        if method.config is None:
+            return full_prefill(self.decoder, layout)
+        return self.blender.prefill(layout, config=method.config, room=self.max_new_tokens)
+
+    def _full_answer(self, prefilled: FullPrefill, layout: PromptLayout) -> tuple[str, tuple[int, ...], torch.Tensor]:
+        """The full-recompute answer, and the logits that led to each of its tokens."""
+        recorder = _Recorder(prefilled)
+        generation = generate(self.decoder, recorder, layout.token_ids, max_new_tokens=self.max_new_tokens)
+        return generation.text, generation.token_ids, torch.cat(recorder.seen)[: len(generation.token_ids)].float()
+
+    def _fidelity(
+        self, blend: Blend, answer_ids: Sequence[int], reference: torch.Tensor | None
+    ) -> dict[str, float | None]:
+        if reference is None or not answer_ids:
+            return {}
+        logits = teacher_forced_logits(blend, answer_ids)
+        blend.rewind()
+        return {
+            "kl": float(kl_divergence(reference, logits).mean()),
+            "top1": top1_agreement(reference, logits),
+        }
+
+    def _cost(self, prefilled: FullPrefill | Blend, layout: PromptLayout, times: Mapping[str, float]) -> _Cost:
+        if isinstance(prefilled, FullPrefill):
+            return _Cost({}, layout.rows, float(layout.rows), None)
+        share = prefilled.rows_share
+        floor = None
+        if FULL in times:
+            floor = floor_seconds(
+                share * times[FULL], prefilled.bytes_loaded / self._bandwidth, len(self.decoder.layers)
+            )
+        return _Cost(prefilled.stages, layout.rows, share * layout.rows, floor)
+
+
+@dataclass(frozen=True)
+class _Cost:
+    stages: Mapping[str, float]
+    rows_total: int
+    rows_computed: float
+    floor_s: float | None
+
+
+class _Recorder:
+    """Keeps the logits of every decoding step of a prefilled prompt."""
+
+    def __init__(self, prefilled: Continuable) -> None:
+        self._prefilled = prefilled
+        self.logits = prefilled.logits
+        self.seen = [prefilled.logits]
+
+    def append(self, token_ids: torch.Tensor) -> torch.Tensor:
+        logits = self._prefilled.append(token_ids)
+        self.seen.append(logits[0])
+        return logits
+
+
+def _measurement(
+    method: Method, record: Record, answer: str, ttft_s: float, cost: _Cost, fidelity: Mapping[str, float | None]
+) -> Measurement:
+    answers = record.answers
+    return Measurement(
+        method=method.name,
+        record_id=record.id,
+        answer=answer,
+        ttft_s=ttft_s,
+        stages=cost.stages,
+        rows_total=cost.rows_total,
+        rows_computed=cost.rows_computed,
+        floor_s=cost.floor_s,
+        f1=word_f1(answer, answers),
+        em=exact_match(answer, answers),
+        rouge_l=rouge_l(answer, answers),
+        recall=value_recall(answer, record.all_values) if record.all_values else None,
+        task=record.task or "",
+        **fidelity,
+    )
+
+
+def floor_seconds(compute_s: float, load_s: float, layers: int) -> float:
+    """The least time a blended prefill can take: its share of compute, plus loading that compute cannot hide.
+
+    One layer can be computed while the next one loads; the first layer's load is always waited for.
+    """
+    return compute_s + max(load_s / layers, load_s - compute_s)
+
+
+def copy_bandwidth(device: torch.device, nbytes: int = 64 << 20) -> float:
+    """Measured bytes per second of a copy in the device's memory, median of five."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(5):
+        watch = Stopwatch(device)
+        target.copy_(source)
+        seconds.append(watch.total())
+    return nbytes / median(seconds)

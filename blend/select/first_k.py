@@ -1,0 +1,32 @@
+"""The first rows of every chunk after the first: where chunks computed alone grow attention sinks (EPIC, Hu et al. 2025)."""
+
+from __future__ import annotations
+
+import torch
+
+from blend.select.base import Evidence, Selector
+
+
+class FirstK(Selector):
+    """The first k rows of each chunk after the first, as many as the budget allows.
+
+    k: rows per chunk at most; None spends the whole budget evenly.
+    """
+
+    name = "first_k"
+
+    def __init__(self, k: int | None = None) -> None:
+        self._k = k
+
+    def select(self, evidence: Evidence) -> torch.Tensor:
+        """Row 0 of every chunk after the first, then row 1 of every chunk, until budget or k is reached."""
+        spans = evidence.layout.chunk_spans[1:]
+        starts = torch.tensor([span.start for span in spans], device=evidence.candidates.device)
+        inside = torch.bucketize(evidence.candidates, starts, right=True) - 1
+        depth = evidence.candidates - starts[inside.clamp_min(0)] if len(spans) else evidence.candidates
+        eligible = inside >= 0
+        if self._k is not None:
+            eligible &= depth < self._k
+        rows, depth = evidence.candidates[eligible], depth[eligible]
+        order = torch.argsort(depth, stable=True)[: evidence.budget]
+        return rows[order].sort().values

@@ -1,0 +1,60 @@
+"""A stopwatch for the stages of a blended prefill."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+STAGES = ("retrieve", "load", "reposition", "select", "recompute", "first_token")
+
+
+class Stopwatch:
+    """Seconds per stage, each exclusive of the stages nested in it, and in total since construction.
+
+    On a GPU every stage boundary waits for the device, so that work is charged to the stage that asked for it.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._running: list[str] = []
+        self.stages: dict[str, float] = {}
+        self._begin = self._mark = self._now()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Charge the time inside to `name`; an enclosing stage pauses meanwhile."""
+        self._charge()
+        self._running.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._running.pop()
+
+    def switch(self, name: str) -> None:
+        """Charge what follows inside the running stage to `name` instead."""
+        self._charge()
+        self._running[-1] = name
+
+    def total(self) -> float:
+        """Seconds since construction."""
+        return self._now() - self._begin
+
+    def _charge(self) -> None:
+        now = self._now()
+        if self._running:
+            name = self._running[-1]
+            self.stages[name] = self.stages.get(name, 0.0) + now - self._mark
+        self._mark = now
+
+    def _now(self) -> float:
+        if self._device is not None and self._device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
