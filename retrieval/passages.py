@@ -12,6 +12,7 @@ from retrieval.document import Document
 from retrieval.headings import Heading, find_headings
 
 TINY_SHARE = 8  # a passage below an eighth of the limit is put to any neighbour it fits with
+GLANCE = 40  # characters a token; no text is that dense
 TITLE_SHARE = 2  # a title may take half of the limit
 _BLANK_LINES = re.compile(r"\A(?:[ \t]*[\r\n]+)+")
 
@@ -51,7 +52,7 @@ class PassageComposer:
 
     def __init__(self, document: Document, measure: Callable[[str, str], int], max_tokens: int) -> None:
         self.text, self.source = document.text, document.source
-        self.measure, self.max_tokens = measure, max_tokens
+        self._measure, self.max_tokens = measure, max_tokens
         self._title = document.title
         self._headings = find_headings(document.text)
         self._starts = [heading.start for heading in self._headings]
@@ -60,6 +61,10 @@ class PassageComposer:
             self._paths.append((*_above(self._paths[-1], heading), heading))
         self._passages: dict[Region, Passage] = {}
         self._short: str | None = None
+
+    def measure(self, title: str, text: str) -> int:
+        """Tokens of a passage; of one out of all proportion, some number above the limit, without tokenising it."""
+        return len(text) if len(text) > GLANCE * self.max_tokens else self._measure(title, text)
 
     def sections(self) -> list[Region]:
         """The document cut at every heading; blank stretches are left out."""

@@ -29,7 +29,11 @@ class SentenceEmbedder(Embedder):
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else name
         self._batch_size = batch_size
         self._model = _load(_location(name), device)
-        self.dimension = int(self._model.get_embedding_dimension())
+        # sentence-transformers 5 calls it by the longer name, which later versions warn of.
+        dimension = (
+            getattr(self._model, "get_embedding_dimension", None) or self._model.get_sentence_embedding_dimension
+        )
+        self.dimension = int(dimension())
 
     def embed(self, texts: Sequence[str], progress: Progress | None = None) -> npt.NDArray[np.float32]:
         """See `Embedder.embed`. Texts of like length share a batch, so that little is padded."""

@@ -98,9 +98,22 @@ def test_a_section_does_not_run_into_the_next_chapter(document, encode):
 
 
 def test_a_tiny_tail_joins_its_neighbour(document, encode):
-    chunks = chunk_documents([document(f"# A\n\n{PARAGRAPH}\n\n# B\n\nEnd.")], encode, 200)
-    assert len(chunks) == 1
-    assert chunks[0].text.endswith("# B\n\nEnd.")
+    text = f"# A\n\n{PARAGRAPH}\n\n## A1\n\n{PARAGRAPH}\n\n# B\n\nEnd."
+    chunks = chunk_documents([document(text)], encode, 200)
+    assert len(chunks) == 2
+    assert chunks[1].text.endswith("# B\n\nEnd.")
+
+
+def test_a_long_text_is_never_tokenised_whole(document, encode):
+    longest = 0
+
+    def measured(text):
+        nonlocal longest
+        longest = max(longest, len(text))
+        return encode(text)
+
+    chunk_documents([document(PARAGRAPH * 100)], measured, 32)
+    assert longest < 32 * 45
 
 
 def test_long_sections_are_cut_between_sentences(document, encode):
