@@ -6,7 +6,7 @@ variable, because not every architecture passes keyword arguments of the forward
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,21 +16,65 @@ import torch
 
 from blend.config import MaskMode
 from blend.errors import UnsupportedModelError
-from blend_kernels import kv_deviation, rotate_keys, selective_attention
+from blend_kernels import attention_mass, kv_deviation, rotate_keys, selective_attention
 
-__all__ = ["MaskMode", "RowsInFlight", "kv_deviation", "rotate_keys", "row_attention", "rows_in_flight"]
+__all__ = [
+    "AttentionCall",
+    "MaskMode",
+    "RowsInFlight",
+    "kv_deviation",
+    "rotate_keys",
+    "row_attention",
+    "rows_in_flight",
+]
 
 
 # Arguments of other attention kinds that would change the result; a model that passes one of them is refused.
 _UNSUPPORTED = ("position_bias", "alibi", "block_mask", "head_mask")
 
 
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's attention as the model asks for it.
+
+    query `[batch, heads, rows, head_dim]`, key and value `[batch, kv_heads, keys, head_dim]`; row r sees keys up to
+    `positions[r]`, and with a window only the last `window` of them.
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    positions: torch.Tensor
+    mask: MaskMode
+    window: int | None
+    softcap: float | None
+    scale: float | None
+
+    def mass(self, *, per_head: bool = False) -> torch.Tensor:
+        """Attention that each key receives from all rows, fp32 `[batch, keys]`, or `[batch, heads, keys]`."""
+        return attention_mass(
+            self.query,
+            self.key,
+            self.positions,
+            mode=self.mask,
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
+            per_head=per_head,
+        )
+
+
 @dataclass
 class RowsInFlight:
-    """What the running forward pass computes: sorted `positions` `[rows]` under a mask mode; changes when rows narrow."""
+    """What the running forward pass computes: sorted `positions` `[rows]` under a mask mode; changes when rows narrow.
+
+    observe: called with every layer's attention before it is computed; what it raises ends the forward pass.
+    """
 
     positions: torch.Tensor
     mask: MaskMode = "exact"
+    observe: Callable[[AttentionCall], None] | None = None
 
 
 _in_flight: ContextVar[RowsInFlight | None] = ContextVar("kvblend_rows_in_flight", default=None)
@@ -69,6 +113,11 @@ def row_attention(
         raise UnsupportedModelError(
             f"{type(module).__name__} adds a mask or bias of its own to attention, which blended prefill cannot reproduce; "
             "use full prefill for this model"
+        )
+    if rows.observe is not None:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]  # every attention module of transformers has one
+        rows.observe(
+            AttentionCall(layer, query, key, value, rows.positions, rows.mask, sliding_window, softcap, scaling)
         )
     out = selective_attention(
         query,

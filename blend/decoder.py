@@ -124,10 +124,13 @@ class Decoder:
     ) -> torch.Tensor:
         """Compute the given rows into `cache`; next-token logits of the last row, `[batch, vocab]`.
 
-        token_ids `[batch, rows]`; positions sorted int64 `[rows]`, the last one being `total - 1`.
+        token_ids `[batch, rows]`; positions sorted int64 `[rows]`, the last one being `total - 1`. In the last layer all rows get
+        their KV, but only the last one goes through attention and MLP: nothing reads the others' output.
         """
+        last_row = Narrowing(len(self.layers) - 1, lambda keys, values: positions[-1:], keep_kv=True)
+        narrowings = (last_row,) if narrowing is None else (narrowing, last_row)
         out = self.driver.run(
-            token_ids, positions, cache, total=total, mask=mask, narrowing=narrowing, **self.last_row_only
+            token_ids, positions, cache, total=total, mask=mask, narrowings=narrowings, **self.last_row_only
         )
         return out.logits[:, -1]  # type: ignore[no-any-return]
 

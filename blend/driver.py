@@ -7,15 +7,15 @@ found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from blend.attention import MaskMode, RowsInFlight, row_attention, rows_in_flight
+from blend.attention import AttentionCall, MaskMode, RowsInFlight, row_attention, rows_in_flight
 from blend.blended_cache import BlendedCache, BlendedLayer, Rows
 
 ATTENTION_NAME = "kvblend_rows"
@@ -28,11 +28,13 @@ class Narrowing:
     """Go on with fewer rows from `layer` on.
 
     choose: called with the layer's fresh keys and values of all current rows (`[1, kv_heads, rows, head_dim]`), returns the
-    sorted positions to keep. Only the layer's norm and QKV projection run before it decides.
+    sorted positions to keep. Only the layer's norm and QKV projection run before it decides. keep_kv: whether the fresh KV of
+    the rows that go is written to the cache.
     """
 
     layer: int
     choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    keep_kv: bool = False
 
 
 class _Halt(BaseException):
@@ -62,21 +64,23 @@ class RowDriver:
         *,
         total: int,
         mask: MaskMode = "exact",
-        narrowing: Narrowing | None = None,
+        narrowings: Sequence[Narrowing] = (),
+        observe: Callable[[AttentionCall], None] | None = None,
         **model_kwargs: Any,
     ) -> Any:
         """Run the rows at `positions` of a prompt of `total` rows, writing their KV into `cache`.
 
-        token_ids: `[batch, rows]`. positions: sorted int64 `[rows]`, the same for the whole batch. Returns the model's output.
+        token_ids: `[batch, rows]`. positions: sorted int64 `[rows]`, the same for the whole batch. narrowings: in the order of
+        their layers. observe: called with every layer's attention before it is computed. Returns the model's output.
         """
-        state = RowsInFlight(positions, mask)
+        state = RowsInFlight(positions, mask, observe)
         cache.set_rows(Rows(positions, total))
         with ExitStack() as stack:
             stack.callback(cache.set_rows, None)
             stack.enter_context(self._attention_installed())
             stack.enter_context(rows_in_flight(state))
-            if narrowing is not None:
-                stack.enter_context(_narrowing_hooks(self.layers, narrowing, state, cache, total))
+            if narrowings:
+                stack.enter_context(_narrowing_hooks(self.layers, narrowings, state, cache, total))
             return self.model(
                 input_ids=token_ids,
                 position_ids=positions.expand(token_ids.shape[0], -1),
@@ -95,6 +99,27 @@ class RowDriver:
             except _Halt:
                 return
         raise AssertionError("the last layer never updated the cache")
+
+    def watch_attention(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: BlendedCache,
+        observe: Callable[[AttentionCall], None],
+        *,
+        total: int,
+        last_layer: int | None = None,
+    ) -> None:
+        """Run rows only to look at their attention, layer by layer, up to and including `last_layer`; KV is written."""
+        last = len(self.layers) - 1 if last_layer is None else last_layer
+
+        def observe_and_halt(call: AttentionCall) -> None:
+            observe(call)
+            if call.layer >= last:
+                raise _Halt((call.key, call.value))
+
+        with suppress(_Halt):
+            self.run(token_ids, positions, cache, total=total, observe=observe_and_halt)
 
     @contextmanager
     def _attention_installed(self) -> Iterator[None]:
@@ -129,25 +154,27 @@ def _halting(held: BlendedLayer, *, write: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _narrowing_hooks(
-    layers: torch.nn.ModuleList, narrowing: Narrowing, state: RowsInFlight, cache: BlendedCache, total: int
+    layers: torch.nn.ModuleList, narrowings: Sequence[Narrowing], state: RowsInFlight, cache: BlendedCache, total: int
 ) -> Iterator[None]:
-    """At `narrowing.layer` probe the layer, choose rows and keep only them; later layers get the same rows' arguments."""
+    """At each narrowing's layer, probe the layer, choose rows and keep only them; later layers get the same rows' arguments."""
     narrower = _Narrower(state.positions)
 
     def before_layer(index: int) -> Callable[..., Any]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if index == narrowing.layer:
-                fresh = _probe(module, args, kwargs, cache.layers[index])
+            args, kwargs = narrower.cut(args, kwargs)
+            for narrowing in (n for n in narrowings if n.layer == index):
+                fresh = _probe(module, args, kwargs, cache.layers[index], narrowing.keep_kv)
                 state.positions = narrowing.choose(*fresh)
                 cache.set_rows(Rows(state.positions, total))
                 narrower.keep(state.positions)
-            return tuple(map(narrower, args)), {name: narrower(value) for name, value in kwargs.items()}
+                args, kwargs = narrower.cut(args, kwargs)
+            return args, kwargs
 
         return hook
 
+    first = min(narrowing.layer for narrowing in narrowings)
     handles = [
-        layers[i].register_forward_pre_hook(before_layer(i), with_kwargs=True)
-        for i in range(narrowing.layer, len(layers))
+        layers[i].register_forward_pre_hook(before_layer(i), with_kwargs=True) for i in range(first, len(layers))
     ]
     try:
         yield
@@ -156,38 +183,52 @@ def _narrowing_hooks(
             handle.remove()
 
 
-def _probe(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], held: BlendedLayer) -> FreshKV:
-    with _halting(held, write=False):
+def _probe(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], held: BlendedLayer, keep_kv: bool
+) -> FreshKV:
+    with _halting(held, write=keep_kv):
         try:
             module.forward(*args, **kwargs)
         except _Halt as halt:
             return halt.fresh
-    raise AssertionError("the check layer never updated the cache")
+    raise AssertionError("the layer never updated the cache")
 
 
 class _Narrower:
-    """Cuts row-shaped arguments of a decoder layer (hidden states, cos and sin, position ids, ...) to the kept rows."""
+    """Cuts row-shaped arguments of a decoder layer (hidden states, cos and sin, position ids, ...) to the rows that are kept.
+
+    Arguments made before the first layer have all rows; hidden states have those that the last layer ran on.
+    """
 
     def __init__(self, positions: torch.Tensor) -> None:
-        self.positions = positions
-        self.index = positions
-        self.done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._levels = [positions]
+        self._index: dict[int, torch.Tensor] = {}
+        self._done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep(self, rows: torch.Tensor) -> None:
-        self.index = torch.searchsorted(self.positions, rows)
+        """From now on cut to `rows`, a subset of what is kept now."""
+        self._index = {level.shape[0]: torch.searchsorted(level, rows) for level in self._levels}
+        self._index.pop(rows.shape[0], None)
+        self._levels.append(rows)
+        self._done.clear()
 
-    def __call__(self, value: Any) -> Any:
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a layer's forward pass, for the kept rows only."""
+        return tuple(map(self._value, args)), {name: self._value(value) for name, value in kwargs.items()}
+
+    def _value(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, tuple):
-            return tuple(map(self, value))
+            return tuple(map(self._value, value))
         return value
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
-        rows, dim = self.positions.shape[0], min(1, value.ndim - 1)
-        if value.ndim == 0 or value.shape[dim] != rows or self.index.shape[0] == rows:
+        dim = min(1, value.ndim - 1)
+        index = self._index.get(value.shape[dim]) if value.ndim else None
+        if index is None:
             return value
         # The same cos, sin and ids reach every layer: cut them once. The original is kept so that its id stays taken.
-        if id(value) not in self.done:
-            self.done[id(value)] = (value, value.index_select(dim, self.index))
-        return self.done[id(value)][1]
+        if id(value) not in self._done:
+            self._done[id(value)] = (value, value.index_select(dim, index))
+        return self._done[id(value)][1]

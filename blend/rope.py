@@ -3,7 +3,7 @@
 A rotary key is stored as R(p) k. Moving it from p to p' multiplies by R(p' - p), whatever the model is called (RoFormer,
 Su et al. 2021, eq. 14-16; R is orthogonal and R(a) R(b) = R(a + b)). What differs between models is which dimensions rotate, in
 which pairs, and at which frequencies, layer by layer. `find_rotation` tries the known layouts on two real forward passes of the
-same tokens at different positions and keeps the one that maps the first onto the second; a model for which none does is refused.
+same tokens at different positions and keeps the one that maps the first onto the second; a model with none is refused.
 A factor on cos and sin (YaRN's attention scaling) is part of the stored key already and is never applied again.
 """
 

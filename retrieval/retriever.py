@@ -29,7 +29,7 @@ class Retriever:
             raise IndexMismatchError(
                 f"the index was made with {index.embedder}, not {embedder.name}; load that embedder"
             )
-        self._index, self._embedder = index, embedder
+        self.index, self._embedder = index, embedder
 
     def search(self, query: str, k: int) -> RankedChunks:
         """The `k` chunks most similar to the question, best first: all of them when the index holds fewer.
@@ -40,7 +40,7 @@ class Retriever:
             raise QueryError("the question is empty; ask something")
         if k < 1:
             raise QueryError(f"{k} chunks were asked for; ask for at least 1")
-        if not len(self._index):
+        if not len(self.index):
             return ()
-        found = self._index.search(self._embedder.embed_query(query.strip()), k)
-        return tuple(RankedChunk(self._index.chunks[row], score) for row, score in found)
+        found = self.index.search(self._embedder.embed_query(query.strip()), k)
+        return tuple(RankedChunk(self.index.chunks[row], score) for row, score in found)
