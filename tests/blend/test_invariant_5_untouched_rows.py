@@ -1,0 +1,112 @@
+"""Invariant 5: rows outside R keep the stored, repositioned KV bit for bit; query rows and missing chunks are always in R."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from cases import SELECTORS, STORES, cache_chunks, cache_of, make_layout, make_store
+from models import CORE, FAMILIES, LAYERS, decoder
+
+from blend.assemble import assemble, load_chunks
+from blend.blender import Blend, Blender
+from blend.config import BlendConfig
+from blend.generate import generate
+from blend.types import PromptLayout
+
+Parts = list[torch.Tensor]
+
+
+def _before(blender: Blender, layout: PromptLayout) -> Parts:
+    """Keys and values of every layer side by side, as assembled from the store, before any row is computed."""
+    encoder = blender.encoder(layout.prefix)
+    keys = [encoder.identity.key(chunk) for chunk in layout.chunks]
+    loaded = load_chunks(blender.store, keys, [len(c) for c in layout.chunks], LAYERS)
+    cache = assemble(blender.decoder, layout, encoder.prefix, loaded.chunks, room=0)
+    return [torch.cat(cache.view(index), -1) for index in range(LAYERS)]
+
+
+def _after(blend: Blend) -> Parts:
+    return [torch.cat(kv, -1) for kv in cache_of(blend)]
+
+
+def _untouched(blend: Blend) -> torch.Tensor:
+    rows = torch.ones(blend.layout.rows, dtype=torch.bool)
+    rows[blend.selection.rows] = False
+    return rows
+
+
+def _assert_untouched(blend: Blend, before: Parts) -> None:
+    keep = _untouched(blend)
+    prefix = slice(0, len(blend.layout.prefix))
+    for index, (was, now) in enumerate(zip(before, _after(blend), strict=True)):
+        assert torch.equal(now[:, :, prefix], was[:, :, prefix])
+        if index >= blend.selection.start_layer:
+            assert torch.equal(now[:, :, keep], was[:, :, keep])
+        assert not now.isnan().any()
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("config", SELECTORS.values(), ids=SELECTORS)
+@pytest.mark.parametrize("name", CORE)
+def test_invariant_5_rows_outside_r_are_bit_for_bit_as_stored(
+    name: str, config: BlendConfig, store: str, tmp_path: Path
+) -> None:
+    layout = make_layout()
+    blender = Blender(decoder(name), make_store(store, tmp_path), config)
+    cache_chunks(blender, layout)
+    _assert_untouched(blender.prefill(layout), _before(blender, layout))
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "random"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_invariant_5_in_many_families(name: str, selector: str, tmp_path: Path) -> None:
+    layout = make_layout()
+    blender = Blender(decoder(name), make_store("memory", tmp_path), SELECTORS[selector])
+    cache_chunks(blender, layout)
+    before = _before(blender, layout)
+    blend = blender.prefill(layout, room=4)
+    changed = [i for i in range(blend.selection.start_layer, LAYERS) if not torch.equal(before[i], _after(blend)[i])]
+    assert changed, "nothing was recomputed"
+    _assert_untouched(blend, before)
+    generate(blender.decoder, blend, layout.token_ids, max_new_tokens=6)
+    _assert_untouched(blend, before)
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_invariant_5_a_chunk_that_does_not_move_keeps_the_very_bits(name: str, tmp_path: Path) -> None:
+    layout = make_layout(chunks=(20,))
+    store = make_store("disk", tmp_path)
+    blender = Blender(decoder(name), store, SELECTORS["none"])
+    cache_chunks(blender, layout)
+    blend = blender.prefill(layout)
+    span = slice(*layout.chunk_spans[0])
+    reader = store.open(blender.encoder(layout.prefix).identity.key(layout.chunks[0]))
+    assert reader is not None
+    for index, kv in enumerate(cache_of(blend)):
+        for part, stored in zip(kv, reader.layer(index), strict=True):
+            assert torch.equal(part[0, :, span], stored)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.05, 0.5, 1.0])
+@pytest.mark.parametrize("cached", [(), (0,), (1, 2), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("config", SELECTORS.values(), ids=SELECTORS)
+def test_invariant_5_query_rows_and_missing_chunks_are_always_in_r(
+    config: BlendConfig, cached: tuple[int, ...], ratio: float, tmp_path: Path
+) -> None:
+    layout = make_layout()
+    blender = Blender(decoder("llama"), make_store("memory", tmp_path))
+    cache_chunks(blender, layout, cached)
+    options = {**config.__dict__, "ratio": ratio}
+    blend = blender.prefill(layout, config=BlendConfig(**options))
+    rows = blend.selection.rows
+    assert torch.equal(rows, rows.unique()), "sorted, no row twice"
+    needed = set(range(layout.context.stop, layout.rows))
+    for index, span in enumerate(layout.chunk_spans):
+        needed |= set() if index in cached else set(range(*span))
+    assert needed <= set(rows.tolist())
+    assert set(rows.tolist()) <= set(range(len(layout.prefix), layout.rows))
+    stored = sum(layout.chunk_spans[index].length for index in cached)
+    if config.selector != "all":
+        assert len(rows) - len(needed) <= round(ratio * stored)

@@ -1,0 +1,150 @@
+"""Invariant 6: order, duplicates, any mix of hits and misses, no chunks, tiny and long chunks: an answer or a clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import permutations
+from typing import NamedTuple
+
+import pytest
+import torch
+from cases import SELECTORS, blended, cache_chunks, cache_of, make_layout
+from dense import assert_close, dense_blend, dense_prefill, dense_reuse
+from models import CORE, WINDOW, decoder, eager_model
+
+from blend.blender import Blend, Blender
+from blend.config import BlendConfig
+from blend.errors import PromptError
+from blend.store import open_store
+from blend.types import PromptLayout
+
+
+class Prompt(NamedTuple):
+    """Lengths of chunks; their order in the prompt, with repetitions; which chunks of the prompt are stored."""
+
+    chunks: Sequence[int]
+    order: Sequence[int] | None = None
+    cached: Sequence[int] | None = None
+    suffix: int = 7
+    prefix: int = 5
+
+    @property
+    def layout(self) -> PromptLayout:
+        layout = make_layout(self.prefix, self.chunks, self.suffix)
+        order = range(len(self.chunks)) if self.order is None else self.order
+        return replace(layout, chunks=tuple(layout.chunks[i] for i in order))
+
+
+PROMPTS = {
+    "no chunks": Prompt(()),
+    "one chunk": Prompt((9,)),
+    "one chunk, not cached": Prompt((9,), cached=()),
+    "one token": Prompt((1,)),
+    "one-token chunks": Prompt((1, 1, 1)),
+    "one-token chunks, one cached": Prompt((1, 1, 1), cached=(1,)),
+    "two neighbours": Prompt((6, 6)),
+    "the same chunk twice": Prompt((9, 5), order=(0, 1, 0)),
+    "the same chunk twice in a row": Prompt((9,), order=(0, 0)),
+    "the same chunk twice, not cached": Prompt((9, 5), order=(0, 1, 0), cached=(1,)),
+    "reversed": Prompt((9, 5, 12), order=(2, 1, 0)),
+    "chunks as long as the window": Prompt((WINDOW, WINDOW)),
+    "chunks longer than the window": Prompt((3 * WINDOW, 2 * WINDOW + 1), cached=(0,)),
+    "a chunk longer than everything else": Prompt((2, 60, 1)),
+    "nothing cached": Prompt((9, 5, 12), cached=()),
+    "the first cached": Prompt((9, 5, 12), cached=(0,)),
+    "the last cached": Prompt((9, 5, 12), cached=(2,)),
+    "a question of one token": Prompt((9, 5), suffix=1),
+    "a prefix of one token": Prompt((9, 5), prefix=1),
+    "a question longer than the window": Prompt((9, 5), suffix=3 * WINDOW),
+}
+CONFIGS = {name: SELECTORS[name] for name in ("hkvd", "first_k", "random", "none")}
+
+
+def _check(name: str, layout: PromptLayout, blend: Blend) -> None:
+    reused = dense_reuse(eager_model(name), layout.prefix, layout.chunks, len(layout.suffix))
+    selection = blend.selection
+    dense = dense_blend(eager_model(name), layout.token_ids, reused, selection.rows, selection.start_layer)
+    assert_close(blend.logits[0], dense.logits[-1])
+    for got, expected in zip(cache_of(blend), dense.layers, strict=True):
+        assert_close(torch.cat(got, -1), torch.cat(expected, -1))
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("name", CORE)
+def test_invariant_6_every_prompt(name: str, config: BlendConfig, prompt: Prompt) -> None:
+    layout = prompt.layout
+    blend = blended(decoder(name), layout, config, cached=prompt.cached)
+    stored = {layout.chunks[i] for i in (range(len(layout.chunks)) if prompt.cached is None else prompt.cached)}
+    assert blend.hits == tuple(chunk in stored for chunk in layout.chunks)
+    _check(name, layout, blend)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("name", CORE)
+def test_invariant_6_nothing_cached_is_full_recompute(name: str, prompt: Prompt) -> None:
+    layout = prompt.layout
+    blend = blended(decoder(name), layout, CONFIGS["hkvd"], cached=())
+    dense = dense_prefill(eager_model(name), layout.token_ids)
+    assert_close(blend.logits[0], dense.logits[-1])
+    assert blend.rows_recomputed == layout.rows - len(layout.prefix)
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_invariant_6_one_store_serves_every_order(name: str) -> None:
+    base = make_layout(chunks=(9, 1, 12))
+    blender = Blender(decoder(name), open_store("memory:"), CONFIGS["hkvd"])
+    cache_chunks(blender, base)
+    for order in permutations(base.chunks):
+        layout = replace(base, chunks=order)
+        blend = blender.prefill(layout)
+        assert all(blend.hits)
+        _check(name, layout, blend)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_invariant_6_the_same_prompt_twice_gives_the_same_bits(config: BlendConfig) -> None:
+    """Nothing stored is written to: a key rotated in place would be rotated again by the second prefill."""
+    layout = make_layout()
+    blender = Blender(decoder("llama"), open_store("memory:"), config)
+    cache_chunks(blender, layout)
+    first, second = blender.prefill(layout), blender.prefill(layout)
+    assert torch.equal(first.logits, second.logits)
+    for one, other in zip(cache_of(first), cache_of(second), strict=True):
+        assert torch.equal(torch.cat(one), torch.cat(other))
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_a_prompt_longer_than_the_context_is_refused(name: str) -> None:
+    limit = decoder(name).context_length
+    assert limit == 512
+    layout = make_layout(chunks=(limit - 12,))
+    assert layout.rows == limit
+    blended(decoder(name), layout, CONFIGS["none"], cached=())
+    with pytest.raises(PromptError, match=r"513 tokens but .* at most 512; use fewer or smaller chunks"):
+        blended(decoder(name), make_layout(chunks=(limit - 11,)), CONFIGS["none"], cached=())
+
+
+DEGENERATE = {
+    "no suffix": PromptLayout((3, 4), ((5, 6, 7), (8, 9)), ()),
+    "a prefix only": PromptLayout((3, 4), (), ()),
+    "no prefix": PromptLayout((), ((5, 6, 7), (8, 9)), (10, 11)),
+    "an empty chunk": PromptLayout((3, 4), ((5, 6, 7), ()), (10, 11)),
+    "nothing": PromptLayout((), (), ()),
+}
+
+
+@pytest.mark.parametrize("layout", DEGENERATE.values(), ids=DEGENERATE)
+def test_invariant_6_what_has_no_answer_gets_a_clear_error(layout: PromptLayout) -> None:
+    """An empty chunk may also be answered, as if it were not there."""
+    blender = Blender(decoder("llama"), open_store("memory:"), CONFIGS["hkvd"])
+    try:
+        if layout == DEGENERATE["no suffix"]:
+            cache_chunks(blender, layout)  # the last row is stored then, and no selector need choose it
+        blend = blender.prefill(layout)
+    except PromptError as error:
+        assert "\n" not in str(error)
+    else:
+        assert layout == DEGENERATE["an empty chunk"]
+        assert_close(blend.logits[0], dense_prefill(eager_model("llama"), layout.token_ids).logits[-1])

@@ -1,0 +1,164 @@
+"""Invariant 8: decoding from a blended cache is what `model.generate` decodes from the same cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import SELECTORS, blended, cache_of, make_layout
+from models import CORE, FAMILIES, WIDE, decoder, tokenizer
+from transformers.cache_utils import Cache, DynamicLayer
+
+from blend.blender import Blend
+from blend.decoder import Decoder
+from blend.generate import generate, teacher_forced_logits
+from blend.reference import full_prefill
+
+NEW = 12
+
+
+def _hf_cache(blend: Blend) -> Cache:
+    """The blended KV in transformers' own cache, but for the last row, which `model.generate` computes again."""
+    layers = []
+    for keys, values in cache_of(blend):
+        layer = DynamicLayer()
+        layer.update(keys[:, :, :-1].clone(), values[:, :, :-1].clone())
+        layers.append(layer)
+    return Cache(layers=layers)
+
+
+def _hf_greedy(blend: Blend, cache: Cache, **options: object) -> tuple[int, ...]:
+    ids = torch.tensor([blend.layout.token_ids])
+    out = blend.decoder.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=NEW,
+        do_sample=False,
+        **options,
+    )
+    return tuple(out[0, ids.shape[1] :].tolist())
+
+
+def _ours(blend: Blend, **options: object) -> tuple[int, ...]:
+    blend.rewind()
+    return generate(blend.decoder, blend, blend.layout.token_ids, max_new_tokens=NEW, **options).token_ids  # type: ignore[arg-type]
+
+
+def _check(name: str, selector: str) -> None:
+    blend = blended(decoder(name), make_layout(), SELECTORS[selector])
+    clone = blend.cache.clone()
+    clone.truncate(blend.layout.rows - 1)
+    # No stop: the comparison is over NEW tokens in every case.
+    expected = _hf_greedy(blend, _hf_cache(blend), eos_token_id=None)
+    assert len(expected) == NEW
+    assert _hf_greedy(blend, clone, eos_token_id=None) == expected
+    ours = _ours(blend, eos_token_id=None)
+    assert ours == expected
+    assert ours[0] == blend.first_token
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("name", CORE)
+def test_invariant_8_greedy_decoding_is_that_of_model_generate(name: str, selector: str) -> None:
+    _check(name, selector)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_invariant_8_in_many_families(name: str) -> None:
+    _check(name, "hkvd")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decoding_after_full_prefill_is_model_generate(name: str) -> None:
+    dec, layout = decoder(name), make_layout()
+    ids = torch.tensor([layout.token_ids])
+    expected = dec.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None
+    )[0, layout.rows :]
+    full = full_prefill(dec, layout)
+    ours = generate(dec, full, layout.token_ids, max_new_tokens=NEW, eos_token_id=None)
+    assert ours.token_ids == tuple(expected.tolist())
+    every = blended(dec, layout, SELECTORS["all"])
+    assert _ours(every, eos_token_id=None) == ours.token_ids
+
+
+def _answer() -> tuple[Decoder, Blend, tuple[int, ...]]:
+    blend = blended(decoder("llama"), make_layout(), SELECTORS["hkvd"])
+    return blend.decoder, blend, _ours(blend, eos_token_id=None)
+
+
+def test_decoding_stops_at_the_end_of_sequence_token() -> None:
+    _, blend, answer = _answer()
+    stop = answer[4]
+    expected = answer[: answer.index(stop) + 1]
+    assert _ours(blend, eos_token_id=stop) == expected
+    assert _hf_greedy(blend, _hf_cache(blend), eos_token_id=stop) == expected
+    assert _ours(blend, eos_token_id=[stop, 2]) == expected
+
+
+@pytest.mark.parametrize("count", [1, 2, NEW])
+def test_max_new_tokens_counts_the_first_token(count: int) -> None:
+    dec, blend, answer = _answer()
+    blend.rewind()
+    generation = generate(dec, blend, blend.layout.token_ids, max_new_tokens=count, eos_token_id=None)
+    assert generation.token_ids == answer[:count]
+    assert (generation.tpot_s is None) == (count == 1)
+    # The last token is chosen, never run.
+    assert blend.cache.get_seq_length() == blend.layout.rows + count - 1
+
+
+def test_streamed_pieces_join_to_the_text() -> None:
+    dec, blend, answer = _answer()
+    blend.rewind()
+    pieces: list[str] = []
+    generation = generate(
+        dec, blend, blend.layout.token_ids, max_new_tokens=NEW, on_text=pieces.append, eos_token_id=None
+    )
+    assert "".join(pieces).strip() == generation.text == tokenizer().decode(list(answer), skip_special_tokens=True)
+    assert len(pieces) > 1
+
+
+def test_sampling_repeats_with_its_seed_and_honours_the_options_of_generate() -> None:
+    dec, blend, answer = _answer()
+
+    def sample(seed: int, **options: object) -> tuple[int, ...]:
+        torch.manual_seed(seed)
+        return _ours(blend, do_sample=True, eos_token_id=None, **options)
+
+    with torch.random.fork_rng():
+        assert sample(1, temperature=2.0) == sample(1, temperature=2.0)
+        assert len({sample(seed, temperature=2.0) for seed in range(6)}) > 1
+        assert sample(1, top_k=1) == answer
+    assert answer[1] not in _ours(blend, suppress_tokens=[answer[1]], eos_token_id=None)
+
+
+def test_decoding_grows_past_the_room_without_a_difference() -> None:
+    dec, layout = decoder("qwen2"), make_layout()
+    blend = blended(dec, layout, SELECTORS["hkvd"])
+    expected = _ours(blend, eos_token_id=None)
+    for layer in blend.cache.layers:
+        layer.length = layout.rows
+        layer.grow(layout.rows)
+    assert all(layer.capacity == layout.rows for layer in blend.cache.layers)
+    assert _ours(blend, eos_token_id=None) == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_teacher_forcing_gives_the_logits_of_decoding(name: str) -> None:
+    blend = blended(decoder(name), make_layout(), SELECTORS["hkvd"])
+    answer = _ours(blend, eos_token_id=None)
+    blend.rewind()
+    logits = teacher_forced_logits(blend, answer)
+    assert logits.shape == (NEW, blend.logits.shape[1])
+    assert tuple(logits.argmax(-1).tolist()) == answer
+    blend.rewind()
+    assert torch.equal(teacher_forced_logits(blend, answer[:1]), blend.logits.float())
+    assert teacher_forced_logits(blend, ()).shape[0] == 0
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_cropping_the_cache_forgets_its_last_rows(count: int) -> None:
+    """`Cache.crop` as transformers defines it: a negative number of tokens to remove."""
+    blend = blended(decoder("llama"), make_layout(), SELECTORS["hkvd"])
+    blend.cache.crop(-count)
+    assert blend.cache.get_seq_length() == blend.layout.rows - count

@@ -1,0 +1,42 @@
+"""Fixtures that every folder of tests may use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from blend.decoder import Decoder
+
+
+@pytest.fixture
+def nan_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New cache buffers hold NaN: a row that is read before it is written shows."""
+    from blend.blended_cache import BlendedLayer
+
+    def poisoned(self: BlendedLayer, states: torch.Tensor) -> torch.Tensor:
+        return states.new_full((*states.shape[:2], self.capacity, states.shape[3]), float("nan"))
+
+    monkeypatch.setattr(BlendedLayer, "_buffer", poisoned)
+
+
+@pytest.fixture(scope="session")
+def real_decoder() -> Iterator[Decoder]:
+    """The default model: `$KVBLEND_TEST_MODEL` when set, else from the cache folder, fetched once."""
+    from blend.config import DEFAULT_MODEL
+    from blend.decoder import Decoder
+    from blend.errors import WeightsError
+    from blend.weights import resolve_model
+
+    chosen = os.environ.get("KVBLEND_TEST_MODEL")
+    try:
+        location = Path(chosen) if chosen else resolve_model(DEFAULT_MODEL)
+    except WeightsError as error:
+        pytest.skip(f"the default model is not here and cannot be fetched: {error}")
+    yield Decoder.load(str(location), name=DEFAULT_MODEL, device="cpu")

@@ -1,0 +1,137 @@
+"""Tiny random decoders of many families, built from configurations: no weights to fetch, a few milliseconds to run.
+
+Weights are larger than a fresh initialisation gives, and biases, norms and sinks are random too, so that every part of a model shows in
+its logits. Everything is seeded; two builds of one family are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from blend.decoder import Decoder
+
+VOCABULARY = 96
+LAYERS = 4
+WINDOW = 8
+HEAD_DIM = 16
+
+BASE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class Family(NamedTuple):
+    """Names of the configuration and model classes in transformers, and what differs from `BASE`."""
+
+    config: str
+    model: str
+    options: Mapping[str, Any]
+
+
+def _family(name: str, *, config: str | None = None, model: str | None = None, **options: Any) -> Family:
+    return Family(config or f"{name}Config", model or f"{name}ForCausalLM", options)
+
+
+_ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LOCAL = {"sliding_window": WINDOW, "head_dim": HEAD_DIM, "layer_types": _ALTERNATING}
+
+CORE = {
+    "llama": _family("Llama"),
+    "mistral": _family("Mistral", sliding_window=WINDOW),
+    "qwen2": _family("Qwen2"),
+    "qwen3": _family("Qwen3", head_dim=HEAD_DIM),
+}
+WIDE = {
+    "qwen3-moe": _family("Qwen3Moe", head_dim=HEAD_DIM, num_experts=4, **_EXPERTS),
+    "mixtral": _family("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "gemma2": _family("Gemma2", query_pre_attn_scalar=HEAD_DIM, attn_logit_softcapping=2.0, **_LOCAL),
+    "gemma3": _family("Gemma3Text", model="Gemma3ForCausalLM", query_pre_attn_scalar=HEAD_DIM, **_LOCAL),
+    "phi3": _family("Phi3"),
+    "phi": _family("Phi", partial_rotary_factor=0.5),
+    "granite": _family("Granite", attention_multiplier=0.3, residual_multiplier=0.7),
+    "olmo2": _family("Olmo2"),
+    "cohere": _family("Cohere", logit_scale=1.0),
+    "cohere2": _family("Cohere2", logit_scale=1.0, **_LOCAL),
+    "glm4": _family("Glm4", head_dim=HEAD_DIM, partial_rotary_factor=0.5),
+    "gpt-neox": _family("GPTNeoX", rotary_pct=0.25),
+    "gpt-oss": _family(
+        "GptOss",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **_LOCAL,
+    ),
+    "smollm3": _family("SmolLM3"),
+    "stablelm": _family("StableLm", partial_rotary_factor=0.5),
+    "starcoder2": _family("Starcoder2", sliding_window=WINDOW),
+    "deepseek-v3": _family(
+        "DeepseekV3",
+        num_key_value_heads=4,
+        q_lora_rank=32,
+        kv_lora_rank=24,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        **_EXPERTS,
+    ),
+}
+FAMILIES = {**CORE, **WIDE}
+
+
+def build(family: Family, *, seed: int = 0, **options: Any) -> Any:
+    """A new random model of a family; `options` go over the family's own."""
+    config = getattr(transformers, family.config)(**{**BASE, **family.options, **options})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, family.model)(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+                elif parameter.std() < 0.05:
+                    parameter.mul_(4)
+    return model.requires_grad_(False)
+
+
+@cache
+def decoder(name: str, **options: Any) -> Decoder:
+    """The decoder of a family, shared between tests: leave it as it was."""
+    return Decoder(build(FAMILIES[name], **options), tokenizer(), name)
+
+
+@cache
+def eager_model(name: str, **options: Any) -> Any:
+    """The same weights as `decoder(name)` in another object, with transformers' eager attention: the reference."""
+    return build(FAMILIES[name], attn_implementation="eager", **options)
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words w3, w4, ... for the ids 3, 4, ..."""
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCABULARY)}}
+    core = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    core.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
