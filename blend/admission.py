@@ -124,8 +124,8 @@ def _check_driving(decoder: Decoder, ids: torch.Tensor, logits: torch.Tensor) ->
     try:
         cache = decoder.new_cache(total)
         every = decoder.prefill_rows(ids, positions, cache, total=total)
-        narrowing = Narrowing(1, lambda keys, values: scattered) if len(decoder.layers) > 1 else None
-        some = decoder.prefill_rows(ids, positions, cache, total=total, narrowing=narrowing)
+        narrowings = [Narrowing(1, lambda keys, values: scattered)] if len(decoder.layers) > 1 else []
+        some = decoder.prefill_rows(ids, positions, cache, total=total, narrowings=narrowings)
     except BlendError:
         raise
     except Exception as error:
@@ -134,9 +134,9 @@ def _check_driving(decoder: Decoder, ids: torch.Tensor, logits: torch.Tensor) ->
             "use full prefill for this model"
         ) from error
     scale = logits.abs().amax().clamp_min(1e-6)
-    error = max(((x - logits).abs().amax() / scale).item() for x in (every, some))
-    if not error <= _tolerance(decoder):
+    difference = max(((x - logits).abs().amax() / scale).item() for x in (every, some))
+    if not difference <= _tolerance(decoder):
         raise UnsupportedModelError(
-            f"{decoder.name}: blended prefill differs from the model's own forward pass by {error:.1%}; "
+            f"{decoder.name}: blended prefill differs from the model's own forward pass by {difference:.1%}; "
             "use full prefill for this model"
         )

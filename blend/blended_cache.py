@@ -141,6 +141,13 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             if layer.capacity < capacity:
                 layer.grow(max(capacity, layer.capacity + layer.capacity // 2))
 
+    def blank(self, rows: torch.Tensor) -> None:
+        """Zero the KV at these positions in every layer, where it was never written."""
+        for layer in self.layers:
+            if layer.is_initialized and rows.shape[0]:
+                layer.keys.index_fill_(2, rows, 0)
+                layer.values.index_fill_(2, rows, 0)
+
     def view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, rows in use, `[batch, kv_heads, length, head_dim]`; writable views."""
         held = self.layers[layer]

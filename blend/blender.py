@@ -52,10 +52,7 @@ class Blend:
     @property
     def rows_share(self) -> float:
         """Computed rows, summed over layers, over all rows x layers: what compute costs beside full prefill."""
-        full = self.layout.rows - len(self.layout.prefix)
-        start = self.selection.start_layer
-        layers = len(self.decoder.layers)
-        return (start * full + (layers - start) * self.rows_recomputed) / (layers * self.layout.rows)
+        return self.selection.share(self.layout.rows)
 
     def append(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Run further tokens `[1, n]` behind the prompt; logits `[1, n, vocab]`."""

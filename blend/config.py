@@ -10,6 +10,7 @@ from blend.errors import ConfigError
 MaskMode = Literal["exact", "bottom-right"]
 DeviationOf = Literal["v", "k", "kv"]
 Norm = Literal["l2", "l1"]
+Rule = Literal["product", "zsum"]
 
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
 DEFAULT_EMBEDDER = "minilm"
@@ -22,7 +23,8 @@ class BlendConfig:
     selector: name of a selector (`blend.select.SELECTORS`). ratio: share of the cached context rows to recompute, 0 to 1.
     mask: "exact" (row r sees keys up to its position) or "bottom-right" (up to r + N - M, as FlashAttention aligns it).
     check_layer, deviation_of, norm: where and how `hkvd` measures deviation. first_k: rows `first_k` takes per chunk at most.
-    seed: of `random`.
+    seed: of `random`. query_layers, value_norm: where and how `query_guided` and `mixed` score the question's attention. rule,
+    prefilter, chunk_floor: see `mixed`. block: rows that these two take together.
     """
 
     selector: str = "hkvd"
@@ -33,17 +35,30 @@ class BlendConfig:
     norm: Norm = "l2"
     first_k: int | None = None
     seed: int = 0
+    query_layers: str = "middle"
+    value_norm: bool = False
+    rule: Rule = "product"
+    prefilter: float = 0.0
+    chunk_floor: float = 0.0
+    block: int = 1
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.ratio <= 1.0:
             raise ConfigError(f"ratio is {self.ratio:g}, but it is a share of rows: give a number from 0 to 1")
-        if self.check_layer < 0:
-            raise ConfigError(f"check_layer is {self.check_layer}, but layers count from 0")
+        if self.check_layer < 1:
+            raise ConfigError(f"check_layer is {self.check_layer}, but layer 0's KV never deviates: give at least 1")
         if self.first_k is not None and self.first_k < 1:
             raise ConfigError(f"first_k is {self.first_k}, but it is a number of rows: give at least 1")
         _one_of("mask", self.mask, get_args(MaskMode))
         _one_of("deviation_of", self.deviation_of, get_args(DeviationOf))
         _one_of("norm", self.norm, get_args(Norm))
+        _one_of("rule", self.rule, get_args(Rule))
+        if self.block < 1:
+            raise ConfigError(f"block is {self.block}; rows are taken one at a time or more")
+        if self.prefilter and self.prefilter < 1:
+            raise ConfigError(f"prefilter is {self.prefilter:g}; it is 0 (off) or a multiple of the budget from 1 up")
+        if not 0.0 <= self.chunk_floor <= 1.0:
+            raise ConfigError(f"chunk_floor is {self.chunk_floor:g}; it is a share of the budget from 0 to 1")
 
 
 @dataclass(frozen=True)

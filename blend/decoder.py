@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from blend.admission import LENGTH_DEPENDENT_ROPE, LayerRotation, admit
-from blend.attention import MaskMode
+from blend.attention import AttentionCall, MaskMode
 from blend.blended_cache import BlendedCache
 from blend.driver import Narrowing, RowDriver
 from blend.errors import ConfigError, PromptError, UnsupportedModelError
@@ -120,17 +120,22 @@ class Decoder:
         *,
         total: int,
         mask: MaskMode = "exact",
-        narrowing: Narrowing | None = None,
+        narrowings: Sequence[Narrowing] = (),
     ) -> torch.Tensor:
         """Compute the given rows into `cache`; next-token logits of the last row, `[batch, vocab]`.
 
-        token_ids `[batch, rows]`; positions sorted int64 `[rows]`, the last one being `total - 1`. In the last layer all rows get
-        their KV, but only the last one goes through attention and MLP: nothing reads the others' output.
+        token_ids `[batch, rows]`; positions sorted int64 `[rows]`, the last one being `total - 1`. In the last layer all rows
+        get their KV, but only the last one goes through attention and MLP: nothing reads the others' output.
         """
         last_row = Narrowing(len(self.layers) - 1, lambda keys, values: positions[-1:], keep_kv=True)
-        narrowings = (last_row,) if narrowing is None else (narrowing, last_row)
         out = self.driver.run(
-            token_ids, positions, cache, total=total, mask=mask, narrowings=narrowings, **self.last_row_only
+            token_ids,
+            positions,
+            cache,
+            total=total,
+            mask=mask,
+            narrowings=(*narrowings, last_row),
+            **self.last_row_only,
         )
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
@@ -150,6 +155,20 @@ class Decoder:
         positions = torch.arange(start, stop, device=token_ids.device)
         self.driver.run_until_kv(token_ids, positions, cache, total=stop)
 
+    @torch.inference_mode()
+    def watch_attention(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: BlendedCache,
+        observe: Callable[[AttentionCall], None],
+        *,
+        total: int,
+        last_layer: int | None = None,
+    ) -> None:
+        """Run rows only to look at their attention, layer by layer, up to `last_layer`; see `RowDriver.watch_attention`."""
+        self.driver.watch_attention(token_ids, positions, cache, observe, total=total, last_layer=last_layer)
+
     @contextmanager
     def before_head(self, call: Callable[[], None]) -> Iterator[None]:
         """Call back when a forward pass reaches the LM head."""
@@ -161,7 +180,7 @@ class Decoder:
             handle.remove()
 
     @cached_property
-    def last_row_only(self) -> dict[str, int]:
+    def last_row_only(self) -> dict[str, Any]:
         """Arguments that keep the LM head to the last row, where the model knows them."""
         accepted = inspect.signature(self.model.forward).parameters
         return {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from blend.attention import AttentionCall
 from blend.config import MaskMode
 from blend.driver import Narrowing
-from blend.select.base import KV, Evidence, Selector
+from blend.select.base import KV, Evidence, Needs, Selector, Step
 from blend.select.controls import All, Nothing
 from blend.timing import Stopwatch
 from blend.types import PromptLayout, Selection
@@ -56,51 +58,92 @@ def recompute(
 ) -> tuple[torch.Tensor, Selection]:
     """Fill `cache` with fresh KV of the selected rows; next-token logits `[1, vocab]` and the selection made.
 
-    Time goes to the stages select, recompute and first_token of `watch`.
+    Time goes to the stages select, recompute and first_token of `watch`. Raises `ConfigError` when the selector needs a layer
+    that the decoder does not have.
     """
-    start_layer = plan.selector.check_layer
-    if start_layer == 0 or start_layer >= len(decoder.layers):
-        with watch.stage("select"):
-            rows = _merge(plan, Evidence(plan.layout, plan.candidates, plan.budget))
-        return _run(decoder, cache, plan.layout, rows, mask, None, watch), Selection(rows, 0)
-    chosen: list[torch.Tensor] = []
-
-    def choose(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        with watch.stage("select"):
-            chosen.append(_merge(plan, _evidence(plan, (keys, values), cache.view(start_layer))))
-        return chosen[0]
-
-    first = len(plan.layout.prefix)
-    every = torch.arange(first, plan.layout.rows, device=decoder.device)
-    logits = _run(decoder, cache, plan.layout, every, mask, Narrowing(start_layer, choose), watch)
-    return logits, Selection(chosen[0], start_layer)
-
-
-def _evidence(plan: Plan, fresh: KV, stored: KV) -> Evidence:
-    """Fresh KV starts after the prefix, stored KV at row 0; cut both to the candidates."""
-    index = plan.candidates - len(plan.layout.prefix)
-    return Evidence(
-        plan.layout,
-        plan.candidates,
-        plan.budget,
-        fresh=(fresh[0].index_select(2, index), fresh[1].index_select(2, index)),
-        stored=(stored[0].index_select(2, plan.candidates), stored[1].index_select(2, plan.candidates)),
-    )
-
-
-def _merge(plan: Plan, evidence: Evidence) -> torch.Tensor:
-    return torch.cat((plan.selector.select(evidence), plan.required)).sort().values
-
-
-def _run(
-    decoder: Decoder,
-    cache: BlendedCache,
-    layout: PromptLayout,
-    rows: torch.Tensor,
-    mask: MaskMode,
-    narrowing: Narrowing | None,
-    watch: Stopwatch,
-) -> torch.Tensor:
-    ids = torch.tensor(layout.token_ids, device=decoder.device)[rows][None]
+    depth = len(decoder.layers)
+    needs = plan.selector.needs(depth)
+    with watch.stage("select"):
+        mass = query_mass(decoder, cache, plan, needs, mask) if needs.query_layers is not None else None
+    choice = _Choice(plan, cache, mass, watch)
+    for step in (s for s in needs.steps if s.layer == 0):
+        choice.narrow(step, None)
+    rows = choice.rows
+    narrowings = [Narrowing(step.layer, partial(_narrow, choice, step)) for step in needs.steps if step.layer > 0]
+    ids = torch.tensor(plan.layout.token_ids, device=decoder.device)[rows][None]
     with watch.stage("recompute"), decoder.before_head(lambda: watch.switch("first_token")):
-        return decoder.prefill_rows(ids, rows, cache, total=layout.rows, mask=mask, narrowing=narrowing)
+        logits = decoder.prefill_rows(ids, rows, cache, total=plan.layout.rows, mask=mask, narrowings=narrowings)
+    return logits, Selection(choice.rows, choice.rows_per_layer(depth))
+
+
+def query_mass(
+    decoder: Decoder, cache: BlendedCache, plan: Plan, needs: Needs, mask: MaskMode = "exact"
+) -> torch.Tensor:
+    """Attention of the suffix rows over the stored caches, fp32 `[scored layers, rows of the prompt]`.
+
+    Uncached rows hold nothing yet: they get no part in it. The suffix rows' KV is written, and written again by the recompute.
+    """
+    band = needs.query_layers or range(len(decoder.layers))
+    layout, scored = plan.layout, list[torch.Tensor]()
+    suffix = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
+    uncached = plan.required[plan.required < layout.context.stop]
+
+    def observe(call: AttentionCall) -> None:
+        if call.layer in band:
+            scored.append(_weighted(call, needs.value_norm))
+
+    cache.blank(uncached)
+    ids = torch.tensor([layout.suffix], device=decoder.device)
+    decoder.watch_attention(ids, suffix, cache, observe, total=layout.rows, last_layer=band[-1])
+    return torch.stack(scored)
+
+
+def _weighted(call: AttentionCall, value_norm: bool) -> torch.Tensor:
+    if not value_norm:
+        return call.mass()[0]
+    mass = call.mass(per_head=True)[0]
+    norm = torch.linalg.vector_norm(call.value[0].float(), dim=-1)
+    grouped = mass.view(norm.shape[0], -1, norm.shape[1]).sum(1)
+    return (grouped * norm).sum(0)
+
+
+class _Choice:
+    """The rows still computed, as the selector narrows them down."""
+
+    def __init__(self, plan: Plan, cache: BlendedCache, mass: torch.Tensor | None, watch: Stopwatch) -> None:
+        self._plan, self._cache, self._mass, self._watch = plan, cache, mass, watch
+        self._candidates = plan.candidates
+        self.rows = torch.cat((plan.candidates, plan.required)).sort().values
+        self._history = [(0, self.rows.shape[0])]
+
+    def narrow(self, step: Step, fresh: KV | None) -> torch.Tensor:
+        """The rows to keep from `step` on; `fresh` is the KV of all rows still there, `[1, kv_heads, rows, head_dim]`."""
+        with self._watch.stage("select"):
+            self._candidates = self._plan.selector.select(self._evidence(step, fresh))
+            self.rows = torch.cat((self._candidates, self._plan.required)).sort().values
+        self._history.append((step.layer, self.rows.shape[0]))
+        return self.rows
+
+    def rows_per_layer(self, depth: int) -> tuple[int, ...]:
+        """How many rows each layer ran on."""
+        return tuple([rows for start, rows in self._history if start <= layer][-1] for layer in range(depth))
+
+    def _evidence(self, step: Step, fresh: KV | None) -> Evidence:
+        candidates, budget = self._candidates, round(step.factor * self._plan.budget)
+        return Evidence(
+            self._plan.layout,
+            candidates,
+            min(budget, candidates.shape[0]),
+            layer=step.layer,
+            fresh=_at(fresh, torch.searchsorted(self.rows, candidates)) if fresh else None,
+            stored=_at(self._cache.view(step.layer), candidates) if fresh else None,
+            query_mass=self._mass[:, candidates] if self._mass is not None else None,
+        )
+
+
+def _narrow(choice: _Choice, step: Step, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return choice.narrow(step, (keys, values))
+
+
+def _at(kv: KV, index: torch.Tensor) -> KV:
+    return kv[0].index_select(2, index), kv[1].index_select(2, index)

@@ -131,11 +131,15 @@ class ChunkCache:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rows a blended prefill computes, and from which layer on.
+    """Which rows a blended prefill computed.
 
-    rows: sorted int64 positions in the prompt, `[rows]`; always contains every suffix row and every uncached row.
-    start_layer: first layer that runs on `rows` only; layers below it run on all rows after the prefix.
+    rows: sorted int64 positions that were computed in every layer, `[rows]`; always contains every suffix row and every
+    uncached row. rows_per_layer: how many rows each layer ran on; more than `rows` where a selector looks before it decides.
     """
 
     rows: torch.Tensor
-    start_layer: int
+    rows_per_layer: tuple[int, ...]
+
+    def share(self, prompt_rows: int) -> float:
+        """Rows computed, summed over layers, over those of full prefill of a prompt of that length."""
+        return sum(self.rows_per_layer) / (len(self.rows_per_layer) * prompt_rows)

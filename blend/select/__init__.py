@@ -15,9 +15,38 @@ __all__ = ["SELECTORS", "make_selector"]
 
 
 def _hkvd(config: BlendConfig) -> Selector:
+    from blend.select.base import Step
     from blend.select.hkvd import HighDeviation
 
-    return HighDeviation(config.check_layer, config.deviation_of, config.norm)
+    return HighDeviation((Step(config.check_layer),), config.deviation_of, config.norm)
+
+
+def _gradual(config: BlendConfig) -> Selector:
+    from blend.select.hkvd import GradualDeviation
+
+    return GradualDeviation(config.check_layer, config.deviation_of, config.norm)
+
+
+def _query_guided(config: BlendConfig) -> Selector:
+    from blend.select.query_guided import QueryGuided
+
+    return QueryGuided(config.query_layers, config.value_norm, config.block)
+
+
+def _mixed(config: BlendConfig) -> Selector:
+    from blend.select.hkvd import HighDeviation
+    from blend.select.mixed import Mixed
+
+    return Mixed(
+        HighDeviation((), config.deviation_of, config.norm),
+        config.check_layer,
+        config.query_layers,
+        rule=config.rule,
+        value_norm=config.value_norm,
+        prefilter=config.prefilter,
+        floor=config.chunk_floor,
+        block=config.block,
+    )
 
 
 def _first_k(config: BlendConfig) -> Selector:
@@ -46,6 +75,9 @@ def _none(config: BlendConfig) -> Selector:
 
 SELECTORS: dict[str, Callable[[BlendConfig], Selector]] = {
     "hkvd": _hkvd,
+    "gradual": _gradual,
+    "query_guided": _query_guided,
+    "mixed": _mixed,
     "first_k": _first_k,
     "random": _random,
     "all": _all,

@@ -13,36 +13,83 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What a selector may look at.
+class Step:
+    """Go on with fewer rows from `layer` on: `factor` times the budget. Before the first step all rows run."""
 
-    layout: the prompt. candidates: sorted positions of the context rows that came out of the store, int64 `[candidates]`.
-    budget: how many of them to return. fresh, stored: keys and values of the check layer at the candidates,
-    `[1, kv_heads, candidates, head_dim]`, computed in context and repositioned from the store; None unless asked for.
+    layer: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a selector must see before it can choose, so that loading and compute can be planned around it.
+
+    steps: where it chooses, in order of layers. A step at layer 0 costs nothing before it; one at
+    layer n > 0 lets the layers below run on all rows still there, and layer n's QKV projection. query_layers: layers at which
+    the query rows, run once over the stored caches, score the context rows; None when they need not run. value_norm: weight
+    that attention by the norm of the value it reads.
+    """
+
+    steps: tuple[Step, ...] = (Step(0),)
+    query_layers: range | None = None
+    value_norm: bool = False
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a selector may look at, at one of its steps.
+
+    layout: the prompt. candidates: sorted positions of the context rows that came out of the store and are still there, int64
+    `[candidates]`. budget: how many of them to return. layer: the step's layer. fresh, stored: keys and values of that layer at
+    the candidates, `[1, kv_heads, candidates, head_dim]`, computed in context and repositioned from the store; None at layer 0.
+    query_mass: attention that the query rows give each candidate, summed over rows and heads, fp32 `[layers, candidates]`.
     """
 
     layout: PromptLayout
     candidates: torch.Tensor
     budget: int
+    layer: int = 0
     fresh: KV | None = None
     stored: KV | None = None
+    query_mass: torch.Tensor | None = None
 
 
 class Selector(ABC):
-    """Chooses rows. `check_layer` is what it needs first: layers below run on all rows, and the check layer's QKV projection.
-
-    0 means that it needs nothing: the rows are known before any layer runs.
-    """
+    """Chooses rows."""
 
     name: str
-    check_layer: int = 0
+
+    def needs(self, layers: int) -> Needs:
+        """What it must see, for a decoder of so many layers. Raises `ConfigError` when that decoder is too shallow for it."""
+        return Needs()
 
     @abstractmethod
     def select(self, evidence: Evidence) -> torch.Tensor:
         """At most `evidence.budget` of `evidence.candidates`, sorted."""
 
 
-def top_candidates(scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
-    """The `budget` candidates with the highest scores `[candidates]`, sorted by position; ties go to the earlier row."""
+def top_candidates(scores: torch.Tensor, evidence: Evidence, block: int = 1) -> torch.Tensor:
+    """The `budget` candidates with the highest scores `[candidates]`, sorted by position; ties go to the earlier row.
+
+    block: choose runs of so many neighbouring rows of a chunk by their summed score, instead of single rows.
+    """
+    if block > 1:
+        scores = _block_scores(scores, evidence, block)
     order = torch.argsort(scores, descending=True, stable=True)[: evidence.budget]
     return evidence.candidates[order.sort().values]
+
+
+def chunk_of(evidence: Evidence) -> torch.Tensor:
+    """Index of the chunk that each candidate belongs to, int64 `[candidates]`."""
+    stops = torch.tensor([span.stop for span in evidence.layout.chunk_spans], device=evidence.candidates.device)
+    return torch.bucketize(evidence.candidates, stops, right=True)
+
+
+def _block_scores(scores: torch.Tensor, evidence: Evidence, block: int) -> torch.Tensor:
+    """Every row's score replaced by the sum over its block, blocks counted from the start of each chunk."""
+    chunk = chunk_of(evidence)
+    starts = torch.tensor([span.start for span in evidence.layout.chunk_spans], device=chunk.device)
+    labels = chunk * (evidence.layout.rows + 1) + (evidence.candidates - starts[chunk]) // block
+    _, which = torch.unique(labels, return_inverse=True)
+    sums = torch.zeros(int(which.max()) + 1, dtype=scores.dtype, device=scores.device).index_add_(0, which, scores)
+    return sums[which]
