@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import pytest
 import torch
 from models import VOCABULARY
 
 from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.decoder import Decoder
+from blend.select import SELECTORS as SELECTOR_FACTORIES
+from blend.select.base import Evidence, Selector
 from blend.store import ChunkStore, open_store
 from blend.types import PromptLayout
 
-# Chunks longer than the smallest window (8), one of a single token; the last rows of a model with windows still see several chunks.
+# Chunks longer than the window, one of a single token; the last rows still see several chunks through layers with windows.
 PREFIX, CHUNKS, SUFFIX = 5, (20, 13, 1, 12), 7
 
 SELECTORS = {
@@ -24,6 +28,13 @@ SELECTORS = {
     "first_k": BlendConfig(selector="first_k", ratio=0.25),
     "first_4": BlendConfig(selector="first_k", first_k=4, ratio=0.5),
     "random": BlendConfig(selector="random", ratio=0.3, seed=3),
+    "gradual": BlendConfig(selector="gradual", ratio=0.3),
+    "query_guided": BlendConfig(selector="query_guided", ratio=0.3),
+    "query_guided-values": BlendConfig(
+        selector="query_guided", ratio=0.3, query_layers="all", value_norm=True, block=3
+    ),
+    "mixed": BlendConfig(selector="mixed", ratio=0.3, chunk_floor=0.5),
+    "mixed-prefilter": BlendConfig(selector="mixed", ratio=0.2, rule="zsum", prefilter=2.0, check_layer=2),
     "all": BlendConfig(selector="all"),
     "none": BlendConfig(selector="none"),
 }
@@ -74,6 +85,58 @@ def blended(
     blender = Blender(decoder, open_store("memory:") if store is None else store, config)
     cache_chunks(blender, layout, cached)
     return blender.prefill(layout)
+
+
+class Recorded(NamedTuple):
+    """A blended prefill, what its selector was shown, and the rows each layer ran on as the selector's answers imply them."""
+
+    blend: Blend
+    evidence: list[Evidence]
+    rows_by_layer: list[torch.Tensor]
+
+
+def recorded(
+    decoder: Decoder,
+    layout: PromptLayout,
+    config: BlendConfig,
+    *,
+    cached: Sequence[int] | None = None,
+    store: ChunkStore | None = None,
+) -> Recorded:
+    """Like `blended`, listening to the selector."""
+    seen: list[tuple[Evidence, torch.Tensor]] = []
+    factory = SELECTOR_FACTORIES[config.selector]
+
+    def listened(options: BlendConfig) -> Selector:
+        selector = factory(options)
+        select = selector.select
+
+        def spy(evidence: Evidence) -> torch.Tensor:
+            seen.append((evidence, select(evidence)))
+            return seen[-1][1]
+
+        selector.select = spy  # type: ignore[method-assign]
+        return selector
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SELECTOR_FACTORIES, config.selector, listened)
+        blend = blended(decoder, layout, config, cached=cached, store=store)
+    return Recorded(blend, [evidence for evidence, _ in seen], _rows_by_layer(blend, seen))
+
+
+def _rows_by_layer(blend: Blend, seen: list[tuple[Evidence, torch.Tensor]]) -> list[torch.Tensor]:
+    depth = len(blend.decoder.layers)
+    if not seen:  # a budget of nothing or of everything asks no selector
+        return [blend.selection.rows] * depth
+    layout = blend.layout
+    required = [torch.arange(*span) for span, hit in zip(layout.chunk_spans, blend.hits, strict=True) if not hit]
+    required.append(torch.arange(layout.context.stop, layout.rows))
+    rows, by_layer = torch.arange(len(layout.prefix), layout.rows), []
+    for layer in range(depth):
+        for chosen in (chosen for evidence, chosen in seen if evidence.layer == layer):
+            rows = torch.cat((chosen, *required)).sort().values
+        by_layer.append(rows)
+    return by_layer
 
 
 def cache_of(blend: Blend) -> list[tuple[torch.Tensor, torch.Tensor]]:

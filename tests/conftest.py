@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ def nan_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def real_decoder() -> Iterator[Decoder]:
+def real_decoder() -> Decoder:
     """The default model: `$KVBLEND_TEST_MODEL` when set, else from the cache folder, fetched once."""
     from blend.config import DEFAULT_MODEL
     from blend.decoder import Decoder
@@ -39,4 +38,4 @@ def real_decoder() -> Iterator[Decoder]:
         location = Path(chosen) if chosen else resolve_model(DEFAULT_MODEL)
     except WeightsError as error:
         pytest.skip(f"the default model is not here and cannot be fetched: {error}")
-    yield Decoder.load(str(location), name=DEFAULT_MODEL, device="cpu")
+    return Decoder.load(str(location), name=DEFAULT_MODEL, device="cpu")

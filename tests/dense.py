@@ -1,7 +1,7 @@
 """The dense reference: blended prefill by definition, through the model's own forward pass over all rows.
 
-No row is left out, no mask is ours, nothing of the engine is used. A cache replaces, from one layer on, the keys and values of the rows that
-are not recomputed by given ones; what the other rows then compute is the blended prefill, because a row sees others only through them.
+No row is left out, no mask is ours, nothing of the engine is used. A cache replaces the keys and values of the rows that are not
+recomputed by given ones; what the other rows then compute is the blended prefill, because a row sees others only through them.
 """
 
 from __future__ import annotations
@@ -47,25 +47,23 @@ def dense_blend(
     model: Any,
     ids: Sequence[int],
     stored: Sequence[LayerKV],
-    rows: torch.Tensor,
-    start_layer: int = 0,
+    rows_by_layer: Sequence[torch.Tensor],
     mask: torch.Tensor | None = None,
 ) -> Dense:
-    """All rows below `start_layer`, from there on the KV of `rows` only, `stored` for the others."""
-    fresh = torch.zeros(len(ids), dtype=torch.bool)
-    fresh[rows] = True
-    layers = [
-        _SubstitutingLayer() if index < start_layer else _SubstitutingLayer(kv, fresh)
-        for index, kv in enumerate(stored)
-    ]
+    """Fresh KV at the rows that each layer computes, `stored` KV at the others."""
+    layers = []
+    for kv, rows in zip(stored, rows_by_layer, strict=True):
+        fresh = torch.zeros(len(ids), dtype=torch.bool)
+        fresh[rows] = True
+        layers.append(_SubstitutingLayer(kv, fresh))
     return _forward(model, ids, layers, 0, mask)
 
 
 def dense_chunk(model: Any, prefix: Sequence[int], chunk: Sequence[int], at: int) -> tuple[LayerKV, ...]:
     """What reuse should put at position `at`: the chunk's KV computed after its prefix, both moved there.
 
-    Attention depends on distances only, so shifting the positions of prefix and chunk together turns the keys and changes nothing else:
-    the model itself does the repositioning.
+    Attention depends on distances only: shifting the positions of prefix and chunk together turns the keys and changes nothing
+    else, so the model itself does the repositioning.
     """
     out = dense_prefill(model, [*prefix, *chunk], start=at - len(prefix))
     return tuple((k[:, :, len(prefix) :], v[:, :, len(prefix) :]) for k, v in out.layers)
@@ -78,7 +76,9 @@ def dense_reuse(model: Any, prefix: Sequence[int], chunks: Sequence[Sequence[int
     for chunk in chunks:
         parts.append(dense_chunk(model, prefix, chunk, at))
         at += len(chunk)
-    unknown = tuple(tuple(torch.full_like(t[:, :, :1], torch.nan).expand(-1, -1, suffix, -1) for t in kv) for kv in parts[0])
+    unknown = tuple(
+        tuple(torch.full_like(t[:, :, :1], torch.nan).expand(-1, -1, suffix, -1) for t in kv) for kv in parts[0]
+    )
     return [
         (torch.cat([p[index][0] for p in (*parts, unknown)], 2), torch.cat([p[index][1] for p in (*parts, unknown)], 2))
         for index in range(_depth(model))

@@ -1,7 +1,7 @@
 """Tiny random decoders of many families, built from configurations: no weights to fetch, a few milliseconds to run.
 
-Weights are larger than a fresh initialisation gives, and biases, norms and sinks are random too, so that every part of a model shows in
-its logits. Everything is seeded; two builds of one family are equal.
+Weights are larger than a fresh initialisation gives, and biases, norms and sinks are random too, so that every part of a model
+shows in its logits. Everything is seeded; two builds of one family are equal.
 """
 
 from __future__ import annotations

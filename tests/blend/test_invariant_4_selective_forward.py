@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import CHUNKS, SELECTORS, blended, cache_of, make_layout, make_store
+from cases import CHUNKS, SELECTORS, blended, cache_of, make_layout, make_store, recorded
 from dense import LayerKV, assert_close, dense_blend, dense_prefill, dense_reuse
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,18 +26,24 @@ def _random_kv(like: tuple[LayerKV, ...], seed: int) -> list[LayerKV]:
     return [tuple(torch.randn(t.shape, generator=generator) for t in kv) for kv in like]  # type: ignore[misc]
 
 
+def _filled(stored: list[LayerKV], total: int) -> BlendedCache:
+    cache = BlendedCache(LAYERS, total)
+    for layer, kv in zip(cache.layers, stored, strict=True):
+        layer.write_run(0, *kv)
+    return cache
+
+
 def _check(dec: Decoder, reference: object, total: int, rows: torch.Tensor, start_layer: int, seed: int) -> None:
     """Arbitrary stored KV, rows R from `start_layer` on: engine against definition."""
     ids = torch.randint(3, VOCABULARY, (total,), generator=torch.Generator().manual_seed(seed))
     stored = _random_kv(dense_prefill(reference, ids.tolist()).layers, seed)
-    cache = BlendedCache(LAYERS, total)
-    for layer, kv in zip(cache.layers, stored, strict=True):
-        layer.write_run(0, *kv)
+    cache = _filled(stored, total)
     every = torch.arange(total)
-    narrowing = Narrowing(start_layer, lambda keys, values: rows) if start_layer else None
+    narrowings = [Narrowing(start_layer, lambda keys, values: rows)] if start_layer else []
     positions = every if start_layer else rows
-    logits = dec.prefill_rows(ids[positions][None], positions, cache, total=total, narrowing=narrowing)
-    dense = dense_blend(reference, ids.tolist(), stored, rows, start_layer)
+    logits = dec.prefill_rows(ids[positions][None], positions, cache, total=total, narrowings=narrowings)
+    by_layer = [every] * start_layer + [rows] * (LAYERS - start_layer)
+    dense = dense_blend(reference, ids.tolist(), stored, by_layer)
     assert_close(logits[0], dense.logits[-1])
     for index, expected in enumerate(dense.layers):
         for part, wanted in zip(cache.view(index), expected, strict=True):
@@ -57,6 +63,26 @@ def row_sets(draw: st.DrawFn) -> tuple[int, torch.Tensor]:
 @given(case=row_sets(), start_layer=st.integers(0, LAYERS - 1), seed=st.integers(0, 3))
 def test_invariant_4_any_rows(name: str, case: tuple[int, torch.Tensor], start_layer: int, seed: int) -> None:
     _check(decoder(name), eager_model(name), *case, start_layer, seed)
+
+
+@pytest.mark.parametrize("name", CORE)
+@settings(max_examples=10, deadline=None, database=None, derandomize=True)
+@given(total=st.integers(1, 30), data=st.data())
+def test_invariant_4_rows_that_narrow_more_than_once(name: str, total: int, data: st.DataObject) -> None:
+    sets = [torch.arange(total)]
+    for _ in range(LAYERS):
+        keep = data.draw(st.sets(st.sampled_from(sets[-1].tolist())))
+        sets.append(torch.tensor(sorted(keep | {total - 1})))
+    dec, reference = decoder(name), eager_model(name)
+    ids = torch.randint(3, VOCABULARY, (total,), generator=torch.Generator().manual_seed(0))
+    stored = _random_kv(dense_prefill(reference, ids.tolist()).layers, 0)
+    cache = _filled(stored, total)
+    narrowings = [Narrowing(layer, lambda keys, values, layer=layer: sets[layer + 1]) for layer in range(LAYERS)]
+    logits = dec.prefill_rows(ids[None], sets[0], cache, total=total, narrowings=narrowings)
+    dense = dense_blend(reference, ids.tolist(), stored, sets[1:])
+    assert_close(logits[0], dense.logits[-1])
+    for index, expected in enumerate(dense.layers):
+        assert_close(torch.cat(cache.view(index)), torch.cat(expected))
 
 
 @pytest.mark.parametrize("start_layer", [0, 1, LAYERS - 1])
@@ -89,7 +115,7 @@ def test_invariant_4_end_to_end(name: str, config: BlendConfig) -> None:
     _check_blend(name, config, None)
 
 
-@pytest.mark.parametrize("selector", ["hkvd", "first_k"])
+@pytest.mark.parametrize("selector", ["hkvd", "first_k", "mixed-prefilter"])
 @pytest.mark.parametrize("name", WIDE)
 def test_invariant_4_end_to_end_in_many_families(name: str, selector: str) -> None:
     _check_blend(name, SELECTORS[selector], None)
@@ -98,9 +124,7 @@ def test_invariant_4_end_to_end_in_many_families(name: str, selector: str) -> No
 @pytest.mark.parametrize("store", ["memory", "disk"])
 @pytest.mark.parametrize("cached", [(), (0,), (2,), (1, 3)], ids=str)
 @pytest.mark.parametrize("name", CORE)
-def test_invariant_4_with_some_chunks_missing(
-    name: str, cached: tuple[int, ...], store: str, tmp_path: Path
-) -> None:
+def test_invariant_4_with_some_chunks_missing(name: str, cached: tuple[int, ...], store: str, tmp_path: Path) -> None:
     _check_blend(name, SELECTORS["hkvd"], cached, store, tmp_path)
 
 
@@ -108,11 +132,12 @@ def _check_blend(
     name: str, config: BlendConfig, cached: tuple[int, ...] | None, store: str = "memory", folder: Path = Path()
 ) -> None:
     layout = make_layout()
-    blend = blended(decoder(name), layout, config, cached=cached, store=make_store(store, folder))
+    blend, _, by_layer = recorded(decoder(name), layout, config, cached=cached, store=make_store(store, folder))
     assert blend.hits == tuple(cached is None or index in cached for index in range(len(CHUNKS)))
     reused = dense_reuse(eager_model(name), layout.prefix, layout.chunks, len(layout.suffix))
-    rows, start = blend.selection.rows, blend.selection.start_layer
-    dense = dense_blend(eager_model(name), layout.token_ids, reused, rows, start)
+    assert blend.selection.rows_per_layer == tuple(map(len, by_layer))
+    assert torch.equal(blend.selection.rows, by_layer[-1])
+    dense = dense_blend(eager_model(name), layout.token_ids, reused, by_layer)
     assert_close(blend.logits[0], dense.logits[-1])
     for got, expected in zip(cache_of(blend), dense.layers, strict=True):
         assert_close(got[0], expected[0])
@@ -132,7 +157,7 @@ def test_bottom_right_masks_row_r_of_m_at_r_plus_n_minus_m(name: str) -> None:
     reused = dense_reuse(eager_model(name), layout.prefix, layout.chunks, 0)
     # Rows that see beyond themselves see the suffix too, which is fresh: any finite value stands in for the stored one.
     reused = [tuple(torch.cat((t, t[:, :, : len(layout.suffix)]), 2) for t in kv) for kv in reused]
-    dense = dense_blend(eager_model(name), layout.token_ids, reused, rows, 0, mask)
+    dense = dense_blend(eager_model(name), layout.token_ids, reused, [rows] * LAYERS, mask)
     assert_close(blend.logits[0], dense.logits[-1])
     exact = blended(decoder(name), layout, BlendConfig(selector="first_k", ratio=0.2))
     assert (exact.logits - blend.logits).abs().max() > 1e-3

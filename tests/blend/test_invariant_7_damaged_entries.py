@@ -1,4 +1,4 @@
-"""Invariant 7: a damaged, truncated, foreign or half-written entry is never used: it is detected, reported, recomputed and replaced."""
+"""Invariant 7: a damaged, truncated, foreign or half-written entry is never used: detected, reported, recomputed, replaced."""
 
 from __future__ import annotations
 

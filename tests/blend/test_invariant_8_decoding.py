@@ -119,7 +119,7 @@ def test_streamed_pieces_join_to_the_text() -> None:
 
 
 def test_sampling_repeats_with_its_seed_and_honours_the_options_of_generate() -> None:
-    dec, blend, answer = _answer()
+    _, blend, answer = _answer()
 
     def sample(seed: int, **options: object) -> tuple[int, ...]:
         torch.manual_seed(seed)

@@ -1,0 +1,99 @@
+"""What selectors are shown inside a blended prefill, and what ratios mean, against the dense reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import SELECTORS, blended, make_layout, recorded
+from dense import assert_close, dense_blend, dense_prefill, dense_reuse
+from models import CORE, LAYERS, decoder, eager_model
+
+from blend.config import BlendConfig
+from blend.errors import ConfigError
+
+LAYOUT = make_layout()
+CONTEXT = LAYOUT.context.length
+
+
+@pytest.mark.parametrize("check_layer", [1, 2, LAYERS - 1])
+@pytest.mark.parametrize("cached", [None, (1, 3)], ids=str)
+@pytest.mark.parametrize("name", CORE)
+def test_hkvd_sees_fresh_and_stored_kv_of_the_check_layer(
+    name: str, cached: tuple[int, ...] | None, check_layer: int
+) -> None:
+    _, (evidence,), _ = recorded(decoder(name), LAYOUT, BlendConfig(ratio=0.3, check_layer=check_layer), cached=cached)
+    which = range(4) if cached is None else cached
+    rows = torch.cat([torch.arange(*LAYOUT.chunk_spans[index]) for index in which])
+    assert torch.equal(evidence.candidates, rows)
+    assert evidence.layer == check_layer
+    assert evidence.budget == round(0.3 * len(rows))
+    fresh = dense_prefill(eager_model(name), LAYOUT.token_ids).layers[check_layer]
+    stored = dense_reuse(eager_model(name), LAYOUT.prefix, LAYOUT.chunks, len(LAYOUT.suffix))[check_layer]
+    assert evidence.fresh is not None
+    assert evidence.stored is not None
+    for index in (0, 1):
+        assert_close(evidence.fresh[index], fresh[index][:, :, rows])
+        assert_close(evidence.stored[index], stored[index][:, :, rows])
+
+
+@pytest.mark.parametrize("layers", ["all", "middle", "1-2"])
+def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(layers: str) -> None:
+    """The model's own attention weights of a plain reuse forward pass."""
+    name = "llama"
+    config = BlendConfig(selector="query_guided", query_layers=layers, ratio=0.3)
+    blend, (evidence,), _ = recorded(decoder(name), LAYOUT, config)
+    reused = dense_reuse(eager_model(name), LAYOUT.prefix, LAYOUT.chunks, len(LAYOUT.suffix))
+    suffix = torch.arange(LAYOUT.context.stop, LAYOUT.rows)
+    seen: list[torch.Tensor] = []
+    handles = [
+        layer.self_attn.register_forward_hook(lambda module, args, out: seen.append(out[1]))
+        for layer in eager_model(name).model.layers
+    ]
+    try:
+        dense_blend(eager_model(name), LAYOUT.token_ids, reused, [suffix] * LAYERS)
+    finally:
+        for handle in handles:
+            handle.remove()
+    band = {"all": range(LAYERS), "middle": range(1, 3), "1-2": range(1, 3)}[layers]
+    expected = torch.stack([seen[layer][0, :, suffix].sum((0, 1)) for layer in band])
+    assert evidence.query_mass is not None
+    assert_close(evidence.query_mass, expected[:, slice(*LAYOUT.context)])
+    assert blend.selection.rows_per_layer == (blend.rows_recomputed,) * LAYERS
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "random", "query_guided", "mixed"])
+@pytest.mark.parametrize("ratio", [0.0, 0.05, 0.15, 0.5, 0.99, 1.0])
+def test_the_ratio_is_a_share_of_cached_context_rows(selector: str, ratio: float) -> None:
+    for cached, rows in ((None, CONTEXT), ((0, 2), 21), ((), 0)):
+        blend = blended(decoder("llama"), LAYOUT, BlendConfig(selector=selector, ratio=ratio), cached=cached)
+        required = LAYOUT.rows - len(LAYOUT.prefix) - rows
+        assert blend.rows_recomputed - required == round(ratio * rows)
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "gradual", "first_k", "random", "query_guided", "mixed"])
+def test_ratio_zero_is_none_and_ratio_one_is_all_for_every_selector(selector: str) -> None:
+    for ratio, control in ((0.0, "none"), (1.0, "all")):
+        blend = blended(decoder("llama"), LAYOUT, BlendConfig(selector=selector, ratio=ratio))
+        same = blended(decoder("llama"), LAYOUT, SELECTORS[control])
+        assert torch.equal(blend.selection.rows, same.selection.rows)
+        assert torch.equal(blend.logits, same.logits)
+
+
+def test_a_share_of_rows_is_counted_over_layers() -> None:
+    blend = blended(decoder("llama"), LAYOUT, BlendConfig(ratio=0.3, check_layer=2))
+    after_prefix = LAYOUT.rows - len(LAYOUT.prefix)
+    counted = 2 * after_prefix + 2 * (round(0.3 * CONTEXT) + len(LAYOUT.suffix))
+    assert blend.rows_share == pytest.approx(counted / (LAYERS * LAYOUT.rows))
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "gradual", "mixed"])
+@pytest.mark.parametrize("layer", [LAYERS, LAYERS + 5])
+def test_a_check_layer_the_model_does_not_have_is_refused(layer: int, selector: str) -> None:
+    with pytest.raises(ConfigError, match=rf"layer {layer} does not exist: the model has layers 0 to {LAYERS - 1}"):
+        blended(decoder("llama"), LAYOUT, BlendConfig(selector=selector, check_layer=layer, ratio=0.3))
+
+
+@pytest.mark.parametrize("layers", ["upper-most", "3-1", f"0-{LAYERS}", ""])
+def test_query_layers_the_model_does_not_have_are_refused(layers: str) -> None:
+    with pytest.raises(ConfigError, match="query_layers is"):
+        blended(decoder("llama"), LAYOUT, BlendConfig(selector="query_guided", query_layers=layers, ratio=0.3))

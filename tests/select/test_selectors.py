@@ -1,0 +1,207 @@
+"""Every selector does what it says, recomputed here with plain loops; none exceeds its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import make_layout
+
+from blend.config import BlendConfig
+from blend.errors import ConfigError
+from blend.select import SELECTORS, make_selector
+from blend.select.base import Evidence
+from blend.types import PromptLayout
+
+LAYOUT = make_layout(prefix=5, chunks=(6, 1, 9, 4), suffix=3)
+CANDIDATES = torch.arange(*LAYOUT.context)
+
+
+def _evidence(
+    budget: int, *, layout: PromptLayout = LAYOUT, candidates: torch.Tensor | None = None, seed: int = 0
+) -> Evidence:
+    """Random fresh and stored KV of 2 heads, and query attention of 3 layers."""
+    rows = torch.arange(*layout.context) if candidates is None else candidates
+    generator = torch.Generator().manual_seed(seed)
+
+    def kv() -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (1, 2, len(rows), 8)
+        return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+    mass = torch.rand(3, len(rows), generator=generator)
+    return Evidence(layout, rows, budget, layer=1, fresh=kv(), stored=kv(), query_mass=mass)
+
+
+def _select(evidence: Evidence, selector: str, **options: object) -> list[int]:
+    chosen = make_selector(BlendConfig(selector=selector, **options)).select(evidence)  # type: ignore[arg-type]
+    assert chosen.dtype == torch.int64
+    rows = chosen.tolist()
+    assert rows == sorted(set(rows))
+    assert set(rows) <= set(evidence.candidates.tolist())
+    return rows
+
+
+def _best(scores: Sequence[float], rows: Sequence[int], budget: int) -> list[int]:
+    return sorted(row for _, row in sorted(zip([-s for s in scores], rows, strict=True))[:budget])
+
+
+def _deviations(evidence: Evidence, parts: str, norm: str) -> list[float]:
+    assert evidence.fresh is not None
+    assert evidence.stored is not None
+    pairs = {"k": [0], "v": [1], "kv": [0, 1]}[parts]
+    totals = []
+    for row in range(len(evidence.candidates)):
+        differences = [(evidence.fresh[p][0, :, row] - evidence.stored[p][0, :, row]).double() for p in pairs]
+        totals.append(sum(float((d.abs() if norm == "l1" else d * d).sum()) for d in differences))
+    return totals
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5, 20])
+@pytest.mark.parametrize("norm", ["l2", "l1"])
+@pytest.mark.parametrize("parts", ["v", "k", "kv"])
+def test_hkvd_takes_the_rows_that_deviate_most(parts: str, norm: str, budget: int) -> None:
+    evidence = _evidence(budget)
+    expected = _best(_deviations(evidence, parts, norm), CANDIDATES.tolist(), budget)
+    assert _select(evidence, "hkvd", deviation_of=parts, norm=norm) == expected
+    assert _select(evidence, "gradual", deviation_of=parts, norm=norm) == expected
+
+
+def test_the_deviations_measured_are_different_ones() -> None:
+    found = {
+        tuple(_select(_evidence(5), "hkvd", deviation_of=p, norm=n)) for p in ("v", "k", "kv") for n in ("l2", "l1")
+    }
+    assert len(found) > 3
+
+
+def test_hkvd_prefers_the_earlier_of_equal_rows() -> None:
+    evidence = _evidence(4)
+    assert _select(replace(evidence, fresh=evidence.stored), "hkvd") == CANDIDATES[:4].tolist()
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5, 20])
+def test_query_guided_takes_the_rows_with_the_most_attention_over_layers(budget: int) -> None:
+    evidence = _evidence(budget)
+    assert evidence.query_mass is not None
+    scores = [float(evidence.query_mass[:, row].sum()) for row in range(len(CANDIDATES))]
+    assert _select(evidence, "query_guided") == _best(scores, CANDIDATES.tolist(), budget)
+
+
+def test_query_guided_blocks_are_runs_inside_one_chunk() -> None:
+    evidence = _evidence(6)
+    assert evidence.query_mass is not None
+    blocks = [list(range(start, min(start + 3, span.stop))) for span in LAYOUT.chunk_spans for start in range(*span, 3)]
+    mass = dict(zip(CANDIDATES.tolist(), evidence.query_mass.sum(0).tolist(), strict=True))
+    ranked = sorted(blocks, key=lambda block: -sum(mass[row] for row in block))
+    expected = [row for block in ranked for row in block][:6]
+    assert _select(evidence, "query_guided", block=3) == sorted(expected)
+
+
+@pytest.mark.parametrize("rule", ["product", "zsum"])
+def test_mixed_combines_deviation_and_attention(rule: str) -> None:
+    evidence = _evidence(6)
+    assert evidence.query_mass is not None
+    deviation = torch.tensor(_deviations(evidence, "v", "l2"), dtype=torch.float64)
+    attention = evidence.query_mass.sum(0).double()
+    if rule == "product":
+        scores = deviation * attention
+    else:
+        scores = sum((x.log() - x.log().mean()) / x.log().std() for x in (deviation, attention))  # type: ignore[assignment]
+    assert _select(evidence, "mixed", rule=rule) == _best(scores.tolist(), CANDIDATES.tolist(), 6)
+    assert _select(evidence, "mixed", rule=rule) not in (_select(evidence, "hkvd"), _select(evidence, "query_guided"))
+
+
+def test_mixed_with_a_floor_serves_every_chunk() -> None:
+    """A quarter of the floor's rows each, the best ones of the chunk; the rest where the scores are highest."""
+    evidence = _evidence(8)
+    assert evidence.query_mass is not None
+    mass = evidence.query_mass.clone()
+    mass[:, :6] += 1000  # all attention on the first chunk
+    rows = _select(replace(evidence, query_mass=mass), "mixed", chunk_floor=0.5)
+    assert [sum(span.start <= row < span.stop for row in rows) for span in LAYOUT.chunk_spans] == [5, 1, 1, 1]
+
+
+@pytest.mark.parametrize("k", [None, 1, 2, 100])
+@pytest.mark.parametrize("budget", [0, 1, 4, 20])
+@pytest.mark.parametrize("chunks", [(), (7,), (6, 6), (6, 1, 9, 4), (1, 1, 1)], ids=str)
+def test_first_k_deals_the_first_rows_of_later_chunks_in_turn(
+    chunks: tuple[int, ...], budget: int, k: int | None
+) -> None:
+    layout = make_layout(chunks=chunks)
+    expected: list[int] = []
+    for depth in range(max(chunks, default=0) if k is None else k):
+        expected += [span.start + depth for span in layout.chunk_spans[1:] if depth < span.length]
+    evidence = Evidence(layout, torch.arange(*layout.context), budget)
+    assert _select(evidence, "first_k", first_k=k) == sorted(expected[:budget])
+
+
+def test_first_k_counts_from_the_start_of_a_chunk_that_is_partly_gone() -> None:
+    """Only the candidates of the second chunk are left: its rows, not the third's."""
+    span = LAYOUT.chunk_spans[2]
+    evidence = Evidence(LAYOUT, torch.arange(*span), 20)
+    assert _select(evidence, "first_k", first_k=2) == [span.start, span.start + 1]
+
+
+def test_random_repeats_with_its_seed_and_is_uniform() -> None:
+    evidence = Evidence(LAYOUT, CANDIDATES, 5)
+    assert _select(evidence, "random", seed=1) == _select(evidence, "random", seed=1)
+    draws = [_select(evidence, "random", seed=seed) for seed in range(400)]
+    assert all(len(draw) == 5 for draw in draws)
+    counts = torch.bincount(torch.tensor(draws).flatten(), minlength=LAYOUT.rows)[CANDIDATES]
+    # Each of 20 rows is drawn 100 times on average, with a standard deviation of 8.7.
+    assert counts.min() > 60
+    assert counts.max() < 140
+
+
+def test_all_and_none_ignore_the_budget() -> None:
+    for budget in (0, 3, 20):
+        evidence = Evidence(LAYOUT, CANDIDATES, budget)
+        assert _select(evidence, "all") == CANDIDATES.tolist()
+        assert _select(evidence, "none") == []
+
+
+@pytest.mark.parametrize("selector", [name for name in SELECTORS if name not in ("all", "none")])
+@pytest.mark.parametrize("candidates", [CANDIDATES, CANDIDATES[::3], CANDIDATES[:1], CANDIDATES[:0]], ids=len)
+@pytest.mark.parametrize("budget", [0, 1, 3, 20])
+def test_no_selector_exceeds_its_budget_or_its_candidates(selector: str, candidates: torch.Tensor, budget: int) -> None:
+    budget = min(budget, len(candidates))
+    rows = _select(_evidence(budget, candidates=candidates), selector)
+    assert len(rows) <= budget
+    if selector != "first_k":
+        assert len(rows) == budget
+
+
+@pytest.mark.parametrize("depth", [8, 12, 24, 28, 32])
+def test_gradual_costs_about_what_one_check_costs(depth: int) -> None:
+    steps = make_selector(BlendConfig(selector="gradual")).needs(depth).steps
+    factors = [[step.factor for step in steps if step.layer <= layer][-1] for layer in range(1, depth)]
+    assert steps[0].layer == 1
+    assert factors == sorted(factors, reverse=True)
+    assert sum(factors) == pytest.approx(depth - 1, rel=0.1)
+
+
+def test_an_unknown_selector_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown selector 'hkdv'; choose one of .*hkvd.*none"):
+        make_selector(BlendConfig(selector="hkdv"))
+
+
+BAD = {
+    "ratio": [-0.1, 1.1, float("nan")],
+    "check_layer": [-1, 0],
+    "first_k": [0],
+    "mask": ["causal"],
+    "deviation_of": ["q"],
+    "norm": ["l3"],
+    "rule": ["sum"],
+    "block": [0],
+    "chunk_floor": [2.0],
+    "prefilter": [0.5],
+}
+
+
+@pytest.mark.parametrize(("option", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_options_outside_their_range_are_refused_in_one_line(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=option) as caught:
+        BlendConfig(**{option: value})  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
