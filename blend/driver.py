@@ -140,12 +140,12 @@ def _halting(held: BlendedLayer, *, write: bool = True) -> Iterator[None]:
     """Raise `_Halt` with a layer's fresh KV, after writing it or instead of writing it."""
     original = held.update
 
-    def halt(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> FreshKV:
+    def halt(key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> FreshKV:
         if write:
-            original(keys, values, *args, **kwargs)
-        raise _Halt((keys, values))
+            original(key_states, value_states, *args, **kwargs)
+        raise _Halt((key_states, value_states))
 
-    held.update = halt
+    held.update = halt  # type: ignore[method-assign]  # for this layer object alone, until `del`
     try:
         yield
     finally:

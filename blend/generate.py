@@ -18,7 +18,10 @@ OnText = Callable[[str], None]
 class Continuable(Protocol):
     """A prefilled prompt that can go on: what decoding and teacher forcing need, blended or not."""
 
-    logits: torch.Tensor
+    @property
+    def logits(self) -> torch.Tensor:
+        """Of the first token to come, `[1, vocab]`."""
+        ...
 
     def append(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Run `[1, n]` further tokens; their next-token logits `[1, n, vocab]`."""

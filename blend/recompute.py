@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Plan:
     """What is to be recomputed before the selector has spoken.
 
-    candidates: sorted positions of context rows that hold stored KV. required: all other rows after the prefix.
-    budget: candidates to recompute. selector: who chooses them.
+    candidates: sorted positions of context rows whose stored KV may differ from full recompute. required: rows after the prefix
+    that hold none. budget: candidates to recompute. selector: who chooses them.
     """
 
     layout: PromptLayout
@@ -39,17 +39,24 @@ class Plan:
 def make_plan(
     layout: PromptLayout, hits: tuple[bool, ...], selector: Selector, ratio: float, device: torch.device
 ) -> Plan:
-    """Split the rows by what the store gave. A budget of nothing or of everything needs no selector: it is known at once."""
+    """Split the rows by what the store gave, and turn a share of the stored rows into a budget.
+
+    A stored first chunk stands where it was computed, right behind the prefix: it is exact, so no budget is spent on it. A
+    budget of nothing, or of everything, needs no selector.
+    """
     stored = torch.zeros(layout.rows, dtype=torch.bool)
     for hit, span in zip(hits, layout.chunk_spans, strict=True):
         stored[span.start : span.stop] = hit
     after_prefix = torch.arange(len(layout.prefix), layout.rows)
-    candidates, required = after_prefix[stored[after_prefix]], after_prefix[~stored[after_prefix]]
-    budget = round(ratio * candidates.shape[0])
-    if budget == candidates.shape[0] or isinstance(selector, All):
-        selector, budget = All(), candidates.shape[0]
-    elif budget == 0:
-        selector = Nothing()
+    held, required = after_prefix[stored[after_prefix]], after_prefix[~stored[after_prefix]]
+    candidates, budget = held, round(ratio * held.shape[0])
+    if budget == held.shape[0] or isinstance(selector, All):
+        selector, budget = All(), held.shape[0]
+    else:
+        exact_until = layout.chunk_spans[0].stop if hits and hits[0] else 0
+        candidates = held[held >= exact_until]
+        budget = min(budget, candidates.shape[0])
+        selector = selector if budget else Nothing()
     return Plan(layout, candidates.to(device), required.to(device), budget, selector)
 
 
@@ -104,7 +111,7 @@ def _weighted(call: AttentionCall, value_norm: bool) -> torch.Tensor:
     mass = call.mass(per_head=True)[0]
     norm = torch.linalg.vector_norm(call.value[0].float(), dim=-1)
     grouped = mass.view(norm.shape[0], -1, norm.shape[1]).sum(1)
-    return (grouped * norm).sum(0)
+    return torch.sum(grouped * norm, dim=0)
 
 
 class _Choice:
