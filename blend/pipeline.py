@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 from blend.blender import Blend, Blender
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
 from blend.decoder import Decoder
-from blend.errors import PromptError
+from blend.errors import PromptError, StoreError
 from blend.generate import Generation, OnText, generate
-from blend.precompute import Precomputed, Progress, precompute
+from blend.precompute import Precomputed, Progress, no_progress, precompute
 from blend.prompt import PromptTemplate
 from blend.reference import full_prefill
 from blend.store import open_store
 from blend.timing import Stopwatch
+from blend.types import PromptLayout
 from blend.weights import resolve_model
-from retrieval import ChunkIndex, RankedChunk, Retriever, load_embedder
+from retrieval import ChunkIndex, RankedChunk, Retriever, load_documents, load_embedder
 
 if TYPE_CHECKING:
     from blend.store import ChunkStore
@@ -41,7 +42,9 @@ class Answer:
     """An answer and how it came about.
 
     chunks: what was retrieved, best first, in prompt order; `blend.hits` says which came out of the store. ttft_s: seconds
-    to the first token, retrieval apart. stages: seconds by stage, retrieval included. full: only when asked to compare.
+    to the first token, retrieval apart. stages: seconds by stage, retrieval included. full: only when asked to compare. cut:
+    whether the answer ended because it reached its longest length. problems: one line for each store entry that was damaged,
+    and for caches that could not be stored.
     """
 
     question: str
@@ -50,6 +53,7 @@ class Answer:
     blend: Blend
     generation: Generation
     full: FullAnswer | None = None
+    cut: bool = False
     problems: tuple[str, ...] = field(default=())
 
     @property
@@ -88,6 +92,8 @@ class Rag:
         self._prompt_config = prompt or PromptConfig()
         self._model, self._device, self._dtype = model, device, dtype
         self._budget_bytes, self._on_fetch = budget_bytes, on_fetch
+        self._rehearsed: PromptLayout | None = None
+        self._rehearsed_full = False
 
     @property
     def index_dir(self) -> Path:
@@ -121,31 +127,63 @@ class Rag:
         return Blender(self.decoder, self.store, self.blend_config)
 
     @cached_property
+    def index(self) -> ChunkIndex:
+        """The chunks of the corpus. Raises `RetrievalError` where none was precomputed."""
+        return ChunkIndex.load(self.index_dir)
+
+    @cached_property
     def retriever(self) -> Retriever:
-        """The search over the index. Raises `RetrievalError` where no corpus was precomputed."""
-        return Retriever(ChunkIndex.load(self.index_dir, self.embedder), self.embedder)
+        """The search over the index. Raises `RetrievalError` as `index` does, and when another embedder made it."""
+        return Retriever(self.index, self.embedder)
 
     def precompute(
-        self, paths: Iterable[str | Path], *, add: bool = False, progress: Progress | None = None
+        self, paths: Iterable[str | Path], *, add: bool = False, progress: Progress = no_progress
     ) -> Precomputed:
-        """Index the documents under `paths` and compute their chunk caches; see `precompute.precompute`."""
-        self.__dict__.pop("retriever", None)
+        """Index the documents under `paths` and compute their chunk caches; see `precompute.precompute`.
+
+        Documents are read and the store is opened before any model is loaded, so that mistakes show at once.
+        """
+        loaded = load_documents(paths)
+        for stale in ("index", "retriever"):
+            self.__dict__.pop(stale, None)
+        store = self.store
+        progress("load", 0, 1)
         return precompute(
-            paths,
+            loaded,
+            embedder=self.embedder,
             decoder=self.decoder,
             template=self.template,
-            embedder=self.embedder,
-            store=self.store,
+            store=store,
             index_dir=self.index_dir,
             config=self.corpus_config,
             add=add,
-            **({"progress": progress} if progress else {}),
+            progress=progress,
         )
 
-    def warm_up(self) -> None:
-        """Load everything and run the prefix, so that the first question is not charged for it."""
-        self.retriever.search("warm up", 1)
-        self.blender.encoder(self.template.prefix)
+    def warm_up(self, *, compare: bool = False) -> None:
+        """Load everything, what can be wrong and is cheap first, and rehearse a question, so that the first is not charged.
+
+        compare: rehearse full prefill too. Nothing is stored; a second call does nothing.
+        """
+        if self._rehearsed is None:
+            self.retriever.search("warm up", 1)
+            _ = self.store, self.blender.encoder(self.template.prefix)
+            self._rehearsed = self._rehearse()
+        if compare and not self._rehearsed_full:
+            full_prefill(self.decoder, self._rehearsed)
+            self._rehearsed_full = True
+
+    def _rehearse(self) -> PromptLayout:
+        """A short blended prefill with one chunk from a store in memory and one that is computed: every step runs once."""
+        text = self.template.encode("One chunk, stored or not, as long as a paragraph. " * 4)
+        suffix = self.template.layout("Is everything ready?", []).suffix
+        layout = PromptLayout(self.template.prefix[:1], (tuple(text), tuple(text[1:])), suffix)
+        blender = Blender(self.decoder, open_store("memory:"), self.blend_config)
+        encoder = blender.encoder(layout.prefix)
+        for _, cache in encoder.encode(layout.chunks[:1]):
+            blender.store.put(encoder.identity.key(layout.chunks[0]), cache)
+        blender.prefill(layout)
+        return layout
 
     def answer(
         self,
@@ -160,22 +198,47 @@ class Rag:
         """Retrieve chunks, blend their caches, decode; afterwards compute and store the caches that were missing.
 
         compare: also answer after full prefill of the same ids. on_text: gets the answer piece by piece. options: those of
-        `model.generate`, such as `do_sample=True`. Raises `PromptError` for a question that nothing can be found for.
+        `model.generate`, such as `do_sample=True`. Raises `PromptError` for an empty question, an index without chunks, and a
+        prompt that leaves no room for an answer in the model's context.
         """
-        self.warm_up()
+        if not question.strip():
+            raise PromptError("the question is empty; ask something")
+        self.warm_up(compare=compare)
         watch = Stopwatch(self.decoder.device)
         with watch.stage("retrieve"):
-            ranked = self.retriever.search(question, top_k or self.corpus_config.top_k)
+            ranked = self.retriever.search(question, self.corpus_config.top_k if top_k is None else top_k)
             layout = self.template.layout(question, [hit.chunk for hit in ranked])
         if not ranked:
             raise PromptError("the index holds no chunks; run `blend precompute` on your documents first")
-        blend = self.blender.prefill(layout, room=max_new_tokens, watch=watch)
-        generation = generate(
-            self.decoder, blend, layout.token_ids, max_new_tokens=max_new_tokens, on_text=on_text, **options
-        )
-        self.blender.remember(blend)
-        full = self._full_answer(blend, max_new_tokens, options) if compare else None
-        return Answer(question, generation.text, ranked, blend, generation, full, blend.problems)
+        room = self._room(layout, max_new_tokens)
+        blend = self.blender.prefill(layout, room=room, watch=watch)
+        generation = generate(self.decoder, blend, layout.token_ids, max_new_tokens=room, on_text=on_text, **options)
+        problems = self._remember(blend)
+        full = self._full_answer(blend, room, options) if compare else None
+        cut = len(generation.token_ids) >= room and generation.token_ids[-1] not in self._stop_ids
+        return Answer(question, generation.text, ranked, blend, generation, full, cut, problems)
+
+    def _room(self, layout: PromptLayout, max_new_tokens: int) -> int:
+        """Tokens that the answer may have: no more than the model's context leaves."""
+        self.decoder.check_length(layout.rows + 1)
+        if self.decoder.context_length is None:
+            return max_new_tokens
+        return min(max_new_tokens, self.decoder.context_length - layout.rows)
+
+    def _remember(self, blend: Blend) -> tuple[str, ...]:
+        """Store what was missing. A store that cannot be written must not cost the answer."""
+        try:
+            self.blender.remember(blend)
+        except StoreError as error:
+            refused = (f"recomputed for this answer: {problem}" for problem in blend.problems)
+            return (*refused, f"what was computed for this answer could not be stored: {error}")
+        return tuple(f"recomputed and replaced: {problem}" for problem in blend.problems)
+
+    @cached_property
+    def _stop_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        ids = self.decoder.model.generation_config.eos_token_id
+        return frozenset([ids] if isinstance(ids, int) else ids or ())
 
     def _full_answer(self, blend: Blend, max_new_tokens: int, options: dict[str, Any]) -> FullAnswer:
         full = full_prefill(self.decoder, blend.layout)

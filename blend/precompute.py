@@ -7,8 +7,7 @@ use, and a next run that computes only those.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,21 +16,38 @@ from blend.config import CorpusConfig
 from blend.encode import ChunkEncoder
 from blend.prompt import PromptTemplate, render_chunk
 from blend.store.base import ChunkStore
-from retrieval import Chunk, ChunkIndex, RetrievalError, SkippedDocument, chunk_documents, load_documents, update_index
+from retrieval import (
+    Chunk,
+    ChunkIndex,
+    LoadedDocuments,
+    RetrievalError,
+    SkippedDocument,
+    chunk_documents,
+    update_index,
+)
+from retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
     from blend.decoder import Decoder
     from retrieval import Embedder
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage ("embed" in chunks, "encode" in tokens), how much is done, and how much there is in all."""
+"""Called with a stage ("load" the models, "chunk" in documents, "embed" in chunks, "encode" in tokens), how much is done, and
+how much there is in all."""
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Show nothing."""
 
 
 @dataclass(frozen=True)
 class Precomputed:
-    """What a run did. Chunks: in the corpus now, new to the index, gone from it; caches: computed now, and found stored.
+    """What a run did.
 
-    tokens, seconds: of the forward passes alone. skipped: documents that could not be read, with the reason.
+    documents, chunks: in the corpus now. added, removed: chunks that are new to the index, and gone from it. computed,
+    reused: caches computed now, and found stored. evicted: caches of the corpus that the store's budget has no room for.
+    tokens, seconds: of the forward passes and the writing of their caches. skipped: documents that could not be read, with the
+    reason. rebuilt: why an index that was there could not be built upon, or empty.
     """
 
     documents: int
@@ -40,9 +56,11 @@ class Precomputed:
     removed: int
     computed: int
     reused: int
+    evicted: int
     tokens: int
     seconds: float
     skipped: tuple[SkippedDocument, ...]
+    rebuilt: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,7 +72,7 @@ class TitledText:
 
 
 def precompute(
-    paths: Iterable[str | Path],
+    loaded: LoadedDocuments,
     *,
     decoder: Decoder,
     template: PromptTemplate,
@@ -63,45 +81,55 @@ def precompute(
     index_dir: Path,
     config: CorpusConfig,
     add: bool = False,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = no_progress,
 ) -> Precomputed:
-    """Make the corpus hold exactly the documents under `paths`; with `add`, those and what it held before.
+    """Make the corpus hold exactly these documents; with `add`, those and what it held before.
 
-    Raises `RetrievalError` when nothing can be read or indexed, `StoreError` when the store cannot be written.
+    Raises `RetrievalError` when nothing can be indexed, or when there is an index to add to that cannot be read, and
+    `StoreError` when the store cannot be written.
     """
-    loaded = load_documents(paths)
-    chunks: Sequence[Chunk] = chunk_documents(
-        loaded.documents,
-        template.encode,
-        config.chunk_tokens,
-        render=lambda title, text: render_chunk(TitledText(title, text)),
-    )
-    held = _held(index_dir)
-    if add:
-        given = {document.id for document in loaded.documents}
-        chunks = (*(c for c in held if c.document_id not in given), *chunks)
+    held = _held(index_dir, required=add)
+    given = {document.id for document in loaded.documents}
+    kept = [chunk for chunk in held if add and chunk.document_id not in given]
+    chunks = (*kept, *_chunks(loaded, template, config, progress))
     encoder = ChunkEncoder(decoder, template.prefix, config.batch_tokens)
     ids = list(dict.fromkeys(template.chunk_ids(chunk) for chunk in chunks))
+    store.describe(encoder.identity.namespace, describe_namespace(decoder, template))
     # Before the index forgets them; only its own entries go, a report's stay.
     for gone in {template.chunk_ids(chunk) for chunk in held}.difference(ids):
         store.delete(encoder.identity.key(gone))
     update = update_index(index_dir, chunks, embedder, lambda done, total: progress("embed", done, total))
-    store.describe(encoder.identity.namespace, describe_namespace(decoder, template))
     missing = [i for i in ids if encoder.identity.key(i) not in store]
     begin = time.perf_counter()
     tokens = encode_missing(encoder, store, missing, lambda done, total: progress("encode", done, total))
     seconds = time.perf_counter() - begin
     return Precomputed(
-        documents=len(loaded.documents),
+        documents=len({chunk.document_id for chunk in chunks}),
         chunks=len(chunks),
         added=update.added,
         removed=update.removed,
         computed=len(missing),
         reused=len(ids) - len(missing),
+        evicted=sum(encoder.identity.key(i) not in store for i in ids),
         tokens=tokens,
         seconds=seconds,
         skipped=loaded.skipped,
+        rebuilt=update.reason,
     )
+
+
+def _chunks(loaded: LoadedDocuments, template: PromptTemplate, config: CorpusConfig, progress: Progress) -> list[Chunk]:
+    """The documents divided, each on its own: none depends on another."""
+    chunks: list[Chunk] = []
+    for number, document in enumerate(loaded.documents, 1):
+        chunks += chunk_documents(
+            [document],
+            template.encode,
+            config.chunk_tokens,
+            render=lambda title, text: render_chunk(TitledText(title, text)),
+        )
+        progress("chunk", number, len(loaded.documents))
+    return chunks
 
 
 def encode_missing(
@@ -126,8 +154,13 @@ def describe_namespace(decoder: Decoder, template: PromptTemplate) -> dict[str, 
     return {"model": decoder.name, "dtype": dtype, "prefix_tokens": str(len(template.prefix))}
 
 
-def _held(index_dir: Path) -> tuple[Chunk, ...]:
-    """What the index holds before it is replaced; an unusable one holds nothing."""
-    with suppress(RetrievalError):
+def _held(index_dir: Path, *, required: bool) -> tuple[Chunk, ...]:
+    """What the index holds before it is replaced. One that cannot be read holds nothing, unless it is required."""
+    try:
         return ChunkIndex.load(index_dir).chunks
-    return ()
+    except IndexMissingError:
+        return ()
+    except RetrievalError:
+        if required:
+            raise
+        return ()

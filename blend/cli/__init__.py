@@ -1,14 +1,17 @@
-"""The command line: one file a command, loaded when it is called; errors are one line, exit codes are in `blend.errors`."""
+"""The command line: one file a command, loaded when it is called; how a command ends is in `ending`."""
 
 from __future__ import annotations
 
 import os
 import sys
+from difflib import get_close_matches
 from importlib import import_module
+from typing import Any
 
 import click
 
 from blend import __version__
+from blend.cli.ending import PipeClosedError, exit_code_of
 
 _COMMANDS = {
     "answer": "Answer a question over the precomputed documents.",
@@ -36,46 +39,48 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does, with the nearest commands named for one that does not exist."""
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            near = get_close_matches(args[0], _COMMANDS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; choose one of {', '.join(self.list_commands(ctx))}"
+            raise click.UsageError(f"no such command {args[0]!r}{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The help lines above, so that `--help` imports no command."""
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; click would print a line of its own about Ctrl-C and swallow a closed pipe."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise click.Abort from None
+        except BrokenPipeError:
+            raise PipeClosedError from None
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "KVBLEND"})
-@click.version_option(__version__, prog_name="blend")
-def blend() -> None:
+
+@click.group(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version", prog_name="blend")
+@click.pass_context
+def blend(ctx: click.Context) -> None:
     """KV-cache reuse and RAG prefill for HuggingFace decoders.
 
     Compute the KV cache of every chunk of your documents once, and answer questions from blended caches in a fraction of
     the time that full prefill takes.
     """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 def main() -> None:
     """Run the command line; a mistake ends in one line on stderr and the exit code of its kind."""
     _quiet_libraries()
-    try:
-        blend(standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        _fail("interrupted; what was computed is stored, run the same command again to go on", 130)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    except Exception as error:
-        if not hasattr(error, "exit_code"):
-            raise
-        _fail(str(error), error.exit_code)
-
-
-def _fail(message: str, code: int) -> None:
-    click.echo(f"blend: {message}", err=True)
-    sys.exit(code)
+    sys.exit(exit_code_of(lambda: blend(prog_name="blend", standalone_mode=False)))
 
 
 def _quiet_libraries() -> None:

@@ -2,57 +2,89 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from blend.cli import options
-from blend.config import CorpusConfig
+from blend.errors import PromptError
 
 if TYPE_CHECKING:
-    from rich.panel import Panel
-
-    from blend.pipeline import Answer
+    from blend.pipeline import Answer, Rag
 
 
 @click.command("answer")
 @click.argument("question")
-@click.option("--top-k", type=int, default=CorpusConfig().top_k, show_default=True, help="Chunks to retrieve.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Longest answer.")
 @click.option("--compare", is_flag=True, help="Also answer after full prefill of the same token ids.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@click.option("-q", "--quiet", is_flag=True, help="Print the answer and nothing else.")
+@options.json_option
 @options.common
-@options.corpus
+@options.retrieval
 @options.blending
-def command(question: str, top_k: int, max_new_tokens: int, compare: bool, as_json: bool, **given: Any) -> None:
-    """Answer QUESTION over the precomputed documents."""
-    from blend.cli.console import note, output
+def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_json: bool, **given: Any) -> None:
+    """Answer QUESTION over the precomputed documents. A QUESTION of - is read from standard input.
 
-    rag = options.open_rag({**given, "top_k": top_k})
-    note(f"Loading {given['model']} ...")
-    rag.warm_up()
-    stream = None if as_json else lambda piece: click.echo(piece, nl=False)
-    answer = rag.answer(question, max_new_tokens=max_new_tokens, compare=compare, on_text=stream)
-    for problem in answer.problems:
-        note(f"recomputed and replaced: {problem}")
-    if not any(answer.blend.hits):
-        _explain_misses(rag.store.namespaces(), rag.blender.encoder(rag.template.prefix).identity.namespace)
+    The answer is streamed to standard output as it is decoded; a summary follows: time to first token by stage, the chunks
+    with hit or miss, rows recomputed. Notes go to standard error.
+    """
+    question = _asked(question)
+    from blend.cli.console import hushed, note, output, print_json
+
+    with hushed(quiet):
+        rag = options.open_corpus(given)
+        note(f"Loading {given['model']} ...")
+        rag.warm_up(compare=compare)
+        stream = None if as_json else lambda piece: click.echo(piece, nl=False)
+        answer = rag.answer(question, max_new_tokens=max_new_tokens, compare=compare, on_text=stream)
+        if not as_json:
+            click.echo()
+        _tell(answer, rag)
     if as_json:
-        click.echo(
-            json.dumps(answer_document(answer, given["model"], rag.blend_config.selector, rag.blend_config.ratio))
-        )
-        return
-    click.echo()
-    output.print(_panel(answer))
+        print_json(answer_document(answer, given["model"], rag.blend_config.selector, rag.blend_config.ratio))
+    elif not quiet:
+        from blend.cli.panel import answer_panel
+
+        output.print(answer_panel(answer))
+
+
+def _asked(question: str) -> str:
+    """The question itself, read from standard input for `-`; checked before anything is loaded."""
+    from blend.cli.console import note
+
+    if question == "-":
+        if sys.stdin.isatty():
+            note("Type the question, then Ctrl-D:")
+        question = sys.stdin.read()
+    if not question.strip():
+        raise PromptError("the question is empty; ask something")
+    return question.strip()
+
+
+def _tell(answer: Answer, rag: Rag) -> None:
+    """Everything about an answer that its reader should know and would not see in it."""
+    from blend.cli.console import note
+
+    for problem in answer.problems:
+        note(problem)
+    if not answer.text:
+        note("the model ended its answer at once")
+    if answer.cut:
+        length = len(answer.generation.token_ids)
+        note(f"the answer was cut after {length} tokens; --max-new-tokens allows more, as far as the context does")
+    if not any(answer.blend.hits):
+        mine = rag.blender.encoder(rag.template.prefix).identity.namespace
+        _explain_misses(rag.store.namespaces(), mine)
 
 
 def answer_document(answer: Answer, model: str, selector: str, ratio: float) -> dict[str, object]:
-    """What `--json` prints."""
+    """What `--json` prints. Times are in seconds."""
     blend, full = answer.blend, answer.full
     document: dict[str, object] = {
         "question": answer.question,
         "answer": answer.text,
+        "cut": answer.cut,
         "model": model,
         "selector": selector,
         "ratio": ratio,
@@ -75,51 +107,13 @@ def answer_document(answer: Answer, model: str, selector: str, ratio: float) -> 
     return document
 
 
-def _panel(answer: Answer) -> Panel:
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
-    from blend.cli.console import seconds
-
-    blend = answer.blend
-    stages = {name: value for name, value in answer.stages.items() if name != "retrieve"}
-    lines = [
-        Text(
-            f"first token after {seconds(answer.ttft_s)} = "
-            + " + ".join(f"{name.replace('_', ' ')} {seconds(value)}" for name, value in stages.items())
-            + f"   (retrieval before that: {seconds(answer.stages.get('retrieve', 0.0))})"
-        ),
-        Text(
-            f"rows recomputed {blend.rows_recomputed:,} of {blend.layout.rows:,}; "
-            f"compute {blend.rows_share:.0%} of full prefill; {blend.bytes_loaded / 1e6:.0f} MB of stored KV"
-        ),
-    ]
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for ranked, hit in zip(answer.chunks, blend.hits, strict=True):
-        table.add_row(
-            Text("hit" if hit else "miss", style="green" if hit else "yellow"),
-            f"{ranked.score:.2f}",
-            ranked.chunk.title,
-        )
-    rows: list[Any] = [*lines, table]
-    if answer.full is not None:
-        ratio = answer.full.ttft_s / answer.ttft_s
-        rows.append(
-            Text(
-                f"full prefill: first token after {seconds(answer.full.ttft_s)}, {ratio:.1f} times as long; it answers:"
-            )
-        )
-        rows.append(Text(answer.full.text, style="dim"))
-    return Panel(Group(*rows), title="blended prefill", title_align="left", expand=False)
-
-
 def _explain_misses(namespaces: dict[str, dict[str, str]], mine: str) -> None:
     """Why nothing was in the store: it was made with another model, dtype or prompt."""
     from blend.cli.console import note
 
-    others = sorted({f"{d.get('model', '?')} in {d.get('dtype', '?')}" for n, d in namespaces.items() if n != mine})
+    others = sorted(
+        {f"{d['model']} in {d.get('dtype', '?')}" for n, d in namespaces.items() if n != mine and "model" in d}
+    )
     if others:
         note(
             f"no chunk was cached for this model, dtype and prompt: the store was made with {', '.join(others)}; "

@@ -1,22 +1,22 @@
-"""What the commands show: progress on stderr, results on stdout."""
+"""What the commands show: progress and notes on stderr, results on stdout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 if TYPE_CHECKING:
-    from blend.precompute import Progress as OnProgress
+    from rich.console import RenderableType
+
     from blend.weights import FetchProgress
 
-errors = Console(stderr=True, highlight=False)
-output = Console(highlight=False)
-
-_STAGES = {"embed": ("Embedding chunks", "chunks"), "encode": ("Computing caches", "tokens")}
 _FETCH = {
     "wait": "Waiting for another process that fetches the same weights",
     "download": "Downloading weights, part",
@@ -25,9 +25,43 @@ _FETCH = {
 }
 
 
+class _Console(Console):
+    """Leaves a closed pipe to `ending`."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError that rich is handling
+
+
+errors = _Console(stderr=True, highlight=False)
+output = _Console(highlight=False)
+
+
 def note(message: str) -> None:
     """One line of what is going on."""
-    errors.print(message)
+    errors.print(Text(message), soft_wrap=True)
+
+
+@contextmanager
+def hushed(quiet: bool) -> Iterator[None]:
+    """No notes and no progress inside, if `quiet`; errors are still told."""
+    before, errors.quiet = errors.quiet, quiet
+    try:
+        yield
+    finally:
+        errors.quiet = before
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """One JSON object on one line, all that a command with `--json` writes to stdout."""
+    click.echo(json.dumps(document, ensure_ascii=not _speaks_unicode()))
+
+
+def print_wide(console: Console, renderable: RenderableType, columns: int) -> None:
+    """Show what needs so many columns whole, also in a narrower terminal or a pipe."""
+    if console.width >= columns:
+        console.print(renderable)
+    else:
+        _Console(highlight=False, stderr=console.stderr, width=columns).print(renderable)
 
 
 def show_fetch(step: FetchProgress) -> None:
@@ -37,36 +71,20 @@ def show_fetch(step: FetchProgress) -> None:
         note(f"{_FETCH[step.stage]}{count} ...")
 
 
-@contextmanager
-def stage_progress() -> Iterator[OnProgress]:
-    """A progress bar per stage with rate and time left; the callback is what `precompute` calls."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=errors,
-    )
-    tasks: dict[str, Any] = {}
-
-    def show(stage: str, done: int, total: int) -> None:
-        words, unit = _STAGES[stage]
-        if total == 0:
-            return
-        if stage not in tasks:
-            tasks[stage] = bar.add_task(words, total=total, rate="")
-        speed = bar.tasks[tasks[stage]].finished_speed or bar.tasks[tasks[stage]].speed
-        bar.update(tasks[stage], completed=done, rate=f"{speed:.0f} {unit}/s" if speed else "")
-
-    with bar:
-        yield show
-
-
 def seconds(value: float) -> str:
-    """A time, short: 12 ms, 1.23 s, 75 s."""
-    if value < 1:
+    """A time, short: 12 ms, 1.23 s, 75 s, 12 min 5 s."""
+    if value < 0.9995:
         return f"{value * 1000:.0f} ms"
-    return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
+    if value < 120:
+        return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest} s"
+
+
+def counted(number: int, noun: str) -> str:
+    """1 chunk, 2 chunks, 3 caches."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _speaks_unicode() -> bool:
+    return (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"

@@ -1,15 +1,22 @@
-"""Options that several commands share. Every default comes from the configuration classes."""
+"""Options that several commands share. Every default comes from the configuration classes.
+
+What can be checked without a model is checked while the command line is parsed.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, DeviationOf, MaskMode, Norm
+from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, DeviationOf, MaskMode, Norm, Rule
+from blend.select import SELECTORS
+from blend.store import codec_names
 
 if TYPE_CHECKING:
     from blend.pipeline import Rag
@@ -18,120 +25,120 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _BLEND = BlendConfig()
 _CORPUS = CorpusConfig()
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+def _known_device(ctx: click.Context, option: click.Parameter, value: str) -> str:
+    if not _DEVICE.fullmatch(value):
+        raise click.BadParameter(f"{value!r} is none of auto, cpu, cuda or cuda:N", ctx, option)
+    return value
+
+
+def _positive(ctx: click.Context, option: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise click.BadParameter(f"{value:g} is not a positive number", ctx, option)
+    return value
+
+
+def _shared(name: str, **attributes: Any) -> Callable[[F], F]:
+    """An option that can also be given once and for all, as KVBLEND_<NAME>."""
+    variable = f"KVBLEND_{name.removeprefix('--').replace('-', '_').upper()}"
+    return click.option(name, envvar=variable, show_envvar=True, **{"show_default": True, **attributes})
+
+
+def _blending(name: str, help_line: str, kind: Any = None) -> Callable[[F], F]:
+    """An option named like a field of `BlendConfig`, with its default."""
+    flag, default = f"--{name.replace('_', '-')}", getattr(_BLEND, name)
+    return click.option(flag, type=kind, default=default, show_default=default is not None, help=help_line)
+
+
+store_option = _shared(
+    "--store", type=click.Path(path_type=Path), default=Path(".kvblend"), help="Directory of chunk caches and index."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+
+_COMMON = (
+    _shared("--model", default=DEFAULT_MODEL, help="Catalog name, HuggingFace id or model directory."),
+    store_option,
+    _shared("--device", default="auto", callback=_known_device, help="auto, cpu, cuda or cuda:N."),
+    _shared("--dtype", type=click.Choice(_DTYPES), default="auto", help="What the model computes in."),
+    click.option(
+        "--codec",
+        type=click.Choice(codec_names()),
+        default=_CORPUS.codec,
+        show_default=True,
+        help="How caches are kept.",
+    ),
+    click.option(
+        "--store-budget",
+        type=float,
+        callback=_positive,
+        metavar="GB",
+        help="Most GB of chunk caches; the least recently used ones go.  [default: no limit]",
+    ),
+)
+
+_BLENDING = (
+    _blending("selector", "Which rows to recompute.", click.Choice(list(SELECTORS))),
+    _blending("ratio", "Share of context rows to recompute, 0 to 1."),
+    _blending(
+        "mask", "What a row sees: up to its position, or as published systems do.", click.Choice(get_args(MaskMode))
+    ),
+    _blending("check_layer", "Where deviation is measured."),
+    _blending("deviation_of", "Which deviation.", click.Choice(get_args(DeviationOf))),
+    _blending("norm", "How deviation is measured.", click.Choice(get_args(Norm))),
+    _blending("first_k", "first_k: most rows a chunk.  [default: what the ratio allows]", int),
+    _blending("query_layers", "query_guided, mixed: layers that score; all, middle, upper or A-B."),
+    _blending("rule", "mixed: how deviation and attention are joined.", click.Choice(get_args(Rule))),
+    _blending("prefilter", "mixed: candidates by attention first, this many budgets of them; 0 is off."),
+    _blending("chunk_floor", "mixed: share of the budget spread evenly over chunks."),
+    _blending("block", "query_guided, mixed: rows that are taken together."),
+    _blending("seed", "Seed of the random selector."),
+)
 
 
 def common(function: F) -> F:
-    """--model, --store, --device, --dtype, --store-budget."""
-    for option in reversed(
-        (
-            click.option(
-                "--model",
-                default=DEFAULT_MODEL,
-                show_default=True,
-                help="Catalog name, HuggingFace id or model directory.",
-            ),
-            click.option(
-                "--store",
-                type=click.Path(path_type=Path),
-                default=Path(".kvblend"),
-                show_default=True,
-                help="Directory of chunk caches and index.",
-            ),
-            click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-            click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
-            click.option(
-                "--store-budget", type=float, help="Most GB of chunk caches; the least recently used ones go."
-            ),
-        )
-    ):
-        function = option(function)
-    return function
-
-
-def corpus(function: F) -> F:
-    """--chunk-tokens, --embedder, --codec."""
-    for option in reversed(
-        (
-            click.option(
-                "--chunk-tokens",
-                type=int,
-                default=_CORPUS.chunk_tokens,
-                show_default=True,
-                help="Longest chunk, in tokens.",
-            ),
-            click.option(
-                "--embedder",
-                default=_CORPUS.embedder,
-                show_default=True,
-                help="minilm, a sentence-transformers id or a directory.",
-            ),
-            click.option(
-                "--codec",
-                default=_CORPUS.codec,
-                show_default=True,
-                help="How caches are stored: bfloat16, float16, float32 or native.",
-            ),
-        )
-    ):
-        function = option(function)
-    return function
+    """--model, --store, --device, --dtype, --codec, --store-budget."""
+    return _apply(_COMMON, function)
 
 
 def blending(function: F) -> F:
-    """--selector, --ratio, --mask, --check-layer, --deviation-of, --norm, --first-k, --seed."""
-    for option in reversed(
-        (
-            click.option(
-                "--selector",
-                default=_BLEND.selector,
-                show_default=True,
-                help="Which rows to recompute: hkvd, first_k, random, all or none.",
-            ),
-            click.option(
-                "--ratio",
-                type=float,
-                default=_BLEND.ratio,
-                show_default=True,
-                help="Share of context rows to recompute.",
-            ),
-            click.option(
-                "--mask",
-                type=click.Choice(get_args(MaskMode)),
-                default=_BLEND.mask,
-                show_default=True,
-                help="exact, or bottom-right as published systems do.",
-            ),
-            click.option(
-                "--check-layer", type=int, default=_BLEND.check_layer, show_default=True, help="Where hkvd compares KV."
-            ),
-            click.option(
-                "--deviation-of",
-                type=click.Choice(get_args(DeviationOf)),
-                default=_BLEND.deviation_of,
-                show_default=True,
-                help="What hkvd compares.",
-            ),
-            click.option(
-                "--norm",
-                type=click.Choice(get_args(Norm)),
-                default=_BLEND.norm,
-                show_default=True,
-                help="How hkvd measures distance.",
-            ),
-            click.option(
-                "--first-k", type=int, help="Most rows a chunk that first_k takes; all of the budget if not given."
-            ),
-            click.option(
-                "--seed", type=int, default=_BLEND.seed, show_default=True, help="Seed of the random selector."
-            ),
-        )
-    ):
+    """--selector, --ratio, --mask and what single selectors take."""
+    return _apply(_BLENDING, function)
+
+
+def chunking(function: F) -> F:
+    """--chunk-tokens and --embedder, of a corpus that is being made."""
+    tokens = click.option(
+        "--chunk-tokens",
+        type=int,
+        default=_CORPUS.chunk_tokens,
+        show_default=True,
+        help="Longest chunk, in tokens of the model.",
+    )
+    return _apply((tokens, _embedder(default=_CORPUS.embedder, show_default=True)), function)
+
+
+def retrieval(function: F) -> F:
+    """--top-k and --embedder, of a corpus that is there."""
+    top_k = click.option("--top-k", type=int, default=_CORPUS.top_k, show_default=True, help="Chunks to retrieve.")
+    return _apply((top_k, _embedder(show_default="the one that made the index")), function)
+
+
+def _embedder(**attributes: Any) -> Callable[[F], F]:
+    return click.option("--embedder", help="minilm, a sentence-transformers id or a directory.", **attributes)
+
+
+def _apply(options: tuple[Callable[[Any], Any], ...], function: F) -> F:
+    for option in reversed(options):
         function = option(function)
     return function
 
 
 def open_rag(options: dict[str, Any]) -> Rag:
-    """A `Rag` from parsed options; entries that it does not know are left alone."""
+    """A `Rag` from parsed options; entries that it does not know are left alone. Loads no model."""
+    blend, corpus = _pick(BlendConfig, options), _pick(CorpusConfig, options)
     from blend.cli.console import show_fetch
     from blend.pipeline import Rag
 
@@ -141,11 +148,19 @@ def open_rag(options: dict[str, Any]) -> Rag:
         model=options["model"],
         device=options["device"],
         dtype=options["dtype"],
-        blend=_pick(BlendConfig, options),
-        corpus=_pick(CorpusConfig, options),
+        blend=blend,
+        corpus=corpus,
         budget_bytes=int(budget * 1e9) if budget is not None else None,
         on_fetch=show_fetch,
     )
+
+
+def open_corpus(options: dict[str, Any]) -> Rag:
+    """`open_rag` for a corpus that must be there, with the embedder that made its index unless another one was named."""
+    rag = open_rag(options)
+    if options.get("embedder") is None:
+        rag.corpus_config = replace(rag.corpus_config, embedder=rag.index.embedder)
+    return rag
 
 
 def _pick(kind: type[Any], options: dict[str, Any]) -> Any:

@@ -2,38 +2,79 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from blend.cli import options
 
+if TYPE_CHECKING:
+    from blend.precompute import Precomputed
+    from blend.store import StoreStats
+
+_RESUME = "interrupted; what was computed is stored, run the same command again to go on"
+
 
 @click.command("precompute")
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--add", is_flag=True, help="Keep what the store's index holds and add these documents to it.")
+@options.json_option
 @options.common
-@options.corpus
-def command(paths: tuple[Path, ...], add: bool, **given: Any) -> None:
+@options.chunking
+def command(paths: tuple[Path, ...], add: bool, as_json: bool, **given: Any) -> None:
     """Chunk, index and cache the documents under PATHS: folders or files of .md, .txt, .rst, .html, .pdf or .jsonl.
 
     The corpus becomes exactly these documents; chunks that did not change are not computed again. A run that was stopped
     goes on where it was when it is started again.
     """
-    from blend.cli.console import note, output, stage_progress
-
     rag = options.open_rag(given)
-    note(f"Loading {given['model']} ...")
-    rag.decoder  # noqa: B018 - its own step, before the progress bars
-    with stage_progress() as progress:
-        done = rag.precompute(paths, add=add, progress=progress)
+    from blend.cli.console import print_json
+    from blend.cli.progress import stage_progress
+
+    try:
+        with stage_progress(given["model"]) as progress:
+            done = rag.precompute(paths, add=add, progress=progress)
+    except KeyboardInterrupt:
+        raise click.Abort(_RESUME) from None
+    _tell(done)
+    if as_json:
+        print_json(precomputed_document(done, rag.store.stats()))
+    else:
+        click.echo(_summary(done, given["store"], rag.store.stats()))
+
+
+def precomputed_document(done: Precomputed, stats: StoreStats) -> dict[str, object]:
+    """What `--json` prints: `Precomputed`, the rate, and what the store holds now."""
+    document = asdict(done)
+    skipped = [{"source": one.source, "reason": one.reason} for one in done.skipped]
+    rate = done.tokens / done.seconds if done.computed else None
+    store = {"entries": stats.entries, "bytes": stats.nbytes}
+    return {**document, "skipped": skipped, "tokens_per_s": rate, "store": store}
+
+
+def _tell(done: Precomputed) -> None:
+    from blend.cli.console import counted, note
+
     for skipped in done.skipped:
         note(f"skipped {skipped.source}: {skipped.reason}")
-    rate = f" at {done.tokens / done.seconds:.0f} tokens/s" if done.tokens and done.seconds else ""
-    stats = rag.store.stats()
-    output.print(
-        f"{done.documents} documents, {done.chunks} chunks ({done.added} new, {done.removed} gone); "
-        f"{done.computed} caches computed{rate}, {done.reused} already stored. "
-        f"{given['store']}: {stats.entries} caches, {stats.nbytes / 1e6:.0f} MB."
+    if done.rebuilt:
+        note(f"the index was built anew: {done.rebuilt}")
+    if done.evicted:
+        note(
+            f"the store's budget has no room for {counted(done.evicted, 'cache')} of this corpus; "
+            "they are computed when a question needs them: raise --store-budget to keep all"
+        )
+
+
+def _summary(done: Precomputed, store: Path, stats: StoreStats) -> str:
+    from blend.cli.console import counted
+
+    rate = f" at {done.tokens / done.seconds:,.0f} tokens/s" if done.computed else ""
+    return (
+        f"{counted(done.documents, 'document')}, {counted(done.chunks, 'chunk')} "
+        f"({done.added:,} new, {done.removed:,} gone); "
+        f"{counted(done.computed, 'cache')} computed{rate}, {done.reused:,} already stored. "
+        f"{store}: {counted(stats.entries, 'cache')}, {stats.nbytes / 1e6:,.0f} MB."
     )

@@ -17,20 +17,31 @@ if TYPE_CHECKING:
     from blend.pipeline import Rag
     from blend.report import Measurement, Report
 
+BUILTIN_QUESTIONS = 12
+
 
 @click.command("report")
 @click.option(
     "--dataset", type=click.Path(path_type=Path), help="JSONL question file; without one, built-in questions."
 )
-@click.option("--limit", type=click.IntRange(1), help="At most so many questions. [default: all; 12 built-in ones]")
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write the report as JSON.")
 @click.option(
-    "--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw quality against TTFT (.png or .svg)."
+    "--limit",
+    type=click.IntRange(1),
+    help=f"At most so many questions.  [default: all; {BUILTIN_QUESTIONS} built-in ones]",
+)
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    help="Write the report as JSON; - is standard output, and the table then goes to standard error.",
+)
+@click.option(
+    "--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw quality against TTFT (.png, .svg or .pdf)."
 )
 @click.option("--max-new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Longest answer.")
 @click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Timed prefills of each method.")
 @options.common
-@options.corpus
+@options.retrieval
 @options.blending
 def command(
     dataset: Path | None,
@@ -45,63 +56,60 @@ def command(
 
     Ctrl-C ends the run early and reports what was measured.
     """
-    from blend.cli.console import note, output
-    from blend.report import render_report, write_json, write_picture
+    from blend.cli.outcome import check_outputs, show_report
+    from blend.cli.workload import load_records
 
-    records = _load(dataset, limit)
-    rag = options.open_rag(given)
-    note(f"Loading {given['model']} ...")
-    rag.decoder  # noqa: B018 - its own step, before the questions
-    if records is None:
-        from blend.cli.workload import builtin_records
-
-        records = builtin_records(rag, limit or 12)
+    check_outputs(json_path, picture)
+    rag, records = load_records(given, dataset, limit or BUILTIN_QUESTIONS if dataset is None else limit)
     measured, interrupted = _measure(rag, records, max_new_tokens, repeats)
-    if not measured:
-        raise click.Abort
-    report = _summarise(rag, measured, dataset, given)
-    output.print(render_report(report))
-    if json_path:
-        write_json(report, json_path)
-        note(f"wrote {json_path}")
-    if picture:
-        write_picture(report, picture)
-        note(f"wrote {picture}")
+    if measured:
+        show_report(_summarise(rag, measured, dataset, given), json_path, picture)
     if interrupted:
-        raise click.Abort
-
-
-def _load(dataset: Path | None, limit: int | None) -> list[Record] | None:
-    """Read the question file before anything heavy is loaded, so that a mistake in it shows at once."""
-    from blend.dataset import load_dataset
-
-    return load_dataset(dataset, limit) if dataset else None
+        done = len({row.record_id for row in measured})
+        raise click.Abort(f"interrupted after {done} of {len(records)} questions")
 
 
 def _measure(rag: Rag, records: list[Record], max_new_tokens: int, repeats: int) -> tuple[list[Measurement], bool]:
     """Measurements of all records, and whether Ctrl-C came before the last."""
     from blend.cli.console import note, seconds
-    from blend.errors import PromptError
     from blend.evaluate import Evaluator, standard_methods
 
-    evaluator = Evaluator(rag.blender, rag.template, max_new_tokens=max_new_tokens, repeats=repeats)
-    methods = standard_methods(rag.blend_config)
     measured: list[Measurement] = []
     try:
-        evaluator.warm_up(records[0], methods)
-        for number, record in enumerate(records, 1):
-            try:
-                rows = evaluator.measure(record, methods)
-            except PromptError as error:
-                note(f"{record.id} left out: {error}")
-                continue
+        evaluator = Evaluator(rag.blender, rag.template, max_new_tokens=max_new_tokens, repeats=repeats)
+        methods = standard_methods(rag.blend_config)
+        fitting = _fitting(rag, records, max_new_tokens)
+        evaluator.warm_up(fitting[0], methods)
+        for number, record in enumerate(fitting, 1):
+            rows = evaluator.measure(record, methods)
             measured += rows
             times = ", ".join(f"{row.method} {seconds(row.ttft_s)}" for row in rows)
-            note(f"[{number}/{len(records)}] {record.id}: {times}")
+            note(f"[{number}/{len(fitting)}] {record.id}: {times}")
     except KeyboardInterrupt:
-        note("interrupted: reporting what was measured so far")
         return measured, True
     return measured, False
+
+
+def _fitting(rag: Rag, records: list[Record], max_new_tokens: int) -> list[Record]:
+    """Records whose prompt and answer fit the model's context; the others are named. Raises `PromptError` if none does."""
+    from blend.cli.console import note
+    from blend.errors import PromptError
+
+    fitting = []
+    for record in records:
+        rows = rag.template.layout(record.question, record.chunks).rows
+        try:
+            rag.decoder.check_length(rows + max_new_tokens)
+        except PromptError as error:
+            note(f"{record.id} left out: {error}")
+            continue
+        fitting.append(record)
+    if not fitting:
+        raise PromptError(
+            f"no question fits the {rag.decoder.context_length} tokens that the model reads, with {max_new_tokens} for the "
+            "answer; use shorter records, fewer chunks, or a model with a longer context"
+        )
+    return fitting
 
 
 def _summarise(rag: Rag, measured: list[Measurement], dataset: Path | None, given: dict[str, Any]) -> Report:

@@ -7,27 +7,36 @@ from typing import Any
 
 import click
 
+from blend.cli import options
+
 
 @click.command("store")
-@click.option("--store", "root", type=click.Path(path_type=Path), default=Path(".kvblend"), show_default=True)
+@options.store_option
 @click.option(
     "--clear", is_flag=True, help="Remove every chunk cache (the index stays; caches are computed again on use)."
 )
-def command(root: Path, clear: bool) -> None:
+@options.json_option
+def command(store: Path, clear: bool, as_json: bool) -> None:
     """Show which models a store holds caches for, and how many."""
     from blend.errors import StoreError
     from blend.store import open_store
 
-    if not (root / "kv").is_dir():
-        raise StoreError(f"{root} holds no chunk caches; make some with `blend precompute PATH --store {root}`")
-    store = open_store(root / "kv")
+    if not (store / "kv").is_dir():
+        raise StoreError(f"{store} holds no chunk caches; make some with `blend precompute PATH --store {store}`")
+    caches = open_store(store / "kv")
     if clear:
-        for key in list(store.keys()):
-            store.delete(key)
-    stats = store.stats()
-    click.echo(f"{root}: {stats.entries} chunk caches, {stats.nbytes / 1e6:.0f} MB")
-    for namespace, words in store.namespaces().items():
-        click.echo(f"  {_describe(words)}: {sum(1 for _ in store.keys(namespace))} caches")
+        for key in list(caches.keys()):
+            caches.delete(key)
+    stats = caches.stats()
+    namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in caches.namespaces().items()]
+    if as_json:
+        from blend.cli.console import print_json
+
+        print_json({"entries": stats.entries, "bytes": stats.nbytes, "namespaces": namespaces})
+        return
+    click.echo(f"{store}: {stats.entries:,} chunk caches, {stats.nbytes / 1e6:,.0f} MB")
+    for words in namespaces:
+        click.echo(f"  {_describe(words)}: {words['caches']:,} caches")
 
 
 def _describe(words: dict[str, Any]) -> str:

@@ -1,12 +1,16 @@
-"""The questions of a report that was given none: about the demo corpus, and needles hidden in the user's own chunks."""
+"""The questions of a report: a file's, or those about the demo corpus and needles hidden in the user's own chunks."""
 
 from __future__ import annotations
 
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from blend.dataset import Record, RecordChunk
-from blend.needles import make_needles
+from blend.cli import options
+from blend.cli.console import note
+from blend.dataset import Record, RecordChunk, load_dataset
+from blend.errors import ConfigError
+from blend.needles import MIN_CHUNKS, make_needles
 
 if TYPE_CHECKING:
     from blend.pipeline import Rag
@@ -15,12 +19,34 @@ if TYPE_CHECKING:
 NEEDLE_CHUNKS = 8
 
 
+def load_records(given: dict[str, Any], dataset: Path | None, limit: int | None) -> tuple[Rag, list[Record]]:
+    """The engine with its model loaded, and the questions; what is wrong with these shows before the model is loaded."""
+    if dataset is not None:
+        records = load_dataset(dataset, limit)
+        rag = options.open_rag(given)
+    else:
+        rag = options.open_corpus(given)
+        records = builtin_records(rag, limit or 1)
+    _ = rag.store
+    note(f"Loading {given['model']} ...")
+    _ = rag.decoder
+    return rag, records
+
+
 def builtin_records(rag: Rag, limit: int) -> list[Record]:
-    """Questions about the demo corpus, where the index holds it, in turn with needle questions over its chunks."""
-    chunks = rag.retriever.index.chunks
+    """Questions about the demo corpus, where the index holds it, in turn with needle questions over its chunks.
+
+    Raises `ConfigError` for a corpus of less than four different chunks.
+    """
+    chunks = rag.index.chunks
+    filler = list(dict.fromkeys(chunk.text.strip() for chunk in chunks))
+    if len(filler) < MIN_CHUNKS:
+        raise ConfigError(
+            f"the corpus has {len(filler)} different chunks, built-in questions need {MIN_CHUNKS}: "
+            "precompute more documents, or bring questions of your own with --dataset"
+        )
     about = _corpus_questions(rag, {chunk.document_id for chunk in chunks})
-    filler = [chunk.text for chunk in chunks]
-    needles = make_needles(filler, per_kind=max(1, limit // 4 + 1), chunks=min(NEEDLE_CHUNKS, len(filler)), seed=0)
+    needles = make_needles(filler, per_kind=limit // 4 + 1, chunks=min(NEEDLE_CHUNKS, len(filler)), seed=0)
     both = chain.from_iterable(zip_longest(about, needles))
     return [record for record in both if record is not None][:limit]
 

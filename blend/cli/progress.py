@@ -1,0 +1,87 @@
+"""Progress of `blend precompute`: bars on a terminal, now and then a plain line elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from blend.cli.console import errors, note, seconds
+
+if TYPE_CHECKING:
+    from blend.precompute import Progress as OnProgress
+
+_STAGES = {
+    "chunk": ("Dividing documents", "documents"),
+    "embed": ("Embedding chunks", "chunks"),
+    "encode": ("Computing caches", "tokens"),
+}
+LINE_EVERY_S = 10.0
+
+
+@contextmanager
+def stage_progress(model: str) -> Iterator[OnProgress]:
+    """What `precompute` calls, for as long as the block runs. model: how to call what is loaded first."""
+    with _bars() if errors.is_terminal else _lines() as show:
+
+        def on_progress(stage: str, done: int, total: int) -> None:
+            if stage == "load":
+                note(f"Loading {model} ...")
+            elif total:
+                show(stage, done, total)
+
+        yield on_progress
+
+
+@contextmanager
+def _bars() -> Iterator[OnProgress]:
+    """A bar per stage with rate and time left."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
+    bar = Progress(
+        TextColumn("{task.description}"), *columns, TextColumn("left"), TimeRemainingColumn(), console=errors
+    )
+    tasks: dict[str, Any] = {}
+
+    def show(stage: str, done: int, total: int) -> None:
+        words, unit = _STAGES[stage]
+        if stage not in tasks:
+            tasks[stage] = bar.add_task(words, total=total, rate="")
+        task = bar.tasks[tasks[stage]]
+        speed = task.finished_speed or task.speed
+        bar.update(tasks[stage], completed=done, rate=f"{speed:,.0f} {unit}/s" if speed else "")
+
+    with bar:
+        yield show
+
+
+@contextmanager
+def _lines() -> Iterator[OnProgress]:
+    """A line when a stage has run for a while, then every so often, and when it ends after that."""
+    begun: dict[str, float] = {}
+    told: dict[str, float] = {}
+
+    def show(stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        last = told.setdefault(stage, begun.setdefault(stage, now))
+        if done and (now - last >= LINE_EVERY_S or (done == total and stage == "encode")):
+            told[stage] = now
+            note(_line(stage, done, total, now - begun[stage]))
+
+    yield show
+
+
+def _line(stage: str, done: int, total: int, elapsed: float) -> str:
+    words, unit = _STAGES[stage]
+    rate = f", {done / elapsed:,.0f} {unit}/s" if elapsed else ""
+    left = f", {seconds((total - done) * elapsed / done)} left" if done < total else ""
+    return f"{words}: {done:,} of {total:,} {unit}{rate}{left}"
