@@ -1,6 +1,6 @@
 """The dense reference: blended prefill by definition, through the model's own forward pass over all rows.
 
-No row is left out, no mask is ours, nothing of the engine is used. A cache replaces the keys and values of the rows that are not
+No row is left out, no mask is ours, nothing of the engine is used. A cache replaces the keys and values of rows that are not
 recomputed by given ones; what the other rows then compute is the blended prefill, because a row sees others only through them.
 """
 

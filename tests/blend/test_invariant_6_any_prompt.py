@@ -125,6 +125,11 @@ def test_a_prompt_longer_than_the_context_is_refused(name: str) -> None:
         blended(decoder(name), make_layout(chunks=(limit - 11,)), CONFIGS["none"], cached=())
 
 
+def _cache_and_prefill(blender: Blender, layout: PromptLayout) -> None:
+    cache_chunks(blender, layout)
+    blender.prefill(layout)
+
+
 DEGENERATE = {
     "no suffix": PromptLayout((3, 4), ((5, 6, 7), (8, 9)), ()),
     "a prefix only": PromptLayout((3, 4), (), ()),
@@ -137,10 +142,8 @@ DEGENERATE = {
 def test_invariant_6_a_prompt_without_prefix_or_suffix_is_refused(layout: PromptLayout) -> None:
     """Without a suffix the last row may be a stored one that no selector chooses: there would be nothing to predict from."""
     blender = Blender(decoder("llama"), open_store("memory:"), CONFIGS["hkvd"])
-    with pytest.raises(PromptError, match="prefix|suffix"):
-        if layout.prefix:
-            cache_chunks(blender, layout)
-        blender.prefill(layout)
+    with pytest.raises(PromptError, match=r"prefix|suffix"):
+        _cache_and_prefill(blender, layout)
 
 
 def test_invariant_6_an_empty_chunk_is_as_if_it_were_not_there() -> None:

@@ -162,7 +162,9 @@ def test_all_and_none_ignore_the_budget() -> None:
 
 
 @pytest.mark.parametrize("selector", [name for name in SELECTORS if name not in ("all", "none")])
-@pytest.mark.parametrize("candidates", [CANDIDATES, CANDIDATES[::3], CANDIDATES[:1], CANDIDATES[:0]], ids=len)
+@pytest.mark.parametrize(
+    "candidates", [CANDIDATES, CANDIDATES[::3].contiguous(), CANDIDATES[:1], CANDIDATES[:0]], ids=len
+)
 @pytest.mark.parametrize("budget", [0, 1, 3, 20])
 def test_no_selector_exceeds_its_budget_or_its_candidates(selector: str, candidates: torch.Tensor, budget: int) -> None:
     budget = min(budget, len(candidates))

@@ -1,0 +1,143 @@
+"""Imports point down only, and every heavy library has its few doors."""
+
+from __future__ import annotations
+
+import sys
+from graphlib import TopologicalSorter
+
+import pytest
+from imports import ROOT, importers, imports, modules, top
+
+# From the top down: a module may import what stands below its own line, and its own package. All of `blend` stands here.
+LAYERS = (
+    ("blend.__main__",),
+    ("blend.cli",),
+    ("blend.pipeline", "blend.evaluate"),
+    ("blend.precompute",),
+    ("blend.generate", "blend.reference", "blend.blender"),
+    ("blend.encode", "blend.assemble", "blend.recompute"),
+    ("blend.select", "blend.decoder"),
+    ("blend.admission",),
+    ("blend.driver", "blend.rope"),
+    ("blend.attention", "blend.blended_cache", "blend.store", "blend.weights", "blend.report", "blend.needles"),
+    ("blend.metrics", "blend.machine", "blend.bootstrap", "blend.dataset", "blend.prompt", "blend.timing"),
+    ("blend.types", "blend.config"),
+    ("blend.errors", "blend"),
+)
+
+
+def _unit(module: str) -> str:
+    """The line's entry that a module belongs to: itself, or its package."""
+    parts = module.split(".")
+    return ".".join(parts[:2])
+
+
+RANK = {unit: depth for depth, line in enumerate(LAYERS) for unit in line}
+
+
+def test_every_module_of_blend_has_its_place() -> None:
+    units = {_unit(module) for module in modules() if top(module) == "blend"}
+    assert units == set(RANK)
+
+
+def test_imports_point_down_only() -> None:
+    """Names that only annotations need are free to point anywhere; the public surface in `blend/__init__.py` is lazy."""
+    wrong = []
+    for entry in imports():
+        if entry.typing_only or top(entry.module) != "blend" or top(entry.target) != "blend":
+            continue
+        here, there = _unit(entry.module), _unit(entry.target)
+        if here not in (there, "blend") and RANK[here] >= RANK[there]:
+            wrong.append(f"{entry.module} -> {entry.target}")
+    assert not wrong
+
+
+# A factory that loads an implementation of the contract beside it when it is asked for one.
+FACTORIES = {("retrieval.embedding", "retrieval.sentence_embedder")}
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    graph: dict[str, set[str]] = {module: set() for module in modules()}
+    for entry in imports():
+        if entry.typing_only or (entry.module, entry.target) in FACTORIES:
+            continue
+        if entry.target in graph and entry.target != entry.module:
+            graph[entry.module].add(entry.target)
+    TopologicalSorter(graph).prepare()
+
+
+def test_only_attention_imports_the_kernels() -> None:
+    assert {m for m in importers("blend_kernels") if top(m) != "blend_kernels"} == {"blend.attention"}
+
+
+DOORS = {
+    "transformers": {
+        "blend.driver",
+        "blend.blended_cache",
+        "blend.decoder",
+        "blend.generate",
+        "blend.weights",
+        "retrieval.sentence_embedder",
+    },
+    "retrieval": {"blend.pipeline", "blend.precompute", "blend.cli"},
+    "faiss": {"retrieval.index"},
+    "sentence_transformers": {"retrieval.sentence_embedder"},
+    "triton": {"blend_kernels"},
+    "matplotlib": {"blend.report"},
+    "rouge_score": {"blend.metrics"},
+    "gguf": {"blend.weights"},
+    "click": {"blend.cli"},
+    "rich": {"blend.cli", "blend.report"},
+    "xxhash": {"blend.store", "blend.decoder"},
+}
+
+
+@pytest.mark.parametrize("library", DOORS)
+def test_a_library_is_imported_only_through_its_doors(library: str) -> None:
+    inside = {m for m in importers(library) if top(m) != library}
+    found = {m if top(m) == "retrieval" else top(m) if top(m) == "blend_kernels" else _unit(m) for m in inside}
+    assert found <= DOORS[library]
+
+
+def _outside(package: str) -> set[str]:
+    """Libraries and packages of ours that a package imports, the standard library apart."""
+    tops = {
+        top(entry.target)
+        for entry in imports()
+        if f"{entry.module}.".startswith(f"{package}.") and not entry.typing_only
+    }
+    return tops - set(sys.stdlib_module_names) - {top(package)}
+
+
+def test_retrieval_knows_nothing_of_blend() -> None:
+    assert not _outside("retrieval") & {"blend", "blend_kernels", "triton"}
+
+
+def test_kernels_import_only_torch_and_triton() -> None:
+    assert _outside("blend_kernels") <= {"torch", "triton"}
+
+
+def test_the_store_knows_neither_transformers_nor_the_decoder() -> None:
+    assert _outside("blend.store") <= {"torch", "xxhash", "filelock", "numpy"}
+    ours = {_unit(e.target) for e in imports() if e.module.startswith("blend.store") and top(e.target) == "blend"}
+    assert ours <= {"blend.store", "blend.types", "blend.errors", "blend.config"}
+
+
+def test_only_the_driver_registers_attention_and_nothing_is_patched_on_import() -> None:
+    users = {m for m, path in modules().items() if "ALL_ATTENTION_FUNCTIONS" in path.read_text(encoding="utf-8")}
+    assert users == {"blend.driver"}
+
+
+def test_kernels_is_a_source_root_and_no_package() -> None:
+    """A top-level package named `kernels` would shadow the one that transformers imports."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not importers("kernels")
+
+
+def test_the_reader_of_imports_sees_them() -> None:
+    """These tests could not fail if it found nothing."""
+    seen = {(entry.module, entry.target, entry.lazy) for entry in imports()}
+    assert ("blend.attention", "blend_kernels", False) in seen
+    assert ("blend.store", "blend.store.memory", True) in seen
+    assert any(entry.typing_only for entry in imports())
+    assert ("blend_kernels.attention_op", "blend_kernels.checks", False) in seen

@@ -1,0 +1,205 @@
+"""No work on rows that are not needed, counted through the model's linear layers; no copy of the cache, no mask in memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import SELECTORS, cache_chunks, make_layout
+from models import CORE, LAYERS, build, decoder, tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from blend.blender import Blend, Blender
+from blend.config import BlendConfig
+from blend.decoder import Decoder
+from blend.generate import generate
+from blend.store import open_store
+from blend.timing import STAGES, Stopwatch
+
+LAYOUT = make_layout()
+AFTER_PREFIX = LAYOUT.rows - len(LAYOUT.prefix)
+Counts = dict[str, list[int]]
+
+
+@contextmanager
+def _counted(dec: Decoder) -> Iterator[Counts]:
+    """Rows of every call of every linear layer and norm, by the module's name: `3.mlp.down_proj`, `head`, `embed`."""
+    counts: Counts = defaultdict(list)
+
+    def listen(name: str, module: torch.nn.Module) -> Any:
+        return module.register_forward_hook(lambda module, args, out: counts[name].append(out.shape[0] * out.shape[1]))
+
+    named = [("head", dec.model.get_output_embeddings()), ("embed", dec.model.get_input_embeddings())]
+    for index, layer in enumerate(dec.layers):
+        named += [(f"{index}.{n}", m) for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)]
+    handles = [listen(name, module) for name, module in named]
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _blender(name: str, config: BlendConfig) -> Blender:
+    blender = Blender(decoder(name), open_store("memory:"), config)
+    cache_chunks(blender, LAYOUT)
+    return blender
+
+
+def _prefill(name: str, config: BlendConfig) -> tuple[Blend, Counts]:
+    blender = _blender(name, config)
+    with _counted(blender.decoder) as counts:
+        blend = blender.prefill(LAYOUT)
+    return blend, counts
+
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+REST = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+@pytest.mark.parametrize("check_layer", [1, 2])
+@pytest.mark.parametrize("name", CORE)
+def test_hkvd_runs_all_rows_only_below_the_check_layer_and_in_its_qkv_projection(name: str, check_layer: int) -> None:
+    blend, counts = _prefill(name, BlendConfig(ratio=0.2, check_layer=check_layer))
+    chosen = blend.rows_recomputed
+    assert chosen == round(0.2 * LAYOUT.context.length) + len(LAYOUT.suffix)
+    for layer in range(LAYERS):
+        qkv = {part: counts[f"{layer}.{part}"] for part in QKV}
+        rest = [counts[f"{layer}.{part}"] for part in REST]
+        if layer < check_layer:
+            assert all(seen == [AFTER_PREFIX] for seen in (*qkv.values(), *rest))
+        elif layer == check_layer:
+            assert all(seen in ([AFTER_PREFIX, chosen], [AFTER_PREFIX]) for seen in qkv.values())
+            assert all(seen == [chosen] for seen in rest)
+        elif layer < LAYERS - 1:
+            assert all(seen == [chosen] for seen in (*qkv.values(), *rest))
+    assert counts["head"] == [1]
+    assert counts["embed"] == [AFTER_PREFIX]
+
+
+@pytest.mark.parametrize("selector", ["first_k", "random", "none", "hkvd", "query_guided"])
+@pytest.mark.parametrize("name", CORE)
+def test_the_last_layer_computes_keys_of_the_chosen_rows_and_the_rest_of_one(name: str, selector: str) -> None:
+    blend, counts = _prefill(name, SELECTORS[selector])
+    last = LAYERS - 1
+    assert max(counts[f"{last}.self_attn.k_proj"]) == blend.rows_recomputed
+    assert [counts[f"{last}.{part}"] for part in REST] == [[1]] * len(REST)
+    assert counts["head"] == [1]
+
+
+@pytest.mark.parametrize("selector", ["first_k", "first_4", "random", "none"])
+@pytest.mark.parametrize("name", CORE)
+def test_selectors_that_need_nothing_never_run_more_than_the_chosen_rows(name: str, selector: str) -> None:
+    blend, counts = _prefill(name, SELECTORS[selector])
+    assert blend.rows_recomputed < AFTER_PREFIX
+    assert {max(seen) for seen in counts.values()} <= {blend.rows_recomputed, 1}
+    assert all(seen == [blend.rows_recomputed] for name, seen in counts.items() if name[0] in "012")
+
+
+def test_the_query_looks_only_up_to_the_last_layer_it_scores() -> None:
+    blend, counts = _prefill("llama", BlendConfig(selector="query_guided", query_layers="0-1", ratio=0.2))
+    suffix = len(LAYOUT.suffix)
+    assert counts["0.mlp.up_proj"] == [suffix, blend.rows_recomputed]
+    assert counts["1.self_attn.k_proj"] == [suffix, blend.rows_recomputed]
+    assert counts["1.mlp.up_proj"] == [blend.rows_recomputed]
+    assert counts["2.self_attn.k_proj"] == [blend.rows_recomputed]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_encoding_runs_the_prefix_once_and_stops_at_the_last_keys(name: str) -> None:
+    dec = decoder(name)
+    with _counted(dec) as counts:
+        blender = _blender(name, SELECTORS["none"])
+        blender.prefill(LAYOUT)
+        blender.prefill(LAYOUT)
+    assert counts["embed"][0] == len(LAYOUT.prefix)
+    assert counts["embed"].count(len(LAYOUT.prefix)) == 1
+    assert counts["head"] == [1, 1], "encoding needs no logits"
+    padded = len(LAYOUT.chunks) * max(map(len, LAYOUT.chunks))
+    last = LAYERS - 1
+    assert counts["embed"][1] <= padded
+    assert counts[f"{last}.self_attn.k_proj"][:2] == [len(LAYOUT.prefix), counts["embed"][1]]
+    assert counts[f"{last}.mlp.up_proj"] == [1, 1], "the last layer's MLP feeds no cache"
+
+
+def _pointers(blend: Blend) -> list[int]:
+    return [t.data_ptr() for layer in blend.cache.layers for t in (layer.keys, layer.values)]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_decoding_runs_one_row_a_token_and_never_copies_the_cache(name: str) -> None:
+    blend = _blender(name, SELECTORS["hkvd"]).prefill(LAYOUT, room=16)
+    before = _pointers(blend)
+    with _counted(blend.decoder) as counts:
+        generate(blend.decoder, blend, LAYOUT.token_ids, max_new_tokens=16, eos_token_id=None)
+    assert _pointers(blend) == before
+    assert all(seen == [1] * 15 for seen in counts.values())
+
+
+def test_decoding_past_the_room_moves_the_cache_rarely() -> None:
+    blend = _blender("llama", SELECTORS["hkvd"]).prefill(LAYOUT, room=0)
+    places = {tuple(_pointers(blend))}
+    for _ in range(60):
+        blend.append(torch.tensor([[3]]))
+        places.add(tuple(_pointers(blend)))
+    assert blend.cache.get_seq_length() == LAYOUT.rows + 60
+    assert len(places) <= 4
+
+
+class _LargestTensor(TorchDispatchMode):
+    """The largest result of any operation; a view counts as what it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, torch.Tensor):
+                self.largest = max(self.largest, value.numel())
+        return out
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "random"])
+def test_no_mask_of_rows_by_keys_is_ever_in_memory(selector: str) -> None:
+    """With 2 x 16 numbers a row and layer in the cache, such a mask would be by far the largest tensor."""
+    dec = Decoder(build(CORE["llama"], max_position_embeddings=4096), tokenizer(), "llama")
+    layout = make_layout(chunks=(700, 700, 700, 700))
+    blender = Blender(dec, open_store("memory:"), replace(SELECTORS[selector], ratio=0.3))
+    cache_chunks(blender, layout)
+    with _LargestTensor() as largest:
+        blend = blender.prefill(layout)
+    assert largest.largest < blend.rows_recomputed * layout.rows / 2
+
+
+def test_bytes_loaded_count_each_stored_chunk_once() -> None:
+    blend = _blender("llama", SELECTORS["none"]).prefill(make_layout())
+    per_row = LAYERS * 2 * 2 * 16 * 4  # layers x (keys, values) x heads x head dim x float32
+    assert blend.bytes_loaded == LAYOUT.context.length * per_row
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_stages_add_up_to_the_time_to_first_token(selector: str) -> None:
+    blend = _blender("llama", SELECTORS[selector]).prefill(LAYOUT)
+    assert set(blend.stages) <= set(STAGES)
+    assert {"load", "reposition", "recompute", "first_token"} <= set(blend.stages)
+    assert all(seconds >= 0 for seconds in blend.stages.values())
+    assert 0.5 * blend.ttft_s < sum(blend.stages.values()) <= blend.ttft_s
+
+
+def test_a_stage_pauses_while_another_one_runs_inside_it() -> None:
+    watch = Stopwatch()
+    ticks = iter(range(100))
+    watch._now = lambda: float(next(ticks))  # type: ignore[method-assign]
+    watch._charge()
+    with watch.stage("recompute"):  # enters at 1
+        with watch.stage("select"):  # 2 to 3
+            pass
+        watch.switch("first_token")  # at 4
+    assert watch.stages == {"recompute": 2.0, "select": 1.0, "first_token": 1.0}

@@ -1,0 +1,102 @@
+"""Chunks -> chunk caches: batches change nothing, padding never shows, what does not fit is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import make_layout
+from dense import assert_close, dense_prefill
+from models import CORE, FAMILIES, build, decoder, eager_model, tokenizer
+
+from blend.decoder import Decoder
+from blend.encode import ChunkEncoder
+from blend.errors import PromptError
+from blend.types import ChunkCache
+
+LAYOUT = make_layout(chunks=(20, 3, 1, 11, 12, 30))
+
+
+def _encoded(name: str, batch_tokens: int) -> dict[int, ChunkCache]:
+    return dict(ChunkEncoder(decoder(name), LAYOUT.prefix, batch_tokens).encode(LAYOUT.chunks))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_chunk_cache_is_the_models_own_kv_behind_the_prefix(name: str) -> None:
+    start = len(LAYOUT.prefix)
+    for index, cache in _encoded(name, 1024).items():
+        chunk = LAYOUT.chunks[index]
+        dense = dense_prefill(eager_model(name), [*LAYOUT.prefix, *chunk])
+        assert (cache.start, cache.tokens, cache.layers) == (start, len(chunk), len(dense.layers))
+        for keys, values, expected in zip(cache.keys, cache.values, dense.layers, strict=True):
+            assert_close(keys, expected[0][0, :, start:])
+            assert_close(values, expected[1][0, :, start:])
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 24, 40, 60])
+@pytest.mark.parametrize("name", CORE)
+def test_batches_of_any_size_equal_one_by_one(name: str, batch_tokens: int) -> None:
+    """The shorter chunks of a batch are padded; no padding leaks into them."""
+    batched, alone = _encoded(name, batch_tokens), _encoded(name, 1)
+    assert batched.keys() == alone.keys() == set(range(len(LAYOUT.chunks)))
+    for index, cache in batched.items():
+        for got, expected in zip((*cache.keys, *cache.values), (*alone[index].keys, *alone[index].values), strict=True):
+            assert got.shape == expected.shape
+            assert_close(got, expected)
+
+
+def test_caches_come_one_by_one_in_order_of_length_and_own_their_memory() -> None:
+    """Whoever stops in the middle keeps what came out so far; no cache holds on to its batch."""
+    order = [index for index, _ in ChunkEncoder(decoder("llama"), LAYOUT.prefix, 40).encode(LAYOUT.chunks)]
+    assert order == sorted(range(len(LAYOUT.chunks)), key=lambda i: len(LAYOUT.chunks[i]))
+    stream = ChunkEncoder(decoder("llama"), LAYOUT.prefix, 1).encode(LAYOUT.chunks)
+    _, first = next(stream)
+    stream.close()
+    assert first.nbytes == sum(t.untyped_storage().nbytes() for t in (*first.keys, *first.values))
+
+
+def test_a_batch_stays_within_its_tokens_unless_one_chunk_alone_exceeds_them() -> None:
+    shapes: list[tuple[int, int]] = []
+    dec = decoder("llama")
+    encoder = ChunkEncoder(dec, LAYOUT.prefix, 24)
+    handle = dec.model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, args: shapes.append(args[0].shape)
+    )
+    try:
+        list(encoder.encode(LAYOUT.chunks))
+    finally:
+        handle.remove()
+    assert sum(batch for batch, _ in shapes) == len(LAYOUT.chunks)
+    assert all(batch * longest <= 24 or batch == 1 for batch, longest in shapes)
+    assert len(shapes) < len(LAYOUT.chunks)
+
+
+def test_nothing_to_encode_runs_nothing() -> None:
+    assert list(ChunkEncoder(decoder("llama"), LAYOUT.prefix).encode([])) == []
+
+
+def test_an_empty_chunk_is_refused_before_anything_runs() -> None:
+    stream = ChunkEncoder(decoder("llama"), LAYOUT.prefix).encode([(3, 4), (), (5,)])
+    with pytest.raises(PromptError, match="chunk 1 is empty"):
+        next(stream)
+
+
+def test_a_chunk_that_does_not_fit_behind_the_prefix_is_refused_before_anything_runs() -> None:
+    encoder = ChunkEncoder(decoder("llama"), LAYOUT.prefix)
+    limit = 512 - len(LAYOUT.prefix)
+    (pair,) = encoder.encode([(3,) * limit])
+    assert pair[1].tokens == limit
+    with pytest.raises(PromptError, match=r"513 tokens but llama reads at most 512"):
+        next(encoder.encode([(3, 4), (3,) * (limit + 1)]))
+
+
+def test_a_prefix_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(PromptError, match=r"513 tokens but llama reads at most 512"):
+        ChunkEncoder(decoder("llama"), (3,) * 513)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_caches_keep_the_dtype_of_the_model(dtype: torch.dtype) -> None:
+    dec = Decoder(build(CORE["llama"]).to(dtype), tokenizer(), "llama")
+    ((_, cache),) = ChunkEncoder(dec, LAYOUT.prefix).encode([LAYOUT.chunks[0]])
+    assert {t.dtype for t in (*cache.keys, *cache.values)} == {dtype}
+    assert dec.identity(LAYOUT.prefix).dtype == str(dtype).removeprefix("torch.")

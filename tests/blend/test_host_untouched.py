@@ -1,0 +1,164 @@
+"""The host is left as found: attention, hooks and outputs of the model, after success, failure and Ctrl-C, in every thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+from cases import SELECTORS, cache_chunks, cache_of, make_layout
+from models import CORE, LAYERS, build, decoder, tokenizer
+
+from blend.attention import row_attention
+from blend.blender import Blender
+from blend.config import BlendConfig
+from blend.decoder import Decoder
+from blend.generate import generate
+from blend.select.hkvd import HighDeviation
+from blend.store import open_store
+
+LAYOUT = make_layout()
+IDS = torch.tensor([LAYOUT.token_ids])
+
+
+def _blender(dec: Decoder, config: BlendConfig | None = None) -> Blender:
+    blender = Blender(dec, open_store("memory:"), config or SELECTORS["hkvd"])
+    cache_chunks(blender, LAYOUT)
+    return blender
+
+
+def _hooks(model: torch.nn.Module) -> list[Any]:
+    names = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+    return [hook for module in model.modules() for name in names for hook in getattr(module, name)]
+
+
+def _state(model: Any) -> tuple[Any, ...]:
+    """What a forward pass could leave behind."""
+    overridden = [name for module in model.modules() for name in vars(module) if name in ("forward", "__call__")]
+    return (model.config._attn_implementation, model.training, _hooks(model), overridden)
+
+
+@contextmanager
+def _fails_in_layer(model: Any, layer: int, error: BaseException) -> Iterator[None]:
+    original = model.model.layers[layer].mlp.forward
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    model.model.layers[layer].mlp.forward = fail
+    try:
+        yield
+    finally:
+        del model.model.layers[layer].mlp.forward
+        assert model.model.layers[layer].mlp.forward == original
+
+
+ACTIONS: dict[str, Callable[[Blender], object]] = {
+    "prefill": lambda blender: blender.prefill(LAYOUT),
+    "prefill with narrowing on the way": lambda blender: blender.prefill(LAYOUT, config=SELECTORS["mixed-prefilter"]),
+    "prefill after asking the query": lambda blender: blender.prefill(LAYOUT, config=SELECTORS["query_guided"]),
+    "encode": lambda blender: list(blender.encoder(LAYOUT.prefix).encode(LAYOUT.chunks)),
+    "generate": lambda blender: generate(blender.decoder, blender.prefill(LAYOUT), LAYOUT.token_ids, max_new_tokens=3),
+    "admission": lambda blender: Decoder(blender.decoder.model, tokenizer()),
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
+@pytest.mark.parametrize("name", CORE)
+def test_a_model_is_left_as_found(name: str, action: Callable[[Blender], object], attention: str) -> None:
+    model = build(CORE[name], attn_implementation=attention)
+    before, logits = _state(model), model(IDS).logits
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    action(_blender(Decoder(model, tokenizer(), name)))
+    assert _state(model) == before
+    assert model.config._attn_implementation == attention
+    assert torch.equal(model(IDS).logits, logits)
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("layer", [0, 1, LAYERS - 2])
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt(), MemoryError()], ids=repr)
+@pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
+def test_a_failure_in_the_middle_leaves_the_model_as_found(
+    action: Callable[[Blender], object], error: BaseException, layer: int
+) -> None:
+    model = build(CORE["llama"])
+    blender = _blender(Decoder(model, tokenizer(), "llama"))
+    before, logits, expected = _state(model), model(IDS).logits, blender.prefill(LAYOUT).logits
+    with _fails_in_layer(model, layer, error), suppress(type(error), Exception):
+        action(blender)
+    assert _state(model) == before
+    assert torch.equal(model(IDS).logits, logits)
+    assert torch.equal(blender.prefill(LAYOUT).logits, expected)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_in_the_middle_is_not_swallowed(error: type[BaseException]) -> None:
+    model = build(CORE["llama"])
+    blender = _blender(Decoder(model, tokenizer(), "llama"))
+    with _fails_in_layer(model, 1, error()), pytest.raises(error):
+        blender.prefill(LAYOUT)
+
+
+def test_a_selector_that_fails_leaves_the_model_as_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    dec = decoder("llama")
+    before = _state(dec.model)
+
+    def fail(self: object, evidence: object) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    blender = _blender(dec)
+    monkeypatch.setattr(HighDeviation, "select", fail)
+    with pytest.raises(ZeroDivisionError):
+        blender.prefill(LAYOUT)
+    assert _state(dec.model) == before
+    monkeypatch.undo()
+    blender.prefill(LAYOUT)
+
+
+def test_our_attention_outside_a_blended_pass_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="only inside a kvblend forward pass"):
+        row_attention(torch.nn.Identity(), IDS, IDS, IDS, None)
+
+
+def _run(blender: Blender, times: int) -> list[torch.Tensor]:
+    found = []
+    for _ in range(times):
+        blend = blender.prefill(LAYOUT)
+        answer = generate(blender.decoder, blend, LAYOUT.token_ids, max_new_tokens=3, eos_token_id=None)
+        found.append(
+            torch.cat(
+                [blend.logits[0], torch.tensor(answer.token_ids), *(t.flatten() for kv in cache_of(blend) for t in kv)]
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("modes", [("exact", "exact"), ("exact", "bottom-right")])
+def test_two_threads_with_two_decoders_do_not_disturb_each_other(modes: tuple[str, str]) -> None:
+    """One narrows where the other does not, under masks of their own."""
+    configs = (BlendConfig(ratio=0.3, mask=modes[0]), BlendConfig("first_k", 0.2, mask=modes[1]))  # type: ignore[arg-type]
+    models = [Decoder(build(CORE[name]), tokenizer(), name) for name in ("llama", "qwen3")]
+    blenders = [_blender(dec, config) for dec, config in zip(models, configs, strict=True)]
+    alone = [_run(blender, 1)[0] for blender in blenders]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda blender: _run(blender, 8), blenders))
+    for runs, expected in zip(together, alone, strict=True):
+        assert all(torch.equal(run, expected) for run in runs)
+
+
+def test_two_threads_with_one_decoder_take_turns() -> None:
+    """Hooks and the attention implementation belong to the model: two passes at once would mix."""
+    dec = Decoder(build(CORE["llama"]), tokenizer(), "llama")
+    before = _state(dec.model)
+    blenders = [_blender(dec, SELECTORS["hkvd"]), _blender(dec, SELECTORS["first_k"])]
+    alone = [_run(blender, 1)[0] for blender in blenders]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda blender: _run(blender, 8), blenders))
+    for runs, expected in zip(together, alone, strict=True):
+        assert all(torch.equal(run, expected) for run in runs)
+    assert _state(dec.model) == before

@@ -1,0 +1,192 @@
+"""Prompts: the model's own chat template around chunks, tokenised segment by segment."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from blend.config import PromptConfig
+from blend.errors import ConfigError, PromptError
+from blend.prompt import PromptTemplate, render_chunk
+
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+LINES = [
+    "You are a careful assistant.",
+    "Answer the question using the documents below.",
+    "csv parses delimited files\n\n",
+]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ bos_token }}" + CHATML
+)
+THINKING = CHATML + "{% if enable_thinking is not defined or enable_thinking %}{{ '<think>' }}{% endif %}"
+DEAF = "{{ '<|im_start|>hello' }}"
+TRIMMING = CHATML.replace("m['content']", "m['content'] | trim")
+TEMPLATES = {"chatml": CHATML, "no system role": NO_SYSTEM, "thinking": THINKING, "trimming": TRIMMING, "none": None}
+
+
+class Passage(NamedTuple):
+    title: str
+    text: str
+
+
+PASSAGES = [Passage("csv", "The csv module reads files.\n"), Passage("", "  No title here. "), Passage("json", "Text.")]
+QUESTION = "How do I parse a file?"
+CONFIG = PromptConfig(
+    system="Be careful.", instruction="Use the documents.\n\n", question="Question: {question}\nBe brief."
+)
+
+
+@cache
+def _tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE that adds <s> on its own when asked to encode with special tokens, as Llama's does."""
+    core = Tokenizer(BPE())
+    core.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    core.decoder = ByteLevelDecoder()
+    alphabet = ByteLevel.alphabet()
+    core.train_from_iterator(
+        LINES, BpeTrainer(vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    )
+    core.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+    made.chat_template = template
+    return made
+
+
+def _template(name: str, config: PromptConfig = CONFIG) -> PromptTemplate:
+    return PromptTemplate(_tokenizer(TEMPLATES[name]), config)
+
+
+def _whole(name: str) -> str:
+    """The prompt as text, from the model's template over the whole conversation at once."""
+    chunks = "".join(map(render_chunk, PASSAGES))
+    user = f"Use the documents.\n\n{chunks}Question: {QUESTION}\nBe brief."
+    system = {"role": "system", "content": "Be careful."}
+    if name == "none":
+        return f"<s>Be careful.\n\n{user}\nAnswer:"
+    if name == "no system role":
+        messages = [{"role": "user", "content": f"Be careful.\n\n{user}"}]
+    else:
+        messages = [system, {"role": "user", "content": user}]
+    return _tokenizer(TEMPLATES[name]).apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+
+
+def test_a_chunk_is_its_title_its_text_and_a_blank_line() -> None:
+    assert [render_chunk(p) for p in PASSAGES] == [
+        "csv\nThe csv module reads files.\n\n",
+        "No title here.\n\n",
+        "json\nText.\n\n",
+    ]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_prompt_is_what_the_models_template_makes_of_the_conversation(name: str) -> None:
+    layout = _template(name).layout(QUESTION, PASSAGES)
+    assert _tokenizer(TEMPLATES[name]).decode(layout.token_ids) == _whole(name)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_segments_are_tokenised_one_by_one(name: str) -> None:
+    template, tokenizer = _template(name), _tokenizer(TEMPLATES[name])
+    layout = template.layout(QUESTION, PASSAGES)
+    expected = [tokenizer.encode(render_chunk(p), add_special_tokens=False) for p in PASSAGES]
+    assert [list(chunk) for chunk in layout.chunks] == expected
+    before, after = _whole(name).split("".join(map(render_chunk, PASSAGES)))
+    assert tokenizer.decode(layout.prefix) == before
+    assert tokenizer.decode(layout.suffix) == after
+    assert layout.token_ids == (*layout.prefix, *(t for chunk in layout.chunks for t in chunk), *layout.suffix)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prefix_and_chunks_are_the_same_in_every_prompt(name: str) -> None:
+    template = _template(name)
+    one, other = template.layout(QUESTION, PASSAGES), template.layout("Something else?", PASSAGES[::-1])
+    assert one.prefix == other.prefix == template.prefix
+    assert one.chunks == other.chunks[::-1]
+    assert one.suffix != other.suffix
+    assert one.chunks[0] == template.chunk_ids(PASSAGES[0])
+    assert template.layout(QUESTION, []).token_ids == (*one.prefix, *one.suffix)
+    assert template.layout_of_ids(QUESTION, one.chunks) == one
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_special_tokens_are_single_ids_and_never_doubled(name: str) -> None:
+    layout = _template(name).layout(QUESTION, PASSAGES)
+    ids = {token: _tokenizer(TEMPLATES[name]).convert_tokens_to_ids(token) for token in SPECIAL}
+    text = _whole(name)
+    for token, number in ids.items():
+        assert layout.token_ids.count(number) == text.count(token), token
+    assert not set(ids.values()) & {t for chunk in layout.chunks for t in chunk}
+
+
+def test_a_reasoning_model_is_asked_to_answer_directly() -> None:
+    layout = _template("thinking").layout(QUESTION, PASSAGES)
+    assert "<think>" not in _tokenizer(THINKING).decode(layout.token_ids)
+
+
+def test_braces_in_the_question_are_text() -> None:
+    layout = _template("chatml").layout("What is {question} or {0}?", PASSAGES)
+    assert "Question: What is {question} or {0}?\n" in _tokenizer(CHATML).decode(layout.suffix)
+
+
+def test_count_is_the_number_of_ids() -> None:
+    template = _template("chatml")
+    assert template.count("parses files") == len(template.encode("parses files")) > 0
+    assert template.encode("") == []
+
+
+@pytest.mark.parametrize("question", ["", "  \n"])
+def test_an_empty_question_is_refused(question: str) -> None:
+    with pytest.raises(PromptError, match="the question is empty"):
+        _template("chatml").layout(question, PASSAGES)
+
+
+def test_a_template_that_drops_the_user_is_refused() -> None:
+    with pytest.raises(PromptError, match="drops the user's message"):
+        PromptTemplate(_tokenizer(DEAF), CONFIG)
+
+
+def test_a_prompt_without_a_prefix_is_refused() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_tokenizer(None).backend_tokenizer)
+    tokenizer.bos_token = None
+    with pytest.raises(PromptError, match="give the prompt an instruction or a system message"):
+        PromptTemplate(_Silent(tokenizer), PromptConfig(system="", instruction=""))
+
+
+class _Silent:
+    """A tokenizer for which blank text has no tokens."""
+
+    chat_template = None
+    bos_token = None
+
+    def __init__(self, inner: PreTrainedTokenizerFast) -> None:
+        self.inner = inner
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(self.inner.encode(text.strip(), add_special_tokens=add_special_tokens))
+
+
+def test_a_question_part_without_its_placeholder_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"lacks the placeholder \{question\}"):
+        PromptConfig(question="Answer:")
+
+
+def test_the_default_prompt_works_with_every_template() -> None:
+    for name in TEMPLATES:
+        layout = _template(name, PromptConfig()).layout(QUESTION, PASSAGES)
+        text = _tokenizer(TEMPLATES[name]).decode(layout.token_ids)
+        assert text.index(PromptConfig().system) < text.index("csv module") < text.index(QUESTION)

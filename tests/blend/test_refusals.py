@@ -1,0 +1,105 @@
+"""Models that cannot be blended are refused by measurement, in one line that names the model and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import BASE, CORE, LAYERS, Family, build, tokenizer
+
+from blend.decoder import Decoder, pick_device, pick_dtype
+from blend.errors import BlendError, ConfigError, UnsupportedModelError
+
+JAMBA = {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
+REFUSED = {
+    "gpt2": (Family("GPT2Config", "GPT2LMHeadModel", {}), "cannot be moved to another position"),
+    "opt": (Family("OPTConfig", "OPTForCausalLM", {"ffn_dim": 80}), "cannot be moved to another position"),
+    "bloom": (Family("BloomConfig", "BloomForCausalLM", {}), "its attention cannot be driven"),
+    "falcon": (Family("FalconConfig", "FalconForCausalLM", {}), "its attention cannot be driven"),
+    "falcon-alibi": (Family("FalconConfig", "FalconForCausalLM", {"alibi": True}), "its attention cannot be driven"),
+    "mpt": (
+        Family("MptConfig", "MptForCausalLM", {"d_model": 64, "n_heads": 4, "n_layers": LAYERS}),
+        "its attention cannot be driven",
+    ),
+    "mamba": (Family("MambaConfig", "MambaForCausalLM", {}), "linear_attention"),
+    "jamba": (Family("JambaConfig", "JambaForCausalLM", JAMBA), "linear_attention"),
+    "llama4": (Family("Llama4TextConfig", "Llama4ForCausalLM", {"num_local_experts": 2}), "chunked_attention"),
+}
+
+
+@pytest.mark.parametrize(("family", "reason"), REFUSED.values(), ids=REFUSED)
+def test_a_model_that_cannot_be_blended_is_refused(family: Family, reason: str, request: pytest.FixtureRequest) -> None:
+    name = request.node.callspec.id
+    model = build(family)
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        Decoder(model, tokenizer(), name)
+    message = str(caught.value)
+    assert name in message
+    assert "use full prefill" in message
+    assert "\n" not in message
+    ids = torch.arange(3, 9)[None]
+    assert model(input_ids=ids).logits.isfinite().all(), "the model is left usable"
+
+
+class _Secretive(torch.nn.Module):
+    """Adds something of its own to attention: right in full prefill, wrong over chosen rows."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, *rest = args
+        shifted = torch.cat((torch.zeros_like(hidden[:, :1]), hidden[:, :-1]), 1)
+        return self.inner(hidden + shifted, *rest, **kwargs)
+
+
+def test_a_model_that_mixes_rows_outside_attention_is_refused() -> None:
+    """Every row sees its neighbour: nothing in the configuration says so, the measurement does."""
+    model = build(CORE["llama"])
+    model.model.layers[2].mlp = _Secretive(model.model.layers[2].mlp)
+    with pytest.raises(UnsupportedModelError, match=r"secretive: blended prefill differs .* use full prefill"):
+        Decoder(model, tokenizer(), "secretive")
+
+
+def test_a_model_without_a_list_of_layers_is_refused() -> None:
+    model = build(CORE["llama"])
+    model.config.num_hidden_layers = LAYERS + 1
+    with pytest.raises(UnsupportedModelError, match="has no list of 5 decoder layers"):
+        Decoder(model, tokenizer(), "llama")
+
+
+def test_a_directory_that_holds_no_model_is_a_configuration_error(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match="holds no causal language model") as caught:
+        Decoder.load(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_saved_model_is_loaded_under_its_name(tmp_path: Any) -> None:
+    build(CORE["llama"]).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    loaded = Decoder.load(str(tmp_path), name="tiny", device="cpu")
+    direct = Decoder(build(CORE["llama"]), tokenizer(), "tiny")
+    assert loaded.name == "tiny"
+    assert (loaded.dtype, loaded.device.type) == (torch.float32, "cpu")
+    assert loaded.fingerprint == direct.fingerprint
+    assert loaded.context_length == BASE["max_position_embeddings"]
+
+
+def test_devices_and_dtypes_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown device 'tpux'"):
+        pick_device("tpux")
+    with pytest.raises(ConfigError, match="unknown dtype 'int8'"):
+        pick_dtype("int8", torch.device("cpu"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="use --device cpu"):
+            pick_device("cuda")
+    assert pick_dtype("auto", torch.device("cpu")) is torch.float32
+    assert pick_dtype("auto", torch.device("cuda")) is torch.bfloat16
+
+
+def test_every_error_has_an_exit_code_of_its_own() -> None:
+    codes = [error.exit_code for error in (BlendError, *BlendError.__subclasses__())]
+    assert len(codes) == len(set(codes))
+    assert 0 not in codes

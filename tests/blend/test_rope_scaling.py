@@ -1,0 +1,150 @@
+"""RoPE variants: static scalings are moved exactly, frequencies that depend on length end where they begin to change."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from cases import SELECTORS, cache_of, make_layout, recorded
+from dense import assert_close, dense_blend, dense_chunk, dense_reuse
+from models import FAMILIES, HEAD_DIM, build, decoder, tokenizer
+
+from blend.blender import Blender
+from blend.decoder import Decoder
+from blend.errors import PromptError
+from blend.store import open_store
+
+THETA = {"rope_theta": 10_000.0}
+HALF = HEAD_DIM // 2
+STATIC = {
+    "default": {"rope_type": "default", **THETA},
+    "large theta": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "factor": 4.0, **THETA},
+    "yarn": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, **THETA},
+    "yarn, attention factor 3": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "attention_factor": 3.0,
+        "original_max_position_embeddings": 64,
+        **THETA,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        **THETA,
+    },
+}
+ORIGINAL = 64
+BY_LENGTH = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, **THETA},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * HALF,
+        "long_factor": [4.0] * HALF,
+        "original_max_position_embeddings": ORIGINAL,
+        **THETA,
+    },
+}
+TWO_KINDS = {"full_attention": STATIC["yarn"], "sliding_attention": STATIC["default"]}
+
+
+@cache
+def _model(family: str, rope: str, **options: Any) -> Any:
+    parameters = {**STATIC, **BY_LENGTH, "two kinds": TWO_KINDS}[rope]
+    if rope == "dynamic":  # grows from the configuration's context on
+        options["max_position_embeddings"] = ORIGINAL
+    return build(FAMILIES[family], rope_parameters=parameters, **options)
+
+
+@cache
+def _decoder(family: str, rope: str) -> Decoder:
+    return Decoder(_model(family, rope), tokenizer(), family)
+
+
+def _check(family: str, rope: str) -> None:
+    layout, dec = make_layout(), _decoder(family, rope)
+    reference = _model(family, rope, attn_implementation="eager")
+    blend, _, rows_by_layer = recorded(dec, layout, SELECTORS["hkvd"])
+    reused = dense_reuse(reference, layout.prefix, layout.chunks, len(layout.suffix))
+    dense = dense_blend(reference, layout.token_ids, reused, rows_by_layer)
+    assert_close(blend.logits[0], dense.logits[-1])
+    for got, expected in zip(cache_of(blend), dense.layers, strict=True):
+        assert_close(torch.cat(got), torch.cat(expected))
+
+
+@pytest.mark.parametrize("rope", STATIC)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_static_scalings_are_moved_exactly(family: str, rope: str) -> None:
+    _check(family, rope)
+
+
+def test_local_and_global_layers_may_turn_differently() -> None:
+    _check("gemma3", "two kinds")
+    frequencies = [rotation.keys.inv_freq for rotation in _decoder("gemma3", "two kinds").rotations]
+    assert len({tuple(f.tolist()) for f in frequencies if f is not None}) == 2
+
+
+@pytest.mark.parametrize("rope", ["yarn", "yarn, attention factor 3"])
+def test_yarns_attention_factor_is_not_applied_twice(rope: str) -> None:
+    """A moved key is as long as the stored one; with the factor applied again it would be longer by it."""
+    layout, dec = make_layout(chunks=(20,)), _decoder("llama", rope)
+    (stored,) = [cache for _, cache in Blender(dec, open_store("memory:")).encoder(layout.prefix).encode(layout.chunks)]
+    moved = dec.rotations[0].keys.apply(stored.keys[0][None], 100)
+    assert_close(moved.norm(dim=-1), stored.keys[0][None].norm(dim=-1))
+    expected = dense_chunk(_model("llama", rope), layout.prefix, layout.chunks[0], len(layout.prefix) + 100)
+    assert_close(moved, expected[0][0])
+    assert (moved - stored.keys[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("rope", BY_LENGTH)
+def test_frequencies_that_depend_on_length_are_exact_up_to_the_original_context(rope: str) -> None:
+    assert _decoder("llama", rope).context_length == ORIGINAL
+    assert make_layout().rows <= ORIGINAL
+    _check("llama", rope)
+
+
+@pytest.mark.parametrize("rope", BY_LENGTH)
+def test_frequencies_that_depend_on_length_are_refused_beyond_it(rope: str) -> None:
+    layout = make_layout(chunks=(30, 30))
+    assert layout.rows > ORIGINAL
+    with pytest.raises(PromptError, match=rf"{layout.rows} tokens but llama reads at most {ORIGINAL}"):
+        Blender(_decoder("llama", rope), open_store("memory:")).prefill(layout)
+
+
+def test_length_dependent_frequencies_of_one_kind_of_layer_count_too() -> None:
+    """Configurations with one entry per kind of layer."""
+    parameters = {"full_attention": BY_LENGTH["longrope"], "sliding_attention": STATIC["default"]}
+    dec = Decoder(build(FAMILIES["gemma3"], rope_parameters=parameters), tokenizer(), "gemma3")
+    assert dec.context_length == ORIGINAL
+
+
+@pytest.mark.parametrize("name", ["phi", "stablelm", "glm4", "gpt-neox", "cohere", "deepseek-v3", "smollm3"])
+def test_moving_there_and_back_gives_the_key_again_and_never_writes_its_input(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = decoder(name).new_cache(4)
+    decoder(name).encode_rows(torch.tensor([[3, 4, 5, 6]]), 0, shapes)
+    for index, rotation in enumerate(decoder(name).rotations):
+        for turn, part in zip(rotation, shapes.view(index), strict=True):
+            states = torch.randn(part.shape, generator=generator)
+            before = states.clone()
+            there = turn.apply(states, 41)
+            assert torch.equal(states, before)
+            assert_close(turn.apply(there, -41), states)
+            assert_close(turn.apply(turn.apply(states, 20), 21), there)
+
+
+def test_families_differ_in_what_turns() -> None:
+    """Otherwise the tests above would try one layout only."""
+    found = {
+        (r.keys.interleaved, r.keys.offset, None if r.keys.inv_freq is None else len(r.keys.inv_freq))
+        for name in FAMILIES
+        for r in decoder(name).rotations
+    }
+    assert {interleaved for interleaved, _, _ in found} == {False, True}
+    assert {pairs for _, _, pairs in found} >= {None, 2, 4, 8}
+    assert any(r.values.inv_freq is not None or r.keys.offset for r in decoder("deepseek-v3").rotations)
