@@ -6,9 +6,18 @@ from typing import Literal, overload
 
 import torch
 
-from .attention_plain import Rule, selective_attention_plain
-from .backend import Backend, choose_backend
-from .checks import Mode, check_positions, check_queries_and_keys, check_rule, check_values, require
+from .attention_plain import selective_attention_plain
+from .backend import Backend, choose_attention_backend
+from .checks import (
+    Mode,
+    check_packed,
+    check_positions,
+    check_queries_and_keys,
+    check_rule,
+    check_values,
+    require,
+)
+from .work import Work
 
 
 @overload
@@ -23,6 +32,8 @@ def selective_attention(
     softcap: float | None = ...,
     scale: float | None = ...,
     sinks: torch.Tensor | None = ...,
+    cu_rows: torch.Tensor | None = ...,
+    cu_keys: torch.Tensor | None = ...,
     return_lse: Literal[False] = ...,
     check: bool = ...,
     backend: Backend | None = ...,
@@ -41,6 +52,8 @@ def selective_attention(
     softcap: float | None = ...,
     scale: float | None = ...,
     sinks: torch.Tensor | None = ...,
+    cu_rows: torch.Tensor | None = ...,
+    cu_keys: torch.Tensor | None = ...,
     return_lse: Literal[True],
     check: bool = ...,
     backend: Backend | None = ...,
@@ -58,6 +71,8 @@ def selective_attention(
     softcap: float | None = None,
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
+    cu_rows: torch.Tensor | None = None,
+    cu_keys: torch.Tensor | None = None,
     return_lse: bool = False,
     check: bool = False,
     backend: Backend | None = None,
@@ -73,19 +88,32 @@ def selective_attention(
     sliding window).
     softcap: c replaces scaled scores s by `c tanh(s / c)`. scale: `head_dim ** -0.5` by default.
     sinks: `[heads]`, a logit per head that joins the denominator only (GPT-OSS).
+    cu_rows, cu_keys: `[requests + 1]`, for several requests in one call: with batch 1, request i owns rows `cu_rows[i]` to
+    `cu_rows[i + 1] - 1` and keys `cu_keys[i]` to `cu_keys[i + 1] - 1`; its positions count from its own first key.
 
-    Returns `[batch, heads, rows, value_dim]` in q's dtype; with `return_lse` also the natural log-sum-exp of the
-    visible scores (sinks included), fp32 `[batch, heads, rows]`. Inference only: no gradient flows.
+    Returns `[batch, heads, rows, value_dim]` in q's dtype over memory `[batch, rows, heads, value_dim]`; with `return_lse`
+    also the natural log-sum-exp of the visible scores (sinks included), fp32 `[batch, heads, rows]`. No gradient flows.
 
-    Raises ValueError for shapes, dtypes and devices always; for unsorted or out-of-range positions on a CPU always, on
-    a GPU only with `check`, because reading them there stalls the stream once a layer.
+    Raises ValueError for shapes, dtypes and devices always; for unsorted or out-of-range positions and cumulative lengths
+    on a CPU always, on a GPU only with `check`, because reading them there stalls the stream once a layer.
     """
+    values = check or not q.is_cuda
     check_queries_and_keys(q, k)
     check_values(v, k)
-    check_rule(mode, window, softcap, q.shape[2], k.shape[2])
-    check_positions(positions, q.shape[0], q.shape[2], k.shape[2], q, check or not q.is_cuda)
+    packed = check_packed(cu_rows, cu_keys, q, k, values)
+    rule = check_rule(mode, window, softcap, scale, q, k)
+    check_positions(positions, q.shape[0], q.shape[2], k.shape[2], q, values and packed is None)
     require(sinks is None or sinks.shape == (q.shape[1],), f"sinks must be [{q.shape[1]}], one per query head")
-    rule = Rule(mode, window, softcap, q.shape[3] ** -0.5 if scale is None else scale)
-    choose_backend(q, backend)
-    out, lse = selective_attention_plain(q, k, v, positions, rule, sinks)
+    work = Work(q, k, v, positions, rule, sinks, packed)
+    out, lse = _attend(work, return_lse, choose_attention_backend(work, backend))
     return (out, lse) if return_lse else out
+
+
+def _attend(work: Work, want_lse: bool, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
+    if work.q.numel() == 0:
+        return work.empty_out(), work.empty_lse()
+    if backend == "triton":
+        from .attention_choice import attend_values
+
+        return attend_values(work, want_lse)
+    return selective_attention_plain(work)

@@ -8,28 +8,21 @@ read once per group and never repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from .checks import Mode
+from .checks import Rule, check_positions, check_rule
 from .row_blocks import KeyRange, RowBlock, key_ranges, row_blocks
+from .work import Work
 
 # Floating-point operations that take as long as the calls of one more block (measured on one AVX-512 core, 85 GFLOP/s).
-_BLOCK_OVERHEAD = 6_000_000
+_BLOCK_OVERHEAD = 12_000_000
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Partial]
-
-
-class Rule(NamedTuple):
-    """Everything besides the tensors that decides the weights."""
-
-    mode: Mode
-    window: int | None
-    softcap: float | None
-    scale: float
 
 
 class _Rows(NamedTuple):
@@ -50,34 +43,45 @@ class _Rows(NamedTuple):
 
 
 @torch.no_grad()
-def selective_attention_plain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: torch.Tensor,
-    rule: Rule,
-    sinks: torch.Tensor | None,
-) -> Partial:
+def selective_attention_plain(work: Work) -> Partial:
     """Output `[batch, heads, rows, value_dim]` and fp32 log-sum-exp `[batch, heads, rows]`; arguments are checked."""
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    for batch, last in last_keys(positions, q, k, rule.mode):
-        _attend_rows(_Rows(q[batch], k[batch], v[batch], last, last.tolist(), rule), out[batch], lse[batch])
-    if sinks is not None:
-        add_sinks(out, lse, sinks)
+    out, lse = work.empty_out(), work.empty_lse()
+    for part, row in _requests(work):
+        assert part.v is not None
+        for batch, last in last_keys(part):
+            rows = _Rows(part.q[batch], part.k[batch], part.v[batch], last, last.tolist(), part.rule)
+            _attend_rows(rows, out[batch, :, row], lse[batch, :, row])
+    if work.sinks is not None:
+        add_sinks(out, lse, work.sinks)
     return out, lse
 
 
-def last_keys(
-    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, mode: Mode
-) -> list[tuple[slice, torch.Tensor]]:
+def _requests(work: Work) -> Iterator[tuple[Work, slice]]:
+    """Each packed request as a call of its own, with its rows; the call itself when nothing is packed."""
+    if work.packed is None:
+        yield work, slice(None)
+        return
+    cuts = zip(work.packed.rows.tolist(), work.packed.keys.tolist(), strict=True)
+    for (row, key), (row_stop, key_stop) in pairwise(cuts):
+        rows, keys = slice(row, row_stop), slice(key, key_stop)
+        if row == row_stop:
+            continue
+        v = None if work.v is None else work.v[:, :, keys]
+        q, k = work.q[:, :, rows], work.k[:, :, keys]
+        positions = work.positions[..., rows]
+        check_rule(*work.rule, q, k)
+        check_positions(positions, 1, row_stop - row, key_stop - key, q, values=True)
+        yield Work(q, k, v, positions, work.rule), rows
+
+
+def last_keys(work: Work) -> list[tuple[slice, torch.Tensor]]:
     """Slices of the batch that share their rows, each with the last key that every row sees, `[rows]`."""
-    rows, keys = q.shape[2], k.shape[2]
-    if mode == "bottom-right":
-        return [(slice(None), torch.arange(keys - rows, keys, device=q.device))]
-    if positions.ndim == 1:
-        return [(slice(None), positions)]
-    return [(slice(i, i + 1), positions[i]) for i in range(q.shape[0])]
+    rows, keys = work.q.shape[2], work.k.shape[2]
+    if work.rule.mode == "bottom-right":
+        return [(slice(None), torch.arange(keys - rows, keys, device=work.q.device))]
+    if work.positions.ndim == 1:
+        return [(slice(None), work.positions)]
+    return [(slice(i, i + 1), positions) for i, positions in enumerate(work.positions)]
 
 
 def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:

@@ -9,12 +9,27 @@ from typing import Literal
 
 import torch
 
+from .work import Work
+
 Backend = Literal["triton", "torch"]
 
 
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+# Widest head that the attention kernels hold in registers.
+_WIDEST = 256
+
+
+def choose_attention_backend(work: Work, asked: Backend | None) -> Backend:
+    """The same for an attention; heads wider than the kernels hold go to torch, or are refused when Triton is asked for."""
+    if max(work.q.shape[3], work.value_dim) <= _WIDEST:
+        return choose_backend(work.q, asked)
+    if asked == "triton":
+        raise ValueError(f"backend 'triton' takes heads of up to {_WIDEST} dimensions; use backend 'torch'")
+    return "torch"
 
 
 def choose_backend(tensor: torch.Tensor, asked: Backend | None) -> Backend:

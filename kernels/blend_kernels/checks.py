@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 Mode = Literal["exact", "bottom-right"]
+
+
+class Packed(NamedTuple):
+    """Cumulative lengths of the requests in one call, `[requests + 1]`, int32 or int64, from 0 to all rows and all keys."""
+
+    rows: torch.Tensor
+    keys: torch.Tensor
+
+
+class Rule(NamedTuple):
+    """Everything besides the tensors that decides the weights of an attention."""
+
+    mode: Mode
+    window: int | None
+    softcap: float | None
+    scale: float
+
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -28,6 +45,7 @@ def check_queries_and_keys(q: torch.Tensor, k: torch.Tensor) -> None:
     require(k.shape[2] > 0, "k has no keys; every row must see at least its own key")
     require(q.dtype in FLOATS, f"q must be floating point, got {q.dtype}")
     _same_kind(k, "k", q)
+    check_contiguous(q=q, k=k)
 
 
 def check_values(v: torch.Tensor, k: torch.Tensor) -> None:
@@ -37,10 +55,14 @@ def check_values(v: torch.Tensor, k: torch.Tensor) -> None:
         f"v must be [batch, kv_heads, keys, value_dim] = {[*k.shape[:3], 'any']}, got {list(v.shape)}",
     )
     _same_kind(v, "v", k)
+    check_contiguous(v=v)
 
 
-def check_rule(mode: str, window: int | None, softcap: float | None, rows: int, keys: int) -> None:
-    """The mask's rule, apart from the positions."""
+def check_rule(
+    mode: Mode, window: int | None, softcap: float | None, scale: float | None, q: torch.Tensor, k: torch.Tensor
+) -> Rule:
+    """The rule for q and k, with the default scale filled in."""
+    rows, keys = q.shape[2], k.shape[2]
     require(mode in ("exact", "bottom-right"), f"mode must be 'exact' or 'bottom-right', got {mode!r}")
     require(window is None or window >= 1, f"window must be None or at least 1, got {window}")
     require(softcap is None or softcap > 0, f"softcap must be None or positive, got {softcap}")
@@ -48,6 +70,8 @@ def check_rule(mode: str, window: int | None, softcap: float | None, rows: int, 
         mode == "exact" or rows <= keys,
         f"mode 'bottom-right' needs at least as many keys as rows, got {keys} keys for {rows} rows; use mode 'exact'",
     )
+    require(scale is None or scale > 0, f"scale must be None or positive, got {scale}")
+    return Rule(mode, window, softcap, float(q.shape[3] ** -0.5 if scale is None else scale))
 
 
 def check_positions(
@@ -66,8 +90,45 @@ def check_positions(
     if values and rows:
         low, high = int(positions[..., 0].min()), int(positions[..., -1].max())
         require(low >= 0 and high < keys, f"positions must lie in [0, {keys}), got {low} to {high}")
-        sorted_rows = rows == 1 or bool((positions[..., 1:] >= positions[..., :-1]).all())
-        require(sorted_rows, "positions must be sorted in ascending order; sort them together with the rows of q")
+        require(
+            _ascending(positions), "positions must be sorted in ascending order; sort them together with the rows of q"
+        )
+
+
+def check_packed(
+    cu_rows: torch.Tensor | None, cu_keys: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, values: bool
+) -> Packed | None:
+    """Both or neither; batch 1; with `values` also ascending, from 0 to the number of rows and of keys."""
+    if cu_rows is None and cu_keys is None:
+        return None
+    if cu_rows is None or cu_keys is None:
+        raise ValueError("cu_rows and cu_keys go together: give both or neither")
+    require(q.shape[0] == 1, f"packed requests lie one after the other in batch 1, got batch {q.shape[0]}")
+    for name, lengths, total in (("cu_rows", cu_rows, q.shape[2]), ("cu_keys", cu_keys, k.shape[2])):
+        require(
+            lengths.ndim == 1 and lengths.shape == cu_rows.shape and lengths.shape[0] >= 2,
+            f"{name} must be [requests + 1], got {list(lengths.shape)} next to cu_rows {list(cu_rows.shape)}",
+        )
+        require(
+            lengths.dtype in (torch.int32, torch.int64) and lengths.device == q.device,
+            f"{name} must be int32 or int64 on {q.device}, got {lengths.dtype} on {lengths.device}",
+        )
+        ascending = not values or (int(lengths[0]) == 0 and int(lengths[-1]) == total and _ascending(lengths))
+        require(ascending, f"{name} must ascend from 0 to {total}, the length of the packed axis")
+    return Packed(cu_rows, cu_keys)
+
+
+def check_contiguous(**tensors: torch.Tensor) -> None:
+    """A last dimension without gaps, which every implementation reads in one go."""
+    for name, tensor in tensors.items():
+        require(
+            tensor.stride(-1) == 1 or tensor.shape[-1] <= 1,
+            f"the last dimension of {name} must be contiguous, its stride is {tensor.stride(-1)}; call .contiguous()",
+        )
+
+
+def _ascending(numbers: torch.Tensor) -> bool:
+    return bool((numbers[..., 1:] >= numbers[..., :-1]).all())
 
 
 def _same_kind(tensor: torch.Tensor, name: str, like: torch.Tensor) -> None:

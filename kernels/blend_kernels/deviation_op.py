@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from .backend import Backend, choose_backend
-from .checks import FLOATS, require
+from .checks import FLOATS, check_contiguous, require
 from .deviation_plain import deviation_plain
 
 Norm = Literal["l2sq", "l1"]
@@ -33,10 +33,17 @@ def kv_deviation(
     """
     require(norm in ("l2sq", "l1"), f"norm must be 'l2sq' or 'l1', got {norm!r}")
     require(parts in ("k", "v", "kv"), f"parts must be 'k', 'v' or 'kv', got {parts!r}")
-    pairs = [_pair(new, old, name) for name, new, old in (("k", k_new, k_old), ("v", v_new, v_old)) if name in parts]
-    rows = {(new.shape[0], new.shape[2]) for new, _ in pairs}
-    require(len(rows) == 1, "keys and values must have the same batch and rows")
-    choose_backend(pairs[0][0], backend)
+    keys = _pair(k_new, k_old, "k") if "k" in parts else None
+    values = _pair(v_new, v_old, "v") if "v" in parts else None
+    pairs = [pair for pair in (keys, values) if pair is not None]
+    require(
+        len({(new.shape[0], new.shape[2]) for new, _ in pairs}) == 1,
+        "keys and values must have the same batch and rows",
+    )
+    if choose_backend(pairs[0][0], backend) == "triton":
+        from .deviation_launch import launch_deviation
+
+        return launch_deviation(keys, values, norm)
     first, *rest = (deviation_plain(new, old, norm) for new, old in pairs)
     return first + rest[0] if rest else first
 
@@ -49,5 +56,6 @@ def _pair(new: torch.Tensor | None, old: torch.Tensor | None, name: str) -> tupl
         f"{name}_new, {name}_old must both be [batch, kv_heads, rows, dim], got {list(new.shape)}, {list(old.shape)}",
     )
     require(new.dtype in FLOATS and old.dtype in FLOATS, f"{name} must be floating point, got {new.dtype}, {old.dtype}")
+    check_contiguous(**{f"{name}_new": new, f"{name}_old": old})
     require(new.device == old.device, f"{name}_new is on {new.device}, {name}_old on {old.device}; move one of them")
     return new, old

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .attention_plain import Rule
-from .backend import Backend, choose_backend
+from .backend import Backend, choose_attention_backend
 from .checks import Mode, check_positions, check_queries_and_keys, check_rule
 from .mass_plain import attention_mass_plain
+from .work import Work
 
 
 def attention_mass(
@@ -30,9 +30,16 @@ def attention_mass(
     `selective_attention` does.
     """
     check_queries_and_keys(q, k)
-    check_rule(mode, window, softcap, q.shape[2], k.shape[2])
+    rule = check_rule(mode, window, softcap, scale, q, k)
     check_positions(positions, q.shape[0], q.shape[2], k.shape[2], q, check or not q.is_cuda)
-    rule = Rule(mode, window, softcap, q.shape[3] ** -0.5 if scale is None else scale)
-    choose_backend(q, backend)
-    mass = attention_mass_plain(q, k, positions, rule)
+    work = Work(q, k, None, positions, rule)
+    if q.numel() == 0:
+        mass = torch.zeros(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
+    elif choose_attention_backend(work, backend) == "triton":
+        from .attention_choice import choose_tile
+        from .mass_launch import launch_mass
+
+        mass = launch_mass(work, choose_tile(work), per_head)
+    else:
+        mass = attention_mass_plain(work)
     return mass if per_head else mass.sum(1)

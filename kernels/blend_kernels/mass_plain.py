@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from .attention_plain import Rule, capped_scores, last_keys
+from .attention_plain import capped_scores, last_keys
+from .checks import Rule
+from .work import Work
 
 # Scores in memory at once, in elements: 16 MiB of fp32.
 _MOST_SCORES = 1 << 22
 
 
 @torch.no_grad()
-def attention_mass_plain(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, rule: Rule) -> torch.Tensor:
+def attention_mass_plain(work: Work) -> torch.Tensor:
     """Weights summed over rows, fp32 `[batch, heads, keys]`; arguments are checked."""
+    q, k = work.q, work.k
     mass = torch.zeros(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
-    for batch, last in last_keys(positions, q, k, rule.mode):
+    for batch, last in last_keys(work):
         part, keys, into = q[batch], k[batch], mass[batch]
         step = max(1, _MOST_SCORES // max(1, part.shape[0] * part.shape[1] * k.shape[2]))
         for start in range(0, q.shape[2], step):
             stop = min(start + step, q.shape[2])
-            _add_rows(part[:, :, start:stop], keys, last[start:stop], rule, into)
+            _add_rows(part[:, :, start:stop], keys, last[start:stop], work.rule, into)
     return mass
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .backend import Backend, choose_backend
-from .checks import FLOATS, require
+from .checks import FLOATS, check_contiguous, require
 from .rotation_plain import Layout, rotate_keys_plain
 
 QUANTISED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -48,9 +48,21 @@ def rotate_keys(
     if out is None:
         out = torch.empty(k.shape, dtype=torch.float32 if k.dtype in QUANTISED else k.dtype, device=k.device)
     _check_out(out, k)
-    choose_backend(k, backend)
-    rotate_keys_plain(k, delta, inv_freq, layout, scale, out)
+    check_contiguous(k=k, out=out)
+    if choose_rotation_backend(k, out, backend) == "triton":
+        from .rotation_launch import launch_rotation
+
+        launch_rotation(k, delta, inv_freq, layout, scale, out)
+    else:
+        rotate_keys_plain(k, delta, inv_freq, layout, scale, out)
     return out
+
+
+def choose_rotation_backend(k: torch.Tensor, out: torch.Tensor, asked: Backend | None) -> Backend:
+    """As `choose_backend`; fp64, and fp8 on GPUs older than compute capability 8.9, go to torch."""
+    old = k.is_cuda and torch.cuda.get_device_capability(k.device) < (8, 9)
+    beyond = torch.float64 in (k.dtype, out.dtype) or (k.dtype.itemsize == 1 and k.dtype != torch.int8 and old)
+    return "torch" if asked is None and beyond else choose_backend(k, asked)
 
 
 def _pairs(inv_freq: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 # Rows of one block at most: beyond this a bigger matrix product gains nothing and its ragged part only grows.
-_MOST_ROWS = 128
+_MOST_ROWS = 256
 # A run of neighbouring rows this long is cheaper as an is_causal square than as masked blocks.
 _LONG_RUN = 256
 

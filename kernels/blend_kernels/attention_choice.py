@@ -1,0 +1,67 @@
+"""Chooses tile and split for an attention call, then launches it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from .attention_launch import launch_attention, split_count
+from .descriptors import key_descriptor
+from .tiles import Shape, Tile, candidates
+from .tuning import choose
+from .work import Work
+
+# Tuning a call with fewer multiply-adds than this would cost more than it ever saves.
+_LEAST_TO_TUNE = 1 << 34
+
+
+def attend_values(work: Work, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp, which holds nothing unless it is wanted."""
+    tile = choose_tile(work)
+    out, lse = launch_attention(work, tile, split_count(work, tile), want_lse)
+    assert out is not None
+    return out, out.new_empty(0) if lse is None else lse
+
+
+def choose_tile(work: Work) -> Tile:
+    """The tile that was fastest for this kind of work on this machine, or the best guess for small work."""
+    q, k = work.q, work.k
+    tma = all(key_descriptor(x, Tile(128, 64, 4, 2, True)) is not None for x in (k, work.v) if x is not None)
+    shape = Shape(q.dtype, q.shape[3], work.value_dim, q.shape[2] * work.group, work.rule.window is not None, tma)
+    if q.device.type != "cuda":
+        return candidates(8, shape)[0]
+    tiles = candidates(_machine(q.device)[1], shape)
+    heavy = q.shape[:3].numel() * k.shape[2] * (shape.dim + shape.value_dim) >= _LEAST_TO_TUNE
+    if not heavy or torch.cuda.is_current_stream_capturing():
+        return tiles[0]
+    kind = shape._replace(lines=min(128, 1 << (shape.lines - 1).bit_length()))
+    key = "/".join(map(str, (*_machine(q.device), *kind, work.group, work.rule.softcap is not None)))
+    return choose(key, tiles, lambda tile: _seconds(work, tile))
+
+
+@cache
+def _machine(device: torch.device) -> tuple[str, int, str]:
+    import triton
+
+    major = torch.cuda.get_device_capability(device)[0]
+    return torch.cuda.get_device_name(device), major, triton.__version__
+
+
+def _seconds(work: Work, tile: Tile) -> float:
+    """Best of three runs after one that compiles; infinity where the GPU lacks the resources."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        launch_attention(work, tile, split_count(work, tile), False)
+    except OutOfResources:
+        return float("inf")
+    times: list[float] = []
+    for _ in range(3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        launch_attention(work, tile, split_count(work, tile), False)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return min(times)

@@ -1,0 +1,229 @@
+"""Jit kernel of `selective_attention`: one tile of rows against the keys that it sees (FlashAttention-2 with row positions).
+
+Names follow the grammar of kernels/README.md, which also derives the ranges of the three loops. Scores are in units of
+log 2, so that every exponential is one `exp2`.
+"""
+# mypy: ignore-errors
+# (jit functions are Triton's language, not Python's: their arguments have no Python types)
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_request(i_tile, cu_rows_ptr, cu_keys_ptr, n_requests, GROUP: tl.constexpr, M: tl.constexpr, R: tl.constexpr):
+    # [R]
+    o_req = tl.arange(0, R)
+    m_req = o_req < n_requests
+    b_row0 = tl.load(cu_rows_ptr + o_req, mask=m_req, other=0).to(tl.int32)
+    b_rows = tl.load(cu_rows_ptr + o_req + 1, mask=m_req, other=0).to(tl.int32) - b_row0
+    b_key0 = tl.load(cu_keys_ptr + o_req, mask=m_req, other=0).to(tl.int32)
+    b_keys = tl.load(cu_keys_ptr + o_req + 1, mask=m_req, other=0).to(tl.int32) - b_key0
+    b_tiles = (b_rows * GROUP + M - 1) // M
+    b_stop = tl.cumsum(b_tiles, 0)
+    i_req = tl.sum((b_stop <= i_tile).to(tl.int32), 0)
+    b_mine = o_req == i_req
+    i_first = tl.sum(tl.where(o_req < i_req, b_tiles, 0), 0)
+    row0 = tl.sum(tl.where(b_mine, b_row0, 0), 0)
+    rows = tl.sum(tl.where(b_mine, b_rows, 0), 0)
+    key0 = tl.sum(tl.where(b_mine, b_key0, 0), 0)
+    keys = tl.sum(tl.where(b_mine, b_keys, 0), 0)
+    return i_tile - i_first, row0, rows, key0, keys
+
+
+@triton.jit
+def product(b_x, b_y, b_acc, PRECISION: tl.constexpr):
+    if PRECISION == "interpreted":  # the interpreter cannot multiply bf16
+        return tl.dot(b_x.to(tl.float32), b_y.to(tl.float32), b_acc)
+    return tl.dot(b_x, b_y, b_acc, input_precision=PRECISION)
+
+
+@triton.jit
+def load_keys(
+    ptr, i_key, s_n, i_low, i_end,
+    N: tl.constexpr, OFFSET: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    # [N, D]: keys i_key.., dimensions OFFSET..; zeros outside of keys [i_low, i_end) and of the head
+    o_key = tl.arange(0, N)
+    o_dim = OFFSET + tl.arange(0, D)
+    p_x = ptr + i_key.to(tl.int64) * s_n + o_key[:, None] * s_n + o_dim[None, :]
+    if MASKED:
+        m_key = (i_key + o_key >= i_low) & (i_key + o_key < i_end)
+        if OFFSET + D > DIM:
+            return tl.load(p_x, mask=m_key[:, None] & (o_dim[None, :] < DIM), other=0.0)
+        return tl.load(p_x, mask=m_key[:, None], other=0.0)
+    if OFFSET + D > DIM:
+        return tl.load(p_x, mask=o_dim[None, :] < DIM, other=0.0)
+    return tl.load(p_x)
+
+
+@triton.jit
+def attend_keys(
+    b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_from, i_to, i_low, i_end,
+    k_ptr, v_ptr, k_desc, v_desc, i_kdesc, i_vdesc, s_kn, s_vn, window, scale, cap,
+    N: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    for i_key in tl.range(i_from, i_to, N):
+        i_key = tl.multiple_of(i_key, N)
+        # [M, N]
+        if TMA:
+            b_k0 = k_desc.load([i_kdesc + i_key, 0])
+        else:
+            b_k0 = load_keys(k_ptr, i_key, s_kn, i_low, i_end, N, 0, D0, HEAD_DIM, MASKED)
+        b_s = product(b_q0, tl.trans(b_k0), tl.zeros([b_q0.shape[0], N], tl.float32), PRECISION)
+        if D1 > 0:
+            b_k1 = load_keys(k_ptr, i_key, s_kn, i_low, i_end, N, D0, D1, HEAD_DIM, MASKED)
+            b_s = product(b_q1, tl.trans(b_k1), b_s, PRECISION)
+        # cap * tanh(x) = cap * (2 sigmoid(2x) - 1)
+        b_s = cap * (2.0 / (1.0 + tl.exp2(-b_s * scale)) - 1.0) if CAPPED else b_s * scale
+        if MASKED:
+            o_key = i_key + tl.arange(0, N)
+            m_seen = o_key[None, :] <= o_last[:, None]
+            if WINDOWED:
+                m_seen = m_seen & (o_key[None, :] > o_last[:, None] - window)
+            b_s = tl.where(m_seen, b_s, float("-inf"))
+        # [M]
+        b_new = tl.maximum(b_max, tl.max(b_s, 1))
+        # a row that has seen nothing yet keeps minus infinity; subtracting it from itself would be NaN
+        b_ref = tl.where(b_new == float("-inf"), 0.0, b_new) if MASKED else b_new
+        b_p = tl.exp2(b_s - b_ref[:, None])
+        b_old = tl.exp2(b_max - b_ref)
+        b_sum = b_sum * b_old + tl.sum(b_p, 1)
+        b_max = b_new
+        # [M, V]
+        if VALUES:
+            if TMA:
+                b_v0 = v_desc.load([i_vdesc + i_key, 0])
+            else:
+                b_v0 = load_keys(v_ptr, i_key, s_vn, i_low, i_end, N, 0, V0, VALUE_DIM, MASKED)
+            b_w = b_p.to(b_v0.dtype)
+            b_acc0 = product(b_w, b_v0, b_acc0 * b_old[:, None], PRECISION)
+            if V1 > 0:
+                b_v1 = load_keys(v_ptr, i_key, s_vn, i_low, i_end, N, V0, V1, VALUE_DIM, MASKED)
+                b_acc1 = product(b_w, b_v1, b_acc1 * b_old[:, None], PRECISION)
+    return b_acc0, b_acc1, b_max, b_sum
+
+
+@triton.jit
+def visible(p_pos, o_row, i_first, i_last, shift, EXACT: tl.constexpr):
+    # last visible key of every line; of the first row; one past that of the last row
+    if EXACT:
+        o_last = tl.load(p_pos + o_row).to(tl.int32)
+        return o_last, tl.load(p_pos + i_first).to(tl.int32), tl.load(p_pos + i_last).to(tl.int32) + 1
+    return o_row + shift, i_first + shift, i_last + shift + 1
+
+
+@triton.jit
+def key_loops(i_first_end, i_end, split_keys, window, N: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr):
+    # ragged [i_from, i_full), seen by all rows [i_full, i_ragged), ragged [i_ragged, i_stop); all but i_stop on tile bounds
+    i_low = 0
+    i_full = 0
+    if WINDOWED:
+        i_low = tl.maximum(i_first_end - window + 1, 0)
+        i_full = (tl.maximum(i_end - window, 0) + N - 1) // N * N
+    i_from = i_low // N * N
+    i_stop = i_end
+    if SPLIT:
+        i_from = tl.maximum(i_from, tl.program_id(1) * split_keys)
+        i_stop = tl.minimum(i_end, (tl.program_id(1) + 1) * split_keys)
+    i_ragged = tl.maximum(tl.minimum((i_first_end + 1) // N * N, i_stop // N * N), i_from)
+    i_full = tl.minimum(tl.maximum(i_full, i_from), i_ragged)
+    return i_from, i_full, i_ragged, i_low, i_stop
+
+
+@triton.jit
+def add_sinks(b_acc0, b_acc1, b_max, b_sum, p_sink):
+    b_sink = tl.load(p_sink).to(tl.float32) * 1.4426950408889634
+    b_new = tl.maximum(b_max, b_sink)
+    b_old = tl.exp2(b_max - b_new)
+    return b_acc0 * b_old[:, None], b_acc1 * b_old[:, None], b_new, b_sum * b_old + tl.exp2(b_sink - b_new)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_keys", "n_batch", "n_requests", "split_keys", "window"])
+def attend_tile(
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, pos_ptr, sink_ptr, cu_rows_ptr, cu_keys_ptr, out_ptr, lse_ptr,
+    s_qb, s_qh, s_qr, s_kb, s_kh, s_kn, s_vb, s_vh, s_vn, s_pb, s_os, s_ob, s_oh, s_or, s_ls, s_lb, s_lh,
+    n_rows, n_keys, n_batch, n_kv_heads, n_requests, split_keys, window, scale, cap,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, R: tl.constexpr,
+    EXACT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, VALUES: tl.constexpr,
+    LSE: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # heads fastest, then the batch, tiles from the last (heaviest) to the first
+    i_head = tl.program_id(0) % n_kv_heads
+    i_batch = tl.program_id(0) // n_kv_heads % n_batch
+    n_tiles = tl.num_programs(0) // (n_kv_heads * n_batch)
+    i_tile = n_tiles - 1 - tl.program_id(0) // (n_kv_heads * n_batch)
+    i_row0 = 0
+    i_key0 = 0
+    if R > 0:
+        i_tile, i_row0, n_rows, i_key0, n_keys = find_request(i_tile, cu_rows_ptr, cu_keys_ptr, n_requests, GROUP, M, R)
+    if i_tile * M >= n_rows * GROUP:
+        return
+
+    # [M]: row and query head of every line of the tile; lines past the end repeat the last row and are not stored
+    o_line = i_tile * M + tl.arange(0, M)
+    m_line = o_line < n_rows * GROUP
+    o_row = tl.minimum(o_line // GROUP, n_rows - 1)
+    o_head = i_head * GROUP + o_line % GROUP
+    i_first = i_tile * M // GROUP
+    i_last = tl.minimum((i_tile * M + M - 1) // GROUP, n_rows - 1)
+    o_last, i_first_end, i_end = visible(
+        pos_ptr + i_batch.to(tl.int64) * s_pb + i_row0, o_row, i_first, i_last, n_keys - n_rows, EXACT
+    )
+    i_from, i_full, i_ragged, i_low, i_stop = key_loops(i_first_end, i_end, split_keys, window, N, WINDOWED, SPLIT)
+
+    # [M, D]
+    i_batch = i_batch.to(tl.int64)
+    o_d0 = tl.arange(0, D0)
+    p_q = q_ptr + i_batch * s_qb + o_head.to(tl.int64)[:, None] * s_qh + (i_row0 + o_row).to(tl.int64)[:, None] * s_qr
+    b_q0 = tl.load(p_q + o_d0[None, :], mask=m_line[:, None] & (o_d0[None, :] < HEAD_DIM), other=0.0)
+    b_q1 = b_q0
+    if D1 > 0:
+        o_d1 = D0 + tl.arange(0, D1)
+        b_q1 = tl.load(p_q + o_d1[None, :], mask=m_line[:, None] & (o_d1[None, :] < HEAD_DIM), other=0.0)
+    i_khead = i_batch * s_kb + i_head.to(tl.int64) * s_kh + tl.cast(i_key0, tl.int64) * s_kn
+    i_vhead = i_batch * s_vb + i_head.to(tl.int64) * s_vh + tl.cast(i_key0, tl.int64) * s_vn
+    b_max = tl.full([M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([M], tl.float32)
+    b_acc0 = tl.zeros([M, V0], tl.float32)
+    b_acc1 = tl.zeros([M, V1 if V1 > 0 else 16], tl.float32)
+    if WINDOWED:
+        b_acc0, b_acc1, b_max, b_sum = attend_keys(
+            b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_from, i_full, i_low, i_stop,
+            k_ptr + i_khead, v_ptr + i_vhead, None, None, 0, 0, s_kn, s_vn, window, scale, cap,
+            N, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, False, True,
+        )  # fmt: skip
+    b_acc0, b_acc1, b_max, b_sum = attend_keys(
+        b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_full, i_ragged, i_low, i_stop,
+        k_ptr + i_khead, v_ptr + i_vhead, k_desc, v_desc, (i_khead // s_kn).to(tl.int32), (i_vhead // s_vn).to(tl.int32),
+        s_kn, s_vn, window, scale, cap,
+        N, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, TMA, False,
+    )  # fmt: skip
+    b_acc0, b_acc1, b_max, b_sum = attend_keys(
+        b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_ragged, i_stop, i_low, i_stop,
+        k_ptr + i_khead, v_ptr + i_vhead, None, None, 0, 0, s_kn, s_vn, window, scale, cap,
+        N, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, False, True,
+    )  # fmt: skip
+
+    if SINKS:
+        b_acc0, b_acc1, b_max, b_sum = add_sinks(b_acc0, b_acc1, b_max, b_sum, sink_ptr + o_head)
+    # an empty split has seen nothing: zeros, and minus infinity as its log-sum-exp
+    b_norm = tl.where(b_sum > 0.0, b_sum, 1.0)
+    if LSE:
+        b_lse = tl.where(b_sum > 0.0, (b_max + tl.log2(b_norm)) * 0.6931471805599453, float("-inf"))
+        p_l = lse_ptr + tl.program_id(1).to(tl.int64) * s_ls + i_batch * s_lb + o_head.to(tl.int64) * s_lh + i_row0
+        tl.store(p_l + o_row, b_lse, mask=m_line)
+    if VALUES:
+        p_o = out_ptr + tl.program_id(1).to(tl.int64) * s_os + i_batch * s_ob
+        p_o += o_head.to(tl.int64)[:, None] * s_oh + (i_row0 + o_row).to(tl.int64)[:, None] * s_or
+        o_v0 = tl.arange(0, V0)
+        b_o0 = (b_acc0 / b_norm[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(p_o + o_v0[None, :], b_o0, mask=m_line[:, None] & (o_v0[None, :] < VALUE_DIM))
+        if V1 > 0:
+            o_v1 = V0 + tl.arange(0, V1)
+            b_o1 = (b_acc1 / b_norm[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(p_o + o_v1[None, :], b_o1, mask=m_line[:, None] & (o_v1[None, :] < VALUE_DIM))

@@ -1,0 +1,80 @@
+"""Jit kernel of `rotate_keys`: a block of tokens, its angles once, then head after head."""
+# mypy: ignore-errors
+# (jit functions are Triton's language, not Python's: their arguments have no Python types)
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def angles(
+    delta_ptr, freq_ptr, delta, i_token, n_tokens,
+    T: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, PER_TOKEN: tl.constexpr,
+):  # fmt: skip
+    # [P]: turns per position as a 64-bit fraction of a turn, so that the product with delta wraps exactly at whole turns
+    o_pair = tl.arange(0, P)
+    b_turn = tl.load(freq_ptr + o_pair, mask=o_pair < PAIRS, other=0.0).to(tl.float64) * 0.15915494309189535
+    b_turn = b_turn - tl.floor(b_turn + 0.5)
+    b_step = (b_turn * 1.8446744073709552e19).to(tl.int64)
+    # [T, P]
+    o_token = i_token + tl.arange(0, T)
+    if PER_TOKEN:
+        b_delta = tl.load(delta_ptr + o_token, mask=o_token < n_tokens, other=0).to(tl.int64)
+    else:
+        b_delta = tl.zeros([T], tl.int64) + delta
+    b_part = ((b_delta[:, None] * b_step[None, :]) >> 32).to(tl.int32)
+    b_angle = b_part.to(tl.float32) * 1.4629180792671596e-09
+    return tl.cos(b_angle), tl.sin(b_angle)
+
+
+@triton.jit
+def load_states(p_x, p_scale, m_x, s_sd, SCALED: tl.constexpr, SCALE_DIMS: tl.constexpr, o_dim):
+    b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
+    if SCALED:
+        if SCALE_DIMS:
+            b_x = b_x * tl.load(p_scale + o_dim * s_sd, mask=m_x, other=0.0).to(tl.float32)
+        else:
+            b_x = b_x * tl.load(p_scale, mask=m_x, other=0.0).to(tl.float32)
+    return b_x
+
+
+@triton.jit(do_not_specialize=["delta", "n_tokens"])
+def rotate_tile(
+    k_ptr, out_ptr, delta_ptr, freq_ptr, scale_ptr, s_kb, s_kh, s_kt, s_ob, s_oh, s_ot, s_sb, s_sh, s_st, s_sd,
+    delta, n_tokens, n_heads,
+    T: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PER_TOKEN: tl.constexpr, SCALED: tl.constexpr, SCALE_DIMS: tl.constexpr,
+):  # fmt: skip
+    i_token = tl.program_id(0) * T
+    i_batch = tl.program_id(1).to(tl.int64)
+    b_cos, b_sin = angles(delta_ptr, freq_ptr, delta, i_token, n_tokens, T, P, PAIRS, PER_TOKEN)
+    o_token = (i_token + tl.arange(0, T)).to(tl.int64)[:, None]
+    m_token = o_token < n_tokens
+    dtype = out_ptr.dtype.element_ty
+    for i_head in range(tl.program_id(2), n_heads, tl.num_programs(2)):
+        p_k = k_ptr + i_batch * s_kb + tl.cast(i_head, tl.int64) * s_kh + o_token * s_kt
+        p_o = out_ptr + i_batch * s_ob + tl.cast(i_head, tl.int64) * s_oh + o_token * s_ot
+        p_s = scale_ptr + i_batch * s_sb + tl.cast(i_head, tl.int64) * s_sh + o_token * s_st
+        if INTERLEAVED:
+            # [T, 2P] in memory order, members of a pair side by side
+            o_dim = OFFSET + tl.arange(0, 2 * P)[None, :]
+            m_x = m_token & (o_dim < OFFSET + 2 * PAIRS)
+            b_x = load_states(p_k + o_dim, p_s, m_x, s_sd, SCALED, SCALE_DIMS, o_dim)
+            b_first, b_second = tl.split(tl.reshape(b_x, [T, P, 2]))
+            b_y = tl.join(b_first * b_cos - b_second * b_sin, b_second * b_cos + b_first * b_sin)
+            tl.store(p_o + o_dim, tl.reshape(b_y, [T, 2 * P]).to(dtype), mask=m_x)
+        else:
+            # [T, P]
+            o_dim = OFFSET + tl.arange(0, P)[None, :]
+            m_x = m_token & (o_dim < OFFSET + PAIRS)
+            b_first = load_states(p_k + o_dim, p_s, m_x, s_sd, SCALED, SCALE_DIMS, o_dim)
+            b_second = load_states(p_k + o_dim + PAIRS, p_s, m_x, s_sd, SCALED, SCALE_DIMS, o_dim + PAIRS)
+            tl.store(p_o + o_dim, (b_first * b_cos - b_second * b_sin).to(dtype), mask=m_x)
+            tl.store(p_o + o_dim + PAIRS, (b_second * b_cos + b_first * b_sin).to(dtype), mask=m_x)
+        if REST > 0:
+            # [T, REST]: dimensions before and after those that turn
+            o_rest = tl.arange(0, REST)[None, :]
+            o_rest = tl.where(o_rest < OFFSET, o_rest, o_rest + 2 * PAIRS)
+            m_x = m_token & (o_rest < DIM)
+            b_x = load_states(p_k + o_rest, p_s, m_x, s_sd, SCALED, SCALE_DIMS, o_rest)
+            tl.store(p_o + o_rest, b_x.to(dtype), mask=m_x)

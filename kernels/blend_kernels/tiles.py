@@ -1,0 +1,86 @@
+"""Tile shapes of the attention kernel: a short list per kind of work, best guess first.
+
+The guesses are predictions from registers and shared memory (kernels/README.md); `tuning` measures the list on the machine at
+hand. Lists hold what compiles without spilling registers, which a test verifies for compute capabilities 8.0 and 9.0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """Folded rows and keys of one step, warps, pipeline stages, and whether keys come through TMA descriptors."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    tma: bool = False
+
+
+class Chunks(NamedTuple):
+    """A head dimension as a power of two plus a second, smaller one (0 when not needed): 80 = 64 + 16, 192 = 128 + 64."""
+
+    first: int
+    second: int
+
+
+class Shape(NamedTuple):
+    """What decides the tile: dtype, head dimensions, folded rows (rows times group), window, and whether TMA is possible."""
+
+    dtype: torch.dtype
+    dim: int
+    value_dim: int
+    lines: int
+    windowed: bool
+    tma: bool
+
+
+def chunks(dim: int) -> Chunks:
+    """Cut a head dimension so that padding stays small; tensor cores want at least 16."""
+    first = max(16, 1 << (dim.bit_length() - 1))
+    rest = dim - first
+    return Chunks(first, max(16, 1 << (rest - 1).bit_length()) if rest > 0 else 0)
+
+
+# Keyed by the padded width of the wider of head and value dimension.
+_HOPPER = {
+    64: (Tile(128, 128, 8, 3, True), Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
+    128: (Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3, True), Tile(128, 128, 8, 2), Tile(128, 64, 8, 3)),
+    256: (Tile(128, 64, 8, 2, True), Tile(128, 32, 8, 2, True), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
+}
+_AMPERE = {
+    64: (Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(128, 32, 8, 3)),
+    128: (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
+    256: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+}
+# Three tf32 products for one of fp32 hold six operands in registers.
+_FP32 = {64: (Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)), 128: (Tile(16, 32, 4, 2),), 256: (Tile(16, 16, 8, 1),)}
+# With a window all three loops run, and the masked ones hold the mask besides the scores.
+_WINDOWED_KEYS = {64: 64, 128: 64, 256: 32}
+_WINDOWED_AMPERE_KEYS = {64: 64, 128: 32, 256: 32}
+# Few rows: the tile is as small as the rows, and more stages hide the latency of memory.
+_FEW = {64: (Tile(16, 64, 4, 3), Tile(16, 128, 4, 2)), 128: (Tile(16, 64, 4, 3),), 256: (Tile(16, 32, 4, 3),)}
+
+
+def candidates(major: int, shape: Shape) -> tuple[Tile, ...]:
+    """Tiles worth trying on a GPU of this major compute capability, best guess first."""
+    hopper = major in (9, 10)  # 11 and above have the shared memory of Ampere's consumer parts
+    width = _width(max(shape.dim, shape.value_dim))
+    if shape.dtype == torch.float32:
+        return _FP32[width]
+    few = next((rows for rows in (16, 32, 64) if shape.lines <= rows), None)
+    if few is not None:
+        return tuple(tile._replace(rows=few, warps=4 if few < 64 else 8) for tile in _FEW[width])
+    limit = (_WINDOWED_KEYS if hopper else _WINDOWED_AMPERE_KEYS)[width] if shape.windowed else 256
+    tma = shape.tma and not chunks(shape.dim).second and not chunks(shape.value_dim).second
+    table = (_HOPPER if hopper else _AMPERE)[width]
+    return tuple(tile for tile in table if tile.keys <= limit and (tma or not tile.tma))
+
+
+def _width(dim: int) -> int:
+    padded = sum(chunks(dim))
+    return 64 if padded <= 64 else 128 if padded <= 128 else 256

@@ -1,0 +1,65 @@
+import pytest
+import torch
+
+from blend_kernels import attention_mass
+from tests.kernels.dense import dense_attention
+from tests.kernels.test_selective_attention import make, scattered
+
+RULES = [
+    {},
+    {"mode": "bottom-right"},
+    {"window": 9},
+    {"softcap": 2.0, "scale": 0.5},
+    {"mode": "bottom-right", "window": 30},
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("per_head", [False, True])
+def test_against_dense(rule, per_head, backend, device, poisoned):
+    q, k, _ = make(device, keys=129)
+    positions = scattered(17, 129, device)
+    weights = dense_attention(q, k, k, positions, **rule).weights
+    mass = attention_mass(q, k, positions, per_head=per_head, backend=backend, **rule)
+    expected = weights.sum(2) if per_head else weights.sum((1, 2))
+    assert mass.dtype == torch.float32
+    torch.testing.assert_close(mass.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "keys", "dim"), [(1, 1, 16), (17, 17, 80), (1, 63, 192)])
+def test_awkward_sizes(rows, keys, dim, backend, device):
+    q, k, _ = make(device, rows=rows, keys=keys, dim=dim, heads=7, kv_heads=1)
+    positions = scattered(rows, keys, device)
+    expected = dense_attention(q, k, k, positions).weights.sum((1, 2))
+    torch.testing.assert_close(
+        attention_mass(q, k, positions, backend=backend).double(), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_positions_of_each_batch_entry(backend, device):
+    q, k, _ = make(device, batch=2)
+    positions = scattered(17, 63, device, batch=2)
+    expected = dense_attention(q, k, k, positions).weights.sum((1, 2))
+    torch.testing.assert_close(
+        attention_mass(q, k, positions, backend=backend).double(), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_sums_to_the_number_of_softmaxes_and_leaves_the_future_empty(backend, device):
+    q, k, _ = make(device)
+    positions = torch.arange(10, 27, device=device)
+    mass = attention_mass(q, k, positions, backend=backend)
+    torch.testing.assert_close(mass.sum(), torch.tensor(4 * 17.0, device=device), rtol=1e-5, atol=0)
+    assert mass[:, 27:].eq(0).all()
+
+
+def test_many_rows_in_bounded_blocks(monkeypatch):
+    monkeypatch.setattr("blend_kernels.mass_plain._MOST_SCORES", 1000)
+    q, k, _ = make("cpu", rows=63)
+    expected = dense_attention(q, k, k, torch.arange(63)).weights.sum((1, 2))
+    torch.testing.assert_close(attention_mass(q, k, torch.arange(63)).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_rows(backend, device):
+    q, k, _ = make(device)
+    assert attention_mass(q[:, :, :0], k, torch.empty(0, dtype=torch.int64, device=device), backend=backend).eq(0).all()

@@ -1,0 +1,157 @@
+import pytest
+import torch
+
+from blend_kernels import selective_attention
+from tests.kernels.dense import close, dense_attention
+
+
+def make(device, heads=4, kv_heads=2, dim=32, value_dim=None, keys=63, rows=17, batch=1, dtype=torch.float32):
+    """q as a decoder has it, k and v as views of a bigger buffer whose unused end holds NaN."""
+    q = torch.randn(batch, rows, heads, dim, dtype=dtype, device=device).transpose(1, 2)
+    k, v = (
+        torch.full((batch, kv_heads, keys + 9, d), float("nan"), dtype=dtype, device=device)[:, :, :keys]
+        for d in (dim, value_dim or dim)
+    )
+    return q, k.normal_(), v.normal_()
+
+
+def scattered(rows, keys, device, batch=None):
+    picks = [torch.randperm(keys)[:rows].sort().values for _ in range(batch or 1)]
+    return (torch.stack(picks) if batch else picks[0]).to(device)
+
+
+def check(q, k, v, positions, backend, **rule):
+    out, lse = selective_attention(q, k, v, positions, backend=backend, return_lse=True, **rule)
+    expected = dense_attention(q, k, v, positions, **rule)
+    assert out.shape == (*q.shape[:3], v.shape[3])
+    assert out.dtype == q.dtype
+    close(out, expected.out)
+    close(lse, expected.lse, q.dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 63])
+@pytest.mark.parametrize("keys", [1, 17, 63, 129])
+def test_awkward_sizes(rows, keys, backend, device, poisoned):
+    rows = min(rows, keys)
+    check(*make(device, keys=keys, rows=rows), scattered(rows, keys, device), backend)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (14, 2), (5, 1), (32, 8)])
+def test_head_groupings(heads, kv_heads, backend, device):
+    check(*make(device, heads=heads, kv_heads=kv_heads, dim=16, rows=9), scattered(9, 63, device), backend)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 112, 128, 256])
+def test_head_dims(dim, backend, device):
+    check(*make(device, dim=dim, rows=7), scattered(7, 63, device), backend)
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (48, 16), (16, 80)])
+def test_value_dim_of_its_own(dim, value_dim, backend, device, poisoned):
+    check(*make(device, dim=dim, value_dim=value_dim, rows=7), scattered(7, 63, device), backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype, backend, device):
+    check(*make(device, dtype=dtype, rows=30, keys=129), scattered(30, 129, device), backend)
+
+
+@pytest.mark.parametrize("window", [1, 5, 40, 1000])
+@pytest.mark.parametrize("mode", ["exact", "bottom-right"])
+def test_windows(window, mode, backend, device):
+    check(*make(device, keys=129, rows=40), scattered(40, 129, device), backend, window=window, mode=mode)
+
+
+@pytest.mark.parametrize(
+    "rule", [{"softcap": 3.0}, {"scale": 0.7}, {"softcap": 2.0, "window": 9, "mode": "bottom-right"}]
+)
+def test_soft_cap_and_scale(rule, backend, device):
+    check(*make(device), scattered(17, 63, device), backend, **rule)
+
+
+def test_sinks(backend, device):
+    check(*make(device), scattered(17, 63, device), backend, sinks=torch.randn(4, device=device), window=20)
+
+
+def test_positions_of_each_batch_entry(backend, device):
+    check(*make(device, batch=2), scattered(17, 63, device, batch=2), backend)
+
+
+def test_repeated_positions(backend, device):
+    check(*make(device, rows=4), torch.tensor([3, 3, 3, 40], device=device), backend)
+
+
+def test_int32_positions(backend, device):
+    check(*make(device), scattered(17, 63, device).int(), backend)
+
+
+@pytest.mark.parametrize("mode", ["exact", "bottom-right"])
+def test_all_rows_are_plain_causal_attention(mode, backend, device):
+    q, k, v = make(device, rows=129, keys=129, dim=16)
+    out = selective_attention(q, k, v, torch.arange(129, device=device), mode=mode, backend=backend)
+    causal = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(out, causal, rtol=0, atol=1e-5)
+
+
+def test_contiguous_suffix_is_bottom_right_alignment(backend, device):
+    q, k, v = make(device, rows=20, keys=129)
+    suffix = torch.arange(109, 129, device=device)
+    exact = selective_attention(q, k, v, suffix, backend=backend)
+    assert torch.equal(exact, selective_attention(q, k, v, suffix, mode="bottom-right", backend=backend))
+
+
+def test_rows_at_the_very_start_see_only_themselves(backend, device):
+    q, k, v = make(device, rows=3)
+    out = selective_attention(q, k, v, torch.tensor([0, 1, 2], device=device), backend=backend)
+    torch.testing.assert_close(out[:, :, 0], v[:, :, 0].repeat_interleave(2, 1), rtol=0, atol=1e-6)
+
+
+def test_keys_after_the_last_row_are_never_read(backend, device):
+    q, k, v = make(device)
+    k[:, :, 41:], v[:, :, 41:] = float("nan"), float("nan")
+    positions = torch.arange(24, 41, device=device)
+    assert selective_attention(q, k, v, positions, backend=backend).isfinite().all()
+
+
+def test_keys_before_every_window_are_never_read(backend, device):
+    q, k, v = make(device)
+    k[:, :, :20], v[:, :, :20] = float("nan"), float("nan")
+    positions = torch.arange(24, 41, device=device)
+    assert selective_attention(q, k, v, positions, window=5, backend=backend).isfinite().all()
+
+
+def test_runs_are_bit_equal_and_inputs_untouched(backend, device):
+    q, k, v = make(device, keys=129)
+    before = [x.clone() for x in (q, k, v)]
+    positions = scattered(17, 129, device)
+    first = selective_attention(q, k, v, positions, backend=backend)
+    assert torch.equal(first, selective_attention(q, k, v, positions, backend=backend))
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["exact", "bottom-right"])
+def test_packed_requests_equal_their_own_calls(mode, backend, device, poisoned):
+    rows, keys = [5, 0, 17, 1], [9, 4, 63, 30]
+    cu_rows, cu_keys = (torch.tensor([0, *x], device=device).cumsum(0) for x in (rows, keys))
+    q, k, v = make(device, rows=sum(rows), keys=sum(keys))
+    positions = torch.cat([scattered(r, n, device) for r, n in zip(rows, keys, strict=True)])
+    out, lse = selective_attention(
+        q, k, v, positions, mode=mode, cu_rows=cu_rows, cu_keys=cu_keys, return_lse=True, backend=backend
+    )
+    for i, (row, key) in enumerate(zip(cu_rows[:-1].tolist(), cu_keys[:-1].tolist(), strict=True)):
+        r, n = slice(row, row + rows[i]), slice(key, key + keys[i])
+        expected = dense_attention(q[:, :, r], k[:, :, n], v[:, :, n], positions[r], mode=mode)
+        close(out[:, :, r], expected.out)
+        close(lse[:, :, r], expected.lse)
+
+
+def test_no_rows(backend, device):
+    q, k, v = make(device)
+    empty = torch.empty(0, dtype=torch.int64, device=device)
+    assert selective_attention(q[:, :, :0], k, v, empty, backend=backend).shape == (1, 4, 0, 32)
+
+
+def test_output_is_laid_out_for_the_decoder(backend, device):
+    q, k, v = make(device)
+    out = selective_attention(q, k, v, scattered(17, 63, device), backend=backend)
+    assert out.transpose(1, 2).is_contiguous()
