@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,12 +10,13 @@ import torch
 
 from blend.assemble import assemble, load_chunks
 from blend.config import BlendConfig
+from blend.context_shift import add_shift, measure_shift
 from blend.encode import ChunkEncoder
 from blend.recompute import make_plan, recompute
 from blend.select import make_selector
 from blend.store.base import ChunkStore
 from blend.timing import Stopwatch
-from blend.types import PromptLayout, Selection
+from blend.types import ChunkCache, PromptLayout, Selection
 
 if TYPE_CHECKING:
     from blend.blended_cache import BlendedCache
@@ -74,12 +75,32 @@ class Blender:
         self.store = store
         self.config = config or BlendConfig()
         self._encoders: dict[tuple[int, ...], ChunkEncoder] = {}
+        self._shifts: dict[tuple[int, ...], ChunkCache | None] = {}
 
     def encoder(self, prefix: tuple[int, ...]) -> ChunkEncoder:
         """The encoder of chunks behind this prefix; its own KV is computed at the first call."""
         if prefix not in self._encoders:
             self._encoders[prefix] = ChunkEncoder(self.decoder, prefix)
         return self._encoders[prefix]
+
+    def context_shift(self, prefix: tuple[int, ...]) -> ChunkCache | None:
+        """The context shift behind this prefix, from memory or the store; None where it was never measured."""
+        if prefix not in self._shifts:
+            key = self.encoder(prefix).identity.shift_key
+            self._shifts[prefix] = load_chunks(self.store, [key], [1], len(self.decoder.layers)).chunks[0]
+        return self._shifts[prefix]
+
+    def calibrate(self, prefix: tuple[int, ...], chunks: Sequence[Sequence[int]]) -> bool:
+        """Measure and store the context shift behind `prefix` on some of these chunks, unless that was done before.
+
+        Returns whether there is one now. Raises `StoreError` when the store cannot be written.
+        """
+        if self.context_shift(prefix) is None:
+            encoder = self.encoder(prefix)
+            self._shifts[prefix] = shift = measure_shift(encoder, chunks)
+            if shift is not None:
+                self.store.put(encoder.identity.shift_key, shift)
+        return self._shifts[prefix] is not None
 
     def prefill(
         self,
@@ -105,7 +126,10 @@ class Blender:
             loaded = load_chunks(self.store, keys, [len(c) for c in layout.chunks], len(self.decoder.layers))
         with watch.stage("reposition"):
             cache = assemble(self.decoder, layout, encoder.prefix, loaded.chunks, room)
-        plan = make_plan(layout, loaded.hits, selector, config.ratio, self.decoder.device)
+            plan = make_plan(layout, loaded.hits, selector, config.ratio, self.decoder.device)
+            shift = self.context_shift(layout.prefix) if config.shift else None
+            if shift is not None:
+                add_shift(self.decoder, cache, shift, plan.inexact)
         logits, selection = recompute(self.decoder, cache, plan, mask=config.mask, watch=watch)
         with watch.stage("first_token"):
             first_token = int(logits[0].argmax())

@@ -24,7 +24,8 @@ class BlendConfig:
     mask: "exact" (row r sees keys up to its position) or "bottom-right" (up to r + N - M, as FlashAttention aligns it).
     check_layer, deviation_of, norm: where and how `hkvd` measures deviation. first_k: rows `first_k` takes per chunk at most.
     seed: of `random`. query_layers, value_norm: where and how `query_guided` and `mixed` score the question's attention. rule,
-    prefilter, chunk_floor: see `mixed`. block: rows that these two take together.
+    prefilter, chunk_floor: see `mixed`. block: rows that these two take together. shift: add the measured context shift to
+    stored chunks, where the store holds one (`blend.context_shift`).
     """
 
     selector: str = "hkvd"
@@ -41,6 +42,7 @@ class BlendConfig:
     prefilter: float = 0.0
     chunk_floor: float = 0.0
     block: int = 1
+    shift: bool = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.ratio <= 1.0:

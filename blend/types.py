@@ -89,6 +89,11 @@ class CacheIdentity:
         """Address of the chunk with these token ids."""
         return ChunkKey(self.namespace, _digest(f"{self.namespace}/", token_ids))
 
+    @property
+    def shift_key(self) -> ChunkKey:
+        """Address of the context shift of this model, dtype and prefix."""
+        return ChunkKey(self.namespace, _digest(f"{self.namespace}/context shift", ()))
+
 
 def _digest(salt: str, token_ids: Sequence[int]) -> str:
     return hashlib.sha256((salt + ",".join(map(str, token_ids))).encode()).hexdigest()
