@@ -12,7 +12,7 @@ from imports import ROOT, importers, imports, modules, top
 LAYERS = (
     ("blend.__main__",),
     ("blend.cli",),
-    ("blend.pipeline", "blend.evaluate"),
+    ("blend.pipeline", "blend.evaluate", "blend.analyze"),
     ("blend.precompute",),
     ("blend.generate", "blend.reference", "blend.blender"),
     ("blend.encode", "blend.assemble", "blend.recompute"),
