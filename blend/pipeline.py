@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from blend.blender import Blend, Blender
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
-from blend.decoder import Decoder
+from blend.decoder import Decoder, pick_device
 from blend.errors import PromptError, StoreError
 from blend.generate import Generation, OnText, generate
 from blend.precompute import Precomputed, Progress, no_progress, precompute
@@ -20,7 +20,7 @@ from blend.store import open_store
 from blend.timing import Stopwatch
 from blend.types import PromptLayout
 from blend.weights import resolve_model
-from retrieval import ChunkIndex, RankedChunk, Retriever, load_documents, load_embedder
+from retrieval import ChunkIndex, LoadedDocuments, RankedChunk, Retriever, load_documents, load_embedder
 
 if TYPE_CHECKING:
     from blend.store import ChunkStore
@@ -108,6 +108,7 @@ class Rag:
     @cached_property
     def decoder(self) -> Decoder:
         """The decoder."""
+        pick_device(self._device)  # before weights are fetched in vain
         location = resolve_model(self._model, progress=self._on_fetch)
         return Decoder.load(str(location), name=self._model, device=self._device, dtype=self._dtype)
 
@@ -137,17 +138,20 @@ class Rag:
         return Retriever(self.index, self.embedder)
 
     def precompute(
-        self, paths: Iterable[str | Path], *, add: bool = False, progress: Progress = no_progress
+        self,
+        documents: str | Path | Iterable[str | Path] | LoadedDocuments,
+        *,
+        add: bool = False,
+        progress: Progress = no_progress,
     ) -> Precomputed:
-        """Index the documents under `paths` and compute their chunk caches; see `precompute.precompute`.
+        """Index documents, or those under paths, and compute their chunk caches; see `precompute.precompute`.
 
         Documents are read and the store is opened before any model is loaded, so that mistakes show at once.
         """
-        loaded = load_documents(paths)
+        loaded = documents if isinstance(documents, LoadedDocuments) else load_documents(documents)
         for stale in ("index", "retriever"):
             self.__dict__.pop(stale, None)
         store = self.store
-        progress("load", 0, 1)
         return precompute(
             loaded,
             embedder=self.embedder,
@@ -166,8 +170,9 @@ class Rag:
         compare: rehearse full prefill too. Nothing is stored; a second call does nothing.
         """
         if self._rehearsed is None:
+            _ = self.index, self.store
             self.retriever.search("warm up", 1)
-            _ = self.store, self.blender.encoder(self.template.prefix)
+            self.blender.encoder(self.template.prefix)
             self._rehearsed = self._rehearse()
         if compare and not self._rehearsed_full:
             full_prefill(self.decoder, self._rehearsed)

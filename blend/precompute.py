@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from retrieval import Embedder
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage ("load" the models, "chunk" in documents, "embed" in chunks, "encode" in tokens), how much is done, and
-how much there is in all."""
+"""Called with a stage ("chunk" in documents, "embed" in chunks, "encode" in tokens), how much is done, and how much in all."""
 
 
 def no_progress(stage: str, done: int, total: int) -> None:

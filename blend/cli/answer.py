@@ -30,11 +30,10 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
     with hit or miss, rows recomputed. Notes go to standard error.
     """
     question = _asked(question)
-    from blend.cli.console import hushed, note, output, print_json
+    from blend.cli.console import hushed, output, print_json
 
     with hushed(quiet):
         rag = options.open_corpus(given)
-        note(f"Loading {given['model']} ...")
         rag.warm_up(compare=compare)
         stream = None if as_json else lambda piece: click.echo(piece, nl=False)
         answer = rag.answer(question, max_new_tokens=max_new_tokens, compare=compare, on_text=stream)

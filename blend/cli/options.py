@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -27,6 +27,7 @@ _BLEND = BlendConfig()
 _CORPUS = CorpusConfig()
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_BAND = re.compile(r"all|middle|upper|\d+-\d+")
 
 
 def _known_device(ctx: click.Context, option: click.Parameter, value: str) -> str:
@@ -41,16 +42,24 @@ def _positive(ctx: click.Context, option: click.Parameter, value: float | None) 
     return value
 
 
+def _layer_band(ctx: click.Context, option: click.Parameter, value: str) -> str:
+    if not _BAND.fullmatch(value):
+        raise click.BadParameter(f"{value!r} is none of all, middle, upper, or two layers such as 4-9", ctx, option)
+    return value
+
+
 def _shared(name: str, **attributes: Any) -> Callable[[F], F]:
     """An option that can also be given once and for all, as KVBLEND_<NAME>."""
     variable = f"KVBLEND_{name.removeprefix('--').replace('-', '_').upper()}"
     return click.option(name, envvar=variable, show_envvar=True, **{"show_default": True, **attributes})
 
 
-def _blending(name: str, help_line: str, kind: Any = None) -> Callable[[F], F]:
+def _blending(name: str, help_line: str, kind: Any = None, **attributes: Any) -> Callable[[F], F]:
     """An option named like a field of `BlendConfig`, with its default."""
     flag, default = f"--{name.replace('_', '-')}", getattr(_BLEND, name)
-    return click.option(flag, type=kind, default=default, show_default=default is not None, help=help_line)
+    return click.option(
+        flag, type=kind, default=default, show_default=default is not None, help=help_line, **attributes
+    )
 
 
 store_option = _shared(
@@ -89,7 +98,9 @@ _BLENDING = (
     _blending("deviation_of", "Which deviation.", click.Choice(get_args(DeviationOf))),
     _blending("norm", "How deviation is measured.", click.Choice(get_args(Norm))),
     _blending("first_k", "first_k: most rows a chunk.  [default: what the ratio allows]", int),
-    _blending("query_layers", "query_guided, mixed: layers that score; all, middle, upper or A-B."),
+    _blending(
+        "query_layers", "query_guided, mixed: layers that score; all, middle, upper or A-B.", callback=_layer_band
+    ),
     _blending("rule", "mixed: how deviation and attention are joined.", click.Choice(get_args(Rule))),
     _blending("prefilter", "mixed: candidates by attention first, this many budgets of them; 0 is off."),
     _blending("chunk_floor", "mixed: share of the budget spread evenly over chunks."),
@@ -139,7 +150,12 @@ def _apply(options: tuple[Callable[[Any], Any], ...], function: F) -> F:
 def open_rag(options: dict[str, Any]) -> Rag:
     """A `Rag` from parsed options; entries that it does not know are left alone. Loads no model."""
     blend, corpus = _pick(BlendConfig, options), _pick(CorpusConfig, options)
-    from blend.cli.console import show_fetch
+    from blend.cli.console import note, show_fetch
+    from blend.cli.early import check_model, check_store
+
+    check_store(options["store"])
+    check_model(options["model"])
+    note(f"Loading {options['model']} ...")
     from blend.pipeline import Rag
 
     budget = options.get("store_budget")
@@ -157,9 +173,14 @@ def open_rag(options: dict[str, Any]) -> Rag:
 
 def open_corpus(options: dict[str, Any]) -> Rag:
     """`open_rag` for a corpus that must be there, with the embedder that made its index unless another one was named."""
-    rag = open_rag(options)
-    if options.get("embedder") is None:
-        rag.corpus_config = replace(rag.corpus_config, embedder=rag.index.embedder)
+    _pick(BlendConfig, options), _pick(CorpusConfig, options)  # mistakes in them cost no look at the index
+    from blend.cli.early import check_store
+    from retrieval import ChunkIndex
+
+    check_store(options["store"])
+    index = ChunkIndex.load(options["store"] / "index")
+    rag = open_rag({**options, "embedder": options.get("embedder") or index.embedder})
+    rag.index = index
     return rag
 
 

@@ -29,13 +29,16 @@ def command(paths: tuple[Path, ...], add: bool, as_json: bool, **given: Any) -> 
     The corpus becomes exactly these documents; chunks that did not change are not computed again. A run that was stopped
     goes on where it was when it is started again.
     """
-    rag = options.open_rag(given)
     from blend.cli.console import print_json
     from blend.cli.progress import stage_progress
+    from retrieval import load_documents
 
+    documents = load_documents(paths)
+    rag = options.open_rag(given)
     try:
-        with stage_progress(given["model"]) as progress:
-            done = rag.precompute(paths, add=add, progress=progress)
+        _ = rag.store, rag.decoder
+        with stage_progress() as progress:
+            done = rag.precompute(documents, add=add, progress=progress)
     except KeyboardInterrupt:
         raise click.Abort(_RESUME) from None
     _tell(done)

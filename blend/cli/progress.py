@@ -21,17 +21,10 @@ LINE_EVERY_S = 10.0
 
 
 @contextmanager
-def stage_progress(model: str) -> Iterator[OnProgress]:
-    """What `precompute` calls, for as long as the block runs. model: how to call what is loaded first."""
+def stage_progress() -> Iterator[OnProgress]:
+    """What `precompute` calls, for as long as the block runs."""
     with _bars() if errors.is_terminal else _lines() as show:
-
-        def on_progress(stage: str, done: int, total: int) -> None:
-            if stage == "load":
-                note(f"Loading {model} ...")
-            elif total:
-                show(stage, done, total)
-
-        yield on_progress
+        yield lambda stage, done, total: show(stage, done, total) if total else None
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blend.cli import options
-from blend.cli.console import note
 from blend.dataset import Record, RecordChunk, load_dataset
 from blend.errors import ConfigError
 from blend.needles import MIN_CHUNKS, make_needles
@@ -27,9 +26,7 @@ def load_records(given: dict[str, Any], dataset: Path | None, limit: int | None)
     else:
         rag = options.open_corpus(given)
         records = builtin_records(rag, limit or 1)
-    _ = rag.store
-    note(f"Loading {given['model']} ...")
-    _ = rag.decoder
+    _ = rag.store, rag.decoder
     return rag, records
 
 
