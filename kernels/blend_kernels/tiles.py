@@ -1,7 +1,7 @@
 """Tile shapes of the attention kernel: a short list per kind of work, best guess first.
 
 The guesses are predictions from registers and shared memory (kernels/README.md); `tuning` measures the list on the machine at
-hand. Lists hold what compiles without spilling registers, which a test verifies for compute capabilities 8.0 and 9.0.
+hand. The best guess never spills registers, which a test verifies for compute capabilities 8.0 and 9.0.
 """
 
 from __future__ import annotations
@@ -49,19 +49,27 @@ def chunks(dim: int) -> Chunks:
 # Keyed by the padded width of the wider of head and value dimension.
 _HOPPER = {
     64: (Tile(128, 128, 8, 3, True), Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
-    128: (Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3, True), Tile(128, 128, 8, 2), Tile(128, 64, 8, 3)),
-    256: (Tile(128, 64, 8, 2, True), Tile(128, 32, 8, 2, True), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
+    128: (Tile(128, 64, 8, 3, True), Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2)),
+    256: (Tile(128, 32, 8, 2), Tile(128, 64, 8, 2, True), Tile(128, 32, 8, 2, True), Tile(64, 32, 8, 2)),
 }
 _AMPERE = {
     64: (Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(128, 32, 8, 3)),
-    128: (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
+    128: (Tile(128, 32, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
     256: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
 }
 # Three tf32 products for one of fp32 hold six operands in registers.
 _FP32 = {64: (Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)), 128: (Tile(16, 32, 4, 2),), 256: (Tile(16, 16, 8, 1),)}
 # With a window all three loops run, and the masked ones hold the mask besides the scores.
-_WINDOWED_KEYS = {64: 64, 128: 64, 256: 32}
-_WINDOWED_AMPERE_KEYS = {64: 64, 128: 32, 256: 32}
+_WINDOWED_HOPPER = {
+    64: (Tile(128, 64, 8, 3), Tile(128, 64, 4, 3)),
+    128: (Tile(128, 64, 8, 3, True), Tile(128, 64, 8, 3), Tile(128, 32, 8, 3)),
+    256: (Tile(64, 32, 8, 2), Tile(128, 32, 8, 2)),
+}
+_WINDOWED_AMPERE = {
+    64: (Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),
+    128: (Tile(64, 32, 8, 2), Tile(64, 64, 8, 2), Tile(128, 32, 8, 2)),
+    256: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+}
 # Few rows: the tile is as small as the rows, and more stages hide the latency of memory.
 _FEW = {64: (Tile(16, 64, 4, 3), Tile(16, 128, 4, 2)), 128: (Tile(16, 64, 4, 3),), 256: (Tile(16, 32, 4, 3),)}
 
@@ -75,10 +83,9 @@ def candidates(major: int, shape: Shape) -> tuple[Tile, ...]:
     few = next((rows for rows in (16, 32, 64) if shape.lines <= rows), None)
     if few is not None:
         return tuple(tile._replace(rows=few, warps=4 if few < 64 else 8) for tile in _FEW[width])
-    limit = (_WINDOWED_KEYS if hopper else _WINDOWED_AMPERE_KEYS)[width] if shape.windowed else 256
+    tables = (_WINDOWED_HOPPER if hopper else _WINDOWED_AMPERE) if shape.windowed else (_HOPPER if hopper else _AMPERE)
     tma = shape.tma and not chunks(shape.dim).second and not chunks(shape.value_dim).second
-    table = (_HOPPER if hopper else _AMPERE)[width]
-    return tuple(tile for tile in table if tile.keys <= limit and (tma or not tile.tma))
+    return tuple(tile for tile in tables[width] if tma or not tile.tma)
 
 
 def _width(dim: int) -> int:

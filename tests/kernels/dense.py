@@ -19,7 +19,7 @@ def visible(positions, rows, keys, mode="exact", window=None):
     """Boolean `[batch or 1, rows, keys]`."""
     row = torch.arange(rows, device=positions.device)
     last = positions if mode == "exact" else row + keys - rows
-    last = last.reshape(-1, rows, 1)
+    last = last[..., None] if last.ndim == 2 else last[None, :, None]
     key = torch.arange(keys, device=positions.device)
     seen = key <= last
     return seen if window is None else seen & (key > last - window)
