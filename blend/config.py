@@ -28,7 +28,7 @@ class BlendConfig:
     stored chunks, where the store holds one (`blend.context_shift`).
     """
 
-    selector: str = "hkvd"
+    selector: str = "query_guided"
     ratio: float = 0.15
     mask: MaskMode = "exact"
     check_layer: int = 1

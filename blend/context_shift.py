@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 GROUP = 4  # chunks of one calibration prompt
 
 
-def measure_shift(encoder: ChunkEncoder, chunks: Sequence[Sequence[int]], groups: int = 3) -> ChunkCache | None:
+def measure_shift(encoder: ChunkEncoder, chunks: Sequence[Sequence[int]], groups: int = 2) -> ChunkCache | None:
     """The shift of every layer as a cache of one token at position 0; None when there are fewer than two chunks.
 
     Up to `groups` prompts of four chunks, spread evenly over `chunks`, are computed in full and compared with the same chunks

@@ -81,10 +81,14 @@ class Evaluator:
         return rows
 
     def warm_up(self, record: Record, methods: Sequence[Method]) -> None:
-        """Run every method once, uncounted: first calls pay for allocation and kernel choice."""
+        """Run every method once, uncounted: first calls pay for allocation and kernel choice.
+
+        A store without a context shift gets one, measured on this record's chunks.
+        """
         layout = self.template.layout(record.question, record.chunks)
         self.decoder.check_length(layout.rows)
         self.cache_chunks(layout)
+        self.blender.calibrate(layout.prefix, layout.chunks)
         for method in methods:
             self._prefill(layout, method)
 
