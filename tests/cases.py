@@ -131,7 +131,9 @@ def _rows_by_layer(blend: Blend, seen: list[tuple[Evidence, torch.Tensor]]) -> l
     layout = blend.layout
     required = [torch.arange(*span) for span, hit in zip(layout.chunk_spans, blend.hits, strict=True) if not hit]
     required.append(torch.arange(layout.context.stop, layout.rows))
-    rows, by_layer = torch.arange(len(layout.prefix), layout.rows), []
+    # A stored first chunk stands where it was computed: it is exact and never run.
+    start = layout.chunk_spans[0].stop if blend.hits[0] else len(layout.prefix)
+    rows, by_layer = torch.arange(start, layout.rows), []
     for layer in range(depth):
         for chosen in (chosen for evidence, chosen in seen if evidence.layer == layer):
             rows = torch.cat((chosen, *required)).sort().values

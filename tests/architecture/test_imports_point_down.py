@@ -15,6 +15,7 @@ LAYERS = (
     ("blend.pipeline", "blend.evaluate", "blend.analyze"),
     ("blend.precompute",),
     ("blend.generate", "blend.reference", "blend.blender"),
+    ("blend.context_shift",),
     ("blend.encode", "blend.assemble", "blend.recompute"),
     ("blend.select", "blend.decoder"),
     ("blend.admission",),

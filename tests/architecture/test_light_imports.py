@@ -86,7 +86,6 @@ import importlib, types
 import blend
 for name in {sorted(blend.__all__, reverse=True)!r} + {list(blend.__all__)!r}:
     importlib.import_module("blend.pipeline")
-    importlib.import_module("blend.evaluate")
     assert not isinstance(getattr(blend, name), types.ModuleType), name
 """
     _python(code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import make_layout
-from dense import assert_close, dense_prefill
+from dense_reference import assert_close, dense_prefill
 from models import CORE, FAMILIES, build, decoder, eager_model, tokenizer
 
 from blend.decoder import Decoder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import CHUNKS, SELECTORS, blended, cache_of, make_layout, make_store, recorded
-from dense import LayerKV, assert_close, dense_blend, dense_prefill, dense_reuse
+from dense_reference import LayerKV, assert_close, dense_blend, dense_prefill, dense_reuse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CORE, FAMILIES, LAYERS, VOCABULARY, WIDE, build, decoder, eager_model, tokenizer

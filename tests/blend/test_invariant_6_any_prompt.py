@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from cases import SELECTORS, blended, cache_chunks, cache_of, make_layout, recorded
-from dense import assert_close, dense_blend, dense_prefill, dense_reuse
+from dense_reference import assert_close, dense_blend, dense_prefill, dense_reuse
 from models import CORE, WINDOW, decoder, eager_model
 
 from blend.blender import Blend, Blender

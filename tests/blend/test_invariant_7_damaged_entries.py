@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import SELECTORS, cache_chunks, cache_of, make_layout
-from dense import assert_close, dense_prefill
+from dense_reference import assert_close, dense_prefill
 from models import CORE, build, decoder, eager_model, tokenizer
 
 from blend.blender import Blend, Blender

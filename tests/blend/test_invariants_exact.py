@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import STORES, blended, cache_of, make_layout, make_store
-from dense import assert_close, dense_blend, dense_prefill, dense_reuse
+from dense_reference import assert_close, dense_blend, dense_prefill, dense_reuse
 from models import CORE, FAMILIES, LAYERS, decoder, eager_model
 
 from blend.config import BlendConfig

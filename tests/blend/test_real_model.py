@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from cases import cache_chunks, cache_of, recorded
-from dense import Dense, LayerKV, assert_close, dense_blend, dense_prefill, dense_reuse
+from dense_reference import Dense, LayerKV, assert_close, dense_blend, dense_prefill, dense_reuse
 from transformers.cache_utils import Cache, DynamicLayer
 
 from blend.blender import Blender

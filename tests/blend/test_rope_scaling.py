@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import SELECTORS, cache_of, make_layout, recorded
-from dense import assert_close, dense_blend, dense_chunk, dense_reuse
+from dense_reference import assert_close, dense_blend, dense_chunk, dense_reuse
 from models import FAMILIES, HEAD_DIM, build, decoder, tokenizer
 
 from blend.blender import Blender

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import SELECTORS, blended, make_layout, recorded
-from dense import assert_close, dense_blend, dense_prefill, dense_reuse
+from dense_reference import assert_close, dense_blend, dense_prefill, dense_reuse
 from models import CORE, LAYERS, decoder, eager_model
 
 from blend.config import BlendConfig
@@ -23,17 +23,18 @@ def test_hkvd_sees_fresh_and_stored_kv_of_the_check_layer(
 ) -> None:
     _, (evidence,), _ = recorded(decoder(name), LAYOUT, BlendConfig(ratio=0.3, check_layer=check_layer), cached=cached)
     which = range(4) if cached is None else cached
-    rows = torch.cat([torch.arange(*LAYOUT.chunk_spans[index]) for index in which])
+    stored = [torch.arange(*LAYOUT.chunk_spans[index]) for index in which]
+    rows = torch.cat([span for index, span in zip(which, stored, strict=True) if index > 0])
     assert torch.equal(evidence.candidates, rows)
     assert evidence.layer == check_layer
-    assert evidence.budget == round(0.3 * len(rows))
+    assert evidence.budget == round(0.3 * sum(map(len, stored)))
     fresh = dense_prefill(eager_model(name), LAYOUT.token_ids).layers[check_layer]
-    stored = dense_reuse(eager_model(name), LAYOUT.prefix, LAYOUT.chunks, len(LAYOUT.suffix))[check_layer]
+    reused = dense_reuse(eager_model(name), LAYOUT.prefix, LAYOUT.chunks, len(LAYOUT.suffix))[check_layer]
     assert evidence.fresh is not None
     assert evidence.stored is not None
     for index in (0, 1):
         assert_close(evidence.fresh[index], fresh[index][:, :, rows])
-        assert_close(evidence.stored[index], stored[index][:, :, rows])
+        assert_close(evidence.stored[index], reused[index][:, :, rows])
 
 
 @pytest.mark.parametrize("layers", ["all", "middle", "1-2"])
@@ -57,17 +58,19 @@ def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(layers
     band = {"all": range(LAYERS), "middle": range(1, 3), "1-2": range(1, 3)}[layers]
     expected = torch.stack([seen[layer][0, :, suffix].sum((0, 1)) for layer in band])
     assert evidence.query_mass is not None
-    assert_close(evidence.query_mass, expected[:, slice(*LAYOUT.context)])
+    assert_close(evidence.query_mass, expected[:, evidence.candidates])
     assert blend.selection.rows_per_layer == (blend.rows_recomputed,) * LAYERS
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "random", "query_guided", "mixed"])
 @pytest.mark.parametrize("ratio", [0.0, 0.05, 0.15, 0.5, 0.99, 1.0])
 def test_the_ratio_is_a_share_of_cached_context_rows(selector: str, ratio: float) -> None:
-    for cached, rows in ((None, CONTEXT), ((0, 2), 21), ((), 0)):
+    """None of it is spent on a stored first chunk, which is exact where it stands: 20 rows here."""
+    for cached, rows, inexact in ((None, CONTEXT, CONTEXT - 20), ((1, 3), 25, 25), ((0, 2), 21, 1), ((), 0, 0)):
         blend = blended(decoder("llama"), LAYOUT, BlendConfig(selector=selector, ratio=ratio), cached=cached)
         required = LAYOUT.rows - len(LAYOUT.prefix) - rows
-        assert blend.rows_recomputed - required == round(ratio * rows)
+        budget = round(ratio * rows)
+        assert blend.rows_recomputed - required == (rows if budget == rows else min(budget, inexact))
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "gradual", "first_k", "random", "query_guided", "mixed"])
@@ -81,8 +84,8 @@ def test_ratio_zero_is_none_and_ratio_one_is_all_for_every_selector(selector: st
 
 def test_a_share_of_rows_is_counted_over_layers() -> None:
     blend = blended(decoder("llama"), LAYOUT, BlendConfig(ratio=0.3, check_layer=2))
-    after_prefix = LAYOUT.rows - len(LAYOUT.prefix)
-    counted = 2 * after_prefix + 2 * (round(0.3 * CONTEXT) + len(LAYOUT.suffix))
+    not_exact = LAYOUT.rows - LAYOUT.chunk_spans[0].stop
+    counted = 2 * not_exact + 2 * (round(0.3 * CONTEXT) + len(LAYOUT.suffix))
     assert blend.rows_share == pytest.approx(counted / (LAYERS * LAYOUT.rows))
 
 
@@ -97,3 +100,11 @@ def test_a_check_layer_the_model_does_not_have_is_refused(layer: int, selector: 
 def test_query_layers_the_model_does_not_have_are_refused(layers: str) -> None:
     with pytest.raises(ConfigError, match="query_layers is"):
         blended(decoder("llama"), LAYOUT, BlendConfig(selector="query_guided", query_layers=layers, ratio=0.3))
+
+
+@pytest.mark.parametrize("config", SELECTORS.values(), ids=SELECTORS)
+def test_a_stored_first_chunk_is_exact_and_only_recomputed_when_everything_is(config: BlendConfig) -> None:
+    blend = blended(decoder("llama"), LAYOUT, config)
+    first = set(range(*LAYOUT.chunk_spans[0]))
+    rows = set(blend.selection.rows.tolist())
+    assert first <= rows if config.selector == "all" else not first & rows
