@@ -14,6 +14,7 @@ from blend import __version__
 from blend.cli.ending import PipeClosedError, exit_code_of
 
 _COMMANDS = {
+    "analyze": "Show attention, KV deviation and what blending restores, as a page.",
     "answer": "Answer a question over the precomputed documents.",
     "corpus": "Write the demo corpus: Python's own documentation.",
     "env": "Describe this machine and the versions in use, for bug reports.",

@@ -1,0 +1,60 @@
+"""What the selectors rank rows by, on one prompt, computed for all context rows whatever the configured selector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from blend.attention import kv_deviation
+from blend.recompute import make_plan, query_mass
+from blend.select.base import Needs
+from blend.select.controls import Nothing
+from blend.select.mixed import combine
+from blend.select.query_guided import layer_band
+
+if TYPE_CHECKING:
+    from blend.blended_cache import BlendedCache
+    from blend.config import BlendConfig
+    from blend.decoder import Decoder
+    from blend.types import PromptLayout
+
+
+@dataclass(frozen=True)
+class RowScores:
+    """One number a context row, `[context rows]` each, and where they were taken.
+
+    deviation: distance of stored from fresh KV at `check_layer`, as `hkvd` is configured. question: attention of the suffix
+    rows over the stored caches in the layers `band`, as `query_guided` is. both: combined as `mixed` does.
+    """
+
+    deviation: np.ndarray
+    question: np.ndarray
+    both: np.ndarray
+    check_layer: int
+    band: range
+
+
+def row_scores(
+    decoder: Decoder, config: BlendConfig, layout: PromptLayout, stored: BlendedCache, exact: BlendedCache
+) -> RowScores:
+    """Score the context rows; `stored` holds what the selectors see of plain reuse, `exact` full recompute.
+
+    Where all rows run up to the check layer, fresh KV there is that of full recompute. Writes the suffix rows of `stored`.
+    """
+    check, band = min(config.check_layer, len(decoder.layers) - 1), layer_band(config.query_layers, len(decoder.layers))
+    context = slice(layout.context.start, layout.context.stop)
+    new, old = ([part[:, :, context] for part in cache.view(check)] for cache in (exact, stored))
+    norm: Literal["l2sq", "l1"] = "l2sq" if config.norm == "l2" else "l1"
+    deviation = kv_deviation(new[0], old[0], new[1], old[1], norm=norm, parts=config.deviation_of)[0]
+    plan = make_plan(layout, (True,) * len(layout.chunks), Nothing(), 0.0, decoder.device)
+    mass = query_mass(decoder, stored, plan, Needs(query_layers=band, value_norm=config.value_norm))[:, context].sum(0)
+    both = combine(deviation, mass, config.rule)
+    return RowScores(_array(deviation), _array(mass), _array(both), check, band)
+
+
+def _array(values: torch.Tensor) -> np.ndarray:
+    array: np.ndarray = values.double().cpu().numpy()
+    return array

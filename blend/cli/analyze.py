@@ -1,0 +1,171 @@
+"""`blend analyze`: attention, KV deviation and what blending restores, as a page and its JSON."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from blend.cli import options
+
+if TYPE_CHECKING:
+    from blend.analyze import Analyzed, PromptAnalysis
+    from blend.dataset import Record
+    from blend.pipeline import Rag
+    from blend.types import PromptLayout
+
+# Prompts whose text the page can show; the numbers of all of them are averaged.
+MOST_VIEWS = 8
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command("analyze")
+@click.argument("question", required=False)
+@click.option("--dataset", type=click.Path(path_type=Path), help="JSONL question file to analyze instead of QUESTION.")
+@click.option("--limit", type=click.IntRange(1), help="At most so many questions of the file.  [default: all]")
+@click.option("--html", "page", type=_FILE, help="Write the page, one file that loads nothing.")
+@click.option("--json", "json_path", type=_FILE, help="Write the numbers that the page shows.")
+@click.option("--layer", type=click.IntRange(0), help="Layer to picture first.  [default: the most cross-chunk one]")
+@click.option("--head", type=click.IntRange(0), help="Head to picture.  [default: each layer's most cross-chunk one]")
+@options.common
+@options.retrieval
+@options.blending
+def command(
+    question: str | None,
+    dataset: Path | None,
+    limit: int | None,
+    page: Path | None,
+    json_path: Path | None,
+    layer: int | None,
+    head: int | None,
+    **given: Any,
+) -> None:
+    """Show which attention, rows and chunks matter: for QUESTION over the precomputed documents, or for a question file.
+
+    Every prompt runs under full recompute, under plain reuse and under the blend that the options choose. Ctrl-C ends a
+    question file early and writes what was analyzed.
+    """
+    _check_usage(question, dataset, page, json_path)
+    records = _load(dataset, limit)
+    rag = options.open_rag(given) if dataset else options.open_corpus(given)
+    _check_layer(rag, layer)
+    prompts = _recorded(rag, records) if question is None else _asked(rag, question)
+    analyzed, left_out, interrupted = _analyze(rag, prompts, layer, head)
+    if analyzed:
+        _write(_document(rag, analyzed, left_out, dataset, given["model"]), page, json_path)
+    if interrupted:
+        raise click.Abort(f"interrupted after {len(analyzed)} of {len(prompts)} questions")
+
+
+def _check_usage(question: str | None, dataset: Path | None, page: Path | None, json_path: Path | None) -> None:
+    from blend.errors import PromptError
+
+    if (question is None) == (dataset is None):
+        raise click.UsageError("give a QUESTION or --dataset FILE, one of them")
+    if question is not None and not question.strip():
+        raise PromptError("the question is empty; ask something")
+    if page is None and json_path is None:
+        raise click.UsageError("say where to write: --html FILE, --json FILE or both")
+
+
+def _load(dataset: Path | None, limit: int | None) -> list[Record]:
+    """Read the question file before anything heavy is loaded, so that a mistake in it shows at once."""
+    from blend.dataset import load_dataset
+
+    return load_dataset(dataset, limit) if dataset else []
+
+
+def _check_layer(rag: Rag, layer: int | None) -> None:
+    from blend.errors import ConfigError
+
+    depth = len(rag.decoder.layers)
+    if layer is not None and layer >= depth:
+        raise ConfigError(f"layer {layer} does not exist: {rag.decoder.name} has layers 0 to {depth - 1}")
+
+
+def _asked(rag: Rag, question: str) -> list[tuple[str, str, PromptLayout]]:
+    """One prompt as `blend answer` makes it."""
+    from blend.errors import PromptError
+
+    ranked = rag.retriever.search(question, rag.corpus_config.top_k)
+    if not ranked:
+        raise PromptError("the index holds no chunks; run `blend precompute` on your documents first")
+    return [("question", question, rag.template.layout(question, [hit.chunk for hit in ranked]))]
+
+
+def _recorded(rag: Rag, records: list[Record]) -> list[tuple[str, str, PromptLayout]]:
+    return [(r.id, r.question, rag.template.layout(r.question, r.chunks)) for r in records]
+
+
+def _analyze(
+    rag: Rag, prompts: list[tuple[str, str, PromptLayout]], layer: int | None, head: int | None
+) -> tuple[list[Analyzed], list[str], bool]:
+    """The prompts that were analyzed, a line for each that cannot be, and whether Ctrl-C came before the last.
+
+    Raises `PromptError` when none can be.
+    """
+    from blend.analyze import analyze_prompt
+    from blend.cli.console import note
+    from blend.errors import PromptError
+
+    analyzed: list[Analyzed] = []
+    left_out: list[str] = []
+    try:
+        for number, (name, question, layout) in enumerate(prompts, 1):
+            try:
+                found = analyze_prompt(rag.blender, layout, head=head)
+            except PromptError as error:
+                left_out.append(f"{name} left out: {error}")
+                note(left_out[-1])
+                continue
+            analyzed.append(_kept(rag, found, {"id": name, "question": question}, len(analyzed), layer))
+            note(f"[{number}/{len(prompts)}] {name}: {layout.rows} tokens")
+    except KeyboardInterrupt:
+        return analyzed, left_out, True
+    if not analyzed:
+        raise PromptError(f"nothing can be analyzed: {left_out[0]}")
+    return analyzed, left_out, False
+
+
+def _kept(rag: Rag, found: PromptAnalysis, identity: dict[str, str], before: int, layer: int | None) -> Analyzed:
+    """The numbers of a prompt, with a view of it for the first few, with pictures for the first."""
+    from blend.analyze import Analyzed, prompt_document, summarize
+
+    view = None
+    if before < MOST_VIEWS:
+        view = prompt_document(found, rag.blend_config, identity, pictures=before == 0, layer=layer)
+    return Analyzed(identity["id"], identity["question"], summarize(found), view)
+
+
+def _document(
+    rag: Rag, analyzed: list[Analyzed], left_out: list[str], dataset: Path | None, model: str
+) -> dict[str, Any]:
+    from blend.analyze import RunFacts, analysis_document
+
+    notes = list(left_out)
+    if any(name.endswith("sinks") for name, _ in rag.decoder.model.named_parameters()):
+        notes.append("This model gives part of its attention to learned sinks; all shares are of the rest.")
+    facts = RunFacts(
+        model=model,
+        workload=dataset.name if dataset else "one question over the index",
+        command=shlex.join(["blend", *sys.argv[1:]]),
+        config=rag.blend_config,
+        notes=tuple(notes),
+    )
+    return analysis_document(analyzed, facts)
+
+
+def _write(document: dict[str, Any], page: Path | None, json_path: Path | None) -> None:
+    from blend.analyze import write_json, write_page
+    from blend.cli.console import note
+
+    for path, write in ((json_path, write_json), (page, write_page)):
+        if path is not None:
+            write(document, path)
+            note(f"wrote {path}")
+    for sentence in document["readings"].values():
+        click.echo(sentence)
