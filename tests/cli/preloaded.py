@@ -1,0 +1,75 @@
+"""Runs `blend` in forked processes that have the heavy imports behind them: real processes with real signals, in a second each.
+
+Started by `conftest` as a script. Each line on standard input is a request, answered by one line on standard output:
+{"start": [arguments], "files": [stdin, stdout, stderr], "env": {...}, "cwd": "..."}   -> {"pid": n}
+{"wait": pid, "timeout": seconds}                                                   -> {"code": exit code or minus signal}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def serve() -> None:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import sentence_transformers  # noqa: F401
+
+    import blend.pipeline  # noqa: F401
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = {"pid": start(request)} if "start" in request else {"code": wait(request)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def start(request: dict[str, Any]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        code = run(request)
+    finally:
+        os._exit(code)
+
+
+def run(request: dict[str, Any]) -> int:
+    os.setsid()
+    flags = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor, (path, flag) in enumerate(zip(request["files"], flags, strict=True)):
+        os.dup2(os.open(path, flag, 0o644), descriptor)
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(descriptor, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - the process's own streams
+        for descriptor, mode in enumerate("rww")
+    )
+    os.chdir(request["cwd"])
+    os.environ.update(request["env"])
+    sys.argv = ["blend", *request["start"]]
+    from blend.cli import main
+
+    try:
+        main()
+    except SystemExit as stop:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return stop.code if isinstance(stop.code, int) else 1
+    return 0
+
+
+def wait(request: dict[str, Any]) -> int | None:
+    deadline = time.monotonic() + request["timeout"]
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(request["wait"], os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    return None
+
+
+if __name__ == "__main__":
+    serve()

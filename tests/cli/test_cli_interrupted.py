@@ -1,0 +1,80 @@
+"""Ctrl-C, SIGTERM and SIGKILL at any point: one line, the right exit code, nothing lost."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import Blend, Result, entries, one_line
+
+CHUNKS = ("--chunk-tokens", "32")
+
+
+@pytest.fixture
+def many(documents: Path) -> Path:
+    """Enough documents that computing them takes a while."""
+    for number in range(120):
+        (documents / f"extra-{number}.md").write_text(
+            "\n\n".join(
+                f"Lot {number}.{line} holds {number * line} crates of slate and {line} bells." for line in range(20)
+            )
+        )
+    return documents
+
+
+def _stopped(blend: Blend, folder: Path, number: signal.Signals) -> tuple[Result, int]:
+    """A precompute that got a signal after its first caches, and how many there were then."""
+    running = blend.start("precompute", folder, *CHUNKS)
+    running.until(lambda: len(entries(blend.store)) >= 20).send(number)
+    result = running.wait()
+    return result, len(entries(blend.store))
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_precompute_stops_and_resumes_with_the_rest(
+    blend: Blend, many: Path, number: signal.Signals, code: int
+) -> None:
+    result, stored = _stopped(blend, many, number)
+    assert result.code == code
+    assert result.out == ""
+    if number == signal.SIGINT:
+        assert "run the same command again" in one_line(result.err)
+    again = blend("precompute", many, *CHUNKS, "--json").json
+    assert again["reused"] == stored
+    assert again["computed"] == again["chunks"] - stored > 0
+    assert again["added"] == 0
+    assert not list((blend.store / "kv" / "tmp").iterdir())
+
+
+def test_a_stopped_precompute_leaves_a_corpus_that_answers(blend: Blend, many: Path) -> None:
+    _stopped(blend, many, signal.SIGKILL)
+    found = blend("answer", "How many crates are in lot 7?", "--json", "--max-new-tokens", "2").json
+    assert len(found["chunks"]) == 8
+    assert found["problems"] == []
+
+
+def test_answer_interrupted_while_it_decodes(filled: Blend) -> None:
+    running = filled.start("answer", "the market", "--max-new-tokens", "3000", "--top-k", "2")
+    result = running.until(lambda: len(running.out) > 20).send(signal.SIGINT).wait()
+    assert result.code == 130
+    assert one_line(result.err) == "blend: interrupted"
+
+
+def test_answer_interrupted_while_it_loads(filled: Blend) -> None:
+    running = filled.start("answer", "the market")
+    result = running.until(lambda: "Loading" in running.err).send(signal.SIGINT).wait()
+    assert result.code == 130
+    assert one_line(result.err) == "blend: interrupted"
+
+
+def test_an_interrupted_report_shows_what_was_measured(filled: Blend, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    running = filled.start("report", "--limit", "60", "--max-new-tokens", "2", "--json", out)
+    result = running.until(lambda: "[2/60]" in running.err).send(signal.SIGINT).wait()
+    assert result.code == 130
+    assert "of 60 questions" in one_line(result.err)
+    assert "difference to full" in result.out
+    assert out.is_file()

@@ -1,0 +1,138 @@
+"""`blend precompute`: incremental, exact about what it did, robust against what it is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import Blend, entries, one_line
+
+CHUNKS = ("--chunk-tokens", "64")
+
+
+def test_a_second_run_computes_nothing(filled: Blend, documents: Path) -> None:
+    before = entries(filled.store)
+    stamps = [path.stat().st_ino for path in before]
+    found = filled("precompute", documents, *CHUNKS, "--json").json
+    assert (found["computed"], found["added"], found["removed"]) == (0, 0, 0)
+    assert found["reused"] == found["chunks"] == len(before)
+    assert [path.stat().st_ino for path in entries(filled.store)] == stamps
+
+
+def test_an_edit_costs_only_its_chunks(filled: Blend, documents: Path) -> None:
+    path = documents / "market.md"
+    before = set(entries(filled.store))
+    path.write_text(path.read_text().replace("bell of 105 kilograms", "bell of 999 kilograms"))
+    found = filled("precompute", documents, *CHUNKS, "--json").json
+    assert 1 <= found["computed"] <= 2
+    assert found["computed"] == found["added"] == found["removed"]
+    after = set(entries(filled.store))
+    assert len(after - before) == len(before - after) == found["computed"]
+
+
+def test_removed_documents_go_from_index_and_store(filled: Blend, documents: Path) -> None:
+    before = len(entries(filled.store))
+    (documents / "market.md").unlink()
+    found = filled("precompute", documents, *CHUNKS, "--json").json
+    assert found["removed"] > 0
+    assert found["documents"] == 7
+    assert len(entries(filled.store)) == before - found["removed"] == found["chunks"]
+    chunks = filled("answer", "the market", "--json", "--top-k", "99", "--max-new-tokens", "1").json["chunks"]
+    assert not any("market" in chunk["title"] for chunk in chunks)
+
+
+def test_add_keeps_what_is_there(filled: Blend, tmp_path: Path) -> None:
+    more = tmp_path / "more.txt"
+    more.write_text("The windmill of town 9 opened in 1999. It grinds rye.\n")
+    found = filled("precompute", more, *CHUNKS, "--add", "--json").json
+    assert (found["documents"], found["computed"], found["removed"]) == (9, 1, 0)
+    assert len(entries(filled.store)) == found["chunks"]
+
+
+def test_words_for_people(blend: Blend, documents: Path) -> None:
+    one = documents / "quarry.md"
+    result = blend("precompute", one, *CHUNKS)
+    assert result.code == 0
+    assert result.out.startswith("1 document, ")
+    assert "tokens/s" in result.out
+    assert result.out.count("\n") == 1
+    assert "Computing caches: " in result.err  # not a terminal: plain lines
+    assert "\r" not in result.err + result.out
+    assert "\x1b" not in result.err + result.out
+
+
+def test_what_cannot_be_read_is_named_and_costs_nothing_else(blend: Blend, documents: Path) -> None:
+    (documents / "binary.md").write_bytes(bytes(range(256)))
+    (documents / "empty[/red].md").write_bytes(b"")
+    result = blend("precompute", documents, *CHUNKS, "--json")
+    assert result.code == 0
+    assert result.json["documents"] == 8
+    assert len(result.json["skipped"]) == 2
+    assert "binary.md: is a binary file" in result.err
+    assert "empty[/red].md: is empty" in result.err
+
+
+def test_a_budget_evicts_says_so_and_answers_still_come(blend: Blend, documents: Path) -> None:
+    unlimited = blend.at(blend.folder / "unlimited")
+    size = unlimited("precompute", documents, *CHUNKS, "--json").json["store"]["bytes"]
+    budget = ("--store-budget", f"{size / 2 / 1e9:.9f}")
+    result = blend("precompute", documents, *CHUNKS, *budget, "--json")
+    found = result.json
+    assert found["evicted"] > 0
+    assert found["store"]["bytes"] <= size / 2
+    assert "--store-budget" in result.err
+    answer = blend("answer", "the market", *budget, "--json", "--top-k", "40", "--max-new-tokens", "2").json
+    hits = [chunk["hit"] for chunk in answer["chunks"]]
+    assert any(hits)
+    assert not all(hits)
+    assert sum(path.stat().st_size for path in entries(blend.store)) <= size / 2
+
+
+def test_a_budget_smaller_than_one_cache(blend: Blend, documents: Path) -> None:
+    result = blend("precompute", documents, *CHUNKS, "--store-budget", "0.000001")
+    assert result.code == 7
+    assert "raise the budget or use smaller chunks" in one_line(result.err)
+
+
+def test_two_at_once_on_one_store(blend: Blend, documents: Path) -> None:
+    running = [blend.start("precompute", documents, *CHUNKS, "--json") for _ in range(2)]
+    results = [one.wait() for one in running]
+    assert [result.code for result in results] == [0, 0], results
+    assert results[0].json["chunks"] == results[1].json["chunks"] == len(entries(blend.store))
+    again = blend("precompute", documents, *CHUNKS, "--json").json
+    assert again["computed"] == again["added"] == 0
+
+
+def test_a_store_that_is_something_else(blend: Blend, documents: Path) -> None:
+    blend.store.write_text("a file")
+    result = blend("precompute", documents)
+    assert result.code == 7
+    assert "choose another one with --store" in one_line(result.err)
+    assert blend.store.read_text() == "a file"
+    foreign = blend.folder / "foreign"
+    (foreign / "kv").mkdir(parents=True)
+    (foreign / "kv" / "thesis.tex").write_text("precious")
+    result = blend.at(foreign)("precompute", documents)
+    assert result.code == 7
+    assert "choose an empty or new directory" in one_line(result.err)
+    assert [path.name for path in (foreign / "kv").iterdir()] == ["thesis.tex"]
+
+
+def test_a_store_that_cannot_be_written(blend: Blend, documents: Path) -> None:
+    result = blend.at(Path("/proc/kvblend"))("precompute", documents)
+    assert result.code == 7
+    assert "make the directory writable or choose another one" in one_line(result.err)
+
+
+def test_store_lists_and_clears(filled: Blend) -> None:
+    count = len(entries(filled.store))
+    listed = filled("store", "--json").json
+    assert listed["entries"] == count
+    assert [words["caches"] for words in listed["namespaces"]] == [count]
+    shown = filled("store").out
+    assert f"{count} chunk caches" in shown
+    assert "float32, prefix of" in shown
+    assert filled("store", "--clear").code == 0
+    assert entries(filled.store) == []
+    first = filled("answer", "the market", "--json", "--max-new-tokens", "1").json
+    assert not any(chunk["hit"] for chunk in first["chunks"])
+    assert len(entries(filled.store)) == len(first["chunks"])

@@ -1,0 +1,61 @@
+"""A tiny random decoder with a small trained tokenizer in a directory, as `--model` takes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def save_tiny_model(folder: Path, text: str, *, seed: int = 0, family: str = "Qwen2", **options: Any) -> Path:
+    """`folder`, with weights that depend on `seed`. Nothing ends its answers: they are as long as they may be."""
+    tokenizer = _train(text)
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+    }
+    config = getattr(transformers, f"{family}Config")(**{**shape, **options})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = _model_class(family)(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _model_class(family: str) -> Any:
+    name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    return getattr(transformers, name)
+
+
+def _train(text: str) -> Any:
+    core = Tokenizer(BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(
+        text.splitlines(),
+        BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+    tokenizer.chat_template = _TEMPLATE
+    return tokenizer
