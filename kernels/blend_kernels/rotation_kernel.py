@@ -22,9 +22,20 @@ def angles(
         b_delta = tl.load(delta_ptr + o_token, mask=o_token < n_tokens, other=0).to(tl.int64)
     else:
         b_delta = tl.zeros([T], tl.int64) + delta
-    b_part = ((b_delta[:, None] * b_step[None, :]) >> 32).to(tl.int32)
-    b_angle = b_part.to(tl.float32) * 1.4629180792671596e-09
-    return tl.cos(b_angle), tl.sin(b_angle)
+    return sine_cosine(((b_delta[:, None] * b_step[None, :]) >> 32).to(tl.int32))
+
+
+@triton.jit
+def sine_cosine(b_part):
+    # of b_part / 2**32 turns: the nearest quarter turn, and Cephes' polynomials (sinf, cosf) on the remaining +-pi/4
+    b_quarter = (b_part + 536870912) >> 30
+    b_x = (b_part - (b_quarter << 30)).to(tl.float32) * 1.4629180792671596e-09
+    b_z = b_x * b_x
+    b_sin = ((-1.9515295891e-4 * b_z + 8.3321608736e-3) * b_z - 1.6666654611e-1) * b_z * b_x + b_x
+    b_cos = ((2.443315711809948e-5 * b_z - 1.388731625493765e-3) * b_z + 4.166664568298827e-2) * b_z * b_z - 0.5 * b_z + 1.0
+    m_odd = (b_quarter & 1) == 1
+    b_s, b_c = tl.where(m_odd, b_cos, b_sin), tl.where(m_odd, b_sin, b_cos)
+    return tl.where(((b_quarter + 1) & 2) == 2, -b_c, b_c), tl.where((b_quarter & 2) == 2, -b_s, b_s)
 
 
 @triton.jit

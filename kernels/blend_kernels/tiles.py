@@ -71,7 +71,7 @@ _WINDOWED_AMPERE = {
     256: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
 }
 # Few rows: the tile is as small as the rows, and more stages hide the latency of memory.
-_FEW = {64: (Tile(16, 64, 4, 3), Tile(16, 128, 4, 2)), 128: (Tile(16, 64, 4, 3),), 256: (Tile(16, 32, 4, 3),)}
+_FEW = {64: (Tile(16, 64, 4, 3), Tile(16, 128, 4, 2)), 128: (Tile(16, 64, 4, 3),), 256: (Tile(16, 64, 8, 2),)}
 
 
 def candidates(major: int, shape: Shape) -> tuple[Tile, ...]:
@@ -82,7 +82,7 @@ def candidates(major: int, shape: Shape) -> tuple[Tile, ...]:
         return _FP32[width]
     few = next((rows for rows in (16, 32, 64) if shape.lines <= rows), None)
     if few is not None:
-        return tuple(tile._replace(rows=few, warps=4 if few < 64 else 8) for tile in _FEW[width])
+        return tuple(tile._replace(rows=few, warps=tile.warps if few < 64 else 8) for tile in _FEW[width])
     tables = (_WINDOWED_HOPPER if hopper else _WINDOWED_AMPERE) if shape.windowed else (_HOPPER if hopper else _AMPERE)
     tma = shape.tma and not chunks(shape.dim).second and not chunks(shape.value_dim).second
     return tuple(tile for tile in tables[width] if tma or not tile.tma)
