@@ -80,8 +80,8 @@ def test_a_model_is_left_as_found(name: str, action: Callable[[Blender], object]
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("layer", [0, 1, LAYERS - 2])
-@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt(), MemoryError()], ids=repr)
+@pytest.mark.parametrize("layer", [0, LAYERS - 2])
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
 def test_a_failure_in_the_middle_leaves_the_model_as_found(
     action: Callable[[Blender], object], error: BaseException, layer: int

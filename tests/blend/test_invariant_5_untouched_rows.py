@@ -49,7 +49,7 @@ def _assert_untouched(blend: Blend, before: Parts) -> None:
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("config", SELECTORS.values(), ids=SELECTORS)
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_invariant_5_rows_outside_r_are_bit_for_bit_as_stored(
     name: str, config: BlendConfig, store: str, tmp_path: Path
 ) -> None:

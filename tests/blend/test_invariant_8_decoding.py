@@ -13,7 +13,7 @@ from blend.decoder import Decoder
 from blend.generate import generate, teacher_forced_logits
 from blend.reference import full_prefill
 
-NEW = 12
+NEW = 8
 
 
 def _hf_cache(blend: Blend) -> Cache:
@@ -57,7 +57,7 @@ def _check(name: str, selector: str) -> None:
     assert ours[0] == blend.first_token
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("selector", ["hkvd", "first_k", "mixed", "none"])
 @pytest.mark.parametrize("name", CORE)
 def test_invariant_8_greedy_decoding_is_that_of_model_generate(name: str, selector: str) -> None:
     _check(name, selector)
