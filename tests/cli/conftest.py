@@ -99,6 +99,8 @@ class Blend:
         base = self.folder / f"call-{self._count[0]}"
         base.with_suffix(".in").write_text(stdin, encoding="utf-8")
         files = (f"{base}.in", out or f"{base}.out", err or f"{base}.err")
+        for path in files[1:]:
+            Path(path).touch()
         store = {} if self.store is None else {"KVBLEND_STORE": str(self.store)}
         full_env = {"KVBLEND_MODEL": str(self.model), **store, **(env or {})}
         pid = self.request(start=[str(a) for a in arguments], files=files, env=full_env, cwd=str(self.folder))["pid"]
@@ -189,6 +191,26 @@ def _precomputed(
 def filled(blend: Blend, _precomputed: Path, tmp_path: Path) -> Blend:
     """The command line with a store of its own that holds all documents."""
     shutil.copytree(_precomputed, tmp_path / "store")
+    return blend
+
+
+@pytest.fixture(scope="session")
+def _indexed(server: subprocess.Popen[str], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("indexed")
+    (folder / "lots").mkdir()
+    for number in range(25):
+        lines = (f"Lot {number}.{line} holds {number * line} crates of slate and {line} bells." for line in range(20))
+        (folder / "lots" / f"{number}.md").write_text("\n\n".join(lines))
+    result = Blend(server, folder, model, folder / "store")("precompute", folder / "lots", "--chunk-tokens", "32")
+    assert result.code == 0, result.err
+    shutil.rmtree(folder / "store" / "kv")
+    return folder
+
+
+@pytest.fixture
+def indexed(blend: Blend, _indexed: Path, tmp_path: Path) -> Blend:
+    """The command line with a store whose index holds the folder "lots" in chunks of 32 tokens, and no chunk cache."""
+    shutil.copytree(_indexed, tmp_path, dirs_exist_ok=True)
     return blend
 
 

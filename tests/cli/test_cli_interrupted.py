@@ -11,21 +11,9 @@ from conftest import Blend, Result, entries, one_line
 CHUNKS = ("--chunk-tokens", "32")
 
 
-@pytest.fixture
-def many(documents: Path) -> Path:
-    """Enough documents that computing them takes a while."""
-    for number in range(120):
-        (documents / f"extra-{number}.md").write_text(
-            "\n\n".join(
-                f"Lot {number}.{line} holds {number * line} crates of slate and {line} bells." for line in range(20)
-            )
-        )
-    return documents
-
-
-def _stopped(blend: Blend, folder: Path, number: signal.Signals) -> tuple[Result, int]:
+def _stopped(blend: Blend, number: signal.Signals) -> tuple[Result, int]:
     """A precompute that got a signal after its first caches, and how many there were then."""
-    running = blend.start("precompute", folder, *CHUNKS)
+    running = blend.start("precompute", "lots", *CHUNKS)
     running.until(lambda: len(entries(blend.store)) >= 20).send(number)
     result = running.wait()
     return result, len(entries(blend.store))
@@ -34,24 +22,22 @@ def _stopped(blend: Blend, folder: Path, number: signal.Signals) -> tuple[Result
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
-def test_precompute_stops_and_resumes_with_the_rest(
-    blend: Blend, many: Path, number: signal.Signals, code: int
-) -> None:
-    result, stored = _stopped(blend, many, number)
+def test_precompute_stops_and_resumes_with_the_rest(indexed: Blend, number: signal.Signals, code: int) -> None:
+    result, stored = _stopped(indexed, number)
     assert result.code == code
     assert result.out == ""
     if number == signal.SIGINT:
         assert "run the same command again" in one_line(result.err)
-    again = blend("precompute", many, *CHUNKS, "--json").json
+    again = indexed("precompute", "lots", *CHUNKS, "--json").json
     assert again["reused"] == stored
     assert again["computed"] == again["chunks"] - stored > 0
     assert again["added"] == 0
-    assert not list((blend.store / "kv" / "tmp").iterdir())
+    assert not list((indexed.store / "kv" / "tmp").iterdir())
 
 
-def test_a_stopped_precompute_leaves_a_corpus_that_answers(blend: Blend, many: Path) -> None:
-    _stopped(blend, many, signal.SIGKILL)
-    found = blend("answer", "How many crates are in lot 7?", "--json", "--max-new-tokens", "2").json
+def test_a_killed_precompute_leaves_a_corpus_that_answers(indexed: Blend) -> None:
+    _stopped(indexed, signal.SIGKILL)
+    found = indexed("answer", "How many crates are in lot 7?", "--json", "--max-new-tokens", "2").json
     assert len(found["chunks"]) == 8
     assert found["problems"] == []
 

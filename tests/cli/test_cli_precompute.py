@@ -62,13 +62,13 @@ def test_words_for_people(blend: Blend, documents: Path) -> None:
 
 def test_what_cannot_be_read_is_named_and_costs_nothing_else(blend: Blend, documents: Path) -> None:
     (documents / "binary.md").write_bytes(bytes(range(256)))
-    (documents / "empty[/red].md").write_bytes(b"")
+    (documents / "empty[red] :bell:.md").write_bytes(b"")
     result = blend("precompute", documents, *CHUNKS, "--json")
     assert result.code == 0
     assert result.json["documents"] == 8
     assert len(result.json["skipped"]) == 2
     assert "binary.md: is a binary file" in result.err
-    assert "empty[/red].md: is empty" in result.err
+    assert "empty[red] :bell:.md: is empty" in result.err
 
 
 def test_a_budget_evicts_says_so_and_answers_still_come(blend: Blend, documents: Path) -> None:
