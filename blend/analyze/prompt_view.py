@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from blend.analyze.tokens import KINDS
+from blend.select.query_guided import layer_band
 
 if TYPE_CHECKING:
     from blend.analyze.study import PromptAnalysis
@@ -38,7 +39,7 @@ def prompt_document(
     """JSON value of one prompt.
 
     identity: its id and question. pictures: with the token-by-token pictures of every layer. layer: the one to show first; None
-    takes the one whose rows give most to other chunks.
+    takes the one of the middle third whose rows give most to other chunks.
     """
     views = score_views(analysis)
     ranked = _RANKED_BY.get(config.selector)
@@ -120,11 +121,12 @@ def _score(view: ScoreView) -> dict[str, object]:
 
 
 def _pictures(analysis: PromptAnalysis, layer: int | None) -> dict[str, object]:
-    given = [layer.cross.sum() for layer in analysis.attention]
+    band = layer_band("middle", len(analysis.attention))
+    most = max(band, key=lambda index: float(analysis.attention[index].cross.sum()))
     return {
         "width": analysis.pictures[0].width,
         "cells": len(analysis.pictures[0].cells),
-        "shown": int(np.argmax(given)) if layer is None else layer,
+        "shown": most if layer is None else layer,
         "layers": [{"layer": p.layer, "head": p.head, "cells": p.encoded()} for p in analysis.pictures],
     }
 

@@ -20,6 +20,7 @@ def readings(numbers: Numbers) -> dict[str, str]:
         "top": _top(numbers.values),
         "correlation": _correlation(numbers.values),
         "starts": _starts(numbers.places),
+        "ends": _ends(numbers.places),
         "kinds": _kinds(numbers.places),
         "cross": _cross(numbers.cross),
         "variation": _variation(numbers.cross),
@@ -92,6 +93,14 @@ def _starts(places: Places) -> str:
         f"are {of_all:.0%} of all rows; most likely to be high are rows at distance {bin_names(START_BINS)[best]} from the "
         f"start ({rate[best]:.0%} of them)."
     )
+
+
+def _ends(places: Places) -> str:
+    rate = _rates(places.by_end)
+    if not _known(rate):
+        return "There is no chunk after the first to look at."
+    last, inner = rate[0], places.by_end[1:, 1].sum() / max(places.by_end[1:, 0].sum(), 1e-9)
+    return f"Of the chunks' last tokens {last:.0%} are among the highest {HIGH:.0%}, of all tokens before them {inner:.0%}."
 
 
 def _kinds(places: Places) -> str:

@@ -29,7 +29,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--limit", type=click.IntRange(1), help="At most so many questions of the file.  [default: all]")
 @click.option("--html", "page", type=_FILE, help="Write the page, one file that loads nothing.")
 @click.option("--json", "json_path", type=_FILE, help="Write the numbers that the page shows.")
-@click.option("--layer", type=click.IntRange(0), help="Layer to picture first.  [default: the most cross-chunk one]")
+@click.option("--layer", type=click.IntRange(0), help="Layer to picture first.  [default: a middle one]")
 @click.option("--head", type=click.IntRange(0), help="Head to picture.  [default: each layer's most cross-chunk one]")
 @options.common
 @options.retrieval

@@ -8,7 +8,7 @@ const RAMPS = {
 };
 
 const escapeText = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
-const percent = (v, digits = 0) => (v === null || v === undefined ? "\u2013" : `${(100 * v).toFixed(digits)} %`);
+const percent = (v, digits = 0) => (v === null || v === undefined ? "\u2013" : `${(100 * v).toFixed(digits)}%`);
 const clamp = (v) => Math.max(0, Math.min(1, v));
 
 function rgb(share) {
@@ -68,9 +68,9 @@ function lineChart({ series, bands = [], xLabel, yLabel, yFormat = (v) => percen
 }
 
 // One group of bars a category; baseline: a dashed line with a name.
-function barChart({ categories, series, xLabel, yLabel, yFormat = (v) => percent(v), label, baseline, tips }) {
-  const [width, height, left, bottom, top] = [560, 250, 54, 40, 26];
-  const yTop = Math.max(1e-9, baseline?.value ?? 0, ...series.flatMap((s) => s.values).filter((v) => v !== null)) * 1.08;
+function barChart({ categories, series, xLabel, yLabel, yFormat = (v) => percent(v), label, baseline, counts, wide = false }) {
+  const [width, height, left, bottom, top] = [wide ? 1150 : 560, 250, 54, xLabel ? 40 : 24, 26];
+  const yTop = Math.max(1e-9, baseline?.value ?? 0, ...series.flatMap((s) => s.values).filter((v) => v !== null)) * (counts ? 1.16 : 1.08);
   const { y, right, marks } = frame({ width, height, left, bottom, top, yTop, yFormat, yLabel, xLabel });
   const slot = (width - left - right) / categories.length;
   const thick = Math.min(34, (slot * 0.78) / series.length);
@@ -81,17 +81,18 @@ function barChart({ categories, series, xLabel, yLabel, yFormat = (v) => percent
       const v = s.values[i];
       if (v === null) return "";
       const at = left + slot * (i + 0.5) + (j - series.length / 2) * thick;
-      const said = `${name}\n${s.name}: ${yFormat(v, 1)}${tips ? `\n${tips[i]}` : ""}`;
-      return `<rect x="${at}" y="${y(v)}" width="${thick - 1}" height="${Math.max(0.5, y(0) - y(v))}" fill="${s.color}" data-tip="${escapeText(said)}"/>`;
+      const said = `${name}\n${s.name}: ${yFormat(v, 1)}${counts ? `\nof ${counts[i]} rows` : ""}`;
+      const count = counts ? `<text class="soft" x="${at + thick / 2}" y="${y(v) - 4}" text-anchor="middle">${counts[i]}</text>` : "";
+      return `${count}<rect x="${at}" y="${y(v)}" width="${thick - 1}" height="${Math.max(0.5, y(0) - y(v))}" fill="${s.color}" data-tip="${escapeText(said)}"/>`;
     }),
   ]);
   const dashed = baseline ? `<line x1="${left}" x2="${width - right}" y1="${y(baseline.value)}" y2="${y(baseline.value)}" stroke="var(--ink)" stroke-dasharray="5 4"/>` : "";
-  const keys = [...(series.length > 1 ? series.map((s) => ({ name: s.name, color: s.color, box: true })) : []), ...(baseline ? [{ name: baseline.name, color: "var(--ink)", dash: "5 4" }] : [])];
+  const keys = [...(counts ? [{ name: "number above a bar: rows there", box: true, color: "transparent" }] : []), ...(series.length > 1 ? series.map((s) => ({ name: s.name, color: s.color, box: true })) : []), ...(baseline ? [{ name: baseline.name, color: "var(--ink)", dash: "5 4" }] : [])];
   return `<svg viewBox="0 0 ${width} ${height}" role="img" aria-label="${escapeText(label)}">${marks}${bars.join("")}${dashed}</svg>${legend(keys)}`;
 }
 
 function legend(keys) {
-  const sign = (k) => k.box ? `<i class="box" style="background:${k.color}"></i>` : k.area ? `<i class="box" style="background:${k.color};opacity:${k.area + 0.15}"></i>` : `<i class="swatch" style="border-top-color:${k.color};border-top-style:${k.dash ? "dashed" : "solid"}"></i>`;
+  const sign = (k) => k.box ? `<i class="box" style="background:${k.color}"></i>` : k.area ? `<i class="box" style="background:${k.color};opacity:${k.area + 0.15}"></i>` : `<i class="swatch" style="border-top-color:${k.color};border-top-style:${!k.dash ? "solid" : k.dash.startsWith("2") ? "dotted" : "dashed"}"></i>`;
   return keys.length ? `<div class="legend">${keys.map((k) => `<span>${sign(k)}${escapeText(k.name)}</span>`).join("")}</div>` : "";
 }
 

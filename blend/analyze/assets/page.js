@@ -8,12 +8,13 @@ let prompt = data.prompts[0];
 function showHead() {
   const of = data.records.length === 1 ? "one prompt" : `${data.records.length} prompts`;
   say("subtitle", `${data.model} \u00b7 ${data.workload}, ${of} \u00b7 selector ${data.config.selector} at ratio ${data.config.ratio} \u00b7 ${data.created.slice(0, 16).replace("T", " ")} UTC`);
-  const average = data.records.length === 1 ? "" : "mean of ";
+  const average = data.records.length === 1 ? "" : " on average";
   const figures = [
-    [Math.round(head.tokens).toLocaleString("en"), `${average}tokens in ${+head.chunks.toFixed(1)} chunks; ${Math.round(head.recomputed)} rows recomputed`],
+    [Math.round(head.tokens).toLocaleString("en"), `tokens in ${+head.chunks.toFixed(1)} chunks${average}; ${Math.round(head.recomputed)} rows recomputed`],
     [percent(head.computed_share), "of full recompute's row \u00d7 layer work is done"],
-    [String(Math.round(head.keys_90)), "keys hold 90 % of a row's attention"],
+    [String(Math.round(head.keys_90)), "keys hold 90% of a row's attention"],
     [percent(head["below_0.001"]), "of attention weights are below 0.001"],
+    [percent(head.top_15_share), "of the squared deviation of values is held by 15% of the rows"],
     [`${percent(head.value_deviation_before)} \u2192 ${percent(head.value_deviation_after)}`, "deviation of values, before and after blending"],
     [`${percent(head.cross_full)}`, `of attention goes to other chunks; ${percent(head.cross_read_restored)} of what the question reads of it is restored`],
     [`${head.variation_reuse.toFixed(3)} \u2192 ${head.variation_blended.toFixed(3)}`, "distance of the question's attention to full recompute, before and after"],
@@ -44,12 +45,11 @@ function showMeans() {
     const found = mean[part];
     put(`deviation-${part}`, lineChart({
       series: [
-        { name: "median row, reused", values: column(found.before, 2), color: "var(--orange)", dash: "7 4" },
-        { name: "median row, blended", values: column(found.after, 2), color: "var(--blue)" },
-        { name: "mean, blended", values: found.mean_after, color: "var(--blue)", dash: "2 3" },
+        { name: "mean row, reused", values: found.mean_before, color: "var(--orange)", dash: "7 4" },
+        { name: "mean row, blended", values: found.mean_after, color: "var(--blue)" },
       ],
       bands: [
-        { name: "reused: 5 % to 95 % of rows", low: column(found.before, 0), high: column(found.before, 4), color: "var(--orange)", opacity: 0.14 },
+        { name: "reused: 5% to 95% of rows", low: column(found.before, 0), high: column(found.before, 4), color: "var(--orange)", opacity: 0.14 },
         { name: "reused: middle half", low: column(found.before, 1), high: column(found.before, 3), color: "var(--orange)", opacity: 0.24 },
       ], xLabel: "layer", yLabel: "distance / norm", label: `Deviation of ${part} by layer` }));
   }
@@ -66,7 +66,7 @@ function showMeans() {
 function places(id, counts, names, xLabel) {
   put(id, barChart({
     categories: [...names], series: [{ name: "rows among the highest", values: counts.map(([all, high]) => (all ? high / all : null)), color: "var(--blue)" }],
-    tips: counts.map(([all]) => `${+all.toFixed(1)} rows${data.records.length > 1 ? " a prompt" : ""}`),
+    counts: counts.map(([all]) => +all.toFixed(all < 10 && data.records.length > 1 ? 1 : 0)),
     baseline: { value: axes.high, name: `${percent(axes.high)}: what chance gives` }, xLabel, yLabel: `share of rows among the highest ${percent(axes.high)}`, label: xLabel || "By kind of word" }));
 }
 
@@ -95,7 +95,7 @@ function chunkMap() {
   choice(document.getElementById("chunk-controls"), groups.map((g) => g.name), 0, (index) => {
     const matrix = names.map((_, i) => average(groups[index].layers.map((l) => prompt.chunk_attention[l][i])).map((v, j) => (j > i ? null : v)));
     const few = names.length <= 14;
-    put("chunk-map", heatmap({ matrix, rows: names, columns: names, share: Math.sqrt, text: few ? (v) => (v >= 0.0095 ? Math.round(100 * v) : "") : null, tip: (i, j, v) => `${names[i]} attends to ${names[j]}\n${percent(v, 2)} of its attention`, rowLabel: "rows of", columnLabel: `attend to (numbers: % of the row's attention)`, label: "Attention chunk by chunk", square: true }) + rampLegend("share of attention, square-root scale", "0", "100 %"));
+    put("chunk-map", heatmap({ matrix, rows: names, columns: names, share: Math.sqrt, text: few ? (v) => (v >= 0.0095 ? Math.round(100 * v) : "") : null, tip: (i, j, v) => `${names[i]} attends to ${names[j]}\n${percent(v, 2)} of its attention`, rowLabel: "rows of", columnLabel: `attend to (numbers: % of the row's attention)`, label: "Attention chunk by chunk", square: true }) + rampLegend("share of attention, square-root scale", "0", "100%"));
   });
   say("reading-chunk-map", prompt.chunk_reading);
 }
@@ -105,7 +105,7 @@ function questionChart() {
   const [full, reuse, blended] = prompt.question_attention.map((layers) => average(layers).slice(1, -1));
   put("question", barChart({ categories: names.slice(1, -1), series: [
     { name: "full recompute", values: full, color: "var(--grey)" }, { name: "plain reuse", values: reuse, color: "var(--orange)" }, { name: "after blending", values: blended, color: "var(--blue)" },
-  ], yFormat: (v) => percent(v, 1), xLabel: "", yLabel: "share of the question's attention, mean over layers", label: "What the question reads" }));
+  ], yFormat: (v) => percent(v, 1), wide: innerWidth > 800, xLabel: "", yLabel: "share of the question's attention, mean over layers", label: "What the question reads" }));
   say("reading-question", prompt.question_reading);
   const { before, after } = prompt.chunk_deviation;
   put("chunk-deviation", barChart({ categories: names.slice(1, -1), series: [{ name: "reused", values: before, color: "var(--orange)" }, { name: "blended", values: after, color: "var(--blue)" }], xLabel: "", yLabel: "distance / norm, mean over rows and layers", label: "Deviation by chunk" }));
@@ -125,7 +125,7 @@ function picture() {
     found.shown = index;
     const { cells, width } = found, shown = found.layers[index];
     const bytes = Uint8Array.from(atob(shown.cells), (c) => c.charCodeAt(0));
-    put("picture", `<canvas width="${cells}" height="${cells}" role="img" aria-label="Attention token by token"></canvas>` + rampLegend(`largest weight in a cell of ${width} \u00d7 ${width} tokens, log scale`, "0.0001 or less", "1"));
+    put("picture", `<div class="picture"><canvas width="${cells}" height="${cells}" role="img" aria-label="Attention token by token"></canvas>${boundaries(cells, width)}</div>` + rampLegend(`largest weight in a cell of ${width} \u00d7 ${width} tokens, log scale`, "0.0001 or less", "1"));
     const canvas = document.querySelector("#picture canvas"), context = canvas.getContext("2d");
     const image = context.createImageData(cells, cells);
     for (let i = 0, k = 0; i < cells; i++) for (let j = 0; j <= i; j++, k++) image.data.set([...rgb(bytes[k] / 255), 255], 4 * (i * cells + j));
@@ -142,6 +142,19 @@ function picture() {
     say("reading-picture", `Layer ${shown.layer}, head ${shown.head}: ${percent(strong / bytes.length, 1)} of the cells below the diagonal hold a weight above 0.01; rows run down, the keys they read run right, both in prompt order.`);
   };
   draw(found.shown);
+}
+
+// The segments' borders, and their names right of the diagonal, where there is no attention.
+function boundaries(cells, width) {
+  let free = 0;
+  const marks = prompt.segments.map((s, i) => {
+    const [start, stop] = [s.start / width, s.stop / width], middle = Math.max((start + stop) / 2, free);
+    const line = i ? `<path d="M0 ${start}H${start}V${cells}" stroke="var(--orange)" stroke-width="0.5" fill="none" opacity="0.8"/>` : "";
+    free = middle + cells / 42;
+    const fits = stop - start > cells / 60 && stop < 0.88 * cells;
+    return line + (fits ? `<text x="${stop + cells / 100}" y="${middle + cells / 120}" style="font-size:${cells / 44}px">${escapeText(s.name)}</text>` : "");
+  });
+  return `<svg viewBox="0 0 ${cells} ${cells}" aria-hidden="true">${marks.join("")}</svg>`;
 }
 
 function records() {

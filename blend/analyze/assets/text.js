@@ -50,7 +50,7 @@ function colourText(prompt, score) {
   const ramp = `linear-gradient(90deg,${[0, 0.18, 0.36, 0.54, 0.72].map((a) => `rgba(var(--heat),${a})`).join(",")})`;
   document.getElementById("text-legend").innerHTML =
     `<span>${escapeText(score.label)}: ${brief(floor)}<i class="ramp" style="background:${ramp}"></i>${brief(top)} and more${score.sqrt ? " (square-root scale)" : ""}</span>` +
-    `<span><i class="swatch" style="border-top-color:var(--mark)"></i>underlined: recomputed</span><span>prefix and question are always exact and have no score</span>`;
+    `<span><i class="swatch" style="border-top-color:var(--mark)"></i>underlined: recomputed</span><span>the prefix is exact, the question always recomputed: they have no score</span>`;
   document.getElementById("reading-text").textContent = textReading(prompt, score, recomputed);
 }
 

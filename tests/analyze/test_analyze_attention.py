@@ -1,0 +1,140 @@
+"""Attention read off in tiles against transformers' own weights in float64."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import pytest
+import torch
+from analyzed import LAYOUT, by_segment, calls_of, dense_weights, to_other_chunks
+
+from blend.analyze.heatmap import HeadMap, MapMaker, cell_width
+from blend.analyze.observe import observe_layer, observe_rows, total_variation
+from blend.analyze.segments import Segments
+from blend.analyze.sparsity import MASSES, THRESHOLDS, SparsityMeter
+from blend.analyze.tiles import tiles
+
+# Grouped heads, windows, soft caps, a scale of the model's own, partial rotary; not the family with learned sinks.
+NAMES = ("llama", "mistral", "qwen3", "gemma2", "gemma3", "granite", "gpt-neox", "deepseek-v3")
+SEGMENTS = Segments.of(LAYOUT)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("most", "multiple"), [(1, 1), (1, 7), (3000, 1), (1 << 30, 1)])
+def test_tiles_together_are_the_dense_weights(name: str, most: int, multiple: int) -> None:
+    for call, dense in zip(calls_of(name), dense_weights(name), strict=True):
+        found, stop = np.zeros_like(dense), 0
+        for tile in tiles(call, most=most, multiple=multiple):
+            assert tile.start == stop
+            assert tile.start % multiple == 0
+            found[:, tile.start : tile.stop, : tile.weights.shape[2]] = tile.weights.numpy()
+            assert tile.visible.tolist() == (dense[0, tile.start : tile.stop] > 0).sum(1).tolist()
+            stop = tile.stop
+        assert stop == LAYOUT.rows
+        np.testing.assert_allclose(found, dense, atol=2e-6)
+        assert not found[dense == 0].any()
+
+
+def test_tiles_are_bounded_and_can_start_late() -> None:
+    call = calls_of("llama")[0]
+    held = [tile.weights.numel() for tile in tiles(call, most=1000)]
+    assert max(held) <= 1000
+    assert len(held) > 5
+    late = list(tiles(call, first=LAYOUT.rows - 7, most=1000))
+    assert (late[0].start, late[-1].stop) == (LAYOUT.rows - 7, LAYOUT.rows)
+    np.testing.assert_allclose(late[-1].weights[:, -1].numpy(), dense_weights("llama")[0][:, -1], atol=2e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("most", [1, 1 << 30])
+def test_sparsity(name: str, most: int) -> None:
+    for call, dense in zip(calls_of(name), dense_weights(name), strict=True):
+        meter = SparsityMeter(len(dense))
+        for tile in tiles(call, most=most):
+            meter.add(tile)
+        found = meter.result()
+        seen = dense > 0
+        assert found.visible == pytest.approx(seen[0].sum(1).mean())
+        for index, threshold in enumerate(THRESHOLDS):
+            below = ((dense < threshold) & seen).sum((1, 2)) / seen.sum((1, 2))
+            np.testing.assert_allclose(found.below[:, index], below, atol=2 / seen[0].sum())
+        for index, mass in enumerate(MASSES):
+            held = np.cumsum(-np.sort(-dense, axis=-1), -1)
+            fewest = 1 + (held < mass - 1e-9).sum(-1)
+            np.testing.assert_allclose(found.keys[:, index], fewest.mean(1), atol=2 / len(dense[0]))
+
+
+def test_sparsity_of_weights_that_are_known() -> None:
+    weights = torch.tensor([[[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.92, 0.0795, 0.0005, 0], [0.25, 0.25, 0.25, 0.25]]])
+    meter = SparsityMeter(1)
+    for row in range(4):
+        meter.add(_tile(row, weights[:, row : row + 1]))
+    found = meter.result()
+    assert found.below.tolist() == [[pytest.approx(1 / 10), pytest.approx(1 / 10), 0]]
+    assert found.keys.tolist() == [[(1 + 2 + 1 + 4) / 4, (1 + 2 + 2 + 4) / 4, (1 + 2 + 2 + 4) / 4]]
+    assert found.visible == 2.5
+
+
+def _tile(row: int, weights: torch.Tensor) -> object:
+    from blend.analyze.tiles import Tile
+
+    return Tile(row, row + 1, weights, torch.tensor([row + 1]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_layer(name: str, width: int) -> None:
+    for call, dense in zip(calls_of(name), dense_weights(name), strict=True):
+        found = observe_layer(call, SEGMENTS, width=width)
+        mean = dense.mean(0)
+        pooled = by_segment(mean, SEGMENTS.spans)
+        expected = np.stack([pooled[start:stop].mean(0) for start, stop in SEGMENTS.spans])
+        np.testing.assert_allclose(found.by_segment, expected, atol=5e-6)
+        np.testing.assert_allclose(found.by_segment.sum(1), 1, atol=1e-5)
+        np.testing.assert_allclose(found.cross, to_other_chunks(mean), atol=5e-6)
+        np.testing.assert_allclose(found.question, mean[-len(LAYOUT.suffix) :].mean(0), atol=5e-6)
+        busiest = int(np.argmax([to_other_chunks(head).sum() for head in dense]))
+        assert (found.picture.layer, found.picture.head) == (call.layer, busiest)
+        np.testing.assert_allclose(found.picture.cells, _pooled(dense[busiest], width), atol=2e-6)
+        assert observe_layer(call, SEGMENTS, width=width, head=1).picture.head == 1
+
+
+def _pooled(weights: np.ndarray, width: int) -> np.ndarray:
+    cells = -(-len(weights) // width)
+    found = np.zeros((cells, cells))
+    for i in range(len(weights)):
+        for j in range(len(weights)):
+            found[i // width, j // width] = max(found[i // width, j // width], weights[i, j])
+    return found
+
+
+@pytest.mark.parametrize("width", [3, 8])
+def test_pictures_do_not_depend_on_the_tiles(width: int) -> None:
+    pictures = []
+    for most in (1, 5000, 1 << 30):
+        call = calls_of("qwen3")[2]
+        maker = MapMaker(4, LAYOUT.rows, width)
+        for tile in tiles(call, most=most, multiple=width):
+            maker.add(tile)
+        pictures.append(maker.result(2, 3).cells)
+    np.testing.assert_allclose(pictures[0], pictures[2], atol=1e-6)
+    np.testing.assert_allclose(pictures[1], pictures[2], atol=1e-6)
+
+
+def test_cells_as_bytes() -> None:
+    cells = np.array([[1.0, 0.5], [1e-2, 1e-5]])
+    levels = list(base64.b64decode(HeadMap(0, 0, 1, cells).encoded()))
+    assert levels == [255, 128, 0]  # the upper triangle is not there
+    assert [cell_width(rows, 256) for rows in (1, 256, 257, 2000)] == [1, 1, 2, 8]
+
+
+def test_rows_and_their_distance() -> None:
+    call, other = calls_of("llama")[1], calls_of("llama")[3]
+    dense, far = dense_weights("llama")[1], dense_weights("llama")[3]
+    seen = observe_rows(call, SEGMENTS)
+    assert seen.positions.tolist() == list(range(LAYOUT.rows))
+    np.testing.assert_allclose(seen.by_segment, by_segment(dense.mean(0), SEGMENTS.spans), atol=5e-6)
+    expected = np.abs(dense - far)[:, -5:].sum((1, 2)) / 2 / 5
+    np.testing.assert_allclose(total_variation(call, other, 5), expected, atol=5e-6)
+    assert total_variation(call, call, 5).tolist() == [0.0] * 4

@@ -1,0 +1,121 @@
+"""`blend analyze` from the command line, over a saved tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from blend.cli import blend as group
+from blend.errors import ConfigError, DatasetError, PromptError
+from tests.cli.tiny_model import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    words = " ".join(f"w{number}" for number in range(100))
+    return save_tiny_model(tmp_path_factory.mktemp("analyze") / "tiny", words, max_position_embeddings=512)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    def chunk(number: int, words: int) -> dict[str, str]:
+        return {"title": "", "text": " ".join(f"w{3 + (number * 7 + i * i) % 90}" for i in range(words))}
+
+    records: list[dict[str, Any]] = [
+        {"id": f"q{n}", "question": "w5 w6 w7", "chunks": [chunk(n, 20), chunk(n + 1, 15), chunk(n + 2, 9)]}
+        for n in range(2)
+    ]
+    records.append({"id": "long", "question": "w5", "chunks": [chunk(1, 600)]})
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def _run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(group, ["analyze", *map(str, arguments)])
+
+
+def test_a_question_file(model: Path, dataset: Path, tmp_path: Path) -> None:
+    page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
+    common = ("--model", model, "--store", tmp_path / "store", "--device", "cpu")
+    result = _run(
+        "--dataset",
+        dataset,
+        *common,
+        "--ratio",
+        "0.3",
+        "--head",
+        "1",
+        "--layer",
+        "2",
+        "--html",
+        page,
+        "--json",
+        numbers,
+    )
+    assert result.exit_code == 0, result.output
+    document = json.loads(numbers.read_text())
+    assert [record["id"] for record in document["records"]] == ["q0", "q1"]
+    assert document["notes"][0].startswith("long left out: the prompt has")
+    assert document["config"]["ratio"] == 0.3
+    assert document["prompts"][0]["pictures"]["shown"] == 2
+    assert {layer["head"] for layer in document["prompts"][0]["pictures"]["layers"]} == {1}
+    assert len(document["mean"]["cross"]["full"]) == 4
+    assert json.dumps(document["head"]) in page.read_text()
+    assert document["readings"]["cross"] in result.stdout
+    again = _run("--dataset", dataset, "--limit", "1", *common, "--json", numbers)
+    assert again.exit_code == 0, again.output
+    assert len(json.loads(numbers.read_text())["records"]) == 1
+
+
+def test_a_question_over_the_index(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from blend.pipeline import Rag
+    from blend.precompute import TitledText
+
+    class Hit:
+        chunk = TitledText("w9", "w5 w6 w7 w8 w9 w10")
+
+    class FixedSearch:
+        def search(self, question: str, count: int) -> list[Hit]:
+            assert (question, count) == ("w3 w4", 2)
+            return [Hit()] * count
+
+    monkeypatch.setattr("blend.cli.options.open_corpus", _open_without_index)
+    monkeypatch.setattr(Rag, "retriever", FixedSearch())
+    out = tmp_path / "out.json"
+    result = _run(
+        "w3 w4", "--top-k", "2", "--model", model, "--store", tmp_path / "s", "--json", out, "--device", "cpu"
+    )
+    assert result.exit_code == 0, result.output
+    document = json.loads(out.read_text())
+    assert document["workload"] == "one question over the index"
+    assert document["records"][0]["question"] == "w3 w4"
+    assert document["records"][0]["chunks"] == 2
+
+
+def _open_without_index(given: dict[str, Any]) -> Any:
+    from blend.cli.options import open_rag
+
+    return open_rag(given)
+
+
+def test_mistakes(model: Path, dataset: Path, tmp_path: Path) -> None:
+    common = ("--model", model, "--store", tmp_path / "store", "--device", "cpu", "--json", tmp_path / "o.json")
+    assert "one of them" in _run(*common).output
+    assert "one of them" in _run("why?", "--dataset", dataset, *common).output
+    assert "where to write" in _run("why?", "--model", model).output
+    assert isinstance(_run(" ", *common).exception, PromptError)
+    assert isinstance(_run("--dataset", tmp_path / "none.jsonl", *common).exception, DatasetError)
+    layer = _run("--dataset", dataset, "--layer", "4", *common).exception
+    assert isinstance(layer, ConfigError)
+    assert "layers 0 to 3" in str(layer)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"id": "a", "question": "w5", "chunks": []}\n')
+    nothing = _run("--dataset", empty, *common).exception
+    assert isinstance(nothing, PromptError)
+    assert "nothing can be analyzed" in str(nothing)
+    assert not (tmp_path / "o.json").exists()

@@ -1,0 +1,145 @@
+"""A whole analysis against dense recomputation: deviation before and after, attention between chunks and of the question."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from analyzed import FIRST_K, LAYOUT, analyzed, by_segment, dense_attention, dense_weights, to_other_chunks
+from cases import make_layout
+from dense_reference import dense_blend, dense_prefill, dense_reuse
+from models import LAYERS, decoder, eager_model
+
+from blend.analyze import PromptAnalysis, analyze_prompt, summarize
+from blend.blender import Blender
+from blend.config import BlendConfig
+from blend.errors import ConfigError, PromptError
+from blend.store import open_store
+
+NAMES = ("llama", "mistral", "qwen2", "gemma2", "deepseek-v3")
+CONTEXT = slice(LAYOUT.context.start, LAYOUT.context.stop)
+SUFFIX = torch.arange(LAYOUT.context.stop, LAYOUT.rows)
+
+
+def _stored(name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return dense_reuse(eager_model(name), LAYOUT.prefix, LAYOUT.chunks, len(LAYOUT.suffix))
+
+
+def _squared(mine: torch.Tensor, true: torch.Tensor) -> np.ndarray:
+    return ((mine - true).double() ** 2)[0, :, CONTEXT].sum((0, 2)).numpy()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_deviation_before_and_after(name: str) -> None:
+    found, stored = analyzed(name), _stored(name)
+    rows = torch.from_numpy(found.recomputed)
+    full = dense_prefill(eager_model(name), LAYOUT.token_ids).layers
+    blended = dense_blend(eager_model(name), LAYOUT.token_ids, stored, [rows] * LAYERS).layers
+    for layer in range(LAYERS):
+        for part, index in (("keys", 0), ("values", 1)):
+            true = full[layer][index]
+            for deviation, mine in ((found.before, stored), (found.after, blended)):
+                measured = getattr(deviation, part)
+                expected = _squared(mine[layer][index], true)
+                np.testing.assert_allclose(measured.squared[layer], expected, rtol=1e-3, atol=1e-6)
+                np.testing.assert_allclose(measured.size[layer], _squared(0 * true, true), rtol=1e-4)
+    assert found.after.values.squared.sum() < found.before.values.squared.sum()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_flows_between_chunks(name: str) -> None:
+    found, stored = analyzed(name), _stored(name)
+    rows = torch.from_numpy(found.recomputed)
+    full, reuse, blend = dense_weights(name), dense_attention(name, stored, SUFFIX), dense_attention(name, stored, rows)
+    computed = np.zeros(LAYOUT.rows, dtype=bool)
+    computed[found.recomputed] = True
+    asked = slice(LAYOUT.context.stop, LAYOUT.rows)
+    spans = found.segments.spans
+    for layer in range(LAYERS):
+        expected = np.where(computed, to_other_chunks(blend[layer].mean(0)), 0)
+        np.testing.assert_allclose(found.exchange.cross[layer], expected, atol=2e-5)
+        for index, weights in enumerate((full, reuse, blend)):
+            reads = by_segment(weights[layer].mean(0)[asked], spans).mean(0)
+            np.testing.assert_allclose(found.exchange.question[index, layer], reads, atol=2e-5)
+        for index, weights in enumerate((reuse, blend)):
+            distance = np.abs(weights[layer] - full[layer])[:, asked].sum(2).mean(1) / 2
+            np.testing.assert_allclose(found.exchange.variation[index, layer], distance, atol=2e-5)
+
+
+def test_the_cross_numbers_are_means_over_context_rows() -> None:
+    found = analyzed("llama")
+    numbers = summarize(found).cross
+    full = np.stack([to_other_chunks(layer.mean(0)) for layer in dense_weights("llama")])[:, CONTEXT]
+    read = np.stack([layer.mean(0)[SUFFIX].mean(0) for layer in dense_weights("llama")])[:, CONTEXT].sum(0)
+    np.testing.assert_allclose(numbers.full, full.mean(1), atol=2e-5)
+    np.testing.assert_allclose(numbers.full_read, (full * read / read.sum()).sum(1), atol=2e-5)
+    blended = found.exchange.cross[:, CONTEXT]
+    np.testing.assert_allclose(numbers.blended, blended.sum(1) / LAYOUT.context.length, atol=1e-12)
+    assert (numbers.blended < numbers.full).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_full_recompute_leaves_nothing_to_restore(name: str) -> None:
+    found = analyzed(name, BlendConfig(ratio=1.0))
+    numbers = summarize(found)
+    assert found.after.values.relative.max() < 1e-4
+    assert numbers.cross.variation_blended.max() < 1e-4 < numbers.cross.variation_reuse.max()
+    np.testing.assert_allclose(numbers.cross.blended, numbers.cross.full, atol=1e-5)
+
+
+def test_plain_reuse_restores_nothing() -> None:
+    found = analyzed("llama", BlendConfig(selector="none"))
+    assert not found.exchange.cross.any()
+    assert found.recomputed.tolist() == SUFFIX.tolist()
+    np.testing.assert_allclose(found.exchange.variation[0], found.exchange.variation[1], atol=1e-6)
+    np.testing.assert_allclose(found.after.keys.squared, found.before.keys.squared, rtol=1e-5, atol=1e-10)
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "query_guided", "mixed"])
+def test_the_scores_rank_rows_as_the_selector_does(selector: str) -> None:
+    found = analyzed("qwen2", BlendConfig(selector=selector, ratio=0.3))
+    scores = {"hkvd": found.scores.deviation, "query_guided": found.scores.question, "mixed": found.scores.both}[
+        selector
+    ]
+    chosen = np.intersect1d(found.recomputed, np.arange(*LAYOUT.context)) - LAYOUT.context.start
+    later = np.arange(LAYOUT.chunk_spans[0].length, LAYOUT.context.length)  # the first chunk is exact and never chosen
+    best = later[np.argsort(-scores[later], kind="stable")[: len(chosen)]]
+    assert sorted(best) == chosen.tolist()
+
+
+def test_the_context_shift_is_part_of_the_blend_and_not_of_reuse() -> None:
+    blender = Blender(decoder("llama"), open_store("memory:", codec="native"), BlendConfig(selector="none"))
+    plain = analyze_prompt(blender, LAYOUT)
+    assert blender.calibrate(LAYOUT.prefix, LAYOUT.chunks)
+    shifted = analyze_prompt(blender, LAYOUT)
+    assert (plain.shifted, shifted.shifted) == (False, True)
+    np.testing.assert_allclose(shifted.before.values.squared, plain.before.values.squared, rtol=1e-5, atol=1e-10)
+    assert shifted.after.values.squared.sum() < plain.after.values.squared.sum()
+
+
+def test_one_chunk_and_a_duplicate() -> None:
+    single = analyzed("llama", FIRST_K, make_layout(chunks=(9,)))
+    assert summarize(single).cross.full.max() < 1e-9  # nobody else to attend to
+    assert single.before.values.relative.max() < 1e-4
+    layout = make_layout(chunks=(6, 6))
+    twice = type(layout)(layout.prefix, (layout.chunks[0], layout.chunks[0]), layout.suffix)
+    assert analyzed("llama", FIRST_K, twice).before.values.squared[:, 6:].sum() > 0
+
+
+def test_refusals() -> None:
+    with pytest.raises(PromptError, match="no chunks"):
+        analyzed("llama", FIRST_K, make_layout(chunks=()))
+    with pytest.raises(PromptError, match="512"):
+        analyzed("llama", FIRST_K, make_layout(chunks=(600,)))
+    with pytest.raises(ConfigError, match="leave out --mask"):
+        analyzed("llama", BlendConfig(mask="bottom-right"))
+    for head in (-1, 4):
+        with pytest.raises(ConfigError, match="heads 0 to 3"):
+            analyzed("llama", FIRST_K, head=head)
+
+
+def test_a_chosen_head_is_drawn_in_every_layer(nan_buffers: None) -> None:
+    found: PromptAnalysis = analyzed("llama", FIRST_K, head=2, cells=10)
+    assert [picture.head for picture in found.pictures] == [2] * LAYERS
+    assert {picture.width for picture in found.pictures} == {6}
+    assert np.isfinite([picture.cells for picture in found.pictures]).all()

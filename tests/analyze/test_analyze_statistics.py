@@ -1,0 +1,110 @@
+"""Statistics over rows, words and prompts, on numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations
+
+import numpy as np
+import pytest
+from models import tokenizer
+
+from blend.analyze.deviation import Deviation, quantiles, rank_correlation, top_shares
+from blend.analyze.numbers import mean_numbers, summarize
+from blend.analyze.places import END_BINS, START_BINS, bin_names, find_places, row_score
+from blend.analyze.tokens import KINDS, token_texts, word_kinds
+from blend.types import PromptLayout
+
+
+def test_top_shares() -> None:
+    squared = np.array([[1.0] * 100, [91.0, *[9 / 99] * 99], [0.0] * 100])
+    shares = top_shares(squared)
+    np.testing.assert_allclose(shares[0], [0.05, 0.10, 0.15])
+    np.testing.assert_allclose(shares[1], [(91 + n * 9 / 99) / 100 for n in (4, 9, 14)])
+    assert np.isnan(shares[2]).all()
+
+
+def test_quantiles_and_relative_distance() -> None:
+    deviation = Deviation(np.array([[0.0, 4.0, 16.0]]), np.array([[1.0, 16.0, 4.0]]))
+    np.testing.assert_allclose(deviation.relative, [[0, 0.5, 2]])
+    np.testing.assert_allclose(quantiles(deviation.relative), [[0.05, 0.25, 0.5, 1.25, 1.85]])
+
+
+def test_rank_correlation_of_permutations() -> None:
+    for order in permutations(range(4)):
+        squared = np.array([[1.0, 10.0, 100.0, 1000.0], np.exp(order)])
+        gaps = sum((a - b) ** 2 for a, b in enumerate(order))
+        assert rank_correlation(squared)[0, 1] == pytest.approx(1 - 6 * gaps / (4 * 15))  # Spearman's own formula
+
+
+def test_rank_correlation_with_ties_and_without_any_order() -> None:
+    rho = rank_correlation(np.array([[1.0, 2, 2, 3], [1.0, 5, 9, 10], [7.0, 7, 7, 7]]))
+    # Ranks 0, 1.5, 1.5, 3 against 0, 1, 2, 3, as Pearson's coefficient.
+    assert rho[0, 1] == pytest.approx(np.corrcoef([0, 1.5, 1.5, 3], [0, 1, 2, 3])[0, 1])
+    assert np.isnan(rho[2]).all()
+    assert rho[0, 0] == pytest.approx(1)
+
+
+def test_places() -> None:
+    layout = PromptLayout((1, 1), ((2,) * 5, (3,) * 10, (4,) * 10), (5,))
+    squared = np.zeros((2, 25))
+    squared[1, [5, 15]] = 3.0  # the first rows of chunks 2 and 3
+    squared[1, 0] = 100.0  # the first chunk does not count
+    kinds = [0] * 8 + [1] * 19 + [0]
+    places = find_places(squared, layout, kinds)
+    assert places.by_start[:, 0].tolist() == [2, 2, 4, 8, 4, 0, 0, 0, 0]
+    assert places.by_start[:, 1].tolist() == [2, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert places.by_end[:, 0].tolist() == [2, 2, 4, 8, 4, 0, 0]
+    assert places.by_end[:, 1].tolist() == [0, 0, 0, 0, 2, 0, 0]
+    assert places.by_kind.tolist() == [[1, 1], [19, 1], [0, 0], [0, 0]]
+
+
+def test_row_score_gives_every_layer_the_same_say() -> None:
+    squared = np.array([[1.0, 3.0], [3000.0, 1000.0], [0.0, 0.0]])
+    np.testing.assert_allclose(row_score(squared), [0.5 + 1.5, 1.5 + 0.5])
+
+
+def test_bins_have_names() -> None:
+    assert bin_names(START_BINS) == ("0", "1", "2–3", "4–7", "8–15", "16–31", "32–63", "64–127", "128+")
+    assert len(bin_names(END_BINS)) == len(END_BINS)
+
+
+def test_kinds_of_words() -> None:
+    texts = ["The", " Al", "bert", "'s", " 19", "th", " house", ",", "\n", "a", "b", "", " (", "Rome", ")"]
+    named = [KINDS[kind] for kind in word_kinds(texts)]
+    capital, number, point, other = KINDS
+    # "Al|bert|'s" is one word; "19|th" is a number; a line break and an empty token are neither.
+    assert named == [
+        *[capital] * 4, number, number, other, point, other, other, other, other, point, capital, point,
+    ]  # fmt: skip
+
+
+class _Bytes:
+    """A tokenizer of UTF-8 bytes, with a SentencePiece mark for a leading space."""
+
+    def decode(self, ids: list[int], **options: object) -> str:
+        return bytes(i for i in ids if i != 32).decode("utf-8", errors="replace")
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return "\u2581" if token == 32 else f"<{token}>"
+
+
+def test_characters_of_several_tokens_stand_at_the_first() -> None:
+    ids = list("aé\u20ac\U0001f600z".encode())
+    assert token_texts(_Bytes(), ids) == ("a", "é", "", "\u20ac", "", "", "\U0001f600", "", "", "", "z")
+    assert token_texts(_Bytes(), [97, 0xC3, 98]) == ("a", "\ufffd", "b")  # half a character
+    assert token_texts(_Bytes(), [32]) == (" ",)
+    assert token_texts(tokenizer(), [5, 6]) == ("w5", "w6")
+
+
+def test_means_leave_out_what_is_undefined() -> None:
+    from analyzed import FIRST_K, analyzed
+    from cases import make_layout
+
+    one = summarize(analyzed("llama"))
+    alone = summarize(analyzed("llama", FIRST_K, make_layout(chunks=(9,), prefix=5)))
+    mean = mean_numbers([one, alone])
+    np.testing.assert_allclose(mean.sparsity.keys, (one.sparsity.keys + alone.sparsity.keys) / 2)
+    np.testing.assert_allclose(mean.places.by_start, one.places.by_start / 2)
+    assert mean.size[1] == (4 + 1) / 2
+    assert not math.isnan(mean.cross.full.sum())
