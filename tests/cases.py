@@ -22,9 +22,9 @@ from blend.types import PromptLayout
 PREFIX, CHUNKS, SUFFIX = 5, (20, 13, 1, 12), 7
 
 SELECTORS = {
-    "hkvd": BlendConfig(ratio=0.3),
-    "hkvd-k-l1": BlendConfig(ratio=0.2, deviation_of="k", norm="l1"),
-    "hkvd-kv-layer-2": BlendConfig(ratio=0.2, deviation_of="kv", check_layer=2),
+    "hkvd": BlendConfig("hkvd", ratio=0.3),
+    "hkvd-k-l1": BlendConfig("hkvd", ratio=0.2, deviation_of="k", norm="l1"),
+    "hkvd-kv-layer-2": BlendConfig("hkvd", ratio=0.2, deviation_of="kv", check_layer=2),
     "first_k": BlendConfig(selector="first_k", ratio=0.25),
     "first_4": BlendConfig(selector="first_k", first_k=4, ratio=0.5),
     "random": BlendConfig(selector="random", ratio=0.3, seed=3),

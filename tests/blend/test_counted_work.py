@@ -66,7 +66,7 @@ REST = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 @pytest.mark.parametrize("check_layer", [1, 2])
 @pytest.mark.parametrize("name", CORE)
 def test_hkvd_runs_all_rows_only_below_the_check_layer_and_in_its_qkv_projection(name: str, check_layer: int) -> None:
-    blend, counts = _prefill(name, BlendConfig(ratio=0.2, check_layer=check_layer))
+    blend, counts = _prefill(name, BlendConfig("hkvd", ratio=0.2, check_layer=check_layer))
     chosen = blend.rows_recomputed
     assert chosen == round(0.2 * LAYOUT.context.length) + len(LAYOUT.suffix)
     for layer in range(LAYERS):

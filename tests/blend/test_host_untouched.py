@@ -141,7 +141,7 @@ def _run(blender: Blender, times: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("modes", [("exact", "exact"), ("exact", "bottom-right")])
 def test_two_threads_with_two_decoders_do_not_disturb_each_other(modes: tuple[str, str]) -> None:
     """One narrows where the other does not, under masks of their own."""
-    configs = (BlendConfig(ratio=0.3, mask=modes[0]), BlendConfig("first_k", 0.2, mask=modes[1]))  # type: ignore[arg-type]
+    configs = (BlendConfig("hkvd", ratio=0.3, mask=modes[0]), BlendConfig("first_k", 0.2, mask=modes[1]))  # type: ignore[arg-type]
     models = [Decoder(build(CORE[name]), tokenizer(), name) for name in ("llama", "qwen3")]
     blenders = [_blender(dec, config) for dec, config in zip(models, configs, strict=True)]
     alone = [_run(blender, 1)[0] for blender in blenders]

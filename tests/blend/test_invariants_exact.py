@@ -14,18 +14,18 @@ from blend.config import BlendConfig
 from blend.reference import full_prefill
 
 ALL_WAYS = {
-    "hkvd at ratio 1": BlendConfig(ratio=1.0),
+    "hkvd at ratio 1": BlendConfig("hkvd", ratio=1.0),
     "first_k at ratio 1": BlendConfig(selector="first_k", ratio=1.0),
     "random at ratio 1": BlendConfig(selector="random", ratio=1.0),
     "all": BlendConfig(selector="all", ratio=0.0),
-    "bottom-right": BlendConfig(ratio=1.0, mask="bottom-right"),
+    "bottom-right": BlendConfig("hkvd", ratio=1.0, mask="bottom-right"),
 }
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_invariant_1_ratio_one_is_full_recompute(name: str) -> None:
     layout = make_layout()
-    blend = blended(decoder(name), layout, BlendConfig(ratio=1.0))
+    blend = blended(decoder(name), layout, BlendConfig("hkvd", ratio=1.0))
     dense = dense_prefill(eager_model(name), layout.token_ids)
     assert all(blend.hits)
     assert_close(blend.logits[0], dense.logits[-1])
@@ -58,7 +58,7 @@ def test_full_prefill_is_the_models_own(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_invariant_2_one_chunk_after_its_prefix_is_exact(name: str, length: int) -> None:
     layout = make_layout(chunks=(length,))
-    blend = blended(decoder(name), layout, BlendConfig(ratio=0.0))
+    blend = blended(decoder(name), layout, BlendConfig("hkvd", ratio=0.0))
     dense = dense_prefill(eager_model(name), layout.token_ids)
     assert blend.hits == (True,)
     assert blend.rows_recomputed == len(layout.suffix)

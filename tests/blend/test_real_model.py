@@ -41,7 +41,7 @@ PROMPT = PromptConfig(
 )
 QUESTION = "When was the lighthouse built?"
 CONFIGS = {
-    "hkvd": BlendConfig(ratio=0.15),
+    "hkvd": BlendConfig("hkvd", ratio=0.15),
     "first_k": BlendConfig(selector="first_k", ratio=0.15),
     "mixed": BlendConfig(selector="mixed", ratio=0.15),
 }
@@ -73,7 +73,7 @@ def reused(real_decoder: Decoder, layout: PromptLayout) -> list[LayerKV]:
 def test_invariant_1_ratio_one_is_full_recompute(
     real_decoder: Decoder, layout: PromptLayout, store: ChunkStore, full: Dense
 ) -> None:
-    blend = Blender(real_decoder, store).prefill(layout, config=BlendConfig(ratio=1.0))
+    blend = Blender(real_decoder, store).prefill(layout, config=BlendConfig("hkvd", ratio=1.0))
     assert all(blend.hits)
     assert_close(blend.logits[0], full.logits[-1], TOLERANCE)
     for got, expected in zip(cache_of(blend), full.layers, strict=True):
@@ -85,7 +85,7 @@ def test_invariant_2_one_chunk_after_its_prefix_is_exact(
     real_decoder: Decoder, layout: PromptLayout, store: ChunkStore
 ) -> None:
     alone = PromptLayout(layout.prefix, layout.chunks[:1], layout.suffix)
-    blend = Blender(real_decoder, store).prefill(alone, config=BlendConfig(ratio=0.0))
+    blend = Blender(real_decoder, store).prefill(alone, config=BlendConfig("hkvd", ratio=0.0))
     dense = dense_prefill(real_decoder.model, alone.token_ids)
     assert blend.rows_recomputed == len(alone.suffix)
     assert_close(blend.logits[0], dense.logits[-1], TOLERANCE)
@@ -117,7 +117,7 @@ def test_invariant_4_the_selective_forward_is_the_dense_reference(
 def test_invariant_8_greedy_decoding_is_that_of_model_generate(
     real_decoder: Decoder, layout: PromptLayout, store: ChunkStore
 ) -> None:
-    blend = Blender(real_decoder, store).prefill(layout, config=BlendConfig(ratio=0.15))
+    blend = Blender(real_decoder, store).prefill(layout, config=BlendConfig("hkvd", ratio=0.15))
     layers = []
     for keys, values in cache_of(blend):
         layer = DynamicLayer()

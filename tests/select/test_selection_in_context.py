@@ -21,7 +21,9 @@ CONTEXT = LAYOUT.context.length
 def test_hkvd_sees_fresh_and_stored_kv_of_the_check_layer(
     name: str, cached: tuple[int, ...] | None, check_layer: int
 ) -> None:
-    _, (evidence,), _ = recorded(decoder(name), LAYOUT, BlendConfig(ratio=0.3, check_layer=check_layer), cached=cached)
+    _, (evidence,), _ = recorded(
+        decoder(name), LAYOUT, BlendConfig("hkvd", ratio=0.3, check_layer=check_layer), cached=cached
+    )
     which = range(4) if cached is None else cached
     stored = [torch.arange(*LAYOUT.chunk_spans[index]) for index in which]
     rows = torch.cat([span for index, span in zip(which, stored, strict=True) if index > 0])
@@ -83,7 +85,7 @@ def test_ratio_zero_is_none_and_ratio_one_is_all_for_every_selector(selector: st
 
 
 def test_a_share_of_rows_is_counted_over_layers() -> None:
-    blend = blended(decoder("llama"), LAYOUT, BlendConfig(ratio=0.3, check_layer=2))
+    blend = blended(decoder("llama"), LAYOUT, BlendConfig("hkvd", ratio=0.3, check_layer=2))
     not_exact = LAYOUT.rows - LAYOUT.chunk_spans[0].stop
     counted = 2 * not_exact + 2 * (round(0.3 * CONTEXT) + len(LAYOUT.suffix))
     assert blend.rows_share == pytest.approx(counted / (LAYERS * LAYOUT.rows))
