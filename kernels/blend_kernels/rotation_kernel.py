@@ -32,7 +32,9 @@ def sine_cosine(b_part):
     b_x = (b_part - (b_quarter << 30)).to(tl.float32) * 1.4629180792671596e-09
     b_z = b_x * b_x
     b_sin = ((-1.9515295891e-4 * b_z + 8.3321608736e-3) * b_z - 1.6666654611e-1) * b_z * b_x + b_x
-    b_cos = ((2.443315711809948e-5 * b_z - 1.388731625493765e-3) * b_z + 4.166664568298827e-2) * b_z * b_z - 0.5 * b_z + 1.0
+    b_cos = (
+        ((2.443315711809948e-5 * b_z - 1.388731625493765e-3) * b_z + 4.166664568298827e-2) * b_z * b_z - 0.5 * b_z + 1.0
+    )
     m_odd = (b_quarter & 1) == 1
     b_s, b_c = tl.where(m_odd, b_cos, b_sin), tl.where(m_odd, b_sin, b_cos)
     return tl.where(((b_quarter + 1) & 2) == 2, -b_c, b_c), tl.where((b_quarter & 2) == 2, -b_s, b_s)

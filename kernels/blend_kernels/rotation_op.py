@@ -24,17 +24,15 @@ def rotate_keys(
 ) -> torch.Tensor:
     """Move rotary keys by `delta` positions while copying them, in one pass: R(p + delta) = R(delta) R(p) (RoFormer, 2021).
 
-    k: `[..., kv_heads, tokens, head_dim]`, three or four dimensions, any strides, floating point or int8 / fp8 with a
-    `scale`.
-    delta: one int, or int64 `[tokens]` (several chunks in one call). inv_freq: `[pairs]`, radians per position, at
+    k: `[..., kv_heads, tokens, head_dim]`, three or four dimensions, any strides with a contiguous last dimension,
+    floating point, or int8 / fp8 with a `scale`.
+    delta: one int, or int64 / int32 `[tokens]` (several chunks in one call). inv_freq: `[pairs]`, radians per position, at
     least fp32; dimensions `rotary_offset` to `rotary_offset + 2 * pairs - 1` turn, the others are copied. interleaved:
     pairs are (0, 1), (2, 3) instead of (i, i + pairs). A factor that the model puts on cos and sin is part of k already
     and is not applied.
-    scale: multiplies k before it turns, any shape that broadcasts to k's (per token `[tokens, 1]`, per head `[kv_heads,
-    1, 1]`).
-    out: of k's shape, any strides and floating dtype, such as a slice of the blended cache; by default a new tensor in
-    k's dtype (fp32 when k is quantised). Angles are computed in fp64 on a CPU, in fp32 with a two-step reduction on a
-    GPU; products in fp32.
+    scale: multiplies k before it turns; any shape that broadcasts to k's (`[tokens, 1]`, `[kv_heads, 1, 1]`).
+    out: of k's shape, floating point, such as a slice of the blended cache; by default a new tensor in k's dtype (fp32
+    when k is quantised). Angles are exact to fp32 however far keys move; products are fp32.
 
     Returns `out`. Never writes k. Raises ValueError for shapes, dtypes and devices, and for out = k: turning in place
     would turn again on the next use.
@@ -42,7 +40,7 @@ def rotate_keys(
     layout = Layout(_pairs(inv_freq), rotary_offset, interleaved)
     _check_states(k, layout, scale)
     require(
-        isinstance(delta, int) or (tuple(delta.shape) == (k.shape[-2],) and not delta.is_floating_point()),
+        isinstance(delta, int) or _whole_numbers(delta, k.shape[-2]),
         f"delta must be an int or an integer tensor [{k.shape[-2]}], one per token, got {_shape(delta)}",
     )
     if out is None:
@@ -56,6 +54,12 @@ def rotate_keys(
     else:
         rotate_keys_plain(k, delta, inv_freq, layout, scale, out)
     return out
+
+
+def _whole_numbers(delta: object, tokens: int) -> bool:
+    if not isinstance(delta, torch.Tensor):
+        return False
+    return tuple(delta.shape) == (tokens,) and delta.dtype in (torch.int64, torch.int32)
 
 
 def choose_rotation_backend(k: torch.Tensor, out: torch.Tensor, asked: Backend | None) -> Backend:

@@ -1,0 +1,38 @@
+"""In processes of their own: what an import loads."""
+
+import subprocess
+import sys
+
+import pytest
+
+USE = "k = torch.randn(1, 1, 4, 8); p = torch.arange(4)"
+CALLS = {
+    "selective_attention": "(k, k, k, p)",
+    "attention_mass": "(k, k, p)",
+    "rotate_keys": "(k, 1, torch.ones(4))",
+    "kv_deviation": "(None, None, k, k)",
+}
+
+
+def loaded(code: str) -> set[str]:
+    """Top-level modules in memory after the code."""
+    tail = "import sys; print(' '.join({name.split('.')[0] for name in sys.modules}))"
+    path = f"import sys; sys.path[:0] = {sys.path!r}"
+    run = subprocess.run([sys.executable, "-c", f"{path}\n{code}\n{tail}"], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+def test_import_loads_neither_torch_nor_triton():
+    assert loaded("import blend_kernels; dir(blend_kernels)").isdisjoint({"torch", "triton", "numpy"})
+
+
+def test_ops_on_a_cpu_leave_triton_alone():
+    calls = "; ".join(f"blend_kernels.{op}{arguments}" for op, arguments in CALLS.items())
+    assert "triton" not in loaded(f"import torch, blend_kernels; {USE}; {calls}")
+
+
+def test_unknown_names_are_attribute_errors():
+    import blend_kernels
+
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = blend_kernels.nothing

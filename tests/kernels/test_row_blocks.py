@@ -1,0 +1,46 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blend_kernels.row_blocks import key_ranges, row_blocks
+
+ends = st.lists(st.integers(0, 700), min_size=1, max_size=80).map(sorted)
+
+
+@given(ends, st.integers(1, 5000), st.booleans())
+def test_blocks_cover_every_row_once_and_waste_is_bounded(last, waste, squares):
+    blocks = row_blocks(last, waste, squares)
+    assert [row for block in blocks for row in range(block.start, block.stop)] == list(range(len(last)))
+    for block in blocks:
+        mine = last[block.start : block.stop]
+        assert block.square or sum(mine[-1] - end for end in mine) <= waste
+
+
+def test_long_runs_become_squares_only_when_asked():
+    last = [3, 9, *range(20, 400), 900]
+    assert [(b.start, b.stop) for b in row_blocks(last, 100, True) if b.square] == [(2, 382)]
+    assert not any(block.square for block in row_blocks(last, 100, False))
+
+
+@given(ends, st.none() | st.integers(1, 300))
+def test_ranges_hold_what_rows_see_and_only_ragged_ones_hold_more(last, window):
+    keys = torch.arange(last[-1] + 1)
+    seen = torch.stack([(keys <= end) & (keys > end - (window or len(keys))) for end in last])
+    ranges = key_ranges(last[0], last[-1], window)
+    covered = torch.zeros(len(keys), dtype=torch.int64)
+    for part in ranges:
+        inside = seen[:, part.start : part.stop]
+        assert part.stop > part.start
+        assert inside.all() or part.ragged
+        covered[part.start : part.stop] += 1
+    assert covered.max() == 1
+    assert not seen[:, covered == 0].any()
+
+
+@given(ends, st.none() | st.integers(1, 300))
+def test_no_range_leaves_a_row_without_a_key(last, window):
+    """A row that sees nothing of a range would have minus infinity as its log-sum-exp, and NaN weights."""
+    for part in key_ranges(last[0], last[-1], window):
+        for end in last:
+            first = max(0, end - (window or end + 1) + 1)
+            assert max(first, part.start) < min(end + 1, part.stop) or len(key_ranges(last[0], last[-1], window)) == 1
