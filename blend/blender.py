@@ -14,6 +14,7 @@ from blend.context_shift import add_shift, measure_shift
 from blend.encode import ChunkEncoder
 from blend.recompute import make_plan, recompute
 from blend.select import make_selector
+from blend.select.controls import All
 from blend.store.base import ChunkStore
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, PromptLayout, Selection
@@ -128,8 +129,8 @@ class Blender:
             cache = assemble(self.decoder, layout, encoder.prefix, loaded.chunks, room)
             plan = make_plan(layout, loaded.hits, selector, config.ratio, self.decoder.device)
             shift = self.context_shift(layout.prefix) if config.shift else None
-            if shift is not None:
-                add_shift(self.decoder, cache, shift, plan.inexact)
+            if shift is not None and not isinstance(plan.selector, All):
+                add_shift(self.decoder, cache, shift, plan.inexact, config.shift)
         logits, selection = recompute(self.decoder, cache, plan, mask=config.mask, watch=watch)
         with watch.stage("first_token"):
             first_token = int(logits[0].argmax())

@@ -44,14 +44,16 @@ def measure_shift(encoder: ChunkEncoder, chunks: Sequence[Sequence[int]], groups
     return ChunkCache(tuple(keys), tuple(values), start=0)
 
 
-def add_shift(decoder: Decoder, cache: BlendedCache, shift: ChunkCache, rows: torch.Tensor) -> None:
-    """Add the shift to the stored KV at `rows`, sorted int64 positions `[rows]`, in every layer."""
+def add_shift(
+    decoder: Decoder, cache: BlendedCache, shift: ChunkCache, rows: torch.Tensor, strength: float = 1.0
+) -> None:
+    """Add `strength` times the shift to the stored KV at `rows`, sorted int64 positions `[rows]`, in every layer."""
     if rows.shape[0] == 0:
         return
     index = slice(int(rows[0]), int(rows[-1]) + 1) if int(rows[-1] - rows[0]) + 1 == rows.shape[0] else rows
     for layer, rotation, keys, values in zip(cache.layers, decoder.rotations, shift.keys, shift.values, strict=True):
         for turn, buffer, mean in ((rotation.keys, layer.keys, keys), (rotation.values, layer.values, values)):
-            spread = mean.to(buffer)[None].expand(-1, -1, rows.shape[0], -1)
+            spread = (strength * mean).to(buffer)[None].expand(-1, -1, rows.shape[0], -1)
             buffer[:, :, index] += spread if turn.inv_freq is None else turn.apply(spread, rows)
 
 
