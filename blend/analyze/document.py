@@ -22,7 +22,7 @@ from blend.config import BlendConfig
 from blend.report.output import whole_file
 
 FORMAT = 1
-_DIGITS = 4
+_DIGITS = 5
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RunFacts:
 
 
 def analysis_document(prompts: Sequence[Analyzed], facts: RunFacts) -> dict[str, Any]:
-    """JSON value of an analysis, without NaN or infinity, numbers rounded to four digits.
+    """JSON value of an analysis, without NaN or infinity, numbers rounded to five digits.
 
     `mean` holds the numbers averaged over the prompts (see `Numbers` for shapes), `records` the head figures of each,
     `prompts` the views of those that have one, `readings` a sentence for each picture of `mean`.
@@ -104,7 +104,7 @@ def head_figures(numbers: Numbers) -> dict[str, float]:
 
 
 def plain(value: object) -> Any:
-    """Arrays as lists, floats rounded to four significant digits, NaN and infinity as None."""
+    """Arrays as lists, floats rounded to five significant digits, NaN and infinity as None."""
     if isinstance(value, np.ndarray):
         return plain(value.tolist())
     if isinstance(value, float):

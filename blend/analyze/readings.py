@@ -76,8 +76,8 @@ def _correlation(values: DeviationNumbers) -> str:
     if not _known(near) or not _known(far):
         return "There are too few layers, or too few rows that deviate, to correlate."
     return (
-        f"Neighbouring layers rank the rows alike (mean Spearman correlation {np.nanmean(near):.2f}); layer 1's ranking "
-        f"correlates with the other layers' by {np.nanmean(far):.2f} on average, with the last layer's by {far[-1]:.2f}."
+        f"How neighbouring layers rank the rows correlates by {np.nanmean(near):.2f} (mean of Spearman's rho); layer 1's "
+        f"ranking correlates with the later layers' by {np.nanmean(far):.2f} on average, with the last one's by {far[-1]:.2f}."
     )
 
 

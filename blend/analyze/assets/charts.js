@@ -87,12 +87,12 @@ function barChart({ categories, series, xLabel, yLabel, yFormat = (v) => percent
     }),
   ]);
   const dashed = baseline ? `<line x1="${left}" x2="${width - right}" y1="${y(baseline.value)}" y2="${y(baseline.value)}" stroke="var(--ink)" stroke-dasharray="5 4"/>` : "";
-  const keys = [...(counts ? [{ name: "number above a bar: rows there", box: true, color: "transparent" }] : []), ...(series.length > 1 ? series.map((s) => ({ name: s.name, color: s.color, box: true })) : []), ...(baseline ? [{ name: baseline.name, color: "var(--ink)", dash: "5 4" }] : [])];
+  const keys = [...(counts ? [{ name: "number above a bar: rows there", bare: true }] : []), ...(series.length > 1 ? series.map((s) => ({ name: s.name, color: s.color, box: true })) : []), ...(baseline ? [{ name: baseline.name, color: "var(--ink)", dash: "5 4" }] : [])];
   return `<svg viewBox="0 0 ${width} ${height}" role="img" aria-label="${escapeText(label)}">${marks}${bars.join("")}${dashed}</svg>${legend(keys)}`;
 }
 
 function legend(keys) {
-  const sign = (k) => k.box ? `<i class="box" style="background:${k.color}"></i>` : k.area ? `<i class="box" style="background:${k.color};opacity:${k.area + 0.15}"></i>` : `<i class="swatch" style="border-top-color:${k.color};border-top-style:${!k.dash ? "solid" : k.dash.startsWith("2") ? "dotted" : "dashed"}"></i>`;
+  const sign = (k) => k.bare ? "" : k.box ? `<i class="box" style="background:${k.color}"></i>` : k.area ? `<i class="box" style="background:${k.color};opacity:${k.area + 0.15}"></i>` : `<i class="swatch" style="border-top-color:${k.color};border-top-style:${!k.dash ? "solid" : k.dash.startsWith("2") ? "dotted" : "dashed"}"></i>`;
   return keys.length ? `<div class="legend">${keys.map((k) => `<span>${sign(k)}${escapeText(k.name)}</span>`).join("")}</div>` : "";
 }
 
