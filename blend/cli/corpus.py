@@ -12,7 +12,8 @@ import click
 @click.option("--module", "modules", multiple=True, help="A standard-library module; repeat it. Default: some forty.")
 def command(folder: Path, modules: tuple[str, ...]) -> None:
     """Write Python's own documentation to FOLDER, one Markdown document a module."""
+    from blend.cli.console import counted
     from retrieval import write_stdlib_corpus
 
     written = write_stdlib_corpus(folder, modules or None)
-    click.echo(f"{len(written)} documents in {folder}")
+    click.echo(f"{counted(len(written), 'document')} in {folder}")

@@ -101,6 +101,7 @@ _BLENDING = (
     _blending(
         "query_layers", "query_guided, mixed: layers that score; all, middle, upper or A-B.", callback=_layer_band
     ),
+    _blending("value_norm", "query_guided, mixed: weight attention by the norm of the value it reads.", is_flag=True),
     _blending("rule", "mixed: how deviation and attention are joined.", click.Choice(get_args(Rule))),
     _blending("prefilter", "mixed: candidates by attention first, this many budgets of them; 0 is off."),
     _blending("chunk_floor", "mixed: share of the budget spread evenly over chunks."),
@@ -147,13 +148,21 @@ def _apply(options: tuple[Callable[[Any], Any], ...], function: F) -> F:
     return function
 
 
+def check(options: dict[str, Any]) -> None:
+    """Raise `ConfigError` or `StoreError` for what is wrong with options and store at first sight."""
+    from blend.cli.early import check_store
+
+    _pick(BlendConfig, options)
+    _pick(CorpusConfig, options)
+    check_store(options["store"])
+
+
 def open_rag(options: dict[str, Any]) -> Rag:
     """A `Rag` from parsed options; entries that it does not know are left alone. Loads no model."""
-    blend, corpus = _pick(BlendConfig, options), _pick(CorpusConfig, options)
     from blend.cli.console import note, show_fetch
-    from blend.cli.early import check_model, check_store
+    from blend.cli.early import check_model
 
-    check_store(options["store"])
+    check(options)
     check_model(options["model"])
     note(f"Loading {options['model']} ...")
     from blend.pipeline import Rag
@@ -164,8 +173,8 @@ def open_rag(options: dict[str, Any]) -> Rag:
         model=options["model"],
         device=options["device"],
         dtype=options["dtype"],
-        blend=blend,
-        corpus=corpus,
+        blend=_pick(BlendConfig, options),
+        corpus=_pick(CorpusConfig, options),
         budget_bytes=int(budget * 1e9) if budget is not None else None,
         on_fetch=show_fetch,
     )
@@ -173,11 +182,9 @@ def open_rag(options: dict[str, Any]) -> Rag:
 
 def open_corpus(options: dict[str, Any]) -> Rag:
     """`open_rag` for a corpus that must be there, with the embedder that made its index unless another one was named."""
-    _pick(BlendConfig, options), _pick(CorpusConfig, options)  # mistakes in them cost no look at the index
-    from blend.cli.early import check_store
     from retrieval import ChunkIndex
 
-    check_store(options["store"])
+    check(options)
     index = ChunkIndex.load(options["store"] / "index")
     rag = open_rag({**options, "embedder": options.get("embedder") or index.embedder})
     rag.index = index

@@ -33,6 +33,7 @@ def command(paths: tuple[Path, ...], add: bool, as_json: bool, **given: Any) -> 
     from blend.cli.progress import stage_progress
     from retrieval import load_documents
 
+    options.check(given)
     documents = load_documents(paths)
     rag = options.open_rag(given)
     try:

@@ -1,0 +1,155 @@
+"""Mistakes: one line that names the remedy, the exit code of its kind, nothing on stdout, and before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Blend, one_line
+from tiny_model import save_tiny_model
+
+UNKNOWN = [
+    (("anser", "x"), "did you mean 'answer'?"),
+    (("frobnicate",), "choose one of analyze, answer, "),
+    (("--frob",), "No such option"),
+    (("answer",), "Missing argument 'QUESTION'"),
+    (("answer", "x", "--ratoi", "1"), "--ratio"),
+    (("answer", "x", "--selector", "best"), "'hkvd', "),
+    (("answer", "x", "--mask", "upper-left"), "'exact', 'bottom-right'"),
+    (("answer", "x", "--codec", "int3"), "'bfloat16', "),
+    (("answer", "x", "--dtype", "int8"), "'float32', "),
+    (("answer", "x", "--device", "abacus"), "auto, cpu, cuda or cuda:N"),
+    (("answer", "x", "--ratio", "1.5"), "give a number from 0 to 1"),
+    (("answer", "x", "--ratio", "-0.1"), "give a number from 0 to 1"),
+    (("answer", "x", "--ratio", "nan"), "give a number from 0 to 1"),
+    (("answer", "x", "--top-k", "0"), "at least one chunk"),
+    (("answer", "x", "--check-layer", "0"), "at least 1"),
+    (("answer", "x", "--query-layers", "lower"), "all, middle, upper"),
+    (("answer", "x", "--max-new-tokens", "0"), "x>=1"),
+    (("answer", "x", "--store-budget", "-1"), "positive"),
+    (("answer", "x", "--store-budget", "inf"), "positive"),
+    (("precompute",), "Missing argument 'PATHS...'"),
+    (("precompute", ".", "--chunk-tokens", "3"), "under 16 tokens"),
+    (("report", "--limit", "0"), "x>=1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "told"), UNKNOWN, ids=[" ".join(arguments) for arguments, _ in UNKNOWN])
+def test_what_the_command_line_does_not_know(blend: Blend, arguments: tuple[str, ...], told: str) -> None:
+    result = blend(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.count("\n") == 1
+    assert told in one_line(result.err)
+    assert not blend.store.exists()
+
+
+@pytest.mark.parametrize("question", ["", " \n\t"])
+def test_an_empty_question(filled: Blend, question: str) -> None:
+    for call in ({"arguments": question, "stdin": ""}, {"arguments": "-", "stdin": question}):
+        result = filled("answer", call["arguments"], stdin=call["stdin"])
+        assert (result.code, result.out, result.err) == (3, "", "blend: the question is empty; ask something\n")
+
+
+def test_models_that_are_not_there(filled: Blend, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    for model, code, told in (
+        ("./nowhere", 5, "no model directory"),
+        ("./file", 5, "no model directory"),
+        ("./folder", 2, "no config.json"),
+        ("nobody/nothing", 2, "HF_HUB_OFFLINE"),
+        ("not a / valid // id", 2, "blend models"),
+    ):
+        result = filled("answer", "x", "--model", model)
+        assert (result.code, result.out) == (code, "")
+        assert told in one_line(result.err)
+        assert "Loading" not in result.err
+
+
+def test_a_folder_that_transformers_cannot_load(filled: Blend, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text((model / "config.json").read_text())
+    result = filled("answer", "x", "--model", "./broken")
+    assert (result.code, result.out) == (2, "")
+    assert "holds no causal language model" in one_line(result.err)
+
+
+def test_a_model_whose_keys_cannot_be_moved(filled: Blend, texts: dict[str, str], tmp_path: Path) -> None:
+    shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+    save_tiny_model(tmp_path / "gpt2", "\n".join(texts.values()), family="GPT2", **shape)
+    for call in (("answer", "x"), ("precompute", ".")):
+        result = filled(*call, "--model", "./gpt2")
+        assert (result.code, result.out) == (4, "")
+        assert "use full prefill for this model" in one_line(result.err)
+
+
+def test_a_check_layer_beyond_the_model(filled: Blend) -> None:
+    result = filled("answer", "x", "--check-layer", "9", "--selector", "hkvd")
+    assert (result.code, result.out) == (2, "")
+    assert "layers 0 to 3" in one_line(result.err)
+
+
+def test_a_gpu_that_is_not_there(filled: Blend) -> None:
+    result = filled("answer", "x", "--device", "cuda", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert (result.code, result.out) == (2, "")
+    assert "use --device cpu" in one_line(result.err)
+
+
+def test_an_embedder_that_is_not_there(filled: Blend) -> None:
+    result = filled("answer", "x", "--embedder", "nobody/nothing")
+    assert (result.code, result.out) == (8, "")
+    assert "use `minilm`" in one_line(result.err)
+
+
+def test_nothing_to_read(blend: Blend, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "binary.md").write_bytes(bytes(range(256)))
+    (tmp_path / "blank.md").write_text(" \n")
+    for path, told in (
+        ("nowhere", "no such file or folder: nowhere"),
+        ("empty", "give files or a folder of .md"),
+        ("binary.md", "is a binary file"),
+        ("blank.md", "is empty"),
+    ):
+        result = blend("precompute", path)
+        assert (result.code, result.out) == (8, "")
+        assert told in one_line(result.err)
+        assert "Loading" not in result.err
+    assert not blend.store.exists()
+
+
+def test_weights_that_need_a_package(blend: Blend, tmp_path: Path) -> None:
+    """A catalog model without gguf installed names the extra; nothing is downloaded."""
+    (tmp_path / "note.md").write_text("A note.")
+    script = (
+        "import importlib.util as u, sys; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'gguf' else find(name, *a)\n"
+        "sys.argv = ['blend', 'precompute', 'note.md', '--model', 'smollm2-135m']\n"
+        "from blend.cli import main; main()"
+    )
+    env = {"KVBLEND_CACHE": str(tmp_path), "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}", "PATH": "/usr/bin"}
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 5
+    assert "pip install 'kvblend[offline]'" in one_line(result.stderr)
+
+
+def test_a_bug_shows_its_traceback_and_where_to_report_it() -> None:
+    script = "from blend.cli.ending import exit_code_of as run; import sys; sys.exit(run(lambda: 1 / 0))"
+    result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "ZeroDivisionError" in result.stderr
+    assert re.search(r"^blend: this is a bug .*`blend env`", result.stderr.splitlines()[-1])
+
+
+def test_a_full_disk_is_one_line() -> None:
+    script = (
+        "from blend.cli.ending import exit_code_of as run; import sys\n"
+        "def write(): raise OSError(28, 'No space left on device', 'corpus/csv.md')\nsys.exit(run(write))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (1, "blend: No space left on device: corpus/csv.md\n")

@@ -1,0 +1,174 @@
+"""What a terminal and a pipe see: help, progress bars, widths, colours, encodings, closed pipes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Blend
+
+COMMANDS = ("analyze", "answer", "corpus", "env", "models", "precompute", "report", "store")
+HEAVY = ("torch", "transformers", "faiss", "triton", "sentence_transformers", "numpy", "rich")
+
+
+class Terminal:
+    """A pseudo terminal that a command may have as its output; `shown` is all it was sent."""
+
+    def __init__(self, columns: int) -> None:
+        self._master, slave = pty.openpty()
+        self.path = os.ttyname(slave)
+        self._slave = slave
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        self._pieces: list[bytes] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        try:
+            while piece := os.read(self._master, 65536):
+                self._pieces.append(piece)
+        except OSError:  # the other side is closed
+            return
+
+    @property
+    def shown(self) -> str:
+        os.close(self._slave)
+        self._reader.join(10)
+        return b"".join(self._pieces).decode()
+
+
+TERMINAL = {"TERM": "xterm-256color", "COLUMNS": ""}
+
+
+def _python(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}", **options}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, check=False)
+
+
+def _fastest(*arguments: str) -> float:
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        assert _python(*arguments).returncode == 0
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def test_help_is_fast() -> None:
+    assert _fastest("-m", "blend", "--help") - _fastest("-c", "pass") < 0.3
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_everywhere_without_heavy_imports(command: str) -> None:
+    script = (
+        "import sys; from blend.cli import main\n"
+        f"sys.argv = ['blend', *{[command] if command else []}, '-h']\n"
+        "try: main()\n"
+        f"finally: print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
+    )
+    result = _python("-c", script)
+    assert result.returncode == 0
+    assert result.stdout.startswith(f"Usage: blend {command}".rstrip())
+    assert result.stderr == "[]\n"
+
+
+def test_no_command_shows_the_commands(blend: Blend) -> None:
+    result = blend()
+    assert result.code == 0
+    assert all(f"\n  {command} " in result.out for command in COMMANDS)
+    assert result.out == blend("--help").out
+
+
+def test_the_installed_command_runs(filled: Blend) -> None:
+    """Once without the tests' shortcut of forking: a fresh interpreter, and two results joined by a pipe."""
+    env = {"KVBLEND_MODEL": str(filled.model), "KVBLEND_STORE": str(filled.store), "OMP_NUM_THREADS": "1"}
+    result = _python("-m", "blend", "answer", "the quarry", "--max-new-tokens", "2", "--json", **env)
+    assert result.returncode == 0, result.stderr
+    assert '"hit": true' in result.stdout
+    assert [line[:7] for line in result.stderr.splitlines()] == ["Loading", "the ans"]
+
+
+def test_docs_are_up_to_date() -> None:
+    result = _python(str(REPOSITORY / "scripts" / "gen_cli_docs"), "--check")
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_bar_on_a_terminal(blend: Blend, documents: Path) -> None:
+    terminal = Terminal(100)
+    result = blend("precompute", documents, "--chunk-tokens", "64", err=terminal.path, env=TERMINAL)
+    shown = terminal.shown
+    assert result.code == 0
+    for words in ("Embedding chunks", "Computing caches", "tokens/s", "left", "━"):
+        assert words in shown
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h")  # the cursor is back
+    assert "8 documents" in result.out
+
+
+@pytest.mark.parametrize("columns", [30, 60, 160])
+def test_the_panel_fits_the_terminal(filled: Blend, columns: int) -> None:
+    terminal = Terminal(columns)
+    result = filled("answer", "the orchard", "--max-new-tokens", "2", out=terminal.path, env=TERMINAL)
+    _, _, panel = terminal.shown.partition("╭")
+    assert result.code == 0
+    lines = [line for line in panel.replace("\r", "").split("\n") if line.startswith("│")]
+    assert lines
+    assert all(len(_plain(line)) <= columns for line in lines)
+    assert "\x1b[32mhit" in panel
+
+
+def test_colours_can_be_switched_off(filled: Blend) -> None:
+    terminal = Terminal(80)
+    filled(
+        "answer", "x", "--max-new-tokens", "1", out=terminal.path, err=terminal.path, env={**TERMINAL, "NO_COLOR": "1"}
+    )
+    assert "\x1b[3" not in terminal.shown
+
+
+def _plain(line: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line)
+
+
+def test_a_reader_that_goes_away(filled: Blend, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    running = filled.start("answer", "the orchard", "--max-new-tokens", "2000", "--top-k", "2", out=str(fifo))
+    with fifo.open("rb", buffering=0) as reader:
+        reader.read(8)
+    result = running.wait()
+    assert result.code == 141
+    assert "Traceback" not in result.err
+    assert "Error" not in result.err
+
+
+def test_an_encoding_without_these_letters(filled: Blend) -> None:
+    env = {"KVBLEND_STORE": str(filled.store), "PYTHONIOENCODING": "ascii"}
+    result = _python("-m", "blend", "store", **env)
+    assert result.returncode == 0
+    script = "from blend.cli.ending import exit_code_of as run; import sys; sys.exit(run(lambda: print('größer →')))"
+    assert _python("-c", script, **env).stdout == "gr??er ?\n"
+
+
+def test_env_and_models_describe_themselves(blend: Blend) -> None:
+    assert blend("env", "--json").json["versions"]["kvblend"]
+    assert "python" in blend("env").out
+    listed = blend("models", "--json").json
+    assert listed["default"] in {model["name"] for model in listed["models"]}
+    assert listed["default"] in blend("models").out
+    assert blend("--version").out.startswith("blend, version ")
+
+
+def test_corpus_feeds_precompute(blend: Blend) -> None:
+    assert blend("corpus", "docs", "--module", "csv").out == "1 document in docs\n"
+    assert blend("precompute", "docs", "--json").json["documents"] == 1
+    missing = blend("corpus", "docs", "--module", "nomod")
+    assert missing.code == 8
