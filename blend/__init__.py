@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from blend.decoder import Decoder
     from blend.encode import ChunkEncoder
     from blend.errors import BlendError
-    from blend.generate import Generation, generate
+    from blend.decoding import Generation, generate
     from blend.pipeline import Answer, Rag
     from blend.prompt import PromptTemplate
     from blend.store import open_store
@@ -33,13 +33,13 @@ _HOMES = {
     "ChunkKey": "blend.types",
     "CorpusConfig": "blend.config",
     "Decoder": "blend.decoder",
-    "Generation": "blend.generate",
+    "Generation": "blend.decoding",
     "PromptConfig": "blend.config",
     "PromptLayout": "blend.types",
     "PromptTemplate": "blend.prompt",
     "Rag": "blend.pipeline",
     "Selection": "blend.types",
-    "generate": "blend.generate",
+    "generate": "blend.decoding",
     "open_store": "blend.store",
 }
 
@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'blend' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value  # `blend.generate` the function must win over the module of that name
+    globals()[name] = value
     return value
 
 

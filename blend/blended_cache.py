@@ -94,7 +94,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last rows."""
-        self.length = max(0, self.length - tokens_to_remove)
+        self.length = max(0, self.length - abs(tokens_to_remove))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Refuse beams: one prompt, one sequence."""

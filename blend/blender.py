@@ -11,6 +11,7 @@ import torch
 from blend.assemble import assemble, load_chunks
 from blend.config import BlendConfig
 from blend.context_shift import add_shift, measure_shift
+from blend.errors import PromptError
 from blend.encode import ChunkEncoder
 from blend.recompute import make_plan, recompute
 from blend.select import make_selector
@@ -119,6 +120,8 @@ class Blender:
         """
         config = config or self.config
         selector = make_selector(config)
+        if not (layout.prefix and layout.suffix):
+            raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows)
         encoder = self.encoder(layout.prefix)
         watch = watch or Stopwatch(self.decoder.device)

@@ -80,9 +80,9 @@ class Decoder:
         """
         longest = getattr(self.config, "max_position_embeddings", None)
         rope = getattr(self.config, "rope_parameters", None) or {}
-        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            return rope.get("original_max_position_embeddings") or longest
-        return longest
+        kinds = [rope] if "rope_type" in rope else list(rope.values())  # one for each kind of layer
+        limits = [k.get("original_max_position_embeddings") for k in kinds if k.get("rope_type") in LENGTH_DEPENDENT_ROPE]
+        return min([limit for limit in (longest, *limits) if limit], default=None)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -173,11 +173,12 @@ class Decoder:
     def before_head(self, call: Callable[[], None]) -> Iterator[None]:
         """Call back when a forward pass reaches the LM head."""
         head = self.model.get_output_embeddings()
-        handle = head.register_forward_pre_hook(lambda module, args: call())
-        try:
-            yield
-        finally:
-            handle.remove()
+        with self.driver.lock:
+            handle = head.register_forward_pre_hook(lambda module, args: call())
+            try:
+                yield
+            finally:
+                handle.remove()
 
     @cached_property
     def last_row_only(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class RowDriver:
         self.model = model
         self.layers = layers
         found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+        self.lock = RLock()
         self._configs = [c for c in found.values() if hasattr(c, "_attn_implementation")]
 
     def run(
@@ -74,8 +76,9 @@ class RowDriver:
         their layers. observe: called with every layer's attention before it is computed. Returns the model's output.
         """
         state = RowsInFlight(positions, mask, observe)
-        cache.set_rows(Rows(positions, total))
         with ExitStack() as stack:
+            stack.enter_context(self.lock)
+            cache.set_rows(Rows(positions, total))
             stack.callback(cache.set_rows, None)
             stack.enter_context(self._attention_installed())
             stack.enter_context(rows_in_flight(state))

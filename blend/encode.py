@@ -69,6 +69,8 @@ class ChunkEncoder:
             layer.write_run(0, keys.expand(batch, *keys.shape), values.expand(batch, *values.shape))
 
     def _run_prefix(self) -> ChunkCache:
+        if not self.prefix_tokens:
+            raise PromptError("chunks need a prefix of at least one token in front of them")
         self.decoder.check_length(len(self.prefix_tokens))
         ids = torch.tensor([self.prefix_tokens], device=self.decoder.device)
         cache = self.decoder.new_cache(ids.shape[1])

@@ -12,7 +12,7 @@ import torch
 from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.dataset import Record
-from blend.generate import Continuable, generate, teacher_forced_logits
+from blend.decoding import Continuable, generate, teacher_forced_logits
 from blend.metrics import exact_match, kl_divergence, rouge_l, top1_agreement, value_recall, word_f1
 from blend.prompt import PromptTemplate
 from blend.reference import FullPrefill, full_prefill

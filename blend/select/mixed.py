@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from blend.config import Rule
+from blend.errors import ConfigError
 from blend.select.base import Evidence, Needs, Selector, Step, chunk_of, top_candidates
 from blend.select.hkvd import HighDeviation
 from blend.select.query_guided import layer_band
@@ -37,6 +38,8 @@ class Mixed(Selector):
 
     def needs(self, layers: int) -> Needs:
         """The check layer, and the query's attention at the band's layers."""
+        if self._check_layer >= layers:
+            raise ConfigError(f"check layer {self._check_layer} does not exist: the model has layers 0 to {layers - 1}")
         before = (Step(0, self._prefilter),) if self._prefilter else ()
         steps = (*before, Step(self._check_layer))
         return Needs(steps, layer_band(self._band, layers), self._value_norm)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.decoder import Decoder
-from blend.generate import generate
+from blend.decoding import generate
 from blend.store import open_store
 from blend.timing import STAGES, Stopwatch
 

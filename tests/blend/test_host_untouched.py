@@ -16,7 +16,7 @@ from blend.attention import row_attention
 from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.decoder import Decoder
-from blend.generate import generate
+from blend.decoding import generate
 from blend.select.hkvd import HighDeviation
 from blend.store import open_store
 

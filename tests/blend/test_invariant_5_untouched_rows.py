@@ -12,7 +12,7 @@ from models import CORE, FAMILIES, LAYERS, decoder
 from blend.assemble import assemble, load_chunks
 from blend.blender import Blend, Blender
 from blend.config import BlendConfig
-from blend.generate import generate
+from blend.decoding import generate
 from blend.types import PromptLayout
 
 Parts = list[torch.Tensor]

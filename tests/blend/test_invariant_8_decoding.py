@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from blend.blender import Blend
 from blend.decoder import Decoder
-from blend.generate import generate, teacher_forced_logits
+from blend.decoding import generate, teacher_forced_logits
 from blend.reference import full_prefill
 
 NEW = 8

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from blend.blender import Blender
 from blend.config import BlendConfig, PromptConfig
 from blend.decoder import Decoder
-from blend.generate import generate
+from blend.decoding import generate
 from blend.prompt import PromptTemplate
 from blend.store import ChunkStore, open_store
 from blend.types import PromptLayout

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from blend.errors import ConfigError
+
 if TYPE_CHECKING:
     from blend.decoder import Decoder
 
@@ -55,8 +57,10 @@ def generate(
     """Decode from a prefilled prompt, greedily unless `options` (those of `model.generate`) say otherwise.
 
     on_text: called with each piece of text as soon as it is final. The prompt is not run again: the first token comes from
-    `prefilled.logits`.
+    `prefilled.logits`. Raises `ConfigError` for options that ask for several sequences.
     """
+    if any((options.get(name) or 1) != 1 for name in ("num_beams", "num_return_sequences")):
+        raise ConfigError("one sequence a prompt: num_beams and num_return_sequences must be 1")
     begin = time.perf_counter()
     ids = torch.tensor([list(prompt_ids)], device=decoder.device)
     out = decoder.model.generate(
