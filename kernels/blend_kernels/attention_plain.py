@@ -21,6 +21,9 @@ from .work import Work
 # Floating-point operations that take as long as the calls of one more block (measured on one AVX-512 core, 85 GFLOP/s).
 _BLOCK_OVERHEAD = 12_000_000
 
+# Keys of one piece at least, when keys are cut to keep several threads busy.
+_LEAST_PIECE = 512
+
 Partial = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Partial]
 
@@ -95,36 +98,44 @@ def _attend_rows(rows: _Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
     q, k, v = rows.q, rows.k, rows.v
     attend = _fused(rows.rule.scale) if rows.fused else _materialised(rows.rule)
     pair = 2 * q.shape[0] * q.shape[1] * (k.shape[3] + v.shape[3])
+    grouped = (q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
+    out, lse = out.view(*grouped, v.shape[3]), lse.view(grouped)
     squares = rows.fused and rows.rule.window is None
     for block in row_blocks(rows.ends, max(1, _BLOCK_OVERHEAD // pair), squares):
         block_out, block_lse = _square(rows, block, attend) if block.square else _folded(rows, block, attend)
-        out[:, :, block.start : block.stop] = block_out
-        lse[:, :, block.start : block.stop] = block_lse
+        out[..., block.start : block.stop, :] = block_out
+        lse[..., block.start : block.stop] = block_lse
 
 
 def _folded(rows: _Rows, block: RowBlock, attend: Attend) -> Partial:
-    """One block with the query heads of a KV head folded into rows, `[batch, kv_heads, group * rows, head_dim]`."""
-    q, k, v, window = rows.q[:, :, block.start : block.stop], rows.k, rows.v, rows.rule.window
-    folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    """One block, the query heads of a KV head folded into rows; results `[batch, kv_heads, group, rows(, value_dim)]`."""
     last, ends = rows.last[block.start : block.stop], rows.ends
+    q, group = rows.q[:, :, block.start : block.stop], rows.q.shape[1] // rows.k.shape[1]
     partials = []
-    for keys in key_ranges(ends[block.start], ends[block.stop - 1], window):
-        mask = _mask(last, keys, window, q.dtype, q.shape[1] // k.shape[1]) if keys.ragged else None
-        partials.append(attend(folded, k[:, :, keys.start : keys.stop], v[:, :, keys.start : keys.stop], mask))
-    out, lse = _merge(partials)
-    return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+    for keys in key_ranges(ends[block.start], ends[block.stop - 1], rows.rule.window):
+        mask = _mask(last, keys, rows.rule.window, q.dtype, group) if keys.ragged else None
+        seen = slice(keys.start, keys.stop)
+        partials.append(_attend_folded(q, rows.k[:, :, seen], rows.v[:, :, seen], mask, attend))
+    return _merge(partials)
+
+
+def _attend_folded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, attend: Attend
+) -> Partial:
+    grouped = (q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
+    out, lse = attend(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k, v, mask)
+    return out.view(*grouped, v.shape[3]), lse.view(grouped)
 
 
 def _square(rows: _Rows, block: RowBlock, attend: Attend) -> Partial:
-    """A run of neighbouring rows: all keys before it without a mask, then a causal square."""
+    """A run of neighbouring rows: all keys before it without a mask, then a causal square; results as `_folded`."""
     q, k, v = rows.q[:, :, block.start : block.stop], rows.k, rows.v
     start, stop = rows.ends[block.start], rows.ends[block.stop - 1] + 1
     square = [_causal(*qkv, rows.rule.scale) for qkv in zip(q, k[:, :, start:stop], v[:, :, start:stop], strict=True)]
-    partials = [(torch.stack([out for out, _ in square]), torch.stack([lse for _, lse in square]))]
+    outs, lses = zip(*square, strict=True)
+    partials = [(outs[0][None], lses[0][None]) if len(square) == 1 else (torch.stack(outs), torch.stack(lses))]
     if start > 0:
-        folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-        out, lse = attend(folded, k[:, :, :start], v[:, :, :start], None)
-        partials.append((out.reshape(q.shape), lse.reshape(q.shape[:3])))
+        partials.append(_attend_folded(q, k[:, :, :start], v[:, :, :start], None, attend))
     return _merge(partials)
 
 
@@ -135,7 +146,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.reshape(grouped), k[:, None].expand(grouped), v[:, None].expand(grouped), is_causal=True, scale=scale
     )
-    return out.reshape(q.shape), lse.reshape(heads, rows)
+    return out, lse
 
 
 def _mask(last: torch.Tensor, keys: KeyRange, window: int | None, dtype: torch.dtype, group: int) -> torch.Tensor:
@@ -161,10 +172,34 @@ def _merge(partials: list[Partial]) -> Partial:
 
 def _fused(scale: float) -> Attend:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Partial:
+        pieces = _pieces(q, k.shape[2]) if mask is None else 1
+        if pieces > 1:
+            return _split_keys(q, k, v, pieces, attend)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
         return out, lse
 
     return attend
+
+
+def _pieces(q: torch.Tensor, keys: int) -> int:
+    """Into how many pieces keys are cut so that few rows keep every thread busy; the fused op takes 32 rows per task."""
+    tasks = q.shape[0] * q.shape[1] * -(-q.shape[2] // 32)
+    return 1 if q.shape[0] > 1 else min(torch.get_num_threads() // tasks, keys // _LEAST_PIECE)
+
+
+def _split_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: int, attend: Attend) -> Partial:
+    """One request's keys in equal pieces (views) that run side by side as heads, and the remainder, merged."""
+    size = k.shape[2] // pieces
+    shared = q[0, :, None].expand(-1, pieces, -1, -1)
+    out, lse = attend(shared, _cut(k[0], pieces, size), _cut(v[0], pieces, size), None)
+    partials = [(out[None, :, i], lse[None, :, i]) for i in range(pieces)]
+    if pieces * size < k.shape[2]:
+        partials.append(attend(q, k[:, :, pieces * size :], v[:, :, pieces * size :], None))
+    return _merge(partials)
+
+
+def _cut(x: torch.Tensor, pieces: int, size: int) -> torch.Tensor:
+    return x[:, : pieces * size].view(x.shape[0], pieces, size, x.shape[2])
 
 
 def _materialised(rule: Rule) -> Attend:

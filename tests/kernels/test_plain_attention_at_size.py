@@ -16,6 +16,21 @@ PATTERNS = {
 }
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("keys", [1100, 2051])
+def test_few_rows_on_many_threads_cut_the_keys(rows, keys, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    q, k, v = (
+        torch.randn(1, 6, rows, 16),
+        *(torch.randn(1, keys + 50, 2, 16).transpose(1, 2)[:, :, :keys] for _ in "kv"),
+    )
+    positions = torch.arange(keys - rows, keys)
+    out, lse = selective_attention(q, k, v, positions, return_lse=True)
+    expected = dense_attention(q, k, v, positions)
+    close(out, expected.out)
+    close(lse, expected.lse)
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(
     "rule", [{}, {"window": 100}, {"window": 700}, {"softcap": 5.0}, {"mode": "bottom-right"}], ids=str

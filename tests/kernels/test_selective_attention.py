@@ -132,7 +132,7 @@ def test_runs_are_bit_equal_and_inputs_untouched(backend, device):
 @pytest.mark.parametrize("mode", ["exact", "bottom-right"])
 def test_packed_requests_equal_their_own_calls(mode, backend, device, poisoned):
     rows, keys = [5, 0, 17, 1], [9, 4, 63, 30]
-    cu_rows, cu_keys = (torch.tensor([0, *x], device=device).cumsum(0) for x in (rows, keys))
+    cu_rows, cu_keys = (torch.tensor([0, *x]).cumsum(0).to(device) for x in (rows, keys))
     q, k, v = make(device, rows=sum(rows), keys=sum(keys))
     positions = torch.cat([scattered(r, n, device) for r, n in zip(rows, keys, strict=True)])
     out, lse = selective_attention(
