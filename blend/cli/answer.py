@@ -116,5 +116,5 @@ def _explain_misses(namespaces: dict[str, dict[str, str]], mine: str) -> None:
     if others:
         note(
             f"no chunk was cached for this model, dtype and prompt: the store was made with {', '.join(others)}; "
-            "the chunks of this answer were computed and stored now, `blend precompute` does it for all"
+            "the chunks of this answer were computed now, `blend precompute` does it for all"
         )

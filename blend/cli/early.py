@@ -13,8 +13,14 @@ _REMEDY = "pass a model directory, a reachable HuggingFace id, or a catalog name
 
 
 def check_store(store: Path) -> None:
-    """Raise `StoreError` when something that is no directory stands where the store is to be."""
-    if store.exists() and not store.is_dir():
+    """Raise `StoreError` when the store's place cannot be reached, or something that is no directory stands there."""
+    try:
+        in_the_way = store.exists() and not store.is_dir()
+    except OSError as error:  # a folder above it that may not be entered
+        raise StoreError(
+            f"the store {store} cannot be reached ({error.strerror}): choose another one with --store"
+        ) from error
+    if in_the_way:
         raise StoreError(f"{store} is a file, a store is a directory: choose another one with --store")
 
 

@@ -17,7 +17,6 @@ STDOUT = Path("-")
 
 def check_outputs(json_path: Path | None, picture: Path | None) -> None:
     """Raise `ConfigError` for files that could not be written in the end, and for packages that a report lacks."""
-    from blend.report.output import whole_file
     from blend.report.picture import SUFFIXES
 
     if find_spec("rouge_score") is None:
@@ -26,12 +25,23 @@ def check_outputs(json_path: Path | None, picture: Path | None) -> None:
         raise ConfigError(f"{picture}: a picture ends in one of {', '.join(SUFFIXES)}")
     if picture and find_spec("matplotlib") is None:
         raise ConfigError("the picture needs matplotlib: pip install 'kvblend[report]'")
-    for path in (path for path in (json_path, picture) if path and path != STDOUT):
-        if path.exists() and not path.is_file():  # a device must not be replaced by a file
-            raise ConfigError(f"{path}: is not a regular file; name another one, or - for standard output")
-        with whole_file(path.with_name(f".{path.name}.trial")) as draft:
+    for path in (json_path, picture):
+        if path and path != STDOUT:
+            _try_to_write(path)
+
+
+def _try_to_write(path: Path) -> None:
+    from blend.report.output import whole_file
+
+    if path.exists() and not path.is_file():  # a device must not be replaced by a file
+        raise ConfigError(f"{path}: is not a regular file; name another one, or - for standard output")
+    trial = path.with_name(f".{path.name}.trial")
+    try:
+        with whole_file(trial) as draft:
             draft.touch()
-        path.with_name(f".{path.name}.trial").unlink()
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(str(trial), str(path))) from error
+    trial.unlink()
 
 
 def show_report(report: Report, json_path: Path | None, picture: Path | None) -> None:

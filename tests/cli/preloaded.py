@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from typing import Any
 
 
@@ -28,7 +29,8 @@ def serve() -> None:
 
 
 def start(request: dict[str, Any]) -> int:
-    pid = os.fork()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # libraries' threads are idle here
+        pid = os.fork()
     if pid:
         return pid
     code = 70

@@ -96,6 +96,7 @@ def test_files_that_cannot_be_written_show_at_once(blend: Blend, dataset: Path, 
         result = blend("report", "--dataset", dataset, option, place, *TINY)
         assert result.code == 2
         assert told in one_line(result.err)
+        assert ".trial" not in result.err
         assert "Loading" not in result.err
     assert Path("/dev/full").is_char_device()
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
