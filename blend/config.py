@@ -42,7 +42,7 @@ class BlendConfig:
     prefilter: float = 0.0
     chunk_floor: float = 0.0
     block: int = 1
-    shift: float = 0.5
+    shift: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.ratio <= 1.0:

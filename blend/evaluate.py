@@ -83,12 +83,13 @@ class Evaluator:
     def warm_up(self, record: Record, methods: Sequence[Method]) -> None:
         """Run every method once, uncounted: first calls pay for allocation and kernel choice.
 
-        A store without a context shift gets one, measured on this record's chunks.
+        Where a method asks for the context shift and the store holds none, it is measured on this record's chunks.
         """
         layout = self.template.layout(record.question, record.chunks)
         self.decoder.check_length(layout.rows)
         self.cache_chunks(layout)
-        self.blender.calibrate(layout.prefix, layout.chunks)
+        if any(method.config is not None and method.config.shift for method in methods):
+            self.blender.calibrate(layout.prefix, layout.chunks)
         for method in methods:
             self._prefill(layout, method)
 

@@ -173,6 +173,9 @@ class Rag:
             _ = self.index, self.store
             self.retriever.search("warm up", 1)
             self.blender.encoder(self.template.prefix)
+            if self.blend_config.shift:
+                some = self.index.chunks[:: max(1, len(self.index.chunks) // 16)]
+                self.blender.calibrate(self.template.prefix, [self.template.chunk_ids(chunk) for chunk in some])
             self._rehearsed = self._rehearse()
         if compare and not self._rehearsed_full:
             full_prefill(self.decoder, self._rehearsed)
