@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from blend.blender import Blend, Blender
     from blend.config import BlendConfig, CorpusConfig, PromptConfig
     from blend.decoder import Decoder
+    from blend.decoding import Generation, generate
     from blend.encode import ChunkEncoder
     from blend.errors import BlendError
-    from blend.decoding import Generation, generate
     from blend.pipeline import Answer, Rag
     from blend.prompt import PromptTemplate
     from blend.store import open_store

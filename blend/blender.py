@@ -11,8 +11,8 @@ import torch
 from blend.assemble import assemble, load_chunks
 from blend.config import BlendConfig
 from blend.context_shift import add_shift, measure_shift
-from blend.errors import PromptError
 from blend.encode import ChunkEncoder
+from blend.errors import PromptError
 from blend.recompute import make_plan, recompute
 from blend.select import make_selector
 from blend.select.controls import All

@@ -81,7 +81,9 @@ class Decoder:
         longest = getattr(self.config, "max_position_embeddings", None)
         rope = getattr(self.config, "rope_parameters", None) or {}
         kinds = [rope] if "rope_type" in rope else list(rope.values())  # one for each kind of layer
-        limits = [k.get("original_max_position_embeddings") for k in kinds if k.get("rope_type") in LENGTH_DEPENDENT_ROPE]
+        limits = [
+            k.get("original_max_position_embeddings") for k in kinds if k.get("rope_type") in LENGTH_DEPENDENT_ROPE
+        ]
         return min([limit for limit in (longest, *limits) if limit], default=None)
 
     @cached_property

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from blend.blender import Blend, Blender
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
 from blend.decoder import Decoder, pick_device
-from blend.errors import PromptError, StoreError
 from blend.decoding import Generation, OnText, generate
+from blend.errors import PromptError, StoreError
 from blend.precompute import Precomputed, Progress, no_progress, precompute
 from blend.prompt import PromptTemplate
 from blend.reference import full_prefill
