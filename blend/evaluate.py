@@ -36,7 +36,7 @@ class Method:
 
 def standard_methods(config: BlendConfig) -> tuple[Method, ...]:
     """Full recompute, plain reuse, and blended prefill as configured."""
-    return (Method(FULL), Method("reuse", BlendConfig(selector="none")), Method("blended", config))
+    return (Method(FULL), Method("reuse", BlendConfig(selector="none")), Method("blend", config))
 
 
 class Evaluator:
