@@ -75,7 +75,7 @@ class PromptConfig:
 
     system: str = "You are a careful assistant who answers from the given documents."
     instruction: str = "Answer the question using only the documents below. Be brief and exact.\n\n"
-    question: str = "Question: {question}\nAnswer briefly."
+    question: str = "Question: {question}\nReply with the answer alone, in a few words."
 
     def __post_init__(self) -> None:
         if "{question}" not in self.question:

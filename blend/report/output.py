@@ -17,7 +17,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     Missing folders are made. Raises `ConfigError` when the place cannot be written.
     """
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path}: is not a regular file; name another file")
+        raise ConfigError(f"{path}: cannot be written (not a regular file); name another file")
     draft = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -108,7 +108,7 @@ def test_the_scores_rank_rows_as_the_selector_does(selector: str) -> None:
 
 
 def test_the_context_shift_is_part_of_the_blend_and_not_of_reuse() -> None:
-    blender = Blender(decoder("llama"), open_store("memory:", codec="native"), BlendConfig(selector="none"))
+    blender = Blender(decoder("llama"), open_store("memory:", codec="native"), BlendConfig(selector="none", shift=1.0))
     plain = analyze_prompt(blender, LAYOUT)
     assert blender.calibrate(LAYOUT.prefix, LAYOUT.chunks)
     shifted = analyze_prompt(blender, LAYOUT)
