@@ -157,7 +157,7 @@ def _shift(blender: Blender, layout: PromptLayout, stored: BlendedCache) -> bool
     if shift is None:
         return False
     rows = torch.arange(layout.chunk_spans[0].stop, layout.context.stop, device=blender.decoder.device)
-    add_shift(blender.decoder, stored, shift, rows)
+    add_shift(blender.decoder, stored, shift, rows, blender.config.shift)
     return True
 
 
