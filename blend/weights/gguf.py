@@ -45,7 +45,7 @@ def convert_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> None:
             _forget_quantisation(model)
             model.to(getattr(torch, dtype)).save_pretrained(target)
             tokenizer.save_pretrained(target)
-    except (ValueError, KeyError, IndexError, RuntimeError, ImportError, NotImplementedError) as error:
+    except (ValueError, KeyError, IndexError, RuntimeError, ImportError) as error:
         first = str(error).partition("\n")[0]
         raise WeightsError(f"transformers cannot convert {source.name} ({first}): try another version of it") from error
 
