@@ -29,8 +29,13 @@ class LoadedChunks(NamedTuple):
         return tuple(chunk is not None for chunk in self.chunks)
 
 
-def load_chunks(store: ChunkStore, keys: Sequence[ChunkKey], token_counts: Sequence[int], layers: int) -> LoadedChunks:
-    """Read and verify every layer of every chunk. A damaged entry becomes a miss and a line in `problems`."""
+def load_chunks(
+    store: ChunkStore, keys: Sequence[ChunkKey], token_counts: Sequence[int | None], layers: int
+) -> LoadedChunks:
+    """Read and verify every layer of every chunk. A damaged entry becomes a miss and a line in `problems`.
+
+    token_counts: how many tokens each entry must hold; None takes what it holds.
+    """
     loaded: dict[ChunkKey, ChunkCache | None] = {}
     problems = []
     for key, tokens in zip(keys, token_counts, strict=True):
@@ -44,14 +49,15 @@ def load_chunks(store: ChunkStore, keys: Sequence[ChunkKey], token_counts: Seque
     return LoadedChunks(tuple(loaded[key] for key in keys), tuple(problems))
 
 
-def _load(store: ChunkStore, key: ChunkKey, tokens: int, layers: int) -> ChunkCache | None:
+def _load(store: ChunkStore, key: ChunkKey, tokens: int | None, layers: int) -> ChunkCache | None:
     reader = store.open(key)
     if reader is None:
         return None
     with reader:
-        if (reader.tokens, reader.layers) != (tokens, layers):
+        needed = (reader.tokens if tokens is None else tokens, layers)
+        if (reader.tokens, reader.layers) != needed:
             raise EntryDamagedError(
-                f"entry {key.digest[:12]} holds {reader.tokens} tokens in {reader.layers} layers, not {tokens} in {layers}"
+                f"entry {key.digest[:12]} holds {reader.tokens} tokens in {reader.layers} layers, not {needed[0]} in {layers}"
             )
         pairs = [reader.layer(index) for index in range(layers)]
     return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), reader.start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import torch
 
 from blend.assemble import assemble, load_chunks
 from blend.config import BlendConfig
-from blend.context_shift import add_shift, measure_shift
+from blend.context_map import ContextMap, measure_map
 from blend.encode import ChunkEncoder
 from blend.errors import PromptError
 from blend.recompute import make_plan, recompute
@@ -25,12 +25,16 @@ if TYPE_CHECKING:
     from blend.decoder import Decoder
 
 
+MAP_CONTENT = "context map"  # how a store describes the namespace of one
+
+
 @dataclass(frozen=True)
 class Blend:
     """A finished prefill.
 
     cache: KV of the whole prompt, ready for decoding. logits: of the next token, `[1, vocab]`. first_token: their argmax.
-    hits: which chunks came out of the store. problems: one line for every store entry that had to be refused.
+    hits: which chunks came out of the store. problems: one line for every chunk's entry that had to be refused. map_problems:
+    the same for the context map, without which the prompt was then blended.
     stages: seconds per stage. ttft_s: seconds from the call to the first token's id on the host.
     bytes_loaded: bytes of stored KV that were read.
     """
@@ -43,6 +47,7 @@ class Blend:
     selection: Selection
     hits: tuple[bool, ...]
     problems: tuple[str, ...]
+    map_problems: tuple[str, ...]
     stages: Mapping[str, float]
     ttft_s: float
     bytes_loaded: int
@@ -77,7 +82,8 @@ class Blender:
         self.store = store
         self.config = config or BlendConfig()
         self._encoders: dict[tuple[int, ...], ChunkEncoder] = {}
-        self._shifts: dict[tuple[int, ...], ChunkCache | None] = {}
+        self._maps: dict[tuple[int, ...], ContextMap | None] = {}
+        self._map_problems: dict[tuple[int, ...], tuple[str, ...]] = {}
 
     def encoder(self, prefix: tuple[int, ...]) -> ChunkEncoder:
         """The encoder of chunks behind this prefix; its own KV is computed at the first call."""
@@ -85,24 +91,55 @@ class Blender:
             self._encoders[prefix] = ChunkEncoder(self.decoder, prefix)
         return self._encoders[prefix]
 
-    def context_shift(self, prefix: tuple[int, ...]) -> ChunkCache | None:
-        """The context shift behind this prefix, from memory or the store; None where it was never measured."""
-        if prefix not in self._shifts:
-            key = self.encoder(prefix).identity.shift_key
-            self._shifts[prefix] = load_chunks(self.store, [key], [1], len(self.decoder.layers)).chunks[0]
-        return self._shifts[prefix]
+    def context_map(self, prefix: tuple[int, ...]) -> ContextMap | None:
+        """The context map behind this prefix, from memory or the store; None where none was measured or it is damaged."""
+        if prefix not in self._maps:
+            self._maps[prefix] = self._stored_map(prefix)
+        return self._maps[prefix]
 
-    def calibrate(self, prefix: tuple[int, ...], chunks: Sequence[Sequence[int]]) -> bool:
-        """Measure and store the context shift behind `prefix` on some of these chunks, unless that was done before.
+    def calibrate(
+        self,
+        prefix: tuple[int, ...],
+        chunks: Sequence[Sequence[int]],
+        *,
+        anew: bool = False,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> bool:
+        """Measure and store the context map behind `prefix` on prompts made of some of these chunks.
 
-        Returns whether there is one now. Raises `StoreError` when the store cannot be written.
+        One that is there stays, unless it is to be measured `anew`. progress: called with tokens done and in all. Returns
+        whether there is one now. Raises `StoreError` when the store cannot be written.
         """
-        if self.context_shift(prefix) is None:
-            encoder = self.encoder(prefix)
-            self._shifts[prefix] = shift = measure_shift(encoder, chunks)
-            if shift is not None:
-                self.store.put(encoder.identity.shift_key, shift)
-        return self._shifts[prefix] is not None
+        if not anew and self.context_map(prefix) is not None:
+            return True
+        encoder = self.encoder(prefix)
+        found = measure_map(encoder, chunks, lambda some: self._caches(encoder, some), progress)
+        if found is not None:
+            key = encoder.identity.map_key
+            words = {"content": MAP_CONTENT, "model": self.decoder.name, "dtype": encoder.identity.dtype}
+            self.store.describe(key.namespace, {**words, "prefix_tokens": str(len(prefix))})
+            self.store.put(key, found.to_cache())
+            self._maps[prefix] = self._stored_map(
+                prefix
+            )  # as the store's codec rounds it, in this process and the next
+        return self._maps.get(prefix) is not None
+
+    def _stored_map(self, prefix: tuple[int, ...]) -> ContextMap | None:
+        depth = len(self.decoder.layers)
+        loaded = load_chunks(self.store, [self.encoder(prefix).identity.map_key], [None], depth)
+        self._map_problems[prefix] = loaded.problems
+        held = loaded.chunks[0]
+        return None if held is None else ContextMap.from_cache(held, self.decoder.device)
+
+    def _caches(self, encoder: ChunkEncoder, chunks: Sequence[tuple[int, ...]]) -> list[ChunkCache]:
+        """Caches of chunks; what the store lacks is computed and stored."""
+        keys, depth = [encoder.identity.key(chunk) for chunk in chunks], len(self.decoder.layers)
+        found = list(load_chunks(self.store, keys, [len(chunk) for chunk in chunks], depth).chunks)
+        missing = [index for index, cache in enumerate(found) if cache is None]
+        for index, cache in encoder.encode([chunks[i] for i in missing]):
+            found[missing[index]] = cache
+            self.store.put(keys[missing[index]], cache)
+        return [cache for cache in found if cache is not None]
 
     def prefill(
         self,
@@ -131,9 +168,10 @@ class Blender:
         with watch.stage("reposition"):
             cache = assemble(self.decoder, layout, encoder.prefix, loaded.chunks, room)
             plan = make_plan(layout, loaded.hits, selector, config.ratio, self.decoder.device)
-            shift = self.context_shift(layout.prefix) if config.shift else None
-            if shift is not None and not isinstance(plan.selector, All):
-                add_shift(self.decoder, cache, shift, plan.inexact, config.shift)
+            mapping = config.context_map and plan.inexact.shape[0] > 0 and not isinstance(plan.selector, All)
+            found = self.context_map(layout.prefix) if mapping else None
+            if found is not None:
+                found.apply(self.decoder, cache, layout, plan.inexact)
         logits, selection = recompute(self.decoder, cache, plan, mask=config.mask, watch=watch)
         with watch.stage("first_token"):
             first_token = int(logits[0].argmax())
@@ -146,6 +184,7 @@ class Blender:
             selection=selection,
             hits=loaded.hits,
             problems=loaded.problems,
+            map_problems=self._map_problems[layout.prefix] if mapping else (),
             stages=dict(watch.stages),
             ttft_s=watch.total(),
             bytes_loaded=sum(chunk.nbytes for chunk in {id(c): c for c in loaded.chunks if c}.values()),

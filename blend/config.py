@@ -24,8 +24,8 @@ class BlendConfig:
     mask: "exact" (row r sees keys up to its position) or "bottom-right" (up to r + N - M, as FlashAttention aligns it).
     check_layer, deviation_of, norm: where and how `hkvd` measures deviation. first_k: rows `first_k` takes per chunk at most.
     seed: of `random`. query_layers, value_norm: where and how `query_guided` and `mixed` score the question's attention. rule,
-    prefilter, chunk_floor: see `mixed`. block: rows that these two take together. shift: how much of the measured
-    context shift to add to stored chunks, 0 to 1, where the store holds one (`blend.context_shift`).
+    prefilter, chunk_floor: see `mixed`. block: rows that these two take together. context_map: whether to add to stored chunks
+    what the context map predicts, where the store holds one (`blend.context_map`).
     """
 
     selector: str = "query_guided"
@@ -42,7 +42,7 @@ class BlendConfig:
     prefilter: float = 0.0
     chunk_floor: float = 0.0
     block: int = 1
-    shift: float = 0.0
+    context_map: bool = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.ratio <= 1.0:
@@ -51,8 +51,6 @@ class BlendConfig:
             raise ConfigError(f"check_layer is {self.check_layer}, but layer 0's KV never deviates: give at least 1")
         if self.first_k is not None and self.first_k < 1:
             raise ConfigError(f"first_k is {self.first_k}, but it is a number of rows: give at least 1")
-        if not 0.0 <= self.shift <= 1.0:
-            raise ConfigError(f"shift is {self.shift:g}; it is a share of the measured context shift from 0 to 1")
         _one_of("mask", self.mask, get_args(MaskMode))
         _one_of("deviation_of", self.deviation_of, get_args(DeviationOf))
         _one_of("norm", self.norm, get_args(Norm))

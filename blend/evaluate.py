@@ -36,7 +36,7 @@ class Method:
 
 def standard_methods(config: BlendConfig) -> tuple[Method, ...]:
     """Full recompute, plain reuse, and blended prefill as configured."""
-    return (Method(FULL), Method("reuse", BlendConfig(selector="none")), Method("blend", config))
+    return (Method(FULL), Method("reuse", BlendConfig(selector="none", context_map=False)), Method("blend", config))
 
 
 class Evaluator:
@@ -80,16 +80,19 @@ class Evaluator:
             rows.append(_measurement(method, record, answer, times[method.name], cost, fidelity))
         return rows
 
-    def warm_up(self, record: Record, methods: Sequence[Method]) -> None:
-        """Run every method once, uncounted: first calls pay for allocation and kernel choice.
+    def calibrate(self, records: Sequence[Record]) -> bool:
+        """Measure the context map on the chunks of these records where the store holds none; whether there is one now.
 
-        Where a method asks for the context shift and the store holds none, it is measured on this record's chunks.
+        Its prompts are chunks in random order, never a record's own prompt.
         """
+        chunks = dict.fromkeys(self.template.chunk_ids(chunk) for record in records for chunk in record.chunks)
+        return self.blender.calibrate(self.template.prefix, list(chunks))
+
+    def warm_up(self, record: Record, methods: Sequence[Method]) -> None:
+        """Run every method once, uncounted: first calls pay for allocation and kernel choice."""
         layout = self.template.layout(record.question, record.chunks)
         self.decoder.check_length(layout.rows)
         self.cache_chunks(layout)
-        if any(method.config is not None and method.config.shift for method in methods):
-            self.blender.calibrate(layout.prefix, layout.chunks)
         for method in methods:
             self._prefill(layout, method)
 

@@ -146,13 +146,14 @@ class Rag:
     ) -> Precomputed:
         """Index documents, or those under paths, and compute their chunk caches; see `precompute.precompute`.
 
-        Documents are read and the store is opened before any model is loaded, so that mistakes show at once.
+        Then the context map is measured, where the store holds none or most of the corpus is new. Documents are read and the
+        store is opened before any model is loaded, so that mistakes show at once.
         """
         loaded = documents if isinstance(documents, LoadedDocuments) else load_documents(documents)
         for stale in ("index", "retriever"):
             self.__dict__.pop(stale, None)
         store = self.store
-        return precompute(
+        done = precompute(
             loaded,
             embedder=self.embedder,
             decoder=self.decoder,
@@ -163,6 +164,15 @@ class Rag:
             add=add,
             progress=progress,
         )
+        chunks = [self.template.chunk_ids(chunk) for chunk in self.index.chunks]
+        mostly_new = done.computed > done.reused
+        self.blender.calibrate(
+            self.template.prefix,
+            chunks,
+            anew=mostly_new,
+            progress=lambda at, total: progress("calibrate", at, total),
+        )
+        return done
 
     def warm_up(self, *, compare: bool = False) -> None:
         """Load everything, what can be wrong and is cheap first, and rehearse a question, so that the first is not charged.
@@ -173,9 +183,6 @@ class Rag:
             _ = self.index, self.store
             self.retriever.search("warm up", 1)
             self.blender.encoder(self.template.prefix)
-            if self.blend_config.shift:
-                some = self.index.chunks[:: max(1, len(self.index.chunks) // 16)]
-                self.blender.calibrate(self.template.prefix, [self.template.chunk_ids(chunk) for chunk in some])
             self._rehearsed = self._rehearse()
         if compare and not self._rehearsed_full:
             full_prefill(self.decoder, self._rehearsed)
@@ -235,12 +242,14 @@ class Rag:
 
     def _remember(self, blend: Blend) -> tuple[str, ...]:
         """Store what was missing. A store that cannot be written must not cost the answer."""
+        mend = "answered without the context map; `blend precompute` measures it again"
+        no_map = tuple(f"{mend}: {problem}" for problem in blend.map_problems)
         try:
             self.blender.remember(blend)
         except StoreError as error:
             refused = (f"recomputed for this answer: {problem}" for problem in blend.problems)
-            return (*refused, f"what was computed for this answer could not be stored: {error}")
-        return tuple(f"recomputed and replaced: {problem}" for problem in blend.problems)
+            return (*no_map, *refused, f"what was computed for this answer could not be stored: {error}")
+        return (*no_map, *(f"recomputed and replaced: {problem}" for problem in blend.problems))
 
     @cached_property
     def _stop_ids(self) -> frozenset[int]:

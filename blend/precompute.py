@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from retrieval import Embedder
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage ("chunk" in documents, "embed" in chunks, "encode" in tokens), how much is done, and how much in all."""
+"""Called with a stage ("chunk" in documents, "embed" in chunks, "encode" and "calibrate" in tokens), how much is done, and how
+much in all."""
 
 
 def no_progress(stage: str, done: int, total: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -75,7 +75,8 @@ def recompute(
     needs = plan.selector.needs(depth)
     with watch.stage("select"):
         mass = query_mass(decoder, cache, plan, needs, mask) if needs.query_layers is not None else None
-    choice = _Choice(plan, cache, mass, watch)
+        truth = true_weight(decoder, cache, plan.layout) if needs.truth else None
+    choice = _Choice(plan, cache, mass, truth, watch)
     for step in (s for s in needs.steps if s.layer == 0):
         choice.narrow(step, None)
     rows = choice.rows
@@ -108,6 +109,33 @@ def query_mass(
     return torch.stack(scored)
 
 
+def true_weight(decoder: Decoder, cache: BlendedCache, layout: PromptLayout) -> torch.Tensor:
+    """How much each row's stored KV costs the question, from a full prefill, fp32 `[rows of the prompt]`.
+
+    Over all layers, the attention that the suffix rows give the row under full recompute, times how far its stored KV is from
+    the recomputed: the norm of the difference, keys and values each relative to the layer's mean squared norm.
+    """
+    exact, mass = decoder.new_cache(layout.rows), list[torch.Tensor]()
+    suffix = slice(layout.context.stop, None)
+
+    def observe(call: AttentionCall) -> None:
+        asked = replace(call, query=call.query[:, :, suffix], positions=call.positions[suffix])
+        mass.append(asked.mass()[0])
+
+    every = torch.arange(layout.rows, device=decoder.device)
+    decoder.watch_attention(
+        torch.tensor([layout.token_ids], device=decoder.device), every, exact, observe, total=layout.rows
+    )
+    weight = torch.zeros(layout.rows, device=decoder.device)
+    for layer, attention in enumerate(mass):
+        far = torch.zeros_like(weight)
+        for true, stored in zip(exact.view(layer), cache.view(layer), strict=True):
+            size = true[0].float().square().sum((0, 2)).mean()
+            far += (true - stored)[0].float().square().sum((0, 2)) / size
+        weight += attention * far.sqrt()
+    return weight
+
+
 def _weighted(call: AttentionCall, value_norm: bool) -> torch.Tensor:
     if not value_norm:
         return call.mass()[0]
@@ -120,8 +148,15 @@ def _weighted(call: AttentionCall, value_norm: bool) -> torch.Tensor:
 class _Choice:
     """The rows still computed, as the selector narrows them down."""
 
-    def __init__(self, plan: Plan, cache: BlendedCache, mass: torch.Tensor | None, watch: Stopwatch) -> None:
-        self._plan, self._cache, self._mass, self._watch = plan, cache, mass, watch
+    def __init__(
+        self,
+        plan: Plan,
+        cache: BlendedCache,
+        mass: torch.Tensor | None,
+        truth: torch.Tensor | None,
+        watch: Stopwatch,
+    ) -> None:
+        self._plan, self._cache, self._mass, self._truth, self._watch = plan, cache, mass, truth, watch
         self._candidates = plan.candidates
         self.rows = torch.cat((plan.candidates, plan.required)).sort().values
         self._history = [(0, self.rows.shape[0])]
@@ -148,6 +183,7 @@ class _Choice:
             fresh=_at(fresh, torch.searchsorted(self.rows, candidates)) if fresh else None,
             stored=_at(self._cache.view(step.layer), candidates) if fresh else None,
             query_mass=self._mass[:, candidates] if self._mass is not None else None,
+            truth=self._truth[candidates] if self._truth is not None else None,
         )
 
 

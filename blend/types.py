@@ -90,9 +90,10 @@ class CacheIdentity:
         return ChunkKey(self.namespace, _digest(f"{self.namespace}/", token_ids))
 
     @property
-    def shift_key(self) -> ChunkKey:
-        """Address of the context shift of this model, dtype and prefix."""
-        return ChunkKey(self.namespace, _digest(f"{self.namespace}/context shift", ()))
+    def map_key(self) -> ChunkKey:
+        """Address of the context map of this model, dtype and prefix; in a namespace of its own, where no chunks are."""
+        digest = _digest(f"{self.namespace}/context map", ())
+        return ChunkKey(digest[:32], digest)
 
 
 def _digest(salt: str, token_ids: Sequence[int]) -> str:

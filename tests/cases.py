@@ -35,6 +35,7 @@ SELECTORS = {
     ),
     "mixed": BlendConfig(selector="mixed", ratio=0.3, chunk_floor=0.5),
     "mixed-prefilter": BlendConfig(selector="mixed", ratio=0.2, rule="zsum", prefilter=2.0, check_layer=2),
+    "oracle": BlendConfig(selector="oracle", ratio=0.2),
     "all": BlendConfig(selector="all"),
     "none": BlendConfig(selector="none"),
 }

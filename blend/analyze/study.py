@@ -18,7 +18,6 @@ from blend.analyze.tokens import token_texts, word_kinds
 from blend.assemble import assemble, load_chunks
 from blend.attention import AttentionCall
 from blend.blender import Blender
-from blend.context_shift import add_shift
 from blend.errors import ConfigError, PromptError
 from blend.types import PromptLayout
 
@@ -47,7 +46,7 @@ class PromptAnalysis:
     """All findings on one prompt; context rows are those of the chunks.
 
     texts, kinds: of each token, see `tokens`. recomputed: sorted positions that the blend computed in every layer. rows_share:
-    computed rows over all rows, summed over layers. shifted: whether the blend added a context shift. attention: of full
+    computed rows over all rows, summed over layers. mapped: whether the blend applied a context map. attention: of full
     recompute, one entry a layer. before, after: deviation from full recompute of the cache as stored and moved, and of the
     blended one. scores: what selectors rank by.
     """
@@ -58,7 +57,7 @@ class PromptAnalysis:
     kinds: tuple[int, ...]
     recomputed: np.ndarray
     rows_share: float
-    shifted: bool
+    mapped: bool
     attention: tuple[LayerAttention, ...]
     exchange: Exchange
     before: KVDeviation
@@ -105,7 +104,7 @@ def analyze_prompt(
     texts = token_texts(decoder.tokenizer, layout.token_ids)
     exchange = _exchange(segments, attention, reuse_calls, blend_calls, np.array(variation))
     before, after = (measure_deviation(cache, exact, layout.context) for cache in (stored, blend.cache))
-    shifted = _shift(blender, layout, stored)
+    mapped = _map(blender, layout, stored)
     return PromptAnalysis(
         layout=layout,
         segments=segments,
@@ -113,7 +112,7 @@ def analyze_prompt(
         kinds=word_kinds(texts),
         recomputed=blend.selection.rows.cpu().numpy(),
         rows_share=blend.rows_share,
-        shifted=shifted,
+        mapped=mapped,
         attention=tuple(attention),
         exchange=exchange,
         before=before,
@@ -151,13 +150,13 @@ def _reused(blender: Blender, layout: PromptLayout) -> BlendedCache:
     return assemble(blender.decoder, layout, encoder.prefix, loaded.chunks, 0)
 
 
-def _shift(blender: Blender, layout: PromptLayout, stored: BlendedCache) -> bool:
-    """Add the context shift as a blend does, whose selector sees the shifted cache; whether there is one."""
-    shift = blender.context_shift(layout.prefix) if blender.config.shift else None
-    if shift is None:
+def _map(blender: Blender, layout: PromptLayout, stored: BlendedCache) -> bool:
+    """Apply the context map as a blend does, whose selector sees the mapped cache; whether there is one."""
+    found = blender.context_map(layout.prefix) if blender.config.context_map else None
+    if found is None:
         return False
     rows = torch.arange(layout.chunk_spans[0].stop, layout.context.stop, device=blender.decoder.device)
-    add_shift(blender.decoder, stored, shift, rows, blender.config.shift)
+    found.apply(blender.decoder, stored, layout, rows)
     return True
 
 

@@ -106,7 +106,12 @@ _BLENDING = (
     _blending("prefilter", "mixed: candidates by attention first, this many budgets of them; 0 is off."),
     _blending("chunk_floor", "mixed: share of the budget spread evenly over chunks."),
     _blending("block", "query_guided, mixed: rows that are taken together."),
-    _blending("shift", "Share of the measured context shift to add to stored chunks, 0 to 1."),
+    click.option(
+        "--context-map/--no-context-map",
+        default=_BLEND.context_map,
+        show_default=True,
+        help="Correct stored chunks by the map that precompute measured.",
+    ),
     _blending("seed", "Seed of the random selector."),
 )
 

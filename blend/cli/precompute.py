@@ -80,5 +80,5 @@ def _summary(done: Precomputed, store: Path, stats: StoreStats) -> str:
         f"{counted(done.documents, 'document')}, {counted(done.chunks, 'chunk')} "
         f"({done.added:,} new, {done.removed:,} gone); "
         f"{counted(done.computed, 'cache')} computed{rate}, {done.reused:,} already stored. "
-        f"{store}: {counted(stats.entries, 'cache')}, {stats.nbytes / 1e6:,.0f} MB."
+        f"{store}: {stats.nbytes / 1e6:,.0f} MB."
     )

@@ -16,6 +16,7 @@ _STAGES = {
     "chunk": ("Dividing documents", "documents"),
     "embed": ("Embedding chunks", "chunks"),
     "encode": ("Computing caches", "tokens"),
+    "calibrate": ("Measuring the context map", "tokens"),
 }
 LINE_EVERY_S = 10.0
 

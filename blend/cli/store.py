@@ -28,15 +28,18 @@ def command(store: Path, clear: bool, as_json: bool) -> None:
         for key in list(caches.keys()):
             caches.delete(key)
     stats = caches.stats()
-    namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in caches.namespaces().items()]
+    described = caches.namespaces()
+    namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in described.items()]
     if as_json:
         from blend.cli.console import print_json
 
         print_json({"entries": stats.entries, "bytes": stats.nbytes, "namespaces": namespaces})
         return
-    click.echo(f"{store}: {stats.entries:,} chunk caches, {stats.nbytes / 1e6:,.0f} MB")
+    maps = sum(1 for name, words in described.items() if "content" in words for _ in caches.keys(name))
+    click.echo(f"{store}: {stats.entries - maps:,} chunk caches, {stats.nbytes / 1e6:,.0f} MB")
     for words in namespaces:
-        click.echo(f"  {_describe(words)}: {words['caches']:,} caches")
+        held = words.get("content") or f"{words['caches']:,} caches"
+        click.echo(f"  {_describe(words)}: {held}")
 
 
 def _describe(words: dict[str, Any]) -> str:

@@ -61,6 +61,12 @@ def _random(config: BlendConfig) -> Selector:
     return Random(config.seed)
 
 
+def _oracle(config: BlendConfig) -> Selector:
+    from blend.select.oracle import Oracle
+
+    return Oracle()
+
+
 def _all(config: BlendConfig) -> Selector:
     from blend.select.controls import All
 
@@ -80,6 +86,7 @@ SELECTORS: dict[str, Callable[[BlendConfig], Selector]] = {
     "mixed": _mixed,
     "first_k": _first_k,
     "random": _random,
+    "oracle": _oracle,
     "all": _all,
     "none": _none,
 }

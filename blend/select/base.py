@@ -27,12 +27,13 @@ class Needs:
     steps: where it chooses, in order of layers. A step at layer 0 costs nothing before it; one at
     layer n > 0 lets the layers below run on all rows still there, and layer n's QKV projection. query_layers: layers at which
     the query rows, run once over the stored caches, score the context rows; None when they need not run. value_norm: weight
-    that attention by the norm of the value it reads.
+    that attention by the norm of the value it reads. truth: full recompute, for research.
     """
 
     steps: tuple[Step, ...] = (Step(0),)
     query_layers: range | None = None
     value_norm: bool = False
+    truth: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Evidence:
     `[candidates]`. budget: how many of them to return. layer: the step's layer. fresh, stored: keys and values of that layer at
     the candidates, `[1, kv_heads, candidates, head_dim]`, computed in context and repositioned from the store; None at layer 0.
     query_mass: attention that the query rows give each candidate, summed over rows and heads, fp32 `[layers, candidates]`.
+    truth: true deviation weighted by true attention, see `recompute.true_weight`, fp32 `[candidates]`.
     """
 
     layout: PromptLayout
@@ -52,6 +54,7 @@ class Evidence:
     fresh: KV | None = None
     stored: KV | None = None
     query_mass: torch.Tensor | None = None
+    truth: torch.Tensor | None = None
 
 
 class Selector(ABC):

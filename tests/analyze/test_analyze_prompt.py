@@ -107,14 +107,15 @@ def test_the_scores_rank_rows_as_the_selector_does(selector: str) -> None:
     assert sorted(best) == chosen.tolist()
 
 
-def test_the_context_shift_is_part_of_the_blend_and_not_of_reuse() -> None:
-    blender = Blender(decoder("llama"), open_store("memory:", codec="native"), BlendConfig(selector="none", shift=1.0))
+def test_the_context_map_is_part_of_the_blend_and_not_of_reuse() -> None:
+    blender = Blender(decoder("llama"), open_store("memory:", codec="native"), BlendConfig(selector="none"))
     plain = analyze_prompt(blender, LAYOUT)
-    assert blender.calibrate(LAYOUT.prefix, LAYOUT.chunks)
-    shifted = analyze_prompt(blender, LAYOUT)
-    assert (plain.shifted, shifted.shifted) == (False, True)
-    np.testing.assert_allclose(shifted.before.values.squared, plain.before.values.squared, rtol=1e-5, atol=1e-10)
-    assert shifted.after.values.squared.sum() < plain.after.values.squared.sum()
+    draw = torch.Generator().manual_seed(1)
+    assert blender.calibrate(LAYOUT.prefix, torch.randint(3, 60, (120, 14), generator=draw).tolist())
+    mapped = analyze_prompt(blender, LAYOUT)
+    assert (plain.mapped, mapped.mapped) == (False, True)
+    np.testing.assert_allclose(mapped.before.values.squared, plain.before.values.squared, rtol=1e-5, atol=1e-10)
+    assert mapped.after.keys.squared.sum() < plain.after.keys.squared.sum()
 
 
 def test_one_chunk_and_a_duplicate() -> None:

@@ -215,8 +215,11 @@ def indexed(blend: Blend, _indexed: Path, tmp_path: Path) -> Blend:
 
 
 def entries(store: Path) -> list[Path]:
-    """The files of all chunk caches."""
-    return sorted((store / "kv" / "objects").rglob("*.safetensors"))
+    """The files of all chunk caches; context maps stand in namespaces that say so."""
+    words = (store / "kv" / "namespaces").glob("*.json")
+    maps = {path.stem for path in words if "context map" in path.read_text()}
+    found = (store / "kv" / "objects").rglob("*.safetensors")
+    return sorted(path for path in found if path.relative_to(store / "kv" / "objects").parts[0] not in maps)
 
 
 def one_line(text: str) -> str:

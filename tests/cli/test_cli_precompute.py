@@ -126,10 +126,14 @@ def test_a_store_that_cannot_be_written(blend: Blend, documents: Path) -> None:
 def test_store_lists_and_clears(filled: Blend) -> None:
     count = len(entries(filled.store))
     listed = filled("store", "--json").json
-    assert listed["entries"] == count
-    assert [words["caches"] for words in listed["namespaces"]] == [count]
+    assert listed["entries"] == count + 1
+    assert {words.get("content", "chunks"): words["caches"] for words in listed["namespaces"]} == {
+        "chunks": count,
+        "context map": 1,
+    }
     shown = filled("store").out
     assert f"{count} chunk caches" in shown
+    assert shown.count("context map") == 1
     assert "float32, prefix of" in shown
     assert filled("store", "--clear").code == 0
     assert entries(filled.store) == []

@@ -31,7 +31,8 @@ def _evidence(
         return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
     mass = torch.rand(3, len(rows), generator=generator)
-    return Evidence(layout, rows, budget, layer=1, fresh=kv(), stored=kv(), query_mass=mass)
+    truth = torch.rand(len(rows), generator=generator)
+    return Evidence(layout, rows, budget, layer=1, fresh=kv(), stored=kv(), query_mass=mass, truth=truth)
 
 
 def _select(evidence: Evidence, selector: str, **options: object) -> list[int]:
@@ -86,6 +87,13 @@ def test_query_guided_takes_the_rows_with_the_most_attention_over_layers(budget:
     assert evidence.query_mass is not None
     scores = [float(evidence.query_mass[:, row].sum()) for row in range(len(CANDIDATES))]
     assert _select(evidence, "query_guided") == _best(scores, CANDIDATES.tolist(), budget)
+
+
+def test_the_oracle_takes_the_rows_with_the_most_weight() -> None:
+    evidence = _evidence(5)
+    assert evidence.truth is not None
+    assert _select(evidence, "oracle") == _best([-x for x in (-evidence.truth).tolist()], CANDIDATES.tolist(), 5)
+    assert make_selector(BlendConfig(selector="oracle")).needs(4).truth
 
 
 def test_query_guided_blocks_are_runs_inside_one_chunk() -> None:

@@ -1,0 +1,310 @@
+"""The context map: what a chunk's KV gains because something stands before it, predicted from that KV.
+
+Most of the difference between a row's KV in context and alone follows from the row itself and from where it stands. One linear
+map a layer, from the row's stored keys and values to that difference, is fitted by ridge regression on a few prompts of the
+user's own chunks, once per model and prefix, and added to stored chunks that do not stand right behind the prefix:
+
+    kv(in context) ~ kv + up^T down^T [(kv - centre) / scale, position features]
+
+kv is a row's keys, with their position taken out (R(-p) k), and values, all heads side by side. The map has the rank `RANK`:
+of the fitted regression the directions that predict most (reduced-rank regression, Izenman 1975). A part (keys or values of a
+layer) that predicts held-out prompts no better than nothing is left out. docs/selection.md has the measurements.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from blend.assemble import assemble
+from blend.types import ChunkCache, PromptLayout
+
+if TYPE_CHECKING:
+    from blend.admission import LayerRotation
+    from blend.blended_cache import BlendedCache
+    from blend.decoder import Decoder
+    from blend.encode import ChunkEncoder
+
+RANK = 32
+GROUP = 8  # chunks of a calibration prompt
+PROMPT_TOKENS = 2560  # its tokens at most, where two chunks are not longer
+TOKENS = 8_000  # of all calibration prompts, if the chunks have as many
+MOST_PROMPTS = 32
+HELD_OUT = 5  # one prompt in so many chooses the penalty and what to leave out
+WIDEST = 2048  # wider KV is sketched to this many inputs before the regression
+PENALTIES = (0.01, 0.1, 1.0, 10.0)
+POSITION_FEATURES = 8
+HEADER = 3  # rows of a stored map before its factors
+
+CachesOf = Callable[[Sequence[tuple[int, ...]]], Sequence[ChunkCache]]
+
+
+class LayerMap(NamedTuple):
+    """The map of one layer, float32. `inputs` is the width of a row's keys and values together.
+
+    centre, scale: `[inputs]`. down: `[inputs + POSITION_FEATURES, rank]`. up: `[rank, inputs]`.
+    """
+
+    centre: torch.Tensor
+    scale: torch.Tensor
+    down: torch.Tensor
+    up: torch.Tensor
+
+    def predict(self, rows: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """What each row `[rows, inputs]` gains, `[rows, inputs]`; features: `[rows, POSITION_FEATURES]`."""
+        inputs = self.centre.shape[0]
+        hidden = ((rows - self.centre) / self.scale) @ self.down[:inputs]
+        return torch.addmm(hidden, features, self.down[inputs:]) @ self.up
+
+    def to(self, device: torch.device) -> LayerMap:
+        """The same on another device."""
+        return LayerMap(*(t.to(device) for t in self))
+
+
+@dataclass(frozen=True)
+class ContextMap:
+    """One map a layer; None where nothing is to be added. extent: most tokens before a chunk that it was fitted on."""
+
+    layers: tuple[LayerMap | None, ...]
+    extent: int
+
+    def apply(self, decoder: Decoder, cache: BlendedCache, layout: PromptLayout, rows: torch.Tensor) -> None:
+        """Add to the stored KV at `rows`, sorted int64 positions of context rows `[rows]`, what the map predicts."""
+        if rows.shape[0] == 0:
+            return
+        features = position_features(layout, rows, self.extent)
+        first, last = int(rows[0]), int(rows[-1])
+        index = slice(first, last + 1) if last - first + 1 == rows.shape[0] else rows
+        for layer, rotation, part in zip(cache.layers, decoder.rotations, self.layers, strict=True):
+            if part is None:
+                continue
+            keys, values = layer.keys[:, :, index], layer.values[:, :, index]
+            gain = part.predict(_rows_of(keys, values, rotation, rows), features)
+            for turn, buffer, states, added in (
+                (rotation.keys, layer.keys, keys, gain[:, : _width(keys)]),
+                (rotation.values, layer.values, values, gain[:, _width(keys) :]),
+            ):
+                spread = added.reshape(rows.shape[0], *states.shape[1::2]).transpose(0, 1)[None].contiguous()
+                buffer[:, :, index] += (spread if turn.inv_freq is None else turn.apply(spread, rows)).to(buffer.dtype)
+
+    def to_cache(self) -> ChunkCache:
+        """In the shape in which a store keeps it: a cache of one head whose rows are the map's own.
+
+        keys: centre, scale and the extent, then the columns of `down`; values: as many rows of zeros, then `up`.
+        """
+        stored = [self._stored(part) for part in self._filled()]
+        return ChunkCache(tuple(keys for keys, _ in stored), tuple(values for _, values in stored), start=0)
+
+    def _filled(self) -> list[LayerMap]:
+        """Maps that add nothing in place of None, as wide as the widest."""
+        some = next(part for part in self.layers if part is not None)
+        nothing = LayerMap(some.centre * 0, some.scale * 0 + 1, some.down * 0, some.up * 0)
+        return [part if part is not None else nothing for part in self.layers]
+
+    def _stored(self, part: LayerMap) -> tuple[torch.Tensor, torch.Tensor]:
+        pad = torch.ones(POSITION_FEATURES, device=part.centre.device)
+        header = [torch.cat((part.centre, pad)), torch.cat((part.scale, pad))]
+        header.append(torch.full_like(header[0], float(self.extent)))
+        zeros = part.up.new_zeros(HEADER, part.up.shape[1])
+        return torch.cat((torch.stack(header), part.down.T))[None], torch.cat((zeros, part.up))[None]
+
+    @classmethod
+    def from_cache(cls, cache: ChunkCache, device: torch.device) -> ContextMap:
+        """The map that `to_cache` made."""
+        layers: list[LayerMap | None] = []
+        extent = 0
+        for keys, values in zip(cache.keys, cache.values, strict=True):
+            stored, up = keys[0].float().to(device), values[0].float().to(device)[HEADER:]
+            extent = int(stored[2, 0])
+            centre, scale = stored[0, :-POSITION_FEATURES], stored[1, :-POSITION_FEATURES]
+            part = LayerMap(centre, scale, stored[HEADER:].T.contiguous(), up)
+            layers.append(part if up.any() else None)
+        return cls(tuple(layers), extent)
+
+
+def position_features(layout: PromptLayout, rows: torch.Tensor, extent: int | None = None) -> torch.Tensor:
+    """Where context rows stand, fp32 `[rows, POSITION_FEATURES]`.
+
+    A constant; the log of how much longer the row's context is than it was alone; the log of what stands before the chunk; and
+    how near the row is to the start of its chunk. extent: what stands before a chunk counts as at most so many tokens.
+    """
+    starts = torch.tensor([span.start for span in layout.chunk_spans], device=rows.device)
+    start = starts[torch.bucketize(rows, starts, right=True) - 1]
+    local = (rows - start).float()
+    before = (start - len(layout.prefix)).float()
+    before = before if extent is None else before.clamp_max(float(extent))
+    near = [local == 0, local == 1, (local > 1) & (local < 4)]
+    return torch.stack(
+        (
+            torch.ones_like(local),
+            ((before + local + 1) / (local + 1)).log(),
+            (before + 1).log(),
+            *(place.float() for place in near),
+            (-local / 8).exp(),
+            (-local / 32).exp(),
+        ),
+        dim=1,
+    )
+
+
+def measure_map(
+    encoder: ChunkEncoder,
+    chunks: Sequence[Sequence[int]],
+    caches_of: CachesOf,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ContextMap | None:
+    """Fit a map on prompts made of these chunks; None when fewer than two chunks or prompts can be made, or nothing helps.
+
+    caches_of: gives the caches of chunks computed alone. progress: called with tokens done and in all. Costs a full prefill of
+    every prompt.
+    """
+    prompts = _prompts(encoder, [tuple(chunk) for chunk in dict.fromkeys(map(tuple, chunks)) if chunk])
+    if len(prompts) < 2:
+        return None
+    fits: list[_LayerFit] = []
+    extent, held_out = 0, max(1, len(prompts) // HELD_OUT)
+    for number, layout in enumerate(prompts):
+        alone, together = _both(encoder, layout, caches_of(layout.chunks))
+        rows = torch.arange(layout.chunk_spans[1].start, layout.rows, device=encoder.decoder.device)
+        features = position_features(layout, rows)
+        extent = max(extent, layout.chunk_spans[-1].start - len(layout.prefix))
+        for index, rotation in enumerate(encoder.decoder.rotations):
+            pair = [cache.view(index) for cache in (alone, together)]
+            stored, fresh = (_rows_of(k[:, :, rows], v[:, :, rows], rotation, rows) for k, v in pair)
+            if number == 0:
+                fits.append(_LayerFit(stored, features.shape[1], _width(pair[0][0])))
+            fits[index].add(stored, features, fresh - stored, held_out=number >= len(prompts) - held_out)
+        progress(sum(prompt.rows for prompt in prompts[: number + 1]), sum(prompt.rows for prompt in prompts))
+    layers = (None, *(fit.solve() for fit in fits[1:]))  # layer 0 depends on token and position only
+    return ContextMap(layers, extent) if any(layers) else None
+
+
+def _prompts(encoder: ChunkEncoder, chunks: list[tuple[int, ...]]) -> list[PromptLayout]:
+    """Calibration prompts of chunks in random order, the same ones for the same chunks."""
+    limit = min(PROMPT_TOKENS, (encoder.decoder.context_length or PROMPT_TOKENS) - len(encoder.prefix_tokens))
+    draw = random.Random(0)
+    prompts: list[PromptLayout] = []
+    wanted = min(TOKENS, sum(map(len, chunks)))
+    while len(prompts) < 2 or (sum(p.rows for p in prompts) < wanted and len(prompts) < MOST_PROMPTS):
+        group: list[tuple[int, ...]] = []
+        for chunk in draw.sample(chunks, min(GROUP, len(chunks))):
+            if len(group) < 2 or sum(map(len, group)) + len(chunk) <= limit:
+                group.append(chunk)
+        layout = PromptLayout(encoder.prefix_tokens, tuple(group), ())
+        context = encoder.decoder.context_length
+        if len(group) < 2 or (context is not None and layout.rows > context):
+            return []
+        prompts.append(layout)
+    return prompts
+
+
+def _both(
+    encoder: ChunkEncoder, layout: PromptLayout, caches: Sequence[ChunkCache]
+) -> tuple[BlendedCache, BlendedCache]:
+    """A prompt's KV from chunks computed alone, and computed in one piece."""
+    decoder = encoder.decoder
+    alone = assemble(decoder, layout, encoder.prefix, caches, room=0)
+    together = assemble(decoder, layout, encoder.prefix, [None] * len(caches), room=0)
+    start = len(layout.prefix)
+    decoder.encode_rows(torch.tensor([layout.token_ids[start:]], device=decoder.device), start, together)
+    return alone, together
+
+
+def _width(states: torch.Tensor) -> int:
+    return int(states.shape[1] * states.shape[3])
+
+
+def _rows_of(keys: torch.Tensor, values: torch.Tensor, rotation: LayerRotation, rows: torch.Tensor) -> torch.Tensor:
+    """KV `[1, kv_heads, rows, head_dim]` each, positions taken out, as fp32 `[rows, inputs]`."""
+    flat = []
+    for turn, states in ((rotation.keys, keys), (rotation.values, values)):
+        still = states if turn.inv_freq is None else turn.apply(states.contiguous(), -rows)
+        flat.append(still[0].transpose(0, 1).reshape(rows.shape[0], -1).float())
+    return torch.cat(flat, dim=1)
+
+
+class _LayerFit:
+    """Ridge regression of one layer from second moments, so that no rows are kept.
+
+    centre and scale come from the first rows and are rounded to bfloat16, so that a store may keep them in it.
+    """
+
+    def __init__(self, rows: torch.Tensor, features: int, keys: int) -> None:
+        self._centre = rows.mean(0).bfloat16().float()
+        self._scale = (rows.std(0, correction=0) + 1e-6).bfloat16().float()
+        self._keys, self._features, width = keys, features, rows.shape[1]
+        self._sketch = _sketch(width, rows.device) if width > WIDEST else None
+        inputs = features + (width if self._sketch is None else WIDEST)
+        make = rows.new_zeros
+        self._seen = [_Moments(make(inputs, inputs), make(inputs, width), make(width)) for _ in range(2)]
+        self._counts = [0, 0]
+
+    def add(self, rows: torch.Tensor, features: torch.Tensor, gain: torch.Tensor, *, held_out: bool) -> None:
+        """Take in rows of one prompt."""
+        x = (rows - self._centre) / self._scale
+        x = torch.cat((x if self._sketch is None else x @ self._sketch, features), dim=1)
+        moments = self._seen[held_out]
+        moments.xx.addmm_(x.T, x)
+        moments.xy.addmm_(x.T, gain)
+        moments.yy.add_(gain.square().sum(0))
+        self._counts[held_out] += rows.shape[0]
+
+    def solve(self) -> LayerMap | None:
+        """The map, or None where it predicts the held-out rows no better than nothing; each part with its own best penalty."""
+        trained, held = self._seen
+        everything = _Moments(*(a + b for a, b in zip(trained, held, strict=True)))
+        parts = slice(0, self._keys), slice(self._keys, None)
+        errors = torch.stack([held.residual(self._weights(trained, self._counts[0], p)) for p in PENALTIES])
+        weights = torch.zeros_like(everything.xy)
+        for part in parts:
+            losses = errors[:, part].sum(1)
+            best = int(losses.argmin())
+            if losses[best] < held.yy[part].sum():
+                weights[:, part] = self._weights(everything, sum(self._counts), PENALTIES[best])[:, part]
+        if not weights.any():
+            return None
+        down, up = _reduce_rank(weights, everything, parts)
+        if self._sketch is not None:
+            down = torch.cat((self._sketch @ down[: -self._features], down[-self._features :]))
+        return LayerMap(self._centre, self._scale, down, up)
+
+    def _weights(self, moments: _Moments, count: int, penalty: float) -> torch.Tensor:
+        """Solve (X^T X + penalty n) W = X^T Y; the position features are hardly penalised."""
+        weight = torch.full_like(moments.xx[0], penalty * count)
+        weight[-self._features :] = 1e-3 * count
+        solved: torch.Tensor = torch.linalg.solve(moments.xx + weight.diag(), moments.xy)
+        return solved
+
+
+class _Moments(NamedTuple):
+    """xx: X^T X. xy: X^T Y. yy: squared norm of each output."""
+
+    xx: torch.Tensor
+    xy: torch.Tensor
+    yy: torch.Tensor
+
+    def residual(self, weights: torch.Tensor) -> torch.Tensor:
+        """Squared error of X @ weights for each output."""
+        return self.yy - 2 * (weights * self.xy).sum(0) + (weights * (self.xx @ weights)).sum(0)
+
+
+def _reduce_rank(weights: torch.Tensor, moments: _Moments, parts: Sequence[slice]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors `[inputs, rank]` and `[rank, outputs]` of what is nearest to X @ weights, keys and values counting alike."""
+    predicted = weights.T @ moments.xx @ weights
+    scale = torch.ones_like(moments.yy)
+    for part in parts:
+        scale[part] = predicted.diagonal()[part].sum().sqrt().clamp_min(1e-20)
+    _, vectors = torch.linalg.eigh(predicted / scale[:, None] / scale)
+    best = vectors[:, -min(RANK, vectors.shape[1]) :]
+    return (weights / scale) @ best, best.T * scale
+
+
+def _sketch(width: int, device: torch.device) -> torch.Tensor:
+    """Random signs `[width, WIDEST]` that keep distances (Johnson-Lindenstrauss; Achlioptas 2003)."""
+    signs = torch.randint(0, 2, (width, WIDEST), generator=torch.Generator().manual_seed(0)).to(device)
+    sketch: torch.Tensor = (2.0 * signs - 1.0) / WIDEST**0.5
+    return sketch

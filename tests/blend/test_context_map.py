@@ -1,0 +1,234 @@
+"""The context map: a regression from stored KV to KV in context, added only where stored KV is inexact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from cases import cache_chunks, make_layout
+
+from blend import context_map
+from blend.blender import Blender
+from blend.config import BlendConfig
+from blend.context_map import LayerMap, _LayerFit, position_features
+from blend.reference import full_prefill
+from blend.store import open_store
+from blend.types import PromptLayout
+
+FAMILIES = ("llama", "qwen3", "gemma3", "glm4", "deepseek-v3")
+REUSE = BlendConfig(selector="none")
+PLAIN = BlendConfig(selector="none", context_map=False)
+
+
+def blender_of(name: str, location: str | Path = "memory:", codec: str = "native") -> Blender:
+    blender = Blender(models.decoder(name), open_store(location, codec=codec))
+    cache_chunks(blender, make_layout())
+    return blender
+
+
+def corpus(count: int = 150, length: int = 14) -> list[tuple[int, ...]]:
+    draw = torch.Generator().manual_seed(1)
+    return [tuple(torch.randint(3, 60, (length,), generator=draw).tolist()) for _ in range(count)]
+
+
+def calibrated(name: str, location: str | Path = "memory:", codec: str = "native") -> Blender:
+    blender, layout = blender_of(name, location, codec), make_layout()
+    assert blender.calibrate(layout.prefix, [*layout.chunks, *corpus()])
+    return blender
+
+
+def context_kv(blender: Blender, config: BlendConfig) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """KV of the context rows after a prefill, `[kv_heads, rows, head_dim]` a layer."""
+    layout = make_layout()
+    cache = blender.prefill(layout, config=config).cache
+    span = slice(layout.context.start, layout.context.stop)
+    return [tuple(part[0, :, span].clone() for part in cache.view(i)) for i in range(len(cache.layers))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_map_brings_stored_kv_of_its_corpus_closer_to_full_recompute(family: str) -> None:
+    blender = calibrated(family)
+    truth = context_kv(blender, BlendConfig(selector="all"))
+    errors = []
+    for config in (PLAIN, REUSE):
+        found = context_kv(blender, config)
+        errors.append(
+            sum((a - b).square().sum() for x, y in zip(found, truth, strict=True) for a, b in zip(x, y, strict=True))
+        )
+    assert errors[1] < 0.95 * errors[0]
+
+
+def test_a_linear_relation_is_found_and_unpredictable_parts_are_left_alone() -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows, features = torch.randn(400, 24, generator=draw) * 3 + 5, torch.randn(400, 8, generator=draw)
+    features[:, 0] = 1.0
+    truth = torch.randn(24, 10, generator=draw)
+    gain = torch.cat((rows @ truth + features[:, :1], torch.randn(400, 14, generator=draw)), dim=1)
+    fit = _LayerFit(rows, 8, keys=10)
+    fit.add(rows[:300], features[:300], gain[:300], held_out=False)
+    fit.add(rows[300:], features[300:], gain[300:], held_out=True)
+    found = fit.solve()
+    predicted = found.predict(rows, features)
+    assert (predicted[:, :10] - gain[:, :10]).square().sum() < 0.02 * (
+        gain[:, :10] - gain[:, :10].mean(0)
+    ).square().sum()
+    assert not predicted[:, 10:].any()
+
+
+def test_noise_gives_no_map() -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows, features, gain = (torch.randn(40, width, generator=draw) for width in (24, 8, 24))
+    fit = _LayerFit(rows, 8, keys=12)
+    fit.add(rows[:30], features[:30], gain[:30], held_out=False)
+    fit.add(rows[30:], features[30:], gain[30:], held_out=True)
+    assert fit.solve() is None
+
+
+def test_the_factors_are_those_of_the_whole_regression_where_the_rank_allows() -> None:
+    """Against the normal equations solved with numpy in float64."""
+    import numpy as np
+
+    draw = torch.Generator().manual_seed(0)
+    rows, features = torch.randn(500, 20, generator=draw), torch.randn(500, 8, generator=draw)
+    gain = rows @ torch.randn(20, 20, generator=draw) + 0.1 * torch.randn(500, 20, generator=draw)
+    fit = _LayerFit(rows, 8, keys=10)
+    fit.add(rows[:400], features[:400], gain[:400], held_out=False)
+    fit.add(rows[400:], features[400:], gain[400:], held_out=True)
+    found = fit.solve()
+    x = np.concatenate([((rows - found.centre) / found.scale).numpy(), features.numpy()], 1).astype(np.float64)
+    penalty = np.diag([min(context_map.PENALTIES) * 500] * 20 + [1e-3 * 500] * 8)
+    weights = np.linalg.solve(x.T @ x + penalty, x.T @ gain.numpy())
+    np.testing.assert_allclose(found.predict(rows, features).numpy(), x @ weights, atol=2e-3)
+
+
+def test_wide_kv_goes_through_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_map, "WIDEST", 16)
+    draw = torch.Generator().manual_seed(0)
+    hidden, features = torch.randn(400, 4, generator=draw), torch.randn(400, 8, generator=draw)
+    rows = hidden @ torch.randn(4, 40, generator=draw)
+    fit = _LayerFit(rows, 8, keys=20)
+    gain = hidden @ torch.randn(4, 40, generator=draw)
+    fit.add(rows[:300], features[:300], gain[:300], held_out=False)
+    fit.add(rows[300:], features[300:], gain[300:], held_out=True)
+    found = fit.solve()
+    assert found.down.shape[0] == 48
+    assert (found.predict(rows, features) - gain).square().sum() < 0.05 * gain.square().sum()
+
+
+def test_position_features_by_hand() -> None:
+    layout = PromptLayout((1, 2), ((3, 4, 5), (6, 7, 8, 9, 10, 11)), (12,))
+    features = position_features(layout, torch.tensor([5, 6, 8, 10]))
+    assert torch.equal(features[:, 0], torch.ones(4))
+    assert torch.allclose(features[:, 1], torch.tensor([4 / 1, 5 / 2, 7 / 4, 9 / 6]).log())
+    assert torch.allclose(features[:, 2], torch.full((4,), 4.0).log())
+    assert features[:, 3:6].tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]]
+    assert torch.allclose(features[:, 6], (-torch.tensor([0.0, 1, 3, 5]) / 8).exp())
+    capped = position_features(layout, torch.tensor([5, 6, 8, 10]), extent=1)
+    assert torch.allclose(capped[:, 1], torch.tensor([2 / 1, 3 / 2, 5 / 4, 7 / 6]).log())
+
+
+def test_exact_rows_and_the_first_layer_stay_bit_for_bit() -> None:
+    blender = calibrated("llama")
+    plain, mapped = context_kv(blender, PLAIN), context_kv(blender, REUSE)
+    first = make_layout().chunk_spans[0].length
+    for index, (old, new) in enumerate(zip(plain, mapped, strict=True)):
+        for a, b in zip(old, new, strict=True):
+            assert torch.equal(a[:, :first], b[:, :first])
+            assert index > 0 or torch.equal(a, b)
+    assert not all(torch.equal(a[1], b[1]) for a, b in zip(plain, mapped, strict=True))
+
+
+def test_full_recompute_and_the_switch_ignore_the_map() -> None:
+    blender, layout = blender_of("llama"), make_layout()
+    plain = blender.prefill(layout, config=PLAIN).logits
+    blender.calibrate(layout.prefix, [*layout.chunks, *corpus()])
+    assert torch.equal(blender.prefill(layout, config=PLAIN).logits, plain)
+    full = full_prefill(blender.decoder, layout).logits
+    assert torch.allclose(blender.prefill(layout, config=BlendConfig(ratio=1.0)).logits, full, atol=1e-4)
+
+
+def test_uncached_rows_are_computed_not_mapped() -> None:
+    blender, layout = calibrated("llama"), make_layout()
+    for chunk in layout.chunks:
+        blender.store.delete(blender.encoder(layout.prefix).identity.key(chunk))
+    full = full_prefill(blender.decoder, layout).logits
+    assert torch.allclose(blender.prefill(layout, config=REUSE).logits, full, atol=1e-4)
+
+
+@pytest.mark.parametrize("codec", ["native", "bfloat16"])
+def test_it_is_stored_and_measured_once(tmp_path: Path, codec: str) -> None:
+    layout = make_layout()
+    first = calibrated("llama", tmp_path / "kv", codec)
+    again = Blender(models.decoder("llama"), open_store(tmp_path / "kv", codec=codec))
+    assert again.calibrate(layout.prefix, ())
+    found, measured = again.context_map(layout.prefix), first.context_map(layout.prefix)
+    assert found.extent == measured.extent > 0
+    for a, b in zip(found.layers, measured.layers, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_bfloat16_in_the_store_costs_little() -> None:
+    exact, rounded = (
+        calibrated("llama", codec=codec).context_map(make_layout().prefix) for codec in ("native", "bfloat16")
+    )
+    draw = torch.Generator().manual_seed(0)
+    for a, b in zip(exact.layers, rounded.layers, strict=True):
+        if a is None or b is None:
+            continue
+        rows = torch.randn(50, a.centre.shape[0], generator=draw) * a.scale + a.centre
+        features = torch.rand(50, context_map.POSITION_FEATURES, generator=draw)
+        exactly, nearly = a.predict(rows, features), b.predict(rows, features)
+        assert (exactly - nearly).norm() < 0.01 * exactly.norm()
+
+
+def test_measuring_anew_replaces_the_map() -> None:
+    blender, layout = calibrated("llama"), make_layout()
+    before = blender.context_map(layout.prefix)
+    blender.calibrate(layout.prefix, corpus(40, 10), anew=True)
+    after = blender.context_map(layout.prefix)
+    assert after is not before
+    assert after.extent != before.extent
+
+
+@pytest.mark.parametrize("chunks", [(), ((5, 6, 7),), ((5, 6, 7), (5, 6, 7))])
+def test_without_two_chunks_there_is_no_map(chunks: tuple[tuple[int, ...], ...]) -> None:
+    blender, layout = blender_of("llama"), make_layout()
+    assert not blender.calibrate(layout.prefix, chunks)
+    assert blender.context_map(layout.prefix) is None
+
+
+def test_a_damaged_map_is_reported_and_not_used(tmp_path: Path) -> None:
+    layout = make_layout()
+    blender = calibrated("llama", tmp_path / "kv")
+    plain = blender.prefill(layout, config=PLAIN).logits
+    digest = blender.encoder(layout.prefix).identity.map_key.digest
+    [entry] = [path for path in (tmp_path / "kv").rglob("*") if path.is_file() and digest in path.name]
+    data = bytearray(entry.read_bytes())
+    data[-5] ^= 0xFF
+    entry.write_bytes(data)
+    again = Blender(models.decoder("llama"), open_store(tmp_path / "kv", codec="native"))
+    blend = again.prefill(layout, config=REUSE)
+    assert blend.map_problems
+    assert blend.problems == ()
+    assert torch.equal(blend.logits, plain)
+    assert again.prefill(layout, config=PLAIN).map_problems == ()
+    assert again.calibrate(layout.prefix, [*layout.chunks, *corpus()])
+    assert again.prefill(layout, config=REUSE).map_problems == ()
+
+
+def test_prompts_that_do_not_fit_the_model_are_not_made() -> None:
+    blender, layout = blender_of("llama"), make_layout()
+    longest = blender.decoder.context_length
+    long_chunks = [tuple([7 + i] * (longest - len(layout.prefix) - 1)) for i in range(2)]
+    assert not blender.calibrate(layout.prefix, long_chunks)
+
+
+def test_a_layer_map_adds_what_its_formula_says() -> None:
+    part = LayerMap(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]), torch.zeros(10, 1), torch.tensor([[3.0, -1.0]]))
+    part.down[0, 0], part.down[2, 0] = 1.0, 0.5
+    features = torch.zeros(1, 8)
+    features[0, 0] = 1.0
+    assert torch.equal(part.predict(torch.tensor([[5.0, 9.0]]), features), torch.tensor([[7.5, -2.5]]))
