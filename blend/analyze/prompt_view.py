@@ -39,7 +39,7 @@ def prompt_document(
     """JSON value of one prompt.
 
     identity: its id and question. pictures: with the token-by-token pictures of every layer. layer: the one to show first; None
-    takes the one of the middle third whose rows give most to other chunks.
+    takes the one of the middle layers whose rows give most to other chunks.
     """
     views = score_views(analysis)
     ranked = _RANKED_BY.get(config.selector)

@@ -11,10 +11,10 @@ BANDS = ("all", "middle", "upper")
 
 
 def layer_band(name: str, layers: int) -> range:
-    """Layers by name: "all", "middle" (the middle third), "upper" (the upper half), or "a-b" (both included)."""
+    """Layers by name: "all", "middle" (one third to three quarters of the depth), "upper" (the upper half), or "a-b" (both included)."""
     bands = {
         "all": range(layers),
-        "middle": range(layers // 3, -(-2 * layers // 3)),
+        "middle": range(layers // 3, -(-3 * layers // 4)),
         "upper": range(layers // 2, layers),
     }
     if name in bands:
