@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -43,7 +44,8 @@ HEADER = 3  # rows of a stored map before its factors
 CachesOf = Callable[[Sequence[tuple[int, ...]]], Sequence[ChunkCache]]
 
 
-class LayerMap(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class LayerMap:
     """The map of one layer, float32. `inputs` is the width of a row's keys and values together.
 
     centre, scale: `[inputs]`. down: `[inputs + POSITION_FEATURES, rank]`. up: `[rank, inputs]`.
@@ -56,13 +58,15 @@ class LayerMap(NamedTuple):
 
     def predict(self, rows: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """What each row `[rows, inputs]` gains, `[rows, inputs]`; features: `[rows, POSITION_FEATURES]`."""
-        inputs = self.centre.shape[0]
-        hidden = ((rows - self.centre) / self.scale) @ self.down[:inputs]
-        return torch.addmm(hidden, features, self.down[inputs:]) @ self.up
+        weight, bias = self._folded
+        hidden = torch.addmm(bias, features, self.down[self.centre.shape[0] :])
+        return hidden.addmm_(rows, weight) @ self.up
 
-    def to(self, device: torch.device) -> LayerMap:
-        """The same on another device."""
-        return LayerMap(*(t.to(device) for t in self))
+    @cached_property
+    def _folded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Centre and scale inside the first factor, so that a prediction passes over the rows once."""
+        weight = self.down[: self.centre.shape[0]] / self.scale[:, None]
+        return weight, -(self.centre @ weight)
 
 
 @dataclass(frozen=True)

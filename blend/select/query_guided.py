@@ -11,7 +11,7 @@ BANDS = ("all", "middle", "upper")
 
 
 def layer_band(name: str, layers: int) -> range:
-    """Layers by name: "all", "middle" (one third to three quarters of the depth), "upper" (the upper half), or "a-b" (both included)."""
+    """Layers by name: "all", "middle" (from a third to three quarters of the depth), "upper" (half), or "a-b"."""
     bands = {
         "all": range(layers),
         "middle": range(layers // 3, -(-3 * layers // 4)),

@@ -7,6 +7,7 @@ from pathlib import Path
 from conftest import SHORT_CONTEXT, Blend, entries, one_line
 
 QUESTION = "When did the glacier open?"
+CHUNKS = ("--chunk-tokens", "64")
 
 
 def test_answer_streams_and_shows_where_the_time_went(filled: Blend) -> None:
@@ -153,3 +154,18 @@ def test_an_answer_that_meets_the_end_of_the_context(filled: Blend, short_model:
     found = filled("answer", QUESTION, "--json", "--max-new-tokens", "100000", "--top-k", "3").json
     assert found["tokens"] + found["rows_total"] == SHORT_CONTEXT
     assert found["cut"]
+
+
+def test_a_damaged_context_map_is_told_and_measured_again(filled: Blend, documents: Path) -> None:
+    known = {path: path.read_bytes() for path in (filled.store / "kv" / "objects").rglob("*.safetensors")}
+    [path] = set(known) - set(entries(filled.store))
+    path.write_bytes(known[path][:-40] + bytes(40))
+    call = ("answer", QUESTION, "--json", "--max-new-tokens", "2")
+    hurt = filled(*call)
+    assert hurt.code == 0
+    assert hurt.err.count("answered without the context map; `blend precompute` measures it again") == 1
+    assert all(chunk["hit"] for chunk in hurt.json["chunks"])
+    assert filled(*call, "--no-context-map").json["problems"] == []
+    assert filled("precompute", documents, *CHUNKS, "--json").json["computed"] == 0
+    assert path.read_bytes() == known[path]
+    assert filled(*call).json["problems"] == []
