@@ -183,6 +183,8 @@ class Rag:
             _ = self.index, self.store
             self.retriever.search("warm up", 1)
             self.blender.encoder(self.template.prefix)
+            if self.blend_config.context_map:
+                self.blender.context_map(self.template.prefix)
             self._rehearsed = self._rehearse()
         if compare and not self._rehearsed_full:
             full_prefill(self.decoder, self._rehearsed)

@@ -28,7 +28,7 @@ def command(store: Path, clear: bool, as_json: bool) -> None:
         for key in list(caches.keys()):
             caches.delete(key)
     stats = caches.stats()
-    described = caches.namespaces()
+    described = dict(sorted(caches.namespaces().items(), key=lambda entry: (entry[1].get("content", ""), entry[0])))
     namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in described.items()]
     if as_json:
         from blend.cli.console import print_json
