@@ -23,7 +23,8 @@ class BlendConfig:
     selector: name of a selector (`blend.select.SELECTORS`). ratio: share of the cached context rows to recompute, 0 to 1.
     mask: "exact" (row r sees keys up to its position) or "bottom-right" (up to r + N - M, as FlashAttention aligns it).
     check_layer, deviation_of, norm: where and how `hkvd` measures deviation. first_k: rows `first_k` takes per chunk at most.
-    seed: of `random`. query_layers, value_norm: where and how `query_guided` and `mixed` score the question's attention. rule,
+    seed: of `random`. query_layers, value_norm: where and how `query_guided` and `mixed` score the question's attention.
+    chunk_head: rows at the start of every chunk that `query_guided` takes first, up to half of the budget. rule,
     prefilter, chunk_floor: see `mixed`. block: rows that these two take together. context_map: whether to add to stored chunks
     what the context map predicts, where the store holds one (`blend.context_map`).
     """
@@ -38,6 +39,7 @@ class BlendConfig:
     seed: int = 0
     query_layers: str = "middle"
     value_norm: bool = False
+    chunk_head: int = 6
     rule: Rule = "product"
     prefilter: float = 0.0
     chunk_floor: float = 0.0
@@ -55,6 +57,8 @@ class BlendConfig:
         _one_of("deviation_of", self.deviation_of, get_args(DeviationOf))
         _one_of("norm", self.norm, get_args(Norm))
         _one_of("rule", self.rule, get_args(Rule))
+        if self.chunk_head < 0:
+            raise ConfigError(f"chunk_head is {self.chunk_head}; it is a number of rows, 0 or more")
         if self.block < 1:
             raise ConfigError(f"block is {self.block}; rows are taken one at a time or more")
         if self.prefilter and self.prefilter < 1:

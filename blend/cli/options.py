@@ -102,6 +102,7 @@ _BLENDING = (
         "query_layers", "query_guided, mixed: layers that score; all, middle, upper or A-B.", callback=_layer_band
     ),
     _blending("value_norm", "query_guided, mixed: weight attention by the norm of the value it reads.", is_flag=True),
+    _blending("chunk_head", "query_guided: rows at the start of every chunk that are taken first."),
     _blending("rule", "mixed: how deviation and attention are joined.", click.Choice(get_args(Rule))),
     _blending("prefilter", "mixed: candidates by attention first, this many budgets of them; 0 is off."),
     _blending("chunk_floor", "mixed: share of the budget spread evenly over chunks."),

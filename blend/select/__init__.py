@@ -30,7 +30,7 @@ def _gradual(config: BlendConfig) -> Selector:
 def _query_guided(config: BlendConfig) -> Selector:
     from blend.select.query_guided import QueryGuided
 
-    return QueryGuided(config.query_layers, config.value_norm, config.block)
+    return QueryGuided(config.query_layers, config.value_norm, config.block, config.chunk_head)
 
 
 def _mixed(config: BlendConfig) -> Selector:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from blend.errors import ConfigError
-from blend.select.base import Evidence, Needs, Selector, top_candidates
+from blend.select.base import Evidence, Needs, Selector, chunk_of, top_candidates
 
 BANDS = ("all", "middle", "upper")
 
@@ -30,13 +30,14 @@ def layer_band(name: str, layers: int) -> range:
 class QueryGuided(Selector):
     """Rows with the most attention from the query, summed over a band of layers; known before any layer is recomputed.
 
-    band: see `layer_band`. value_norm: weight attention by the norm of the value it reads. block: see `top_candidates`.
+    band: see `layer_band`. value_norm: weight attention by the norm of the value it reads. block: see `top_candidates`. head:
+    rows at the start of every chunk that are taken first, see `heads_first`; not with blocks.
     """
 
     name = "query_guided"
 
-    def __init__(self, band: str = "middle", value_norm: bool = False, block: int = 1) -> None:
-        self._band, self._value_norm, self._block = band, value_norm, block
+    def __init__(self, band: str = "middle", value_norm: bool = False, block: int = 1, head: int = 0) -> None:
+        self._band, self._value_norm, self._block, self._head = band, value_norm, block, head
 
     def needs(self, layers: int) -> Needs:
         """The query's attention at the band's layers."""
@@ -45,4 +46,19 @@ class QueryGuided(Selector):
     def select(self, evidence: Evidence) -> torch.Tensor:
         """The rows that the query attends to most."""
         assert evidence.query_mass is not None
-        return top_candidates(evidence.query_mass.sum(0), evidence, self._block)
+        scores = evidence.query_mass.sum(0)
+        if self._block == 1:
+            scores = heads_first(scores, evidence, self._head)
+        return top_candidates(scores, evidence, self._block)
+
+
+def heads_first(scores: torch.Tensor, evidence: Evidence, head: int) -> torch.Tensor:
+    """Scores `[candidates]` with the first rows of every chunk raised above all others.
+
+    head: so many rows of each chunk, fewer where they would take more than half of the budget. A chunk opens with its title,
+    which answers copy although the question does not attend to it, and whose KV alone differs most from that in context.
+    """
+    chunks = chunk_of(evidence)
+    depth = min(head, evidence.budget // 2 // max(1, torch.unique(chunks).shape[0]))
+    starts = torch.tensor([span.start for span in evidence.layout.chunk_spans], device=chunks.device)
+    return scores.masked_fill(evidence.candidates - starts[chunks] < depth, torch.inf)

@@ -86,7 +86,23 @@ def test_query_guided_takes_the_rows_with_the_most_attention_over_layers(budget:
     evidence = _evidence(budget)
     assert evidence.query_mass is not None
     scores = [float(evidence.query_mass[:, row].sum()) for row in range(len(CANDIDATES))]
-    assert _select(evidence, "query_guided") == _best(scores, CANDIDATES.tolist(), budget)
+    assert _select(evidence, "query_guided", chunk_head=0) == _best(scores, CANDIDATES.tolist(), budget)
+
+
+@pytest.mark.parametrize(
+    ("head", "budget", "depth"), [(6, 20, 2), (2, 20, 2), (1, 20, 1), (6, 8, 1), (6, 7, 0), (6, 0, 0)]
+)
+def test_query_guided_takes_the_heads_of_chunks_first_and_half_of_the_budget_at_most(
+    head: int, budget: int, depth: int
+) -> None:
+    """Four chunks, of 6, 1, 9 and 4 rows."""
+    evidence = _evidence(budget)
+    assert evidence.query_mass is not None
+    heads = [span.start + i for span in LAYOUT.chunk_spans for i in range(min(depth, span.length))]
+    scores = {row: float(evidence.query_mass[:, row - CANDIDATES[0]].sum()) for row in CANDIDATES.tolist()}
+    others = sorted((row for row in scores if row not in heads), key=lambda row: -scores[row])
+    expected = sorted((heads + others)[:budget])
+    assert _select(evidence, "query_guided", chunk_head=head) == expected
 
 
 def test_the_oracle_takes_the_rows_with_the_most_weight() -> None:
@@ -117,7 +133,10 @@ def test_mixed_combines_deviation_and_attention(rule: str) -> None:
     else:
         scores = sum((x.log() - x.log().mean()) / x.log().std() for x in (deviation, attention))  # type: ignore[assignment]
     assert _select(evidence, "mixed", rule=rule) == _best(scores.tolist(), CANDIDATES.tolist(), 6)
-    assert _select(evidence, "mixed", rule=rule) not in (_select(evidence, "hkvd"), _select(evidence, "query_guided"))
+    assert _select(evidence, "mixed", rule=rule) not in (
+        _select(evidence, "hkvd"),
+        _select(evidence, "query_guided", chunk_head=0),
+    )
 
 
 def test_mixed_with_a_floor_serves_every_chunk() -> None:
@@ -205,6 +224,7 @@ BAD = {
     "norm": ["l3"],
     "rule": ["sum"],
     "block": [0],
+    "chunk_head": [-1],
     "chunk_floor": [2.0],
     "prefilter": [0.5],
 }
