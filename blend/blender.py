@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from blend.assemble import assemble, load_chunks
 from blend.config import BlendConfig
-from blend.context_map import ContextMap, measure_map
+from blend.context_map import ContextMap, measure_maps
 from blend.encode import ChunkEncoder
 from blend.errors import PromptError
+from blend.library import ChunkLibrary, LoadedLibrary, Tokens, Wanted
 from blend.recompute import make_plan, recompute
 from blend.select import make_selector
 from blend.select.controls import All
 from blend.store.base import ChunkStore
 from blend.timing import Stopwatch
-from blend.types import ChunkCache, PromptLayout, Selection
+from blend.types import PromptLayout, Selection
 
 if TYPE_CHECKING:
     from blend.blended_cache import BlendedCache
@@ -33,8 +35,8 @@ class Blend:
     """A finished prefill.
 
     cache: KV of the whole prompt, ready for decoding. logits: of the next token, `[1, vocab]`. first_token: their argmax.
-    hits: which chunks came out of the store. problems: one line for every chunk's entry that had to be refused. map_problems:
-    the same for the context map, without which the prompt was then blended.
+    hits: which chunks came out of the store. missing: caches that it should have held. problems: one line for every chunk's
+    entry that had to be refused. map_problems: the same for the context maps, without which the prompt was then blended.
     stages: seconds per stage. ttft_s: seconds from the call to the first token's id on the host.
     bytes_loaded: bytes of stored KV that were read.
     """
@@ -46,6 +48,7 @@ class Blend:
     first_token: int
     selection: Selection
     hits: tuple[bool, ...]
+    missing: tuple[Wanted, ...]
     problems: tuple[str, ...]
     map_problems: tuple[str, ...]
     stages: Mapping[str, float]
@@ -81,65 +84,71 @@ class Blender:
         self.decoder = decoder
         self.store = store
         self.config = config or BlendConfig()
-        self._encoders: dict[tuple[int, ...], ChunkEncoder] = {}
-        self._maps: dict[tuple[int, ...], ContextMap | None] = {}
-        self._map_problems: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._libraries: dict[Tokens, ChunkLibrary] = {}
+        self._maps: dict[Tokens, _StoredMap] = {}
 
-    def encoder(self, prefix: tuple[int, ...]) -> ChunkEncoder:
-        """The encoder of chunks behind this prefix; its own KV is computed at the first call."""
-        if prefix not in self._encoders:
-            self._encoders[prefix] = ChunkEncoder(self.decoder, prefix)
-        return self._encoders[prefix]
+    def library(self, prefix: Tokens) -> ChunkLibrary:
+        """The caches of chunks behind this prefix."""
+        if prefix not in self._libraries:
+            self._libraries[prefix] = ChunkLibrary(self.decoder, self.store, prefix)
+        return self._libraries[prefix]
 
-    def context_map(self, prefix: tuple[int, ...]) -> ContextMap | None:
-        """The context map behind this prefix, from memory or the store; None where none was measured or it is damaged."""
-        if prefix not in self._maps:
-            self._maps[prefix] = self._stored_map(prefix)
-        return self._maps[prefix]
+    def encoder(self, prefix: Tokens) -> ChunkEncoder:
+        """The encoder of chunks alone behind this prefix; the prefix's own KV is computed when it is first needed."""
+        return self.library(prefix).alone
+
+    def context_map(self, prefix: Tokens, *, company: bool = False) -> ContextMap | None:
+        """The context map for chunks alone or in company, from memory or the store.
+
+        None where none was measured, none is needed because nothing is computed in company, or it is damaged.
+        """
+        return self._held_map(prefix, company=company).map
+
+    def _held_map(self, prefix: Tokens, *, company: bool) -> _StoredMap:
+        library = self.library(prefix)
+        if company and library.company is None:
+            return _StoredMap(None, ())
+        encoder = library.encoder(company=company)
+        if encoder.prefix_tokens not in self._maps:
+            self._maps[encoder.prefix_tokens] = self._stored_map(encoder)
+        return self._maps[encoder.prefix_tokens]
 
     def calibrate(
         self,
-        prefix: tuple[int, ...],
-        chunks: Sequence[Sequence[int]],
+        prefix: Tokens,
+        chunks: Sequence[Tokens],
         *,
         anew: bool = False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> bool:
-        """Measure and store the context map behind `prefix` on prompts made of some of these chunks.
+        """Measure and store the context maps behind `prefix` on prompts made of some of these chunks.
 
-        One that is there stays, unless it is to be measured `anew`. progress: called with tokens done and in all. Returns
+        Those that are there stay, unless they are to be measured `anew`. progress: called with tokens done and in all. Returns
         whether there is one now. Raises `StoreError` when the store cannot be written.
         """
-        if not anew and self.context_map(prefix) is not None:
+        library = self.library(prefix)
+        kinds = (False, True) if library.company else (False,)
+        if not anew and all(self.context_map(prefix, company=company) for company in kinds):
             return True
-        encoder = self.encoder(prefix)
-        found = measure_map(encoder, chunks, lambda some: self._caches(encoder, some), progress)
-        if found is not None:
-            key = encoder.identity.map_key
-            words = {"content": MAP_CONTENT, "model": self.decoder.name, "dtype": encoder.identity.dtype}
-            self.store.describe(key.namespace, {**words, "prefix_tokens": str(len(prefix))})
-            self.store.put(key, found.to_cache())
-            self._maps[prefix] = self._stored_map(
-                prefix
-            )  # as the store's codec rounds it, in this process and the next
-        return self._maps.get(prefix) is not None
+        plain = [chunk for chunk in chunks if chunk not in library.stand_in]
+        sources = [partial(library.caches, company=company) for company in kinds]
+        for company, found in zip(kinds, measure_maps(library.alone, plain, sources, progress), strict=True):
+            if found is not None:
+                self._keep_map(library.encoder(company=company), found)
+        return any(self.context_map(prefix, company=company) for company in kinds)
 
-    def _stored_map(self, prefix: tuple[int, ...]) -> ContextMap | None:
-        depth = len(self.decoder.layers)
-        loaded = load_chunks(self.store, [self.encoder(prefix).identity.map_key], [None], depth)
-        self._map_problems[prefix] = loaded.problems
+    def _keep_map(self, encoder: ChunkEncoder, found: ContextMap) -> None:
+        key = encoder.identity.map_key
+        words = {"content": MAP_CONTENT, "model": self.decoder.name, "dtype": encoder.identity.dtype}
+        self.store.describe(key.namespace, {**words, "prefix_tokens": str(len(encoder.prefix_tokens))})
+        self.store.put(key, found.to_cache())
+        # As the store's codec rounds it, in this process and the next.
+        self._maps[encoder.prefix_tokens] = self._stored_map(encoder)
+
+    def _stored_map(self, encoder: ChunkEncoder) -> _StoredMap:
+        loaded = load_chunks(self.store, [encoder.identity.map_key], [None], len(self.decoder.layers))
         held = loaded.chunks[0]
-        return None if held is None else ContextMap.from_cache(held, self.decoder.device)
-
-    def _caches(self, encoder: ChunkEncoder, chunks: Sequence[tuple[int, ...]]) -> list[ChunkCache]:
-        """Caches of chunks; what the store lacks is computed and stored."""
-        keys, depth = [encoder.identity.key(chunk) for chunk in chunks], len(self.decoder.layers)
-        found = list(load_chunks(self.store, keys, [len(chunk) for chunk in chunks], depth).chunks)
-        missing = [index for index, cache in enumerate(found) if cache is None]
-        for index, cache in encoder.encode([chunks[i] for i in missing]):
-            found[missing[index]] = cache
-            self.store.put(keys[missing[index]], cache)
-        return [cache for cache in found if cache is not None]
+        return _StoredMap(None if held is None else ContextMap.from_cache(held, self.decoder.device), loaded.problems)
 
     def prefill(
         self,
@@ -160,18 +169,15 @@ class Blender:
         if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows)
-        encoder = self.encoder(layout.prefix)
+        library = self.library(layout.prefix)
         watch = watch or Stopwatch(self.decoder.device)
         with watch.stage("load"):
-            keys = [encoder.identity.key(chunk) for chunk in layout.chunks]
-            loaded = load_chunks(self.store, keys, [len(c) for c in layout.chunks], len(self.decoder.layers))
+            loaded = library.load(layout.chunks, company=config.stand_in)
         with watch.stage("reposition"):
-            cache = assemble(self.decoder, layout, encoder.prefix, loaded.chunks, room)
+            cache = assemble(self.decoder, layout, library.alone.prefix, loaded.chunks, room)
             plan = make_plan(layout, loaded.hits, selector, config.ratio, self.decoder.device)
-            mapping = config.context_map and plan.inexact.shape[0] > 0 and not isinstance(plan.selector, All)
-            found = self.context_map(layout.prefix) if mapping else None
-            if found is not None:
-                found.apply(self.decoder, cache, layout, plan.inexact)
+            mapping = config.context_map and not isinstance(plan.selector, All)
+            map_problems = self.map_rows(cache, layout, loaded, plan.inexact) if mapping else ()
         logits, selection = recompute(self.decoder, cache, plan, mask=config.mask, watch=watch)
         with watch.stage("first_token"):
             first_token = int(logits[0].argmax())
@@ -183,20 +189,43 @@ class Blender:
             first_token=first_token,
             selection=selection,
             hits=loaded.hits,
+            missing=loaded.missing,
             problems=loaded.problems,
-            map_problems=self._map_problems[layout.prefix] if mapping else (),
+            map_problems=map_problems,
             stages=dict(watch.stages),
             ttft_s=watch.total(),
             bytes_loaded=sum(chunk.nbytes for chunk in {id(c): c for c in loaded.chunks if c}.values()),
         )
 
+    def map_rows(
+        self, cache: BlendedCache, layout: PromptLayout, loaded: LoadedLibrary, rows: torch.Tensor
+    ) -> tuple[str, ...]:
+        """Add to the stored KV at `rows` what the context maps predict; a line for every map that had to be refused."""
+        company = torch.zeros(layout.rows, dtype=torch.bool, device=rows.device)
+        for together, span in zip(loaded.company, layout.chunk_spans, strict=True):
+            company[span.start : span.stop] = together
+        problems: tuple[str, ...] = ()
+        for kind in (False, True):
+            mine = rows[company[rows] == kind]
+            if mine.shape[0] == 0:
+                continue
+            held = self._held_map(layout.prefix, company=kind)
+            problems += held.problems
+            if held.map is not None:
+                held.map.apply(self.decoder, cache, layout, mine)
+        return problems
+
     def remember(self, blend: Blend) -> int:
-        """Compute and store the chunks that `blend` missed, so that the next prompt hits; how many there were.
+        """Compute and store the caches that `blend` missed, so that the next prompt hits; how many chunks they are of.
 
         Raises `StoreError` when the store cannot be written.
         """
-        encoder = self.encoder(blend.layout.prefix)
-        missed = list(dict.fromkeys(c for c, hit in zip(blend.layout.chunks, blend.hits, strict=True) if not hit))
-        for index, cache in encoder.encode(missed):
-            self.store.put(encoder.identity.key(missed[index]), cache)
-        return len(missed)
+        self.library(blend.layout.prefix).compute(blend.missing)
+        return len({wanted.chunk for wanted in blend.missing})
+
+
+class _StoredMap(NamedTuple):
+    """What a store held under a map's key, and the line for one that had to be refused."""
+
+    map: ContextMap | None
+    problems: tuple[str, ...]

@@ -26,7 +26,8 @@ class BlendConfig:
     seed: of `random`. query_layers, value_norm: where and how `query_guided` and `mixed` score the question's attention.
     chunk_head: rows at the start of every chunk that `query_guided` takes first, up to half of the budget. rule,
     prefilter, chunk_floor: see `mixed`. block: rows that these two take together. context_map: whether to add to stored chunks
-    what the context map predicts, where the store holds one (`blend.context_map`).
+    what the context map predicts, where the store holds one (`blend.context_map`). stand_in: whether to use caches that were
+    computed in company, where the store holds them (`blend.library`).
     """
 
     selector: str = "query_guided"
@@ -45,6 +46,7 @@ class BlendConfig:
     chunk_floor: float = 0.0
     block: int = 1
     context_map: bool = True
+    stand_in: bool = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.ratio <= 1.0:
@@ -86,19 +88,25 @@ class PromptConfig:
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """How documents become chunks and how many of them answer a question."""
+    """How documents become chunks and how many of them answer a question.
+
+    stand_in_tokens: every chunk's cache is also computed behind so many tokens of other chunks (`blend.library`); 0 does not.
+    """
 
     chunk_tokens: int = 256
     top_k: int = 8
     embedder: str = DEFAULT_EMBEDDER
     codec: str = "bfloat16"
     batch_tokens: int = 1024
+    stand_in_tokens: int = 512
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 16:
             raise ConfigError(f"chunk_tokens is {self.chunk_tokens}; chunks under 16 tokens hold no sentence")
         if self.top_k < 1:
             raise ConfigError(f"top_k is {self.top_k}; at least one chunk must be retrieved")
+        if self.stand_in_tokens < 0:
+            raise ConfigError(f"stand_in_tokens is {self.stand_in_tokens}; it is a number of tokens, 0 or more")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

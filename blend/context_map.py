@@ -2,7 +2,8 @@
 
 Most of the difference between a row's KV in context and alone follows from the row itself and from where it stands. One linear
 map a layer, from the row's stored keys and values to that difference, is fitted by ridge regression on a few prompts of the
-user's own chunks, once per model and prefix, and added to stored chunks that do not stand right behind the prefix:
+user's own chunks, once per model and prefix, and added to stored chunks that do not stand right behind the prefix. There is one
+for chunks computed alone and one for those computed in company (`blend.library`), which have most of it already:
 
     kv(in context) ~ kv + up^T down^T [(kv - centre) / scale, position features]
 
@@ -155,34 +156,54 @@ def position_features(layout: PromptLayout, rows: torch.Tensor, extent: int | No
     )
 
 
-def measure_map(
+def measure_maps(
     encoder: ChunkEncoder,
     chunks: Sequence[Sequence[int]],
-    caches_of: CachesOf,
+    sources: Sequence[CachesOf],
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> ContextMap | None:
-    """Fit a map on prompts made of these chunks; None when fewer than two chunks or prompts can be made, or nothing helps.
+) -> list[ContextMap | None]:
+    """Fit a map for each source of caches, on the same prompts made of these chunks.
 
-    caches_of: gives the caches of chunks computed alone. progress: called with tokens done and in all. Costs a full prefill of
+    None when fewer than two chunks or prompts can be made, or nothing helps. sources: each gives the caches of a prompt's
+    chunks, the first computed right behind the prefix. progress: called with tokens done and in all. Costs a full prefill of
     every prompt.
     """
     prompts = _prompts(encoder, [tuple(chunk) for chunk in dict.fromkeys(map(tuple, chunks)) if chunk])
     if len(prompts) < 2:
-        return None
-    fits: list[_LayerFit] = []
-    extent, held_out = 0, max(1, len(prompts) // HELD_OUT)
+        return [None] * len(sources)
+    fits: list[list[_LayerFit]] = [[] for _ in sources]
+    held_out = max(1, len(prompts) // HELD_OUT)
     for number, layout in enumerate(prompts):
-        alone, together = _both(encoder, layout, caches_of(layout.chunks))
-        rows = torch.arange(layout.chunk_spans[1].start, layout.rows, device=encoder.decoder.device)
-        features = position_features(layout, rows)
-        extent = max(extent, layout.chunk_spans[-1].start - len(layout.prefix))
-        for index, rotation in enumerate(encoder.decoder.rotations):
-            pair = [cache.view(index) for cache in (alone, together)]
-            stored, fresh = (_rows_of(k[:, :, rows], v[:, :, rows], rotation, rows) for k, v in pair)
-            if number == 0:
-                fits.append(_LayerFit(stored, features.shape[1], _width(pair[0][0])))
-            fits[index].add(stored, features, fresh - stored, held_out=number >= len(prompts) - held_out)
+        fresh = _together(encoder, layout)
+        for fit, caches_of in zip(fits, sources, strict=True):
+            stored = assemble(encoder.decoder, layout, encoder.prefix, caches_of(layout.chunks), room=0)
+            _take_in(fit, encoder.decoder, layout, stored, fresh, held_out=number >= len(prompts) - held_out)
         progress(sum(prompt.rows for prompt in prompts[: number + 1]), sum(prompt.rows for prompt in prompts))
+    extent = max(prompt.chunk_spans[-1].start - len(prompt.prefix) for prompt in prompts)
+    return [_solved(fit, extent) for fit in fits]
+
+
+def _take_in(
+    fits: list[_LayerFit],
+    decoder: Decoder,
+    layout: PromptLayout,
+    stored: BlendedCache,
+    fresh: BlendedCache,
+    *,
+    held_out: bool,
+) -> None:
+    """Give every layer's fit what the chunks after the first gain in this prompt."""
+    rows = torch.arange(layout.chunk_spans[1].start, layout.rows, device=decoder.device)
+    features = position_features(layout, rows)
+    for index, rotation in enumerate(decoder.rotations):
+        pair = [cache.view(index) for cache in (stored, fresh)]
+        before, after = (_rows_of(k[:, :, rows], v[:, :, rows], rotation, rows) for k, v in pair)
+        if index == len(fits):
+            fits.append(_LayerFit(before, features.shape[1], _width(pair[0][0])))
+        fits[index].add(before, features, after - before, held_out=held_out)
+
+
+def _solved(fits: list[_LayerFit], extent: int) -> ContextMap | None:
     layers = (None, *(fit.solve() for fit in fits[1:]))  # layer 0 depends on token and position only
     return ContextMap(layers, extent) if any(layers) else None
 
@@ -206,16 +227,12 @@ def _prompts(encoder: ChunkEncoder, chunks: list[tuple[int, ...]]) -> list[Promp
     return prompts
 
 
-def _both(
-    encoder: ChunkEncoder, layout: PromptLayout, caches: Sequence[ChunkCache]
-) -> tuple[BlendedCache, BlendedCache]:
-    """A prompt's KV from chunks computed alone, and computed in one piece."""
-    decoder = encoder.decoder
-    alone = assemble(decoder, layout, encoder.prefix, caches, room=0)
-    together = assemble(decoder, layout, encoder.prefix, [None] * len(caches), room=0)
-    start = len(layout.prefix)
-    decoder.encode_rows(torch.tensor([layout.token_ids[start:]], device=decoder.device), start, together)
-    return alone, together
+def _together(encoder: ChunkEncoder, layout: PromptLayout) -> BlendedCache:
+    """A prompt's KV computed in one piece."""
+    decoder, start = encoder.decoder, len(layout.prefix)
+    cache = assemble(decoder, layout, encoder.prefix, [None] * len(layout.chunks), room=0)
+    decoder.encode_rows(torch.tensor([layout.token_ids[start:]], device=decoder.device), start, cache)
+    return cache
 
 
 def _width(states: torch.Tensor) -> int:

@@ -6,6 +6,7 @@ Computing a chunk behind the real prefix keeps the attention sink where every pr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ChunkEncoder:
-    """Computes chunk caches behind one prefix. The prefix is run once, at construction.
+    """Computes chunk caches behind one prefix. The prefix is run once, when its KV is first needed.
 
     prefix: token ids in front of every chunk. batch_tokens: upper bound of chunks x longest chunk in one forward pass.
     """
@@ -28,7 +29,8 @@ class ChunkEncoder:
         self.decoder = decoder
         self.prefix_tokens = tuple(prefix)
         self.identity = decoder.identity(self.prefix_tokens)
-        self.prefix = self._run_prefix()
+        if not self.prefix_tokens:
+            raise PromptError("chunks need a prefix of at least one token in front of them")
         self._batch_tokens = batch_tokens
 
     def encode(self, chunks: Sequence[Sequence[int]]) -> Iterator[tuple[int, ChunkCache]]:
@@ -68,9 +70,9 @@ class ChunkEncoder:
         for layer, keys, values in zip(cache.layers, self.prefix.keys, self.prefix.values, strict=True):
             layer.write_run(0, keys.expand(batch, *keys.shape), values.expand(batch, *values.shape))
 
-    def _run_prefix(self) -> ChunkCache:
-        if not self.prefix_tokens:
-            raise PromptError("chunks need a prefix of at least one token in front of them")
+    @cached_property
+    def prefix(self) -> ChunkCache:
+        """The KV of the prefix itself."""
         self.decoder.check_length(len(self.prefix_tokens))
         ids = torch.tensor([self.prefix_tokens], device=self.decoder.device)
         cache = self.decoder.new_cache(ids.shape[1])

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from blend.decoder import Decoder
 
 FULL = "full"
+PLAIN_REUSE = BlendConfig(selector="none", context_map=False, stand_in=False)
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Method:
 
 def standard_methods(config: BlendConfig) -> tuple[Method, ...]:
     """Full recompute, plain reuse, and blended prefill as configured."""
-    return (Method(FULL), Method("reuse", BlendConfig(selector="none", context_map=False)), Method("blend", config))
+    return (Method(FULL), Method("reuse", PLAIN_REUSE), Method("blend", config))
 
 
 class Evaluator:
@@ -80,13 +81,16 @@ class Evaluator:
             rows.append(_measurement(method, record, answer, times[method.name], cost, fidelity))
         return rows
 
-    def calibrate(self, records: Sequence[Record]) -> bool:
-        """Measure the context map on the chunks of these records where the store holds none; whether there is one now.
+    def calibrate(self, records: Sequence[Record], stand_in_tokens: int) -> bool:
+        """Choose a stand-in and measure the context maps on the chunks of these records, where the store holds none.
 
-        Its prompts are chunks in random order, never a record's own prompt.
+        Its prompts are chunks in random order, never a record's own prompt. Returns whether there is a map now.
         """
-        chunks = dict.fromkeys(self.template.chunk_ids(chunk) for record in records for chunk in record.chunks)
-        return self.blender.calibrate(self.template.prefix, list(chunks))
+        chunks = list(dict.fromkeys(self.template.chunk_ids(chunk) for record in records for chunk in record.chunks))
+        library = self.blender.library(self.template.prefix)
+        if stand_in_tokens and not library.decided:
+            library.choose_stand_in(chunks, stand_in_tokens)
+        return self.blender.calibrate(self.template.prefix, chunks)
 
     def warm_up(self, record: Record, methods: Sequence[Method]) -> None:
         """Run every method once, uncounted: first calls pay for allocation and kernel choice."""
@@ -98,10 +102,8 @@ class Evaluator:
 
     def cache_chunks(self, layout: PromptLayout) -> None:
         """Compute and store what the prompt's chunks lack."""
-        encoder = self.blender.encoder(layout.prefix)
-        missing = [c for c in dict.fromkeys(layout.chunks) if encoder.identity.key(c) not in self.blender.store]
-        for index, cache in encoder.encode(missing):
-            self.blender.store.put(encoder.identity.key(missing[index]), cache)
+        library = self.blender.library(layout.prefix)
+        library.compute(library.missing(layout.chunks))
 
     def _prefills(self, layout: PromptLayout, methods: Sequence[Method]) -> dict[str, list[FullPrefill | Blend]]:
         """Alternating timed prefills; only the last of each method keeps its cache."""

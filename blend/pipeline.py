@@ -146,11 +146,11 @@ class Rag:
     ) -> Precomputed:
         """Index documents, or those under paths, and compute their chunk caches; see `precompute.precompute`.
 
-        Then the context map is measured, where the store holds none or most of the corpus is new. Documents are read and the
+        Then the context maps are measured, where the store holds none or most of the corpus is new. Documents are read and the
         store is opened before any model is loaded, so that mistakes show at once.
         """
         loaded = documents if isinstance(documents, LoadedDocuments) else load_documents(documents)
-        for stale in ("index", "retriever"):
+        for stale in ("index", "retriever", "blender"):
             self.__dict__.pop(stale, None)
         store = self.store
         done = precompute(
@@ -182,9 +182,9 @@ class Rag:
         if self._rehearsed is None:
             _ = self.index, self.store
             self.retriever.search("warm up", 1)
-            self.blender.encoder(self.template.prefix)
-            if self.blend_config.context_map:
-                self.blender.context_map(self.template.prefix)
+            _ = self.blender.encoder(self.template.prefix).prefix
+            for company in (False, True) if self.blend_config.context_map else ():
+                self.blender.context_map(self.template.prefix, company=company)
             self._rehearsed = self._rehearse()
         if compare and not self._rehearsed_full:
             full_prefill(self.decoder, self._rehearsed)
@@ -196,9 +196,8 @@ class Rag:
         suffix = self.template.layout("Is everything ready?", []).suffix
         layout = PromptLayout(self.template.prefix[:1], (tuple(text), tuple(text[1:])), suffix)
         blender = Blender(self.decoder, open_store("memory:"), self.blend_config)
-        encoder = blender.encoder(layout.prefix)
-        for _, cache in encoder.encode(layout.chunks[:1]):
-            blender.store.put(encoder.identity.key(layout.chunks[0]), cache)
+        library = blender.library(layout.prefix)
+        library.compute(library.missing(layout.chunks[:1]))
         blender.prefill(layout)
         return layout
 

@@ -7,13 +7,13 @@ use, and a next run that computes only those.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blend.config import CorpusConfig
-from blend.encode import ChunkEncoder
+from blend.library import ChunkLibrary
 from blend.prompt import PromptTemplate, render_chunk
 from blend.store.base import ChunkStore
 from retrieval import (
@@ -92,25 +92,31 @@ def precompute(
     given = {document.id for document in loaded.documents}
     kept = [chunk for chunk in held if add and chunk.document_id not in given]
     chunks = (*kept, *_chunks(loaded, template, config, progress))
-    encoder = ChunkEncoder(decoder, template.prefix, config.batch_tokens)
+    library = ChunkLibrary(decoder, store, template.prefix, config.batch_tokens)
     ids = list(dict.fromkeys(template.chunk_ids(chunk) for chunk in chunks))
-    store.describe(encoder.identity.namespace, describe_namespace(decoder, template))
+    words = describe_namespace(decoder, template)
+    store.describe(library.alone.identity.namespace, words)
     # Before the index forgets them; only its own entries go, a report's stay.
     for gone in {template.chunk_ids(chunk) for chunk in held}.difference(ids):
-        store.delete(encoder.identity.key(gone))
+        library.forget(gone)
     update = update_index(index_dir, chunks, embedder, lambda done, total: progress("embed", done, total))
-    missing = [i for i in ids if encoder.identity.key(i) not in store]
+    if not config.stand_in_tokens:
+        library.drop_stand_in()
+    elif library.choose_stand_in(ids, config.stand_in_tokens):
+        store.describe(library.encoder(company=True).identity.namespace, {**words, "company": "stand-in"})
+    missing = library.missing(ids)
+    computed = len({wanted.chunk for wanted in missing})
     begin = time.perf_counter()
-    tokens = encode_missing(encoder, store, missing, lambda done, total: progress("encode", done, total))
+    tokens = library.compute(missing, lambda done, total: progress("encode", done, total))
     seconds = time.perf_counter() - begin
     return Precomputed(
         documents=len({chunk.document_id for chunk in chunks}),
         chunks=len(chunks),
         added=update.added,
         removed=update.removed,
-        computed=len(missing),
-        reused=len(ids) - len(missing),
-        evicted=sum(encoder.identity.key(i) not in store for i in ids),
+        computed=computed,
+        reused=len(ids) - computed,
+        evicted=len({wanted.chunk for wanted in library.missing(ids)}),
         tokens=tokens,
         seconds=seconds,
         skipped=loaded.skipped,
@@ -130,22 +136,6 @@ def _chunks(loaded: LoadedDocuments, template: PromptTemplate, config: CorpusCon
         )
         progress("chunk", number, len(loaded.documents))
     return chunks
-
-
-def encode_missing(
-    encoder: ChunkEncoder,
-    store: ChunkStore,
-    missing: Sequence[tuple[int, ...]],
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> int:
-    """Compute and store these chunks, each as soon as it is there; the number of their tokens."""
-    total, done = sum(map(len, missing)), 0
-    progress(0, total)
-    for index, cache in encoder.encode(missing):
-        store.put(encoder.identity.key(missing[index]), cache)
-        done += len(missing[index])
-        progress(done, total)
-    return total
 
 
 def describe_namespace(decoder: Decoder, template: PromptTemplate) -> dict[str, str]:

@@ -95,6 +95,11 @@ class CacheIdentity:
         digest = _digest(f"{self.namespace}/context map", ())
         return ChunkKey(digest[:32], digest)
 
+    @property
+    def stand_in_namespace(self) -> str:
+        """Name under which a store describes the stand-in that was chosen for chunks in company (`blend.library`)."""
+        return _digest(f"{self.namespace}/stand-in", ())[:32]
+
 
 def _digest(salt: str, token_ids: Sequence[int]) -> str:
     return hashlib.sha256((salt + ",".join(map(str, token_ids))).encode()).hexdigest()
@@ -109,10 +114,10 @@ class ChunkKey(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkCache:
-    """KV cache of one chunk, computed on its own after the shared prefix, the prefix's own KV dropped.
+    """KV cache of one chunk, computed right behind the shared prefix or a longer one, the KV before the chunk dropped.
 
     keys[layer], values[layer]: `[kv_heads, tokens, head_dim]`; head_dim may differ between the two and between layers.
-    start: position of the chunk's first token when the keys were computed (the length of the prefix).
+    start: position of the chunk's first token when the keys were computed (the length of what stood before).
     """
 
     keys: tuple[torch.Tensor, ...]

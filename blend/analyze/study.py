@@ -15,10 +15,11 @@ from blend.analyze.observe import LayerAttention, observe_layer, observe_rows, t
 from blend.analyze.scores import RowScores, row_scores
 from blend.analyze.segments import Segments
 from blend.analyze.tokens import token_texts, word_kinds
-from blend.assemble import assemble, load_chunks
+from blend.assemble import assemble
 from blend.attention import AttentionCall
 from blend.blender import Blender
 from blend.errors import ConfigError, PromptError
+from blend.library import LoadedLibrary
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:
@@ -83,9 +84,10 @@ def analyze_prompt(
     """
     decoder, config = blender.decoder, blender.config
     _check(decoder, layout, config.mask, head)
-    _cache_chunks(blender, layout)
+    library = blender.library(layout.prefix)
+    library.compute(library.missing(layout.chunks))
     segments, suffix = Segments.of(layout), torch.arange(layout.context.stop, layout.rows, device=decoder.device)
-    stored = _reused(blender, layout)
+    stored, _ = _stored(blender, layout, company=False)
     reuse_calls = _watch(decoder, layout, suffix, stored)
     blend = blender.prefill(layout, room=0)
     blend_calls = _watch(decoder, layout, blend.selection.rows, blend.cache)
@@ -104,7 +106,7 @@ def analyze_prompt(
     texts = token_texts(decoder.tokenizer, layout.token_ids)
     exchange = _exchange(segments, attention, reuse_calls, blend_calls, np.array(variation))
     before, after = (measure_deviation(cache, exact, layout.context) for cache in (stored, blend.cache))
-    mapped = _map(blender, layout, stored)
+    ranked, mapped = _as_ranked(blender, layout)
     return PromptAnalysis(
         layout=layout,
         segments=segments,
@@ -117,7 +119,7 @@ def analyze_prompt(
         exchange=exchange,
         before=before,
         after=after,
-        scores=row_scores(decoder, config, layout, stored, exact),
+        scores=row_scores(decoder, config, layout, ranked, exact),
     )
 
 
@@ -132,32 +134,25 @@ def _check(decoder: Decoder, layout: PromptLayout, mask: str, head: int | None) 
     decoder.check_length(layout.rows)
 
 
-def _cache_chunks(blender: Blender, layout: PromptLayout) -> None:
-    encoder = blender.encoder(layout.prefix)
-    missing = [c for c in dict.fromkeys(layout.chunks) if encoder.identity.key(c) not in blender.store]
-    for index, cache in encoder.encode(missing):
-        blender.store.put(encoder.identity.key(missing[index]), cache)
-
-
-def _reused(blender: Blender, layout: PromptLayout) -> BlendedCache:
+def _stored(blender: Blender, layout: PromptLayout, *, company: bool) -> tuple[BlendedCache, LoadedLibrary]:
     """The stored chunks at the prompt's positions, nothing recomputed."""
-    encoder, depth = blender.encoder(layout.prefix), len(blender.decoder.layers)
-    keys = [encoder.identity.key(chunk) for chunk in layout.chunks]
-    loaded = load_chunks(blender.store, keys, [len(chunk) for chunk in layout.chunks], depth)
+    library = blender.library(layout.prefix)
+    loaded = library.load(layout.chunks, company=company)
     if not all(loaded.hits):
         why = loaded.problems[0] if loaded.problems else "the store dropped them; give it a larger budget"
         raise PromptError(f"some chunks of the prompt cannot be read back from the store: {why}")
-    return assemble(blender.decoder, layout, encoder.prefix, loaded.chunks, 0)
+    return assemble(blender.decoder, layout, library.alone.prefix, loaded.chunks, 0), loaded
 
 
-def _map(blender: Blender, layout: PromptLayout, stored: BlendedCache) -> bool:
-    """Apply the context map as a blend does, whose selector sees the mapped cache; whether there is one."""
-    found = blender.context_map(layout.prefix) if blender.config.context_map else None
-    if found is None:
-        return False
+def _as_ranked(blender: Blender, layout: PromptLayout) -> tuple[BlendedCache, bool]:
+    """The stored chunks as a blend's selector sees them, and whether a context map was applied."""
+    cache, loaded = _stored(blender, layout, company=blender.config.stand_in)
+    kinds = {kind for kind in loaded.company[1:] if blender.context_map(layout.prefix, company=kind)}
+    if not blender.config.context_map or not kinds:
+        return cache, False
     rows = torch.arange(layout.chunk_spans[0].stop, layout.context.stop, device=blender.decoder.device)
-    found.apply(blender.decoder, stored, layout, rows)
-    return True
+    blender.map_rows(cache, layout, loaded, rows)
+    return cache, True
 
 
 def _watch(

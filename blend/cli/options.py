@@ -113,6 +113,12 @@ _BLENDING = (
         show_default=True,
         help="Correct stored chunks by the map that precompute measured.",
     ),
+    click.option(
+        "--stand-in/--no-stand-in",
+        default=_BLEND.stand_in,
+        show_default=True,
+        help="Use caches that were computed behind a stand-in for other chunks.",
+    ),
     _blending("seed", "Seed of the random selector."),
 )
 
@@ -128,7 +134,7 @@ def blending(function: F) -> F:
 
 
 def chunking(function: F) -> F:
-    """--chunk-tokens and --embedder, of a corpus that is being made."""
+    """--chunk-tokens, --stand-in-tokens and --embedder, of a corpus that is being made."""
     tokens = click.option(
         "--chunk-tokens",
         type=int,
@@ -136,7 +142,14 @@ def chunking(function: F) -> F:
         show_default=True,
         help="Longest chunk, in tokens of the model.",
     )
-    return _apply((tokens, _embedder(default=_CORPUS.embedder, show_default=True)), function)
+    stand_in = click.option(
+        "--stand-in-tokens",
+        type=int,
+        default=_CORPUS.stand_in_tokens,
+        show_default=True,
+        help="Compute every cache also behind so many tokens of other chunks; 0 halves time and store, at more error.",
+    )
+    return _apply((tokens, stand_in, _embedder(default=_CORPUS.embedder, show_default=True)), function)
 
 
 def retrieval(function: F) -> F:

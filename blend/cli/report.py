@@ -80,7 +80,7 @@ def _measure(rag: Rag, records: list[Record], max_new_tokens: int, repeats: int)
         methods = standard_methods(rag.blend_config)
         fitting = _fitting(rag, records, max_new_tokens)
         if rag.blend_config.context_map:
-            evaluator.calibrate(fitting)
+            evaluator.calibrate(fitting, rag.corpus_config.stand_in_tokens)
         evaluator.warm_up(fitting[0], methods)
         for number, record in enumerate(fitting, 1):
             rows = evaluator.measure(record, methods)

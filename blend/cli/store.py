@@ -29,7 +29,7 @@ def command(store: Path, clear: bool, as_json: bool) -> None:
             caches.delete(key)
     stats = caches.stats()
     described = dict(sorted(caches.namespaces().items(), key=lambda entry: (entry[1].get("content", ""), entry[0])))
-    namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in described.items()]
+    namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **_counted(words)} for name, words in described.items()]
     if as_json:
         from blend.cli.console import print_json
 
@@ -38,8 +38,20 @@ def command(store: Path, clear: bool, as_json: bool) -> None:
     maps = sum(1 for name, words in described.items() if "content" in words for _ in caches.keys(name))
     click.echo(f"{store}: {stats.entries - maps:,} chunk caches, {stats.nbytes / 1e6:,.0f} MB")
     for words in namespaces:
-        held = words.get("content") or f"{words['caches']:,} caches"
-        click.echo(f"  {_describe(words)}: {held}")
+        click.echo(f"  {_describe(words)}: {_held(words)}")
+
+
+def _counted(words: dict[str, str]) -> dict[str, Any]:
+    """A stand-in is described by its tokens; how many they are is enough here."""
+    if "tokens" not in words:
+        return dict(words)
+    return {**words, "tokens": sum(len(chunk.split(",")) for chunk in words["tokens"].split(";") if chunk)}
+
+
+def _held(words: dict[str, Any]) -> str:
+    if "tokens" in words:
+        return f"stand-in of {words['tokens']:,} tokens" if words["tokens"] else "no stand-in"
+    return words.get("content") or f"{words['caches']:,} caches{' in company' if 'company' in words else ''}"
 
 
 def _describe(words: dict[str, Any]) -> str:

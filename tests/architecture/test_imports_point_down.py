@@ -15,7 +15,7 @@ LAYERS = (
     ("blend.pipeline", "blend.evaluate", "blend.analyze"),
     ("blend.precompute",),
     ("blend.decoding", "blend.reference", "blend.blender"),
-    ("blend.context_map",),
+    ("blend.context_map", "blend.library"),
     ("blend.encode", "blend.assemble", "blend.recompute"),
     ("blend.select", "blend.decoder"),
     ("blend.admission",),

@@ -214,12 +214,19 @@ def indexed(blend: Blend, _indexed: Path, tmp_path: Path) -> Blend:
     return blend
 
 
-def entries(store: Path) -> list[Path]:
-    """The files of all chunk caches; context maps stand in namespaces that say so."""
-    words = (store / "kv" / "namespaces").glob("*.json")
-    maps = {path.stem for path in words if "context map" in path.read_text()}
+def entries(store: Path, kind: str = "alone") -> list[Path]:
+    """The files of all chunk caches "alone" or "in company", or of all "maps"; namespaces say what they hold."""
+    kinds = {path.stem: _kind(path.read_text()) for path in (store / "kv" / "namespaces").glob("*.json")}
     found = (store / "kv" / "objects").rglob("*.safetensors")
-    return sorted(path for path in found if path.relative_to(store / "kv" / "objects").parts[0] not in maps)
+    return sorted(path for path in found if kinds.get(_namespace(store, path), "alone") == kind)
+
+
+def _namespace(store: Path, path: Path) -> str:
+    return path.relative_to(store / "kv" / "objects").parts[0]
+
+
+def _kind(words: str) -> str:
+    return "maps" if "context map" in words else "in company" if '"company"' in words else "alone"
 
 
 def one_line(text: str) -> str:

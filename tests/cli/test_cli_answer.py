@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from conftest import SHORT_CONTEXT, Blend, entries, one_line
@@ -89,18 +90,31 @@ def test_another_models_store_answers_says_so_and_hits_from_then_on(filled: Blen
 
 def test_a_damaged_cache_is_recomputed_replaced_and_told(filled: Blend) -> None:
     clean = filled("answer", QUESTION, "--json", "--max-new-tokens", "4", "--ratio", "1").json
-    for path in entries(filled.store):
-        data = bytearray(path.read_bytes())
-        data[-40] ^= 1
-        path.write_bytes(data)
+    _damage([*entries(filled.store), *entries(filled.store, "in company")])
     call = ("answer", QUESTION, "--json", "--max-new-tokens", "4", "--ratio", "1", "--top-k", "8")
     hurt, mended = filled(*call), filled(*call)
     assert not any(chunk["hit"] for chunk in hurt.json["chunks"])
-    assert len(hurt.json["problems"]) == 8
-    assert hurt.err.count("recomputed and replaced: ") == 8
+    assert len(hurt.json["problems"]) == 15  # the first chunk is looked for alone, the others in company and then alone
+    assert hurt.err.count("recomputed and replaced: ") == 15
     assert hurt.json["answer"] == clean["answer"]
     assert all(chunk["hit"] for chunk in mended.json["chunks"])
     assert mended.json["problems"] == []
+
+
+def test_a_damaged_cache_in_company_is_replaced_and_the_one_alone_used_meanwhile(filled: Blend) -> None:
+    _damage(entries(filled.store, "in company"))
+    call = ("answer", QUESTION, "--json", "--max-new-tokens", "2", "--top-k", "8")
+    hurt, mended = filled(*call), filled(*call)
+    assert all(chunk["hit"] for chunk in hurt.json["chunks"])
+    assert len(hurt.json["problems"]) == 7
+    assert mended.json["problems"] == []
+
+
+def _damage(paths: Iterable[Path]) -> None:
+    for path in paths:
+        data = bytearray(path.read_bytes())
+        data[-40] ^= 1
+        path.write_bytes(data)
 
 
 def test_a_store_that_cannot_be_written_costs_no_answer(filled: Blend, other_model: Path) -> None:
@@ -158,8 +172,10 @@ def test_an_answer_that_meets_the_end_of_the_context(filled: Blend, short_model:
 
 def test_a_damaged_context_map_is_told_and_measured_again(filled: Blend, documents: Path) -> None:
     known = {path: path.read_bytes() for path in (filled.store / "kv" / "objects").rglob("*.safetensors")}
-    [path] = set(known) - set(entries(filled.store))
-    path.write_bytes(known[path][:-40] + bytes(40))
+    maps = entries(filled.store, "maps")
+    assert len(maps) == 2
+    for path in maps:
+        path.write_bytes(known[path][:-40] + bytes(40))
     call = ("answer", QUESTION, "--json", "--max-new-tokens", "2")
     hurt = filled(*call)
     assert hurt.code == 0
@@ -167,5 +183,5 @@ def test_a_damaged_context_map_is_told_and_measured_again(filled: Blend, documen
     assert all(chunk["hit"] for chunk in hurt.json["chunks"])
     assert filled(*call, "--no-context-map").json["problems"] == []
     assert filled("precompute", documents, *CHUNKS, "--json").json["computed"] == 0
-    assert path.read_bytes() == known[path]
+    assert all(path.read_bytes() == known[path] for path in maps)
     assert filled(*call).json["problems"] == []

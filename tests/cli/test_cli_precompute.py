@@ -124,19 +124,34 @@ def test_a_store_that_cannot_be_written(blend: Blend, documents: Path) -> None:
 
 
 def test_store_lists_and_clears(filled: Blend) -> None:
-    count = len(entries(filled.store))
+    count, company = len(entries(filled.store)), len(entries(filled.store, "in company"))
+    assert 0 < company < count
     listed = filled("store", "--json").json
-    assert listed["entries"] == count + 1
-    assert {words.get("content", "chunks"): words["caches"] for words in listed["namespaces"]} == {
-        "chunks": count,
-        "context map": 1,
-    }
+    assert listed["entries"] == count + company + 2
+    held = sorted((words.get("content", ""), words["caches"]) for words in listed["namespaces"])
+    assert held == [("", company), ("", count), ("context map", 1), ("context map", 1), ("stand-in", 0)]
     shown = filled("store").out
-    assert f"{count} chunk caches" in shown
-    assert shown.count("context map") == 1
+    assert f"{count + company} chunk caches" in shown
+    assert f"{count} caches\n" in shown
+    assert f"{company} caches in company\n" in shown
+    assert shown.count("context map") == 2
+    assert "stand-in of " in shown
     assert "float32, prefix of" in shown
     assert filled("store", "--clear").code == 0
     assert entries(filled.store) == []
     first = filled("answer", "the market", "--json", "--max-new-tokens", "1").json
     assert not any(chunk["hit"] for chunk in first["chunks"])
     assert len(entries(filled.store)) == len(first["chunks"])
+    assert 0 < len(entries(filled.store, "in company")) <= len(first["chunks"])
+
+
+def test_a_corpus_without_a_stand_in(filled: Blend, documents: Path) -> None:
+    size, company = filled("store", "--json").json["bytes"], len(entries(filled.store, "in company"))
+    found = filled("precompute", documents, *CHUNKS, "--stand-in-tokens", "0", "--json").json
+    assert found["computed"] == 0
+    assert found["store"]["bytes"] < 0.6 * size
+    assert entries(filled.store, "in company") == []
+    assert "no stand-in" in filled("store").out
+    again = filled("precompute", documents, *CHUNKS, "--json").json
+    assert again["computed"] == company
+    assert again["store"]["bytes"] == size

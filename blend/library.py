@@ -1,0 +1,211 @@
+"""The chunk caches behind one prefix: which there are, loading them, computing what is missing.
+
+A chunk can have two. *Alone*, it is computed right behind the prefix: what the first chunk of a prompt is, exactly. *In
+company*, it is computed behind the prefix and a stand-in: a few chunks of the corpus, the same for all, in place of whatever a
+prompt will put before the chunk. What a chunk's KV gains because something stands before it is for the most part the same
+whatever that is (docs/selection.md), so this cache is nearer to full recompute in every place but the first.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+from blend.assemble import load_chunks
+from blend.encode import ChunkEncoder
+from blend.types import ChunkCache, ChunkKey
+
+if TYPE_CHECKING:
+    from blend.decoder import Decoder
+    from blend.store.base import ChunkStore
+
+Tokens = tuple[int, ...]
+LARGEST_SHARE = 8  # one chunk in so many may be in the stand-in: those have no cache in company
+STAND_IN_CONTENT = "stand-in"  # how a store describes the namespace of one
+
+
+class Wanted(NamedTuple):
+    """One cache of a chunk: alone, or in company."""
+
+    chunk: Tokens
+    company: bool
+
+
+class LoadedLibrary(NamedTuple):
+    """What a store gave for the chunks of a prompt.
+
+    chunks: a cache or None for each. company: whether it is the one in company. problems: a line for every entry that was
+    refused. missing: the caches that would have been used and could not, each once.
+    """
+
+    chunks: tuple[ChunkCache | None, ...]
+    company: tuple[bool, ...]
+    problems: tuple[str, ...]
+    missing: tuple[Wanted, ...]
+
+    @property
+    def hits(self) -> tuple[bool, ...]:
+        """Which chunks came out of the store."""
+        return tuple(chunk is not None for chunk in self.chunks)
+
+
+class ChunkLibrary:
+    """Caches of chunks behind `prefix` (token ids). batch_tokens: see `ChunkEncoder`."""
+
+    def __init__(self, decoder: Decoder, store: ChunkStore, prefix: Tokens, batch_tokens: int = 1024) -> None:
+        self.decoder, self.store, self.prefix = decoder, store, prefix
+        self.alone = ChunkEncoder(decoder, prefix, batch_tokens)
+        self._batch_tokens = batch_tokens
+        self._stand_in: tuple[Tokens, ...] | None = None
+        self._company: ChunkEncoder | None = None
+
+    @property
+    def stand_in(self) -> tuple[Tokens, ...]:
+        """The chunks that stand in for a prompt's earlier ones; empty where none were chosen."""
+        if self._stand_in is None:
+            self._stand_in = _parse(self._description().get("tokens", ""))
+        return self._stand_in
+
+    @property
+    def decided(self) -> bool:
+        """Whether the store knows of a stand-in, or that there is to be none."""
+        return bool(self._description())
+
+    def _description(self) -> dict[str, str]:
+        return self.store.namespaces().get(self.alone.identity.stand_in_namespace, {})
+
+    @property
+    def company(self) -> ChunkEncoder | None:
+        """The encoder of chunks in company, or None without a stand-in."""
+        if self._company is None and self.stand_in:
+            self._company = ChunkEncoder(self.decoder, (*self.prefix, *chain(*self.stand_in)), self._batch_tokens)
+        return self._company
+
+    def choose_stand_in(self, chunks: Sequence[Tokens], tokens: int) -> bool:
+        """Choose some of these chunks, `tokens` tokens at most, where none were chosen yet; whether there are any now.
+
+        The choice is remembered in the store and stays, because caches in company are of use behind it only. Raises
+        `StoreError` when the store cannot be written.
+        """
+        if not self.stand_in and (chosen := _choose(self._fitting(chunks, tokens), tokens, len(chunks))):
+            self._decide(chosen)
+        return bool(self.stand_in)
+
+    def drop_stand_in(self) -> None:
+        """Have none, and remove the caches in company. Raises `StoreError` when the store cannot be written."""
+        if self.company is not None:
+            self.store.prune((), self.company.identity.namespace)
+        self._decide(())
+
+    def _decide(self, chosen: tuple[Tokens, ...]) -> None:
+        words = {"content": STAND_IN_CONTENT, "model": self.decoder.name, "dtype": self.alone.identity.dtype}
+        ids = ";".join(",".join(map(str, chunk)) for chunk in chosen)
+        described = {**words, "prefix_tokens": str(len(self.prefix)), "tokens": ids}
+        self.store.describe(self.alone.identity.stand_in_namespace, described)
+        self._stand_in, self._company = chosen, None
+
+    def _fitting(self, chunks: Sequence[Tokens], tokens: int) -> list[Tokens]:
+        """Different chunks of which any behind the stand-in still fits the model."""
+        longest, context = max(map(len, chunks), default=0), self.decoder.context_length
+        room = tokens if context is None else min(tokens, context - len(self.prefix) - longest)
+        return [chunk for chunk in dict.fromkeys(chunks) if 0 < len(chunk) <= room]
+
+    def encoder(self, *, company: bool) -> ChunkEncoder:
+        """The encoder of chunks alone or in company; without a stand-in there is only the former."""
+        return (self.company if company else None) or self.alone
+
+    def wanted(self, chunks: Sequence[Tokens]) -> list[Wanted]:
+        """Every cache that these chunks should have, each once: first those alone, then those in company."""
+        distinct = list(dict.fromkeys(chunks))
+        return [
+            *(Wanted(chunk, company=False) for chunk in distinct),
+            *(Wanted(chunk, company=True) for chunk in distinct if self._has_company(chunk)),
+        ]
+
+    def _has_company(self, chunk: Tokens) -> bool:
+        """Whether a chunk has a cache in company: not one that is in the stand-in and would read itself, or does not fit."""
+        if self.company is None or chunk in self.stand_in:
+            return False
+        context = self.decoder.context_length
+        return context is None or len(self.company.prefix_tokens) + len(chunk) <= context
+
+    def missing(self, chunks: Sequence[Tokens]) -> list[Wanted]:
+        """The caches of these chunks that the store does not hold."""
+        return [one for one in self.wanted(chunks) if self.key(one) not in self.store]
+
+    def key(self, wanted: Wanted) -> ChunkKey:
+        """Where the store keeps this cache."""
+        return self.encoder(company=wanted.company).identity.key(wanted.chunk)
+
+    def compute(self, wanted: Sequence[Wanted], progress: Callable[[int, int], None] = lambda done, total: None) -> int:
+        """Compute and store these caches, each as soon as it is there; the number of their tokens.
+
+        Raises `StoreError` when the store cannot be written.
+        """
+        total, done = sum(len(one.chunk) for one in wanted), 0
+        progress(0, total)
+        for company in (False, True):
+            encoder, chunks = self.encoder(company=company), [one.chunk for one in wanted if one.company == company]
+            for index, cache in encoder.encode(chunks):
+                self.store.put(encoder.identity.key(chunks[index]), cache)
+                done += len(chunks[index])
+                progress(done, total)
+        return total
+
+    def forget(self, chunk: Tokens) -> None:
+        """Remove the chunk's caches from the store."""
+        for one in self.wanted([chunk]):
+            self.store.delete(self.key(one))
+
+    def load(self, chunks: Sequence[Tokens], *, company: bool = True) -> LoadedLibrary:
+        """The best stored cache for every chunk of a prompt, in order: alone for the first, in company for the others.
+
+        Where that one is missing or damaged the other takes its place. company: whether to use caches in company.
+        """
+        best = [Wanted(chunk, company and place > 0 and self._has_company(chunk)) for place, chunk in enumerate(chunks)]
+        found, problems = self._load(best)
+        lacking = list(dict.fromkeys(one for one in best if one not in found))
+        spare, more = self._load([Wanted(one.chunk, company=False) for one in lacking if one.company])
+        used = [one if one in found else Wanted(one.chunk, company=False) for one in best]
+        caches = {**found, **spare}
+        unknown = [one.chunk for one in used if one not in caches]
+        lacking += [one for one in self.wanted(unknown) if (company or not one.company) and one not in lacking]
+        return LoadedLibrary(
+            tuple(caches.get(one) for one in used),
+            tuple(one.company for one in used),
+            (*problems, *more),
+            tuple(lacking),
+        )
+
+    def _load(self, wanted: Sequence[Wanted]) -> tuple[dict[Wanted, ChunkCache], tuple[str, ...]]:
+        keys, counts = [self.key(one) for one in wanted], [len(one.chunk) for one in wanted]
+        loaded = load_chunks(self.store, keys, counts, len(self.decoder.layers))
+        pairs = zip(wanted, loaded.chunks, strict=True)
+        return {one: cache for one, cache in pairs if cache is not None}, loaded.problems
+
+    def caches(self, chunks: Sequence[Tokens], *, company: bool) -> list[ChunkCache]:
+        """A cache for every chunk of a prompt, as `load` chooses them; what the store lacks is computed and stored."""
+        loaded = self.load(chunks, company=company)
+        if loaded.missing:
+            self.compute(loaded.missing)
+            loaded = self.load(chunks, company=company)
+        return [cache for cache in loaded.chunks if cache is not None]
+
+
+def _choose(chunks: Sequence[Tokens], tokens: int, corpus: int) -> tuple[Tokens, ...]:
+    """Chunks in random order, the same for the same ones, as many as `tokens` and the size of the corpus allow."""
+    chosen: list[Tokens] = []
+    for chunk in random.Random(0).sample(chunks, len(chunks)):
+        if sum(map(len, chosen)) + len(chunk) <= tokens and len(chosen) < corpus // LARGEST_SHARE:
+            chosen.append(chunk)
+    return tuple(chosen)
+
+
+def _parse(words: str) -> tuple[Tokens, ...]:
+    """The chunks of a description; none where it cannot be read."""
+    try:
+        return tuple(tuple(int(token) for token in chunk.split(",")) for chunk in words.split(";") if chunk)
+    except ValueError:
+        return ()

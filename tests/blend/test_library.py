@@ -1,0 +1,200 @@
+"""The caches behind a prefix: alone for the first chunk of a prompt, in company for the others, whole under any fault."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from cases import make_layout
+from dense_reference import assert_close, dense_prefill
+from models import decoder, eager_model
+
+from blend.blender import Blender
+from blend.config import BlendConfig
+from blend.library import ChunkLibrary, Wanted
+from blend.store import open_store
+from blend.types import PromptLayout
+
+FAMILIES = ("llama", "gemma3", "glm4", "deepseek-v3")
+LAYOUT = make_layout()
+ALL = BlendConfig(selector="all")
+REUSE = BlendConfig(selector="none")
+AS_STORED = BlendConfig(selector="none", context_map=False, stand_in=False)
+
+
+def corpus(count: int = 24, length: int = 9) -> list[tuple[int, ...]]:
+    draw = torch.Generator().manual_seed(3)
+    return [tuple(torch.randint(3, 60, (length,), generator=draw).tolist()) for _ in range(count)]
+
+
+def filled(name: str = "llama", location: str | Path = "memory:") -> Blender:
+    """A blender whose store holds every cache of the prompt's chunks."""
+    blender = Blender(decoder(name), open_store(location, codec="native"))
+    library = blender.library(LAYOUT.prefix)
+    assert library.choose_stand_in(corpus(), 27)
+    library.compute(library.missing(LAYOUT.chunks))
+    return blender
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_caches_in_company_are_those_of_the_model_behind_prefix_and_stand_in(name: str) -> None:
+    library = filled(name).library(LAYOUT.prefix)
+    before = (*LAYOUT.prefix, *(token for chunk in library.stand_in for token in chunk))
+    loaded = library.load(LAYOUT.chunks)
+    assert loaded.company == (False, True, True, True)
+    for chunk, cache, start in zip(LAYOUT.chunks, loaded.chunks, (len(LAYOUT.prefix), *[len(before)] * 3), strict=True):
+        dense = dense_prefill(eager_model(name), (*before[:start], *chunk))
+        assert cache.start == start
+        for keys, values, (dense_keys, dense_values) in zip(cache.keys, cache.values, dense.layers, strict=True):
+            assert_close(keys, dense_keys[0, :, start:])
+            assert_close(values, dense_values[0, :, start:])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_their_keys_are_moved_back_to_the_prompts_positions(name: str) -> None:
+    """In a prompt that begins with the stand-in itself, what was computed in company is exact."""
+    blender = filled(name)
+    library = blender.library(LAYOUT.prefix)
+    layout = PromptLayout(LAYOUT.prefix, (*library.stand_in, LAYOUT.chunks[1]), LAYOUT.suffix)
+    library.compute(library.missing(layout.chunks))
+    cache = blender.prefill(layout, config=REUSE).cache
+    dense = dense_prefill(eager_model(name), layout.token_ids)
+    span = slice(*layout.chunk_spans[-1])
+    for index, kv in enumerate(dense.layers):
+        for got, expected in zip(cache.view(index), kv, strict=True):
+            assert_close(got[0, :, span], expected[0, :, span])
+
+
+def test_a_prompts_first_chunk_and_full_recompute_are_as_without() -> None:
+    blender = filled()
+    plain = blender.prefill(LAYOUT, config=AS_STORED).cache
+    company = blender.prefill(LAYOUT, config=REUSE).cache
+    first = slice(0, LAYOUT.chunk_spans[0].stop)
+    for index in range(len(plain.layers)):
+        for one, other in zip(plain.view(index), company.view(index), strict=True):
+            assert torch.equal(one[:, :, first], other[:, :, first])
+    assert not torch.equal(plain.view(2)[0], company.view(2)[0])
+    dense = dense_prefill(eager_model("llama"), LAYOUT.token_ids)
+    assert_close(blender.prefill(LAYOUT, config=ALL).logits[0], dense.logits[-1])
+
+
+def test_the_stand_in_is_part_of_the_corpus_small_and_stays(tmp_path: Path) -> None:
+    chunks = corpus()
+    library = ChunkLibrary(decoder("llama"), open_store(tmp_path), LAYOUT.prefix)
+    assert not library.decided
+    assert library.choose_stand_in(chunks, 1000)
+    chosen = library.stand_in
+    assert len(chosen) == len(chunks) // 8
+    assert set(chosen) <= set(chunks)
+    again = ChunkLibrary(decoder("llama"), open_store(tmp_path), LAYOUT.prefix)
+    assert again.choose_stand_in(corpus(80), 10)
+    assert again.stand_in == chosen
+    assert again.company.identity == library.company.identity
+    assert ChunkLibrary(decoder("llama"), open_store(tmp_path), (3, 4)).stand_in == ()
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(7, 100), (24, 8), (0, 100)])
+def test_a_corpus_may_be_too_small_for_one(count: int, tokens: int) -> None:
+    library = ChunkLibrary(decoder("llama"), open_store("memory:"), LAYOUT.prefix)
+    assert not library.choose_stand_in(corpus(count), tokens)
+    assert library.company is None
+    assert [one.company for one in library.wanted(corpus(count))] == [False] * count
+
+
+def test_chunks_of_the_stand_in_and_those_too_long_have_no_company() -> None:
+    library = filled().library(LAYOUT.prefix)
+    context = library.decoder.context_length
+    long = tuple([7] * (context - len(LAYOUT.prefix) - 3))
+    assert library.wanted([*library.stand_in, long]) == [
+        Wanted(chunk, company=False) for chunk in (*library.stand_in, long)
+    ]
+    assert not ChunkLibrary(library.decoder, open_store("memory:"), LAYOUT.prefix).choose_stand_in(
+        [*corpus(), long], 27
+    )
+
+
+def test_without_the_cache_in_company_the_one_alone_is_used_and_the_other_made_up_for() -> None:
+    blender = filled()
+    library = blender.library(LAYOUT.prefix)
+    lost = Wanted(LAYOUT.chunks[2], company=True)
+    library.store.delete(library.key(lost))
+    blend = blender.prefill(LAYOUT, config=REUSE)
+    assert blend.hits == (True,) * 4
+    assert blend.missing == (lost,)
+    assert blender.remember(blend) == 1
+    assert blender.prefill(LAYOUT, config=REUSE).missing == ()
+
+
+def test_a_chunk_that_is_not_stored_gets_both_caches() -> None:
+    blender = filled()
+    library = blender.library(LAYOUT.prefix)
+    for place in (0, 1):
+        library.forget(LAYOUT.chunks[place])
+    blend = blender.prefill(LAYOUT, config=REUSE)
+    assert blend.hits == (False, False, True, True)
+    assert blend.problems == ()
+    assert blender.remember(blend) == 2
+    assert library.missing(LAYOUT.chunks) == []
+
+
+def test_nothing_in_company_is_asked_for_where_it_is_switched_off() -> None:
+    blender = filled()
+    library = blender.library(LAYOUT.prefix)
+    library.store.prune((), library.company.identity.namespace)
+    assert blender.prefill(LAYOUT, config=AS_STORED).missing == ()
+    assert len(blender.prefill(LAYOUT, config=REUSE).missing) == 3
+
+
+def test_a_damaged_cache_in_company_gives_way_to_the_one_alone(tmp_path: Path) -> None:
+    blender = filled(location=tmp_path)
+    library = blender.library(LAYOUT.prefix)
+    (path,) = tmp_path.rglob(f"{library.key(Wanted(LAYOUT.chunks[1], company=True)).digest}*")
+    os.truncate(path, path.stat().st_size - 1)
+    blend = blender.prefill(LAYOUT, config=REUSE)
+    assert len(blend.problems) == 1
+    assert blend.hits == (True,) * 4
+    mixed = library.load(LAYOUT.chunks)
+    assert mixed.company == (False, False, True, True)
+    assert blender.remember(blend) == 1
+    assert library.load(LAYOUT.chunks).company == (False, True, True, True)
+
+
+def test_a_damaged_description_means_no_stand_in(tmp_path: Path) -> None:
+    library = filled(location=tmp_path).library(LAYOUT.prefix)
+    library.store.describe(library.alone.identity.stand_in_namespace, {"tokens": "4,x"})
+    blender = Blender(decoder("llama"), open_store(tmp_path))
+    blend = blender.prefill(LAYOUT, config=REUSE)
+    assert blend.hits == (True,) * 4
+    assert blend.missing == ()
+
+
+def test_dropping_the_stand_in_drops_what_depends_on_it() -> None:
+    library = filled().library(LAYOUT.prefix)
+    namespace = library.company.identity.namespace
+    library.drop_stand_in()
+    assert list(library.store.keys(namespace)) == []
+    assert library.decided
+    assert library.company is None
+    assert library.missing(LAYOUT.chunks) == []
+
+
+def test_each_kind_of_cache_has_a_map_of_its_own() -> None:
+    blender = filled()
+    library = blender.library(LAYOUT.prefix)
+    assert blender.calibrate(LAYOUT.prefix, corpus(120, 14))
+    maps = [blender.context_map(LAYOUT.prefix, company=company) for company in (False, True)]
+    assert None not in maps
+    assert maps[0] is not maps[1]
+    rows = torch.arange(LAYOUT.chunk_spans[1].start, LAYOUT.context.stop)
+    library.store.delete(library.key(Wanted(LAYOUT.chunks[3], company=True)))
+    got = blender.prefill(LAYOUT, config=REUSE).cache
+    plain = blender.prefill(LAYOUT, config=BlendConfig(selector="none", context_map=False)).cache
+    for span, found in zip(LAYOUT.chunk_spans[1:], (maps[1], maps[1], maps[0]), strict=True):
+        mine = rows[(rows >= span.start) & (rows < span.stop)]
+        expected = plain.clone(0)
+        found.apply(blender.decoder, expected, LAYOUT, mine)
+        for index in range(len(got.layers)):
+            for one, other in zip(got.view(index), expected.view(index), strict=True):
+                assert_close(one[:, :, mine], other[:, :, mine])
