@@ -31,6 +31,7 @@ class ChunkEncoder:
         self.identity = decoder.identity(self.prefix_tokens)
         if not self.prefix_tokens:
             raise PromptError("chunks need a prefix of at least one token in front of them")
+        decoder.check_length(len(self.prefix_tokens))
         self._batch_tokens = batch_tokens
 
     def encode(self, chunks: Sequence[Sequence[int]]) -> Iterator[tuple[int, ChunkCache]]:
@@ -73,7 +74,6 @@ class ChunkEncoder:
     @cached_property
     def prefix(self) -> ChunkCache:
         """The KV of the prefix itself."""
-        self.decoder.check_length(len(self.prefix_tokens))
         ids = torch.tensor([self.prefix_tokens], device=self.decoder.device)
         cache = self.decoder.new_cache(ids.shape[1])
         self.decoder.encode_rows(ids, 0, cache)

@@ -45,9 +45,9 @@ class Precomputed:
     """What a run did.
 
     documents, chunks: in the corpus now. added, removed: chunks that are new to the index, and gone from it. computed,
-    reused: caches computed now, and found stored. evicted: caches of the corpus that the store's budget has no room for.
-    tokens, seconds: of the forward passes and the writing of their caches. skipped: documents that could not be read, with the
-    reason. rebuilt: why an index that was there could not be built upon, or empty.
+    reused: caches computed now, and found stored; most chunks have two, alone and in company. evicted: caches of the corpus that
+    the store's budget has no room for. tokens, seconds: of the forward passes and the writing of their caches. skipped: documents
+    that could not be read, with the reason. rebuilt: why an index that was there could not be built upon, or empty.
     """
 
     documents: int
@@ -105,7 +105,6 @@ def precompute(
     elif library.choose_stand_in(ids, config.stand_in_tokens):
         store.describe(library.encoder(company=True).identity.namespace, {**words, "company": "stand-in"})
     missing = library.missing(ids)
-    computed = len({wanted.chunk for wanted in missing})
     begin = time.perf_counter()
     tokens = library.compute(missing, lambda done, total: progress("encode", done, total))
     seconds = time.perf_counter() - begin
@@ -114,9 +113,9 @@ def precompute(
         chunks=len(chunks),
         added=update.added,
         removed=update.removed,
-        computed=computed,
-        reused=len(ids) - computed,
-        evicted=len({wanted.chunk for wanted in library.missing(ids)}),
+        computed=len(missing),
+        reused=len(library.wanted(ids)) - len(missing),
+        evicted=len(library.missing(ids)),
         tokens=tokens,
         seconds=seconds,
         skipped=loaded.skipped,

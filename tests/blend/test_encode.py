@@ -58,6 +58,7 @@ def test_a_batch_stays_within_its_tokens_unless_one_chunk_alone_exceeds_them() -
     shapes: list[tuple[int, int]] = []
     dec = decoder("llama")
     encoder = ChunkEncoder(dec, LAYOUT.prefix, 24)
+    _ = encoder.prefix  # its own pass is not one of the chunks'
     handle = dec.model.get_input_embeddings().register_forward_pre_hook(
         lambda module, args: shapes.append(args[0].shape)
     )
