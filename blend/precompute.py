@@ -45,9 +45,9 @@ class Precomputed:
     """What a run did.
 
     documents, chunks: in the corpus now. added, removed: chunks that are new to the index, and gone from it. computed,
-    reused: caches computed now, and found stored; most chunks have two, alone and in company. evicted: caches of the corpus that
-    the store's budget has no room for. tokens, seconds: of the forward passes and the writing of their caches. skipped: documents
-    that could not be read, with the reason. rebuilt: why an index that was there could not be built upon, or empty.
+    reused: caches computed now, and found stored; most chunks have two, alone and in company. evicted: caches of the corpus
+    that the store's budget has no room for. tokens, seconds: of the forward passes and the writing of their caches. skipped:
+    documents that could not be read, with the reason. rebuilt: why an index that was there could not be built upon, or empty.
     """
 
     documents: int
