@@ -134,13 +134,15 @@ class Blender:
         sources = [partial(library.caches, company=company) for company in kinds]
         for company, found in zip(kinds, measure_maps(library.alone, plain, sources, progress), strict=True):
             if found is not None:
-                self._keep_map(library.encoder(company=company), found)
+                self._keep_map(library, found, company=company)
         return any(self.context_map(prefix, company=company) for company in kinds)
 
-    def _keep_map(self, encoder: ChunkEncoder, found: ContextMap) -> None:
+    def _keep_map(self, library: ChunkLibrary, found: ContextMap, *, company: bool) -> None:
+        encoder = library.encoder(company=company)
         key = encoder.identity.map_key
         words = {"content": MAP_CONTENT, "model": self.decoder.name, "dtype": encoder.identity.dtype}
-        self.store.describe(key.namespace, {**words, "prefix_tokens": str(len(encoder.prefix_tokens))})
+        kind = {"company": "stand-in"} if company else {}
+        self.store.describe(key.namespace, {**words, "prefix_tokens": str(len(library.prefix)), **kind})
         self.store.put(key, found.to_cache())
         # As the store's codec rounds it, in this process and the next.
         self._maps[encoder.prefix_tokens] = self._stored_map(encoder)

@@ -51,7 +51,8 @@ def _counted(words: dict[str, str]) -> dict[str, Any]:
 def _held(words: dict[str, Any]) -> str:
     if "tokens" in words:
         return f"stand-in of {words['tokens']:,} tokens" if words["tokens"] else "no stand-in"
-    return words.get("content") or f"{words['caches']:,} caches{' in company' if 'company' in words else ''}"
+    held = words.get("content") or f"{words['caches']:,} caches"
+    return f"{held} in company" if "company" in words else held
 
 
 def _describe(words: dict[str, Any]) -> str:
