@@ -11,10 +11,10 @@ BANDS = ("all", "middle", "upper")
 
 
 def layer_band(name: str, layers: int) -> range:
-    """Layers by name: "all", "middle" (from a third to three quarters of the depth), "upper" (half), or "a-b"."""
+    """Layers by name: "all", "middle" (from half to five sixths of the depth), "upper" (half), or "a-b"."""
     bands = {
         "all": range(layers),
-        "middle": range(layers // 3, -(-3 * layers // 4)),
+        "middle": range(layers // 2, -(-5 * layers // 6)),
         "upper": range(layers // 2, layers),
     }
     if name in bands:

@@ -33,6 +33,7 @@ UNKNOWN = [
     (("answer", "x", "--store-budget", "inf"), "positive"),
     (("precompute",), "Missing argument 'PATHS...'"),
     (("precompute", ".", "--chunk-tokens", "3"), "under 16 tokens"),
+    (("precompute", ".", "--stand-in-tokens", "-1"), "0 or more"),
     (("report", "--limit", "0"), "x>=1"),
 ]
 

@@ -57,7 +57,7 @@ def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(layers
     finally:
         for handle in handles:
             handle.remove()
-    band = {"all": range(LAYERS), "middle": range(1, 3), "1-2": range(1, 3)}[layers]
+    band = {"all": range(LAYERS), "middle": range(2, 4), "1-2": range(1, 3)}[layers]
     expected = torch.stack([seen[layer][0, :, suffix].sum((0, 1)) for layer in band])
     assert evidence.query_mass is not None
     assert_close(evidence.query_mass, expected[:, evidence.candidates])
