@@ -88,6 +88,13 @@ _COMMON = (
     ),
 )
 
+
+def _switch(name: str, words: str) -> Callable[[F], F]:
+    """An option of `BlendConfig` that is on or off."""
+    flag = name.replace("_", "-")
+    return click.option(f"--{flag}/--no-{flag}", default=getattr(_BLEND, name), show_default=True, help=words)
+
+
 _BLENDING = (
     _blending("selector", "Which rows to recompute.", click.Choice(list(SELECTORS))),
     _blending("ratio", "Share of context rows to recompute, 0 to 1."),
@@ -107,18 +114,8 @@ _BLENDING = (
     _blending("prefilter", "mixed: candidates by attention first, this many budgets of them; 0 is off."),
     _blending("chunk_floor", "mixed: share of the budget spread evenly over chunks."),
     _blending("block", "query_guided, mixed: rows that are taken together."),
-    click.option(
-        "--context-map/--no-context-map",
-        default=_BLEND.context_map,
-        show_default=True,
-        help="Correct stored chunks by the map that precompute measured.",
-    ),
-    click.option(
-        "--stand-in/--no-stand-in",
-        default=_BLEND.stand_in,
-        show_default=True,
-        help="Use caches that were computed behind a stand-in for other chunks.",
-    ),
+    _switch("context_map", "Correct stored chunks by the map that precompute measured."),
+    _switch("stand_in", "Use caches that were computed behind a stand-in for other chunks."),
     _blending("seed", "Seed of the random selector."),
 )
 
