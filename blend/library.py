@@ -9,7 +9,7 @@ whatever that is (docs/selection.md), so this cache is nearer to full recompute 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -146,13 +146,18 @@ class ChunkLibrary:
         """
         total, done = sum(len(one.chunk) for one in wanted), 0
         progress(0, total)
-        for company in (False, True):
-            encoder, chunks = self.encoder(company=company), [one.chunk for one in wanted if one.company == company]
-            for index, cache in encoder.encode(chunks):
-                self.store.put(encoder.identity.key(chunks[index]), cache)
-                done += len(chunks[index])
-                progress(done, total)
+        for one, _ in self._computed(wanted):
+            done += len(one.chunk)
+            progress(done, total)
         return total
+
+    def _computed(self, wanted: Sequence[Wanted]) -> Iterator[tuple[Wanted, ChunkCache]]:
+        """Each of these caches when it is computed and stored."""
+        for company in (False, True):
+            encoder, mine = self.encoder(company=company), [one for one in wanted if one.company == company]
+            for index, cache in encoder.encode([one.chunk for one in mine]):
+                self.store.put(self.key(mine[index]), cache)
+                yield mine[index], cache
 
     def forget(self, chunk: Tokens) -> None:
         """Remove the chunk's caches from the store."""
@@ -164,7 +169,7 @@ class ChunkLibrary:
 
         Where that one is missing or damaged the other takes its place. company: whether to use caches in company.
         """
-        best = [Wanted(chunk, company and place > 0 and self._has_company(chunk)) for place, chunk in enumerate(chunks)]
+        best = self._best(chunks, company=company)
         found, problems = self._load(best)
         lacking = list(dict.fromkeys(one for one in best if one not in found))
         spare, more = self._load([Wanted(one.chunk, company=False) for one in lacking if one.company])
@@ -179,6 +184,9 @@ class ChunkLibrary:
             tuple(lacking),
         )
 
+    def _best(self, chunks: Sequence[Tokens], *, company: bool) -> list[Wanted]:
+        return [Wanted(chunk, company and place > 0 and self._has_company(chunk)) for place, chunk in enumerate(chunks)]
+
     def _load(self, wanted: Sequence[Wanted]) -> tuple[dict[Wanted, ChunkCache], tuple[str, ...]]:
         keys, counts = [self.key(one) for one in wanted], [len(one.chunk) for one in wanted]
         loaded = load_chunks(self.store, keys, counts, len(self.decoder.layers))
@@ -186,12 +194,11 @@ class ChunkLibrary:
         return {one: cache for one, cache in pairs if cache is not None}, loaded.problems
 
     def caches(self, chunks: Sequence[Tokens], *, company: bool) -> list[ChunkCache]:
-        """A cache for every chunk of a prompt, as `load` chooses them; what the store lacks is computed and stored."""
-        loaded = self.load(chunks, company=company)
-        if loaded.missing:
-            self.compute(loaded.missing)
-            loaded = self.load(chunks, company=company)
-        return [cache for cache in loaded.chunks if cache is not None]
+        """The best cache for every chunk of a prompt; what the store lacks is computed, and stored as far as it has room."""
+        best, loaded = self._best(chunks, company=company), self.load(chunks, company=company)
+        computed = dict(self._computed(loaded.missing))
+        pairs = zip(best, loaded.chunks, strict=True)
+        return [cache for one, held in pairs if (cache := computed.get(one, held)) is not None]
 
 
 def _choose(chunks: Sequence[Tokens], tokens: int, corpus: int) -> tuple[Tokens, ...]:

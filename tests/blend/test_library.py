@@ -198,3 +198,19 @@ def test_each_kind_of_cache_has_a_map_of_its_own() -> None:
         for index in range(len(got.layers)):
             for one, other in zip(got.view(index), expected.view(index), strict=True):
                 assert_close(one[:, :, mine], other[:, :, mine])
+
+
+def test_calibration_does_not_need_the_store_to_keep_what_it_computes(tmp_path: Path) -> None:
+    """A budget of a few caches, far less than the chunks of one prompt."""
+    one = filled().library(LAYOUT.prefix).caches(corpus(1, 14), company=False)[0].nbytes
+    store = open_store(tmp_path, codec="native", budget_bytes=3 * one)
+    blender = Blender(decoder("llama"), store)
+    library = blender.library(LAYOUT.prefix)
+    assert library.choose_stand_in(corpus(40, 14), 28)
+    chunks = [chunk for chunk in corpus(40, 14) if chunk not in library.stand_in][:8]
+    caches = library.caches(chunks, company=True)
+    assert [(cache.tokens, cache.start) for cache in caches] == [
+        (14, len(LAYOUT.prefix)),
+        *[(14, len(library.company.prefix_tokens))] * 7,
+    ]
+    assert store.stats().nbytes <= 3 * one
