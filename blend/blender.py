@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.assemble import assemble, load_chunks
+from blend.calibration import measure_maps
 from blend.config import BlendConfig
-from blend.context_map import ContextMap, measure_maps
+from blend.context_map import ContextMap
 from blend.encode import ChunkEncoder
 from blend.errors import PromptError
 from blend.library import ChunkLibrary, LoadedLibrary, Tokens, Wanted
