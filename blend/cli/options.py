@@ -54,12 +54,18 @@ def _shared(name: str, **attributes: Any) -> Callable[[F], F]:
     return click.option(name, envvar=variable, show_envvar=True, **{"show_default": True, **attributes})
 
 
-def _blending(name: str, help_line: str, kind: Any = None, **attributes: Any) -> Callable[[F], F]:
-    """An option named like a field of `BlendConfig`, with its default."""
-    flag, default = f"--{name.replace('_', '-')}", getattr(_BLEND, name)
-    return click.option(
-        flag, type=kind, default=default, show_default=default is not None, help=help_line, **attributes
-    )
+def _field(source: BlendConfig | CorpusConfig, name: str, words: str, kind: Any, **attributes: Any) -> Callable[[F], F]:
+    """An option named like a field of a configuration, with its default."""
+    flag, default = f"--{name.replace('_', '-')}", getattr(source, name)
+    return click.option(flag, type=kind, default=default, show_default=default is not None, help=words, **attributes)
+
+
+def _blending(name: str, words: str, kind: Any = None, **attributes: Any) -> Callable[[F], F]:
+    return _field(_BLEND, name, words, kind, **attributes)
+
+
+def _corpus(name: str, words: str, kind: Any = None) -> Callable[[F], F]:
+    return _field(_CORPUS, name, words, kind)
 
 
 store_option = _shared(
@@ -72,13 +78,7 @@ _COMMON = (
     store_option,
     _shared("--device", default="auto", callback=_known_device, help="auto, cpu, cuda or cuda:N."),
     _shared("--dtype", type=click.Choice(_DTYPES), default="auto", help="What the model computes in."),
-    click.option(
-        "--codec",
-        type=click.Choice(codec_names()),
-        default=_CORPUS.codec,
-        show_default=True,
-        help="How caches are kept.",
-    ),
+    _corpus("codec", "How caches are kept.", click.Choice(codec_names())),
     click.option(
         "--store-budget",
         type=float,
@@ -120,6 +120,16 @@ _BLENDING = (
 )
 
 
+_CHUNKING = (
+    _corpus("chunk_tokens", "Longest chunk, in tokens of the model."),
+    _corpus(
+        "stand_in_tokens",
+        "Compute every cache also behind so many tokens of other chunks; 0 halves time and store, at more error.",
+    ),
+)
+_TOP_K = _corpus("top_k", "Chunks to retrieve.")
+
+
 def common(function: F) -> F:
     """--model, --store, --device, --dtype, --codec, --store-budget."""
     return _apply(_COMMON, function)
@@ -132,27 +142,12 @@ def blending(function: F) -> F:
 
 def chunking(function: F) -> F:
     """--chunk-tokens, --stand-in-tokens and --embedder, of a corpus that is being made."""
-    tokens = click.option(
-        "--chunk-tokens",
-        type=int,
-        default=_CORPUS.chunk_tokens,
-        show_default=True,
-        help="Longest chunk, in tokens of the model.",
-    )
-    stand_in = click.option(
-        "--stand-in-tokens",
-        type=int,
-        default=_CORPUS.stand_in_tokens,
-        show_default=True,
-        help="Compute every cache also behind so many tokens of other chunks; 0 halves time and store, at more error.",
-    )
-    return _apply((tokens, stand_in, _embedder(default=_CORPUS.embedder, show_default=True)), function)
+    return _apply((*_CHUNKING, _embedder(default=_CORPUS.embedder, show_default=True)), function)
 
 
 def retrieval(function: F) -> F:
     """--top-k and --embedder, of a corpus that is there."""
-    top_k = click.option("--top-k", type=int, default=_CORPUS.top_k, show_default=True, help="Chunks to retrieve.")
-    return _apply((top_k, _embedder(show_default="the one that made the index")), function)
+    return _apply((_TOP_K, _embedder(show_default="the one that made the index")), function)
 
 
 def _embedder(**attributes: Any) -> Callable[[F], F]:

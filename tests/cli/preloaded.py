@@ -43,9 +43,8 @@ def start(request: dict[str, Any]) -> int:
 
 def run(request: dict[str, Any]) -> int:
     os.setsid()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # tests that run in the background inherit that it is ignored
+    # Tests that run in the background inherit that it is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     flags = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for descriptor, (path, flag) in enumerate(zip(request["files"], flags, strict=True)):
         os.dup2(os.open(path, flag, 0o644), descriptor)
