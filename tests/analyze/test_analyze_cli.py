@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from blend.cli import blend as group
 from blend.errors import ConfigError, DatasetError, PromptError
-from tests.cli.tiny_model import save_tiny_model
+from tests.tiny_model import save_tiny_model
 
 
 @pytest.fixture(scope="module")

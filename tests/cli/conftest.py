@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tiny_model import save_tiny_model
+
+from tests.tiny_model import save_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 SHORT_CONTEXT = 512

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, Blend, one_line
-from tiny_model import save_tiny_model
+
+from tests.tiny_model import save_tiny_model
 
 UNKNOWN = [
     (("anser", "x"), "did you mean 'answer'?"),
