@@ -1,4 +1,4 @@
-"""`scripts/bench_kernels` on a CPU: checks, tables, reasons and goals, with the torch paths and a timer that measures nothing."""
+"""`scripts/bench_kernels` on a CPU: checks, tables, reasons and goals, over the torch paths and a timer that counts nothing."""
 
 from __future__ import annotations
 
