@@ -11,14 +11,25 @@ import triton.language as tl
 
 
 @triton.jit
-def find_request(i_tile, cu_rows_ptr, cu_keys_ptr, n_requests, GROUP: tl.constexpr, M: tl.constexpr, R: tl.constexpr):
-    # [R]
+def request_spans(cu_ptr, n_requests, n_all, R: tl.constexpr):
+    # [R]: start and length of every request, inside of the n_all there are whatever the cumulative lengths say
     o_req = tl.arange(0, R)
     m_req = o_req < n_requests
-    b_row0 = tl.load(cu_rows_ptr + o_req, mask=m_req, other=0).to(tl.int32)
-    b_rows = tl.load(cu_rows_ptr + o_req + 1, mask=m_req, other=0).to(tl.int32) - b_row0
-    b_key0 = tl.load(cu_keys_ptr + o_req, mask=m_req, other=0).to(tl.int32)
-    b_keys = tl.load(cu_keys_ptr + o_req + 1, mask=m_req, other=0).to(tl.int32) - b_key0
+    b_start = tl.load(cu_ptr + o_req, mask=m_req, other=0).to(tl.int32)
+    b_stop = tl.load(cu_ptr + o_req + 1, mask=m_req, other=0).to(tl.int32)
+    b_start = tl.minimum(tl.maximum(b_start, 0), n_all)
+    return b_start, tl.maximum(tl.minimum(b_stop, n_all) - b_start, 0)
+
+
+@triton.jit
+def find_request(
+    i_tile, cu_rows_ptr, cu_keys_ptr, n_requests, n_rows, n_keys,
+    GROUP: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    # [R]
+    o_req = tl.arange(0, R)
+    b_row0, b_rows = request_spans(cu_rows_ptr, n_requests, n_rows, R)
+    b_key0, b_keys = request_spans(cu_keys_ptr, n_requests, n_keys, R)
     b_tiles = (b_rows * GROUP + M - 1) // M
     b_stop = tl.cumsum(b_tiles, 0)
     i_req = tl.sum((b_stop <= i_tile).to(tl.int32), 0)
@@ -108,16 +119,18 @@ def attend_keys(
 
 
 @triton.jit
-def visible(p_pos, o_row, i_first, i_last, shift, EXACT: tl.constexpr):
-    # last visible key of every line; of the first row; one past that of the last row
+def visible(p_pos, o_row, i_first, i_last, n_rows, n_keys, EXACT: tl.constexpr):
+    # last visible key of every line; of the first row; one past that of the last row; none past the keys there are
     if EXACT:
-        o_last = tl.load(p_pos + o_row).to(tl.int32)
-        return o_last, tl.load(p_pos + i_first).to(tl.int32), tl.load(p_pos + i_last).to(tl.int32) + 1
+        o_last = tl.minimum(tl.load(p_pos + o_row).to(tl.int32), n_keys - 1)
+        i_end = tl.minimum(tl.load(p_pos + i_last).to(tl.int32) + 1, n_keys)
+        return o_last, tl.load(p_pos + i_first).to(tl.int32), i_end
+    shift = n_keys - n_rows
     return o_row + shift, i_first + shift, i_last + shift + 1
 
 
 @triton.jit
-def key_loops(i_first_end, i_end, split_keys, window, N: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr):
+def key_loops(i_first_end, i_end, window, N: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr):
     # ragged [i_from, i_full), seen by all rows [i_full, i_ragged), ragged [i_ragged, i_stop); all but i_stop on tile bounds
     i_low = 0
     i_full = 0
@@ -127,8 +140,10 @@ def key_loops(i_first_end, i_end, split_keys, window, N: tl.constexpr, WINDOWED:
     i_from = i_low // N * N
     i_stop = i_end
     if SPLIT:
-        i_from = tl.maximum(i_from, tl.program_id(1) * split_keys)
-        i_stop = tl.minimum(i_end, (tl.program_id(1) + 1) * split_keys)
+        # equal parts, in blocks, of what this tile sees; later parts may be empty
+        split_keys = (tl.maximum(i_end - i_from, 0) + tl.num_programs(1) * N - 1) // (tl.num_programs(1) * N) * N
+        i_from += tl.program_id(1) * split_keys
+        i_stop = tl.minimum(i_end, i_from + split_keys)
     i_ragged = tl.maximum(tl.minimum((i_first_end + 1) // N * N, i_stop // N * N), i_from)
     i_full = tl.minimum(tl.maximum(i_full, i_from), i_ragged)
     return i_from, i_full, i_ragged, i_low, i_stop
@@ -142,11 +157,11 @@ def add_sinks(b_acc0, b_acc1, b_max, b_sum, p_sink):
     return b_acc0 * b_old[:, None], b_acc1 * b_old[:, None], b_new, b_sum * b_old + tl.exp2(b_sink - b_new)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_keys", "n_batch", "n_requests", "split_keys", "window"])
+@triton.jit(do_not_specialize=["n_rows", "n_keys", "n_batch", "n_requests", "window"])
 def attend_tile(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, pos_ptr, sink_ptr, cu_rows_ptr, cu_keys_ptr, out_ptr, lse_ptr,
     s_qb, s_qh, s_qr, s_kb, s_kh, s_kn, s_vb, s_vh, s_vn, s_pb, s_os, s_ob, s_oh, s_or, s_ls, s_lb, s_lh,
-    n_rows, n_keys, n_batch, n_kv_heads, n_requests, split_keys, window, scale, cap,
+    n_rows, n_keys, n_batch, n_kv_heads, n_requests, window, scale, cap,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, R: tl.constexpr,
     EXACT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, VALUES: tl.constexpr,
@@ -160,7 +175,9 @@ def attend_tile(
     i_row0 = 0
     i_key0 = 0
     if R > 0:
-        i_tile, i_row0, n_rows, i_key0, n_keys = find_request(i_tile, cu_rows_ptr, cu_keys_ptr, n_requests, GROUP, M, R)
+        i_tile, i_row0, n_rows, i_key0, n_keys = find_request(
+            i_tile, cu_rows_ptr, cu_keys_ptr, n_requests, n_rows, n_keys, GROUP, M, R
+        )
     if i_tile * M >= n_rows * GROUP:
         return
 
@@ -172,9 +189,9 @@ def attend_tile(
     i_first = i_tile * M // GROUP
     i_last = tl.minimum((i_tile * M + M - 1) // GROUP, n_rows - 1)
     o_last, i_first_end, i_end = visible(
-        pos_ptr + i_batch.to(tl.int64) * s_pb + i_row0, o_row, i_first, i_last, n_keys - n_rows, EXACT
+        pos_ptr + i_batch.to(tl.int64) * s_pb + i_row0, o_row, i_first, i_last, n_rows, n_keys, EXACT
     )
-    i_from, i_full, i_ragged, i_low, i_stop = key_loops(i_first_end, i_end, split_keys, window, N, WINDOWED, SPLIT)
+    i_from, i_full, i_ragged, i_low, i_stop = key_loops(i_first_end, i_end, window, N, WINDOWED, SPLIT)
 
     # [M, D]
     i_batch = i_batch.to(tl.int64)

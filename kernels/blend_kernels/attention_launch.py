@@ -52,7 +52,14 @@ def split_count(work: Work, tile: Tile) -> int:
     wanted = 2 * multiprocessors(work.q.device)
     if 2 * programs > wanted:
         return 1
-    return max(1, min(_MOST_SPLITS, wanted // programs, work.k.shape[2] // _LEAST_SPLIT))
+    return max(1, min(_MOST_SPLITS, wanted // programs, _keys_of_a_tile(work) // _LEAST_SPLIT))
+
+
+def _keys_of_a_tile(work: Work) -> int:
+    """About how many keys a tile sees, from shapes alone: the window bounds it only where each request has one row."""
+    requests = 1 if work.packed is None else work.packed.rows.shape[0] - 1
+    keys = work.k.shape[2] // requests
+    return keys if work.rule.window is None or work.q.shape[2] > requests else min(keys, work.rule.window)
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -64,13 +71,13 @@ def _launch(work: Work, tile: Tile, splits: int, out: torch.Tensor | None, lse: 
     q, k, v, rule = work.q, work.k, work.k if work.v is None else work.v, work.rule
     batch, _, rows, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
-    split_keys = -(-keys // (splits * tile.keys)) * tile.keys
     k_desc, v_desc = (key_descriptor(x, tile) for x in (k, v))
     tma = k_desc is not None and v_desc is not None
-    positions = work.positions.expand(batch, rows)
+    positions = work.positions.contiguous().expand(batch, rows)
     first, values = chunks(dim), chunks(work.value_dim)
     target, into = q if out is None else out, q if lse is None else lse
-    sinks, packed = q if work.sinks is None else work.sinks, work.packed or Packed(q, q)
+    sinks = q if work.sinks is None else work.sinks.contiguous()
+    packed = Packed(q, q) if work.packed is None else Packed(*(lengths.contiguous() for lengths in work.packed))
     requests = 0 if work.packed is None else packed.rows.shape[0] - 1
     scale, cap = softmax_scales(rule)
     attend_tile[(row_tiles(work, tile) * batch * kv_heads, splits)](
@@ -78,7 +85,7 @@ def _launch(work: Work, tile: Tile, splits: int, out: torch.Tensor | None, lse: 
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], positions.stride(0),
         *(target.stride()[:4] if out is not None else (0, 0, 0, 0)),
         *(into.stride()[:3] if lse is not None else (0, 0, 0)),
-        rows, keys, batch, kv_heads, requests, split_keys, rule.window or 0, scale, cap,
+        rows, keys, batch, kv_heads, requests, rule.window or 0, scale, cap,
         GROUP=work.group, HEAD_DIM=dim, VALUE_DIM=work.value_dim, M=tile.rows, N=tile.keys,
         D0=first.first, D1=first.second, V0=values.first, V1=values.second, R=_power_of_two(requests),
         EXACT=rule.mode == "exact", WINDOWED=rule.window is not None, CAPPED=rule.softcap is not None,
@@ -110,7 +117,7 @@ def _combine(
 ) -> None:
     batch, heads, rows, dim = out.shape
     into: Any = out if lse is None else lse
-    sinks = out if work.sinks is None else work.sinks
+    sinks = out if work.sinks is None else work.sinks.contiguous()
     combine_splits[(rows, batch * heads)](
         part, part_lse, sinks, out, into,
         *part.stride()[:4], *part_lse.stride()[:3], *out.stride()[:3],

@@ -25,7 +25,7 @@ def mass_from_lse(work: Work, lse: torch.Tensor, per_head: bool) -> torch.Tensor
     batch, heads, rows, dim = q.shape
     programs = heads if per_head else k.shape[1]
     mass = torch.empty(batch, programs, k.shape[2], dtype=torch.float32, device=q.device)
-    positions = work.positions.expand(batch, rows)
+    positions = work.positions.contiguous().expand(batch, rows)
     scale, cap = softmax_scales(rule)
     first = chunks(dim)
     small = 16 if q.dtype == torch.float32 or dim > 128 else _ROWS
