@@ -13,9 +13,10 @@ from .checks import (
     check_packed,
     check_positions,
     check_queries_and_keys,
+    check_requests,
     check_rule,
+    check_sinks,
     check_values,
-    require,
 )
 from .work import Work
 
@@ -103,7 +104,9 @@ def selective_attention(
     packed = check_packed(cu_rows, cu_keys, q, k, values)
     rule = check_rule(mode, window, softcap, scale, q, k)
     check_positions(positions, q.shape[0], q.shape[2], k.shape[2], q, values and packed is None)
-    require(sinks is None or sinks.shape == (q.shape[1],), f"sinks must be [{q.shape[1]}], one per query head")
+    if values and packed is not None:
+        check_requests(packed, positions, mode, q)
+    check_sinks(sinks, q)
     work = Work(q, k, v, positions, rule, sinks, packed)
     out, lse = _attend(work, return_lse, choose_attention_backend(work, backend))
     return (out, lse) if return_lse else out

@@ -9,12 +9,11 @@ read once per group and never repeated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from .checks import Rule, check_positions, check_rule
+from .checks import Rule
 from .row_blocks import KeyRange, RowBlock, key_ranges, row_blocks
 from .work import Work
 
@@ -44,6 +43,11 @@ class _Rows(NamedTuple):
         alike = self.k.shape[3] == self.v.shape[3] and self.q.device.type == "cpu"
         return alike and self.rule.softcap is None
 
+    def widened(self) -> _Rows:
+        """The same in at least fp32: products of half precision would round every score before the softmax."""
+        wide, seen = torch.promote_types(self.q.dtype, torch.float32), self.ends[-1] + 1
+        return self._replace(q=self.q.to(wide), k=self.k[:, :, :seen].to(wide), v=self.v[:, :, :seen].to(wide))
+
 
 @torch.no_grad()
 def selective_attention_plain(work: Work) -> Partial:
@@ -64,17 +68,10 @@ def _requests(work: Work) -> Iterator[tuple[Work, slice]]:
     if work.packed is None:
         yield work, slice(None)
         return
-    cuts = zip(work.packed.rows.tolist(), work.packed.keys.tolist(), strict=True)
-    for (row, key), (row_stop, key_stop) in pairwise(cuts):
-        rows, keys = slice(row, row_stop), slice(key, key_stop)
-        if row == row_stop:
-            continue
-        v = None if work.v is None else work.v[:, :, keys]
-        q, k = work.q[:, :, rows], work.k[:, :, keys]
-        positions = work.positions[..., rows]
-        check_rule(*work.rule, q, k)
-        check_positions(positions, 1, row_stop - row, key_stop - key, q, values=True)
-        yield Work(q, k, v, positions, work.rule), rows
+    for rows, keys in work.packed.spans():
+        if rows.start < rows.stop:
+            v = None if work.v is None else work.v[:, :, keys]
+            yield Work(work.q[:, :, rows], work.k[:, :, keys], v, work.positions[..., rows], work.rule), rows
 
 
 def last_keys(work: Work) -> list[tuple[slice, torch.Tensor]]:
@@ -95,6 +92,8 @@ def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None
 
 
 def _attend_rows(rows: _Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
+    if not rows.fused:
+        rows = rows.widened()
     q, k, v = rows.q, rows.k, rows.v
     attend = _fused(rows.rule.scale) if rows.fused else _materialised(rows.rule)
     pair = 2 * q.shape[0] * q.shape[1] * (k.shape[3] + v.shape[3])
@@ -211,12 +210,12 @@ def _materialised(rule: Rule) -> Attend:
             scores += mask
         lse = scores.logsumexp(-1)
         weights = scores.sub_(lse[..., None]).exp_()
-        return (weights.to(v.dtype) @ v), lse.float()
+        return weights @ v, lse.float()
 
     return attend
 
 
 def capped_scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """`scale * q k^T` in at least fp32, squashed to `softcap * tanh(scores / softcap)` (Gemma 2) when asked."""
-    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)).mul_(scale)
+    """`scale * q k^T`, squashed to `softcap * tanh(scores / softcap)` (Gemma 2) when asked; q and k in at least fp32."""
+    scores = (q @ k.transpose(-1, -2)).mul_(scale)
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)

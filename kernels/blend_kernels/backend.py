@@ -26,22 +26,25 @@ _WIDEST = 256
 def choose_attention_backend(work: Work, asked: Backend | None) -> Backend:
     """The same for an attention; heads wider than the kernels hold go to torch, or are refused when Triton is asked for."""
     if max(work.q.shape[3], work.value_dim) <= _WIDEST:
-        return choose_backend(work.q, asked)
+        return choose_backend(asked, work.q)
     if asked == "triton":
         raise ValueError(f"backend 'triton' takes heads of up to {_WIDEST} dimensions; use backend 'torch'")
     return "torch"
 
 
-def choose_backend(tensor: torch.Tensor, asked: Backend | None) -> Backend:
-    """The backend for an op on `tensor`: as asked, else Triton on a GPU where it is installed, else torch.
+def choose_backend(asked: Backend | None, *tensors: torch.Tensor) -> Backend:
+    """The backend for an op on these tensors: as asked, else Triton on a GPU where it is installed, else torch.
 
-    Raises ValueError for an unknown name, and for Triton on CPU tensors outside of its interpreter.
+    Raises ValueError for an unknown name, and for Triton on float64 or on CPU tensors outside of its interpreter.
     """
+    on_gpu, wide = tensors[0].is_cuda, any(tensor.dtype == torch.float64 for tensor in tensors)
     if asked is None:
-        return "triton" if tensor.is_cuda and tensor.dtype != torch.float64 and _has_triton() else "torch"
+        return "triton" if on_gpu and not wide and _has_triton() else "torch"
     if asked not in ("triton", "torch"):
         raise ValueError(f"backend must be None, 'triton' or 'torch', got {asked!r}")
-    if asked == "triton" and not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+    if asked == "triton" and wide:
+        raise ValueError("backend 'triton' computes in fp32 and takes no float64; use backend 'torch'")
+    if asked == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             "backend 'triton' needs CUDA tensors (or TRITON_INTERPRET=1 to interpret the kernels on a CPU)"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,6 +17,12 @@ class Packed(NamedTuple):
     rows: torch.Tensor
     keys: torch.Tensor
 
+    def spans(self) -> Iterator[tuple[slice, slice]]:
+        """Rows and keys of each request; waits for the lengths where they are on a GPU."""
+        cuts = zip(self.rows.tolist(), self.keys.tolist(), strict=True)
+        for (row, key), (row_stop, key_stop) in pairwise(cuts):
+            yield slice(row, row_stop), slice(key, key_stop)
+
 
 class Rule(NamedTuple):
     """Everything besides the tensors that decides the weights of an attention."""
@@ -26,12 +34,23 @@ class Rule(NamedTuple):
 
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+WHOLE = (torch.int64, torch.int32)
 
 
 def require(condition: bool, message: str) -> None:
     """Raise `ValueError(message)` unless the condition holds."""
     if not condition:
         raise ValueError(message)
+
+
+def check_beside(name: str, tensor: torch.Tensor, like: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """One of the dtypes, on the device of `like`."""
+    kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    require(tensor.dtype in dtypes, f"{name} must be {kinds}, got {tensor.dtype}")
+    require(
+        tensor.device == like.device,
+        f"{name} must be on {like.device} like the others, got {tensor.device}; move once, outside the layers",
+    )
 
 
 def check_queries_and_keys(q: torch.Tensor, k: torch.Tensor) -> None:
@@ -64,7 +83,10 @@ def check_rule(
     """The rule for q and k, with the default scale filled in."""
     rows, keys = q.shape[2], k.shape[2]
     require(mode in ("exact", "bottom-right"), f"mode must be 'exact' or 'bottom-right', got {mode!r}")
-    require(window is None or window >= 1, f"window must be None or at least 1, got {window}")
+    require(
+        window is None or (isinstance(window, int) and window >= 1),
+        f"window must be None or a whole number of at least 1, got {window}",
+    )
     require(softcap is None or softcap > 0, f"softcap must be None or positive, got {softcap}")
     require(
         mode == "exact" or rows <= keys,
@@ -82,12 +104,8 @@ def check_positions(
         tuple(positions.shape) in ((rows,), (batch, rows)),
         f"positions must be [{rows}] or [{batch}, {rows}] (one per row of q), got {list(positions.shape)}",
     )
-    require(positions.dtype in (torch.int64, torch.int32), f"positions must be int64 or int32, got {positions.dtype}")
-    require(
-        positions.device == like.device,
-        f"positions are on {positions.device}, q on {like.device}; move them once, outside the layers",
-    )
-    if values and rows:
+    check_beside("positions", positions, like, WHOLE)
+    if values and positions.numel():
         low, high = int(positions[..., 0].min()), int(positions[..., -1].max())
         require(low >= 0 and high < keys, f"positions must lie in [0, {keys}), got {low} to {high}")
         require(
@@ -109,13 +127,32 @@ def check_packed(
             lengths.ndim == 1 and lengths.shape == cu_rows.shape and lengths.shape[0] >= 2,
             f"{name} must be [requests + 1], got {list(lengths.shape)} next to cu_rows {list(cu_rows.shape)}",
         )
-        require(
-            lengths.dtype in (torch.int32, torch.int64) and lengths.device == q.device,
-            f"{name} must be int32 or int64 on {q.device}, got {lengths.dtype} on {lengths.device}",
-        )
+        check_beside(name, lengths, q, WHOLE)
         ascending = not values or (int(lengths[0]) == 0 and int(lengths[-1]) == total and _ascending(lengths))
         require(ascending, f"{name} must ascend from 0 to {total}, the length of the packed axis")
     return Packed(cu_rows, cu_keys)
+
+
+def check_requests(packed: Packed, positions: torch.Tensor, mode: Mode, like: torch.Tensor) -> None:
+    """Positions of every packed request: sorted, inside its own keys, and no more rows than keys in mode bottom-right."""
+    for i, (rows, keys) in enumerate(packed.spans()):
+        n_rows, n_keys = rows.stop - rows.start, keys.stop - keys.start
+        require(
+            n_rows == 0 or n_keys > 0, f"packed request {i} has {n_rows} rows and no keys; every row must see a key"
+        )
+        require(
+            mode == "exact" or n_rows <= n_keys,
+            f"mode 'bottom-right' needs at least as many keys as rows, got {n_keys} keys for {n_rows} rows "
+            f"in packed request {i}; use mode 'exact'",
+        )
+        check_positions(positions[..., rows], 1, n_rows, n_keys, like, values=True)
+
+
+def check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
+    """`[heads]`, floating point, on the device of q."""
+    if sinks is not None:
+        require(sinks.shape == (q.shape[1],), f"sinks must be [{q.shape[1]}], one per query head")
+        check_beside("sinks", sinks, q, FLOATS)
 
 
 def check_contiguous(**tensors: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -40,7 +41,11 @@ def kv_deviation(
         len({(new.shape[0], new.shape[2]) for new, _ in pairs}) == 1,
         "keys and values must have the same batch and rows",
     )
-    if choose_backend(pairs[0][0], backend) == "triton":
+    require(
+        len({new.device for new, _ in pairs}) == 1,
+        f"keys and values must be on the same device, got {', '.join(str(new.device) for new, _ in pairs)}",
+    )
+    if choose_backend(backend, *chain(*pairs)) == "triton":
         from .deviation_launch import launch_deviation
 
         return launch_deviation(keys, values, norm)

@@ -15,14 +15,16 @@ _MOST_SCORES = 1 << 22
 @torch.no_grad()
 def attention_mass_plain(work: Work) -> torch.Tensor:
     """Weights summed over rows, fp32 `[batch, heads, keys]`; arguments are checked."""
+    # products of half precision would round every score before the softmax
+    wide = torch.promote_types(work.q.dtype, torch.float32)
     q, k = work.q, work.k
     mass = torch.zeros(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
     for batch, last in last_keys(work):
-        part, keys, into = q[batch], k[batch], mass[batch]
+        part, keys, into = q[batch], k[batch].to(wide), mass[batch]
         step = max(1, _MOST_SCORES // max(1, part.shape[0] * part.shape[1] * k.shape[2]))
         for start in range(0, q.shape[2], step):
             stop = min(start + step, q.shape[2])
-            _add_rows(part[:, :, start:stop], keys, last[start:stop], work.rule, into)
+            _add_rows(part[:, :, start:stop].to(wide), keys, last[start:stop], work.rule, into)
     return mass
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from .backend import Backend, choose_backend
-from .checks import FLOATS, check_contiguous, require
+from .checks import FLOATS, WHOLE, check_beside, check_contiguous, require
+from .overlap import share_memory
 from .rotation_plain import Layout, rotate_keys_plain
 
 QUANTISED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -26,27 +27,30 @@ def rotate_keys(
 
     k: `[..., kv_heads, tokens, head_dim]`, three or four dimensions, any strides with a contiguous last dimension,
     floating point, or int8 / fp8 with a `scale`.
-    delta: one int, or int64 / int32 `[tokens]` (several chunks in one call). inv_freq: `[pairs]`, radians per position, at
-    least fp32; dimensions `rotary_offset` to `rotary_offset + 2 * pairs - 1` turn, the others are copied. interleaved:
-    pairs are (0, 1), (2, 3) instead of (i, i + pairs). A factor that the model puts on cos and sin is part of k already
-    and is not applied.
-    scale: multiplies k before it turns; any shape that broadcasts to k's (`[tokens, 1]`, `[kv_heads, 1, 1]`).
+    delta: one int, or int64 / int32 `[tokens]` (several chunks in one call); for keys that were never rotated it is the
+    position itself. inv_freq: `[pairs]`, radians per position, at least fp32, on any device; dimensions `rotary_offset` to
+    `rotary_offset + 2 * pairs - 1` turn, the others are copied. interleaved: pairs are (0, 1), (2, 3) instead of (i, i +
+    pairs). A factor that the model puts on cos and sin is part of k already and is not applied.
+    scale: floating point, multiplies k before it turns; any shape that broadcasts to k's (`[tokens, 1]`, `[kv_heads, 1, 1]`).
     out: of k's shape, floating point, such as a slice of the blended cache; by default a new tensor in k's dtype (fp32
     when k is quantised). Angles are exact to fp32 however far keys move; products are fp32.
 
-    Returns `out`. Never writes k. Raises ValueError for shapes, dtypes and devices, and for out = k: turning in place
-    would turn again on the next use.
+    Returns `out`. Never writes k. Raises ValueError for shapes, dtypes and devices, and for an out that shares memory with
+    k (turning in place would turn again on the next use; other tokens of the same buffer are fine) or with itself.
     """
     layout = Layout(_pairs(inv_freq), rotary_offset, interleaved)
     _check_states(k, layout, scale)
     require(
-        isinstance(delta, int) or _whole_numbers(delta, k.shape[-2]),
+        isinstance(delta, int) or (isinstance(delta, torch.Tensor) and tuple(delta.shape) == (k.shape[-2],)),
         f"delta must be an int or an integer tensor [{k.shape[-2]}], one per token, got {_shape(delta)}",
     )
+    if isinstance(delta, torch.Tensor):
+        check_beside("delta", delta, k, WHOLE)
     if out is None:
         out = torch.empty(k.shape, dtype=torch.float32 if k.dtype in QUANTISED else k.dtype, device=k.device)
     _check_out(out, k)
     check_contiguous(k=k, out=out)
+    inv_freq = inv_freq.to(k.device)
     if choose_rotation_backend(k, out, backend) == "triton":
         from .rotation_launch import launch_rotation
 
@@ -56,17 +60,11 @@ def rotate_keys(
     return out
 
 
-def _whole_numbers(delta: object, tokens: int) -> bool:
-    if not isinstance(delta, torch.Tensor):
-        return False
-    return tuple(delta.shape) == (tokens,) and delta.dtype in (torch.int64, torch.int32)
-
-
 def choose_rotation_backend(k: torch.Tensor, out: torch.Tensor, asked: Backend | None) -> Backend:
-    """As `choose_backend`; fp64, and fp8 on GPUs older than compute capability 8.9, go to torch."""
+    """As `choose_backend`; fp8 on GPUs older than compute capability 8.9 goes to torch."""
     old = k.is_cuda and torch.cuda.get_device_capability(k.device) < (8, 9)
-    beyond = torch.float64 in (k.dtype, out.dtype) or (k.dtype.itemsize == 1 and k.dtype != torch.int8 and old)
-    return "torch" if asked is None and beyond else choose_backend(k, asked)
+    beyond = k.dtype.itemsize == 1 and k.dtype != torch.int8 and old
+    return "torch" if asked is None and beyond else choose_backend(asked, k, out)
 
 
 def _pairs(inv_freq: torch.Tensor) -> int:
@@ -74,6 +72,7 @@ def _pairs(inv_freq: torch.Tensor) -> int:
         inv_freq.ndim == 1 and inv_freq.shape[0] > 0 and inv_freq.dtype in (torch.float32, torch.float64),
         f"inv_freq must be [rotary_dim / 2] in fp32 or fp64 (half precision loses whole turns), got {_shape(inv_freq)}",
     )
+    require(not inv_freq.is_meta, "inv_freq is on meta, where there are no numbers")
     return int(inv_freq.shape[0])
 
 
@@ -91,13 +90,16 @@ def _check_states(k: torch.Tensor, layout: Layout, scale: torch.Tensor | None) -
             s in (1, n) for s, n in zip(reversed(scale.shape), reversed(k.shape), strict=False)
         )
         require(fits, f"scale {list(scale.shape)} does not broadcast to k {list(k.shape)}")
+        check_beside("scale", scale, k, FLOATS)
 
 
 def _check_out(out: torch.Tensor, k: torch.Tensor) -> None:
     require(out.shape == k.shape, f"out must have the shape of k, {list(k.shape)}, got {list(out.shape)}")
     require(out.dtype in FLOATS, f"out must be floating point, got {out.dtype}")
     require(out.device == k.device, f"out is on {out.device}, k on {k.device}; copy k there first")
-    require(out.numel() == 0 or out.data_ptr() != k.data_ptr(), "out must not be k itself; turning in place is refused")
+    repeated = any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True))
+    require(not repeated, "out has elements that share memory (a dimension of stride 0); give one of its own")
+    require(not share_memory(k, out), "out shares memory with k; turning in place is refused")
 
 
 def _shape(value: object) -> str:

@@ -53,5 +53,5 @@ def _tables(delta: int | torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtyp
         angles = freq * delta
         return angles.cos().to(dtype), angles.sin().to(dtype)
     values, which = torch.unique_consecutive(delta, return_inverse=True)
-    angles = values.to(freq.device)[:, None].double() * freq
+    angles = values[:, None].double() * freq
     return angles.cos().to(dtype)[which], angles.sin().to(dtype)[which]

@@ -26,7 +26,9 @@ def test_against_dense(rule, per_head, backend, device, poisoned):
     torch.testing.assert_close(mass.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("rows", "keys", "dim"), [(1, 1, 16), (17, 17, 80), (1, 63, 192)])
+@pytest.mark.parametrize(
+    ("rows", "keys", "dim"), [(1, 1, 16), (17, 17, 80), (1, 63, 192), (63, 129, 16), (129, 200, 16)]
+)
 def test_awkward_sizes(rows, keys, dim, backend, device):
     q, k, _ = make(device, rows=rows, keys=keys, dim=dim, heads=7, kv_heads=1)
     positions = scattered(rows, keys, device)
@@ -43,6 +45,22 @@ def test_positions_of_each_batch_entry(backend, device):
     torch.testing.assert_close(
         attention_mass(q, k, positions, backend=backend).double(), expected, rtol=1e-5, atol=1e-5
     )
+
+
+def test_positions_of_any_stride(backend, device):
+    q, k, _ = make(device, batch=2)
+    positions = scattered(17, 63, device, batch=2).T.contiguous().T
+    for strided in (positions, positions[0].repeat_interleave(2)[::2]):
+        expected = dense_attention(q, k, k, strided).weights.sum((1, 2))
+        found = attention_mass(q, k, strided, backend=backend)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_runs_are_bit_equal(backend, device):
+    q, k, _ = make(device, rows=63, keys=129)
+    positions = scattered(63, 129, device)
+    first = attention_mass(q, k, positions, backend=backend)
+    assert torch.equal(first, attention_mass(q, k, positions, backend=backend))
 
 
 def test_sums_to_the_number_of_softmaxes_and_leaves_the_future_empty(backend, device):

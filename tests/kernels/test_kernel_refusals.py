@@ -30,13 +30,20 @@ FREQ = torch.ones(8)
         ({"positions": torch.zeros(2, 5, dtype=torch.int64)}, "positions must be"),
         ({"mode": "causal"}, "mode must be"),
         ({"window": 0}, "window must be"),
+        ({"window": 2.5}, "window must be"),
         ({"softcap": 0.0}, "softcap must be"),
         ({"scale": -1.0}, "scale must be"),
         ({"sinks": torch.zeros(2)}, "sinks must be"),
+        ({"sinks": torch.zeros(4, dtype=torch.int64)}, "sinks must be float32"),
+        ({"sinks": torch.zeros(4, device="meta")}, "sinks must be on cpu"),
+        ({"k": K.to("meta"), "v": V.to("meta")}, "k is on meta"),
+        ({"v": V.to("meta")}, "v is on meta"),
+        ({"positions": ROWS.to("meta")}, "positions must be on cpu"),
+        ({"cu_rows": torch.tensor([0, 5]), "cu_keys": torch.tensor([0, 9], device="meta")}, "cu_keys must be on cpu"),
         ({"cu_rows": torch.tensor([0, 5])}, "go together"),
         ({"cu_rows": torch.tensor([0, 5]), "cu_keys": torch.tensor([0, 8])}, "cu_keys must ascend from 0 to 9"),
         ({"cu_rows": torch.tensor([0, 5]), "cu_keys": torch.tensor([0, 4, 9])}, "cu_keys must be"),
-        ({"cu_rows": torch.tensor([0.0, 5]), "cu_keys": torch.tensor([0.0, 9])}, "int32 or int64"),
+        ({"cu_rows": torch.tensor([0.0, 5]), "cu_keys": torch.tensor([0.0, 9])}, "int64 or int32"),
         ({"backend": "cuda"}, "backend must be"),
     ],
 )
@@ -51,15 +58,35 @@ def test_more_rows_than_keys_at_the_bottom_right():
         selective_attention(Q, K[:, :, :3], V[:, :, :3], torch.zeros(5, dtype=torch.int64), mode="bottom-right")
 
 
-def test_packed_positions_outside_of_their_request():
-    with pytest.raises(ValueError, match=r"\[0, 4\)"):
-        selective_attention(Q, K, V, ROWS, cu_rows=torch.tensor([0, 3, 5]), cu_keys=torch.tensor([0, 5, 9]))
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, r"\[0, 4\)"),
+        ({"positions": torch.tensor([2, 0, 3, 0, 3])}, "sorted"),
+        ({"mode": "bottom-right", "cu_keys": torch.tensor([0, 2, 9])}, "2 keys for 3 rows in packed request 0"),
+        ({"cu_keys": torch.tensor([0, 9, 9])}, "packed request 1 has 2 rows and no keys"),
+    ],
+)
+def test_packed_positions_outside_of_their_request(changed, message, backend):
+    cuts = {"cu_rows": torch.tensor([0, 3, 5]), "cu_keys": torch.tensor([0, 5, 9])}
+    arguments = {"q": Q, "k": K, "v": V, "positions": torch.tensor([0, 2, 3, 0, 4]), **cuts, **changed}
+    with pytest.raises(ValueError, match=message):
+        selective_attention(**arguments, backend=backend)
 
 
 def test_triton_without_a_gpu_or_its_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         selective_attention(Q, K, V, ROWS, backend="triton")
+
+
+def test_triton_takes_no_float64():
+    with pytest.raises(ValueError, match="no float64"):
+        selective_attention(Q.double(), K.double(), V.double(), ROWS, backend="triton")
+    with pytest.raises(ValueError, match="no float64"):
+        rotate_keys(K, 3, FREQ, out=K.double(), backend="triton")
+    with pytest.raises(ValueError, match="no float64"):
+        kv_deviation(None, None, V, V.double(), backend="triton")
 
 
 def test_heads_wider_than_the_kernels_go_to_torch():
@@ -81,15 +108,21 @@ def test_attention_mass_checks_the_same():
         ({"k": K.to(torch.int8)}, "give the scale"),
         ({"delta": ROWS}, "delta must be"),
         ({"delta": torch.ones(9)}, "delta must be"),
+        ({"delta": torch.ones(9, dtype=torch.int64, device="meta")}, "delta must be on cpu"),
         ({"delta": 1.5}, "delta must be"),
         ({"inv_freq": FREQ.half()}, "inv_freq must be"),
+        ({"inv_freq": FREQ.to("meta")}, "inv_freq is on meta"),
         ({"inv_freq": FREQ.repeat(2)}, "should turn, but head_dim is 16"),
         ({"rotary_offset": 4}, "dimensions 4 to 20"),
         ({"rotary_offset": -2}, "dimensions -2 to 14"),
         ({"scale": torch.ones(3)}, "does not broadcast"),
+        ({"scale": torch.ones(9, 1, dtype=torch.int64)}, "scale must be float32"),
+        ({"scale": torch.ones(9, 1, device="meta")}, "scale must be on cpu"),
         ({"out": K[:, :, :4]}, "shape of k"),
         ({"out": K.to(torch.int8)}, "out must be floating point"),
         ({"out": K}, "turning in place is refused"),
+        ({"k": K[:, :, :6], "out": K[:, :, 3:]}, "shares memory with k"),
+        ({"out": torch.zeros(1, 1, 9, 16).expand(K.shape)}, "stride 0"),
     ],
 )
 def test_rotate_keys(changed, message):
@@ -107,6 +140,8 @@ def test_rotate_keys(changed, message):
         ((K, K[:, :, :3]), {"parts": "k"}, "must both be"),
         ((K.long(), K), {"parts": "k"}, "floating point"),
         ((K, K), {"parts": "kv"}, "same batch and rows"),
+        ((K.to("meta"), K), {"parts": "k"}, "k_new is on meta"),
+        ((K[:, :, :4].to("meta"), K[:, :, :4].to("meta")), {"parts": "kv"}, "same device, got meta, cpu"),
     ],
 )
 def test_kv_deviation(pair, rule, message):

@@ -15,7 +15,7 @@ def reference(new, old, norm):
 
 @pytest.mark.parametrize("norm", ["l1", "l2sq"])
 @pytest.mark.parametrize("parts", ["k", "v", "kv"])
-@pytest.mark.parametrize("rows", [1, 17, 129])
+@pytest.mark.parametrize("rows", [1, 17, 63, 129])
 def test_against_norms(norm, parts, rows, backend, device, poisoned):
     keys = tensors(device, rows), tensors(device, rows)
     values = tensors(device, rows, 80, heads=2), tensors(device, rows, 80, heads=2)
@@ -37,3 +37,9 @@ def test_equal_rows_deviate_by_nothing(backend, device):
     moved[:, 1, 5] += 1
     found = kv_deviation(moved, k, None, None, parts="k", backend=backend)
     assert found.ne(0).nonzero().tolist() == [[0, 5], [1, 5]]
+
+
+def test_runs_are_bit_equal(backend, device):
+    tensors_of_four = [tensors(device, 63) for _ in range(4)]
+    first = kv_deviation(*tensors_of_four, parts="kv", backend=backend)
+    assert torch.equal(first, kv_deviation(*tensors_of_four, parts="kv", backend=backend))

@@ -36,6 +36,37 @@ def test_layouts(interleaved, dim, pairs, offset, per_token, backend, device, po
     assert torch.equal(k, before)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("tokens", [1, 17, 63, 129])
+def test_awkward_sizes(tokens, interleaved, backend, device, poisoned):
+    k, delta, inv_freq = (
+        torch.randn(2, 2, tokens, 48, device=device),
+        torch.arange(tokens) * 7 - 30,
+        frequencies(20, device),
+    )
+    delta = delta.to(device)
+    out = rotate_keys(k, delta, inv_freq, interleaved=interleaved, rotary_offset=5, backend=backend)
+    torch.testing.assert_close(out.double(), expected(k, delta, inv_freq, interleaved, 5), rtol=0, atol=3e-6)
+    again = rotate_keys(k, delta, inv_freq, interleaved=interleaved, rotary_offset=5, backend=backend)
+    assert torch.equal(out, again)
+
+
+def test_deltas_and_frequencies_of_any_stride(backend, device):
+    k, delta, inv_freq = torch.randn(2, 3, TOKENS, 32, device=device), deltas(device), frequencies(16, device)
+    spaced = [x.repeat_interleave(2).add_(torch.arange(2 * len(x), device=device) % 2)[::2] for x in (delta, inv_freq)]
+    out = rotate_keys(k, *spaced, backend=backend)
+    torch.testing.assert_close(out.double(), expected(k, delta, inv_freq), rtol=0, atol=3e-6)
+
+
+def test_to_other_tokens_of_the_same_cache(backend, device):
+    cache, inv_freq = torch.randn(2, 3, 60, 32, device=device), frequencies(16, device)
+    k = cache[:, :, :TOKENS]
+    before = k.clone()
+    out = rotate_keys(k, 9, inv_freq, out=cache[:, :, TOKENS : 2 * TOKENS], backend=backend)
+    torch.testing.assert_close(out.double(), expected(before, 9, inv_freq), rtol=0, atol=3e-6)
+    assert torch.equal(k, before)
+
+
 @pytest.mark.parametrize("delta", [131_072, -1_000_003])
 def test_far_moves_keep_their_angle(delta, backend, device):
     k, inv_freq = torch.randn(1, 1, 4, 64, device=device), frequencies(32, device)
@@ -60,8 +91,8 @@ def test_there_and_back(backend, device):
 
 
 @pytest.mark.parametrize("shape", [(TOKENS, 1), (3, 1, 1), (1, 32), (3, TOKENS, 1)])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2])
-def test_quantised_keys(shape, dtype, backend, device):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, torch.float8_e4m3fn])
+def test_quantised_keys(shape, dtype, backend, device, poisoned):
     k = (torch.randn(3, TOKENS, 32, device=device) * 20).to(dtype)
     scale, inv_freq = torch.rand(shape, device=device) / 20, frequencies(16, device)
     out = rotate_keys(k, deltas(device), inv_freq, scale=scale, backend=backend)

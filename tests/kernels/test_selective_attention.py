@@ -36,6 +36,12 @@ def test_awkward_sizes(rows, keys, backend, device, poisoned):
     check(*make(device, keys=keys, rows=rows), scattered(rows, keys, device), backend)
 
 
+@pytest.mark.parametrize("rows", [63, 129])
+@pytest.mark.parametrize("keys", [129, 200])
+def test_many_scattered_rows(rows, keys, backend, device, poisoned):
+    check(*make(device, keys=keys, rows=rows, dim=16), scattered(rows, keys, device), backend)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (14, 2), (5, 1), (32, 8)])
 def test_head_groupings(heads, kv_heads, backend, device):
     check(*make(device, heads=heads, kv_heads=kv_heads, dim=16, rows=9), scattered(9, 63, device), backend)
@@ -85,6 +91,16 @@ def test_int32_positions(backend, device):
     check(*make(device), scattered(17, 63, device).int(), backend)
 
 
+def test_positions_and_sinks_of_any_stride(backend, device):
+    positions, sinks = scattered(17, 63, device), torch.randn(4, device=device)
+    spaced, column = positions.repeat_interleave(2)[::2], torch.stack([positions, positions + 1], 1)[:, 0]
+    for strided in (spaced, column):
+        check(*make(device), strided, backend, sinks=torch.stack([sinks, sinks + 1], 1)[:, 0])
+    of_each = scattered(17, 63, device, batch=2).T.contiguous().T
+    assert not of_each.is_contiguous()
+    check(*make(device, batch=2), of_each, backend)
+
+
 @pytest.mark.parametrize("mode", ["exact", "bottom-right"])
 def test_all_rows_are_plain_causal_attention(mode, backend, device):
     q, k, v = make(device, rows=129, keys=129, dim=16)
@@ -129,18 +145,41 @@ def test_runs_are_bit_equal_and_inputs_untouched(backend, device):
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["exact", "bottom-right"])
-def test_packed_requests_equal_their_own_calls(mode, backend, device, poisoned):
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {},
+        {"mode": "bottom-right"},
+        {"window": 6},
+        {"softcap": 2.0},
+        {"window": 9, "mode": "bottom-right", "scale": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("spacing", [1, 2])
+def test_packed_requests_equal_their_own_calls(rule, with_sinks, spacing, backend, device, poisoned):
     rows, keys = [5, 0, 17, 1], [9, 4, 63, 30]
     cu_rows, cu_keys = (torch.tensor([0, *x]).cumsum(0).to(device) for x in (rows, keys))
+    strided = [x.repeat_interleave(spacing)[::spacing] for x in (cu_rows, cu_keys)]
+    sinks = torch.randn(4, device=device) if with_sinks else None
     q, k, v = make(device, rows=sum(rows), keys=sum(keys))
     positions = torch.cat([scattered(r, n, device) for r, n in zip(rows, keys, strict=True)])
     out, lse = selective_attention(
-        q, k, v, positions, mode=mode, cu_rows=cu_rows, cu_keys=cu_keys, return_lse=True, backend=backend
+        q,
+        k,
+        v,
+        positions,
+        sinks=sinks,
+        cu_rows=strided[0],
+        cu_keys=strided[1],
+        return_lse=True,
+        backend=backend,
+        **rule,
     )
     for i, (row, key) in enumerate(zip(cu_rows[:-1].tolist(), cu_keys[:-1].tolist(), strict=True)):
         r, n = slice(row, row + rows[i]), slice(key, key + keys[i])
-        expected = dense_attention(q[:, :, r], k[:, :, n], v[:, :, n], positions[r], mode=mode)
+        expected = dense_attention(q[:, :, r], k[:, :, n], v[:, :, n], positions[r], sinks=sinks, **rule)
         close(out[:, :, r], expected.out)
         close(lse[:, :, r], expected.lse)
 
@@ -155,3 +194,9 @@ def test_output_is_laid_out_for_the_decoder(backend, device):
     q, k, v = make(device)
     out = selective_attention(q, k, v, scattered(17, 63, device), backend=backend)
     assert out.transpose(1, 2).is_contiguous()
+
+
+def test_no_batch(backend, device):
+    q, k, v = (x[:0] for x in make(device))
+    for positions in (scattered(17, 63, device), scattered(17, 63, device, batch=1)[:0]):
+        assert selective_attention(q, k, v, positions, backend=backend).shape == (0, 4, 17, 32)
