@@ -14,6 +14,8 @@ from .work import Work
 
 # Tuning a call with fewer multiply-adds than this would cost more than it ever saves.
 _LEAST_TO_TUNE = 1 << 34
+# Triton's compiler passes fail with a bare RuntimeError of these words; any other RuntimeError is an error of the call.
+_PASS_FAILED = "PassManager::run failed"
 
 
 def attend_values(work: Work, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,9 +37,16 @@ def choose_tile(work: Work) -> Tile:
     heavy = q.shape[:3].numel() * k.shape[2] * (shape.dim + shape.value_dim) >= _LEAST_TO_TUNE
     if not heavy or torch.cuda.is_current_stream_capturing():
         return tiles[0]
-    kind = shape._replace(lines=min(128, 1 << (shape.lines - 1).bit_length()))
-    key = "/".join(map(str, (*_machine(q.device), *kind, work.group, work.rule.softcap is not None)))
-    return choose(key, tiles, lambda tile: _seconds(work, tile))
+    return choose(_kind(work, shape, tiles[0]), tiles, lambda tile: _seconds(work, tile))
+
+
+def _kind(work: Work, shape: Shape, tile: Tile) -> str:
+    """What calls have in common that share a measured choice: the machine, and every option that changes the kernel's work."""
+    lines = min(128, 1 << (shape.lines - 1).bit_length())
+    parts = "split" if split_count(work, tile) > 1 else "whole"
+    returns = "scores" if work.v is None else "values"
+    options = (work.group, work.rule.softcap is not None, returns, parts)
+    return "/".join(map(str, (*_machine(work.q.device), *shape._replace(lines=lines), *options)))
 
 
 @cache
@@ -49,12 +58,16 @@ def _machine(device: torch.device) -> tuple[str, int, str]:
 
 
 def _seconds(work: Work, tile: Tile) -> float:
-    """Best of three runs after one that compiles; infinity where the GPU lacks the resources."""
-    from triton.runtime.errors import OutOfResources
+    """Best of three runs after one that compiles; infinity for a tile that does not compile or that the GPU cannot hold."""
+    from triton.errors import TritonError
 
     try:
         launch_attention(work, tile, split_count(work, tile), False)
-    except OutOfResources:
+    except TritonError:
+        return float("inf")
+    except RuntimeError as error:
+        if _PASS_FAILED not in str(error):
+            raise
         return float("inf")
     times: list[float] = []
     for _ in range(3):

@@ -20,17 +20,19 @@ Measure = Callable[[Tile], float]
 def choose(key: str, tiles: Sequence[Tile], measure: Measure) -> Tile:
     """The fastest tile for `key`: remembered, or measured now and remembered.
 
-    measure: seconds of one run with a tile, infinity for one that does not fit the GPU. With nothing to choose from,
-    nothing is measured.
+    measure: seconds of one run with a tile, infinity for one that does not run on the GPU. With nothing to choose from,
+    nothing is measured; when no tile runs, it is the first, and nothing is remembered.
     """
     if len(tiles) == 1 or os.environ.get("BLEND_KERNELS_TUNE") == "0":
         return tiles[0]
     known = _choices()
     best = next((tile for tile in tiles if list(tile) == known.get(key)), None)
     if best is None:
-        best = min(tiles, key=measure)
-        known[key] = list(best)
-        _save(known)
+        seconds = [measure(tile) for tile in tiles]
+        best = tiles[seconds.index(min(seconds))]
+        if min(seconds) < float("inf"):
+            known[key] = list(best)
+            _save(known)
     return best
 
 

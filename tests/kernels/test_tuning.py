@@ -3,8 +3,10 @@ import json
 import pytest
 import torch
 
-from blend_kernels import tuning
+from blend_kernels import attention_choice, attention_launch, tuning
+from blend_kernels.checks import Rule
 from blend_kernels.tiles import Shape, Tile, candidates, chunks
+from blend_kernels.work import Work
 
 TILES = [Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)]
 
@@ -40,6 +42,11 @@ def test_a_choice_that_is_no_longer_offered_is_measured_again(file):
     assert tuning.choose("key", TILES, lambda tile: tile.rows) == TILES[2]
 
 
+def test_when_no_tile_runs_the_best_guess_is_taken_and_not_remembered(file):
+    assert tuning.choose("key", TILES, lambda tile: float("inf")) == TILES[0]
+    assert not file.exists()
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"key": 7}'])
 def test_a_damaged_file_is_ignored(file, content):
     file.parent.mkdir()
@@ -72,3 +79,64 @@ def test_every_kind_of_work_has_few_candidates_that_suit_it(major, dtype, dim, l
     for tile in tiles:
         assert not tile.tma or (major in (9, 10) and not chunks(dim).second)
         assert tile.rows < 2 * max(16, lines) or dtype == torch.float32
+
+
+class _OnGpu(torch.Tensor):
+    """A tensor without memory that says it is on a GPU, which is all that choosing looks at."""
+
+    @property
+    def device(self):
+        return torch.device("cuda", 0)
+
+
+def heavy(rows=2048, values=True, window=None, softcap=None, kv_heads=8):
+    q = torch.empty(1, 32, rows, 128, dtype=torch.bfloat16, device="meta").as_subclass(_OnGpu)
+    k = torch.empty(1, kv_heads, 131_072, 128, dtype=torch.bfloat16, device="meta").as_subclass(_OnGpu)
+    return Work(q, k, k if values else None, torch.empty(rows), Rule("exact", window, softcap, 0.1))
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    monkeypatch.setattr(attention_choice, "_machine", lambda device: ("H200", 9, "3.9"))
+    monkeypatch.setattr(attention_choice, "key_descriptor", lambda x, tile: None)
+    monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def test_what_changes_the_kernel_changes_the_key_of_a_choice(h200, monkeypatch):
+    keys = []
+    monkeypatch.setattr(attention_choice, "choose", lambda key, tiles, measure: keys.append(key) or tiles[0])
+    calls = [heavy(), heavy(values=False), heavy(rows=64), heavy(window=4096), heavy(softcap=30.0), heavy(kv_heads=4)]
+    for work in (*calls, heavy(rows=3000)):
+        attention_choice.choose_tile(work)
+    assert len(set(keys[:-1])) == len(calls)
+    assert keys[-1] == keys[0]
+
+
+def _failures():
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    yield CompilationError("", None, "cannot compile")
+    yield OutOfResources(300_000, 232_448, "shared memory")
+    yield PTXASError("ptxas died")
+    yield RuntimeError("PassManager::run failed")
+
+
+def test_a_tile_that_cannot_run_takes_for_ever(h200, monkeypatch):
+    for failure in _failures():
+        monkeypatch.setattr(attention_choice, "launch_attention", _raising(failure))
+        assert attention_choice._seconds(heavy(), TILES[0]) == float("inf")
+
+
+def test_an_error_of_the_call_is_no_property_of_the_tile(h200, monkeypatch):
+    monkeypatch.setattr(attention_choice, "launch_attention", _raising(RuntimeError("CUDA error: device lost")))
+    with pytest.raises(RuntimeError, match="device lost"):
+        attention_choice._seconds(heavy(), TILES[0])
+
+
+def _raising(error):
+    def launch(*_args):
+        raise error
+
+    return launch
