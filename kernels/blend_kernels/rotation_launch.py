@@ -28,17 +28,19 @@ def launch_rotation(
         return
     scales = k if scale is None else scale.expand(k.shape)
     pairs = 1 << (layout.pairs - 1).bit_length()
-    block = max(1, min(_ELEMENTS // pairs, 1 << (tokens - 1).bit_length()))
+    still = dim - 2 * layout.pairs
+    rest = 0 if still == 0 else 1 << (still - 1).bit_length()
+    block = max(1, min(_ELEMENTS // max(pairs, rest), 1 << (tokens - 1).bit_length()))
     blocks = -(-tokens // block)
     shares = max(1, min(heads, 4 * multiprocessors(k.device) // (blocks * batch)))
-    rest = dim - 2 * layout.pairs
     per_token = isinstance(delta, torch.Tensor)
+    steps = delta.contiguous() if isinstance(delta, torch.Tensor) else k
     rotate_tile[(blocks, batch, shares)](
-        k, out, delta if per_token else k, inv_freq.to(k.device), scales,
+        k, out, steps, inv_freq.contiguous(), scales,
         *k.stride()[:3], *out.stride()[:3], *(scales.stride() if scale is not None else (0, 0, 0, 0)),
         0 if per_token else delta, tokens, heads,
         T=block, P=pairs, PAIRS=layout.pairs, OFFSET=layout.offset, DIM=dim,
-        REST=0 if rest == 0 else 1 << (rest - 1).bit_length(), INTERLEAVED=layout.interleaved, PER_TOKEN=per_token,
-        SCALED=scale is not None, SCALE_DIMS=scale is not None and scales.stride(3) != 0,
+        REST=rest, INTERLEAVED=layout.interleaved, PER_TOKEN=per_token, SCALED=scale is not None,
+        SCALE_DIMS=scale is not None and scales.stride(3) != 0,
         num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
