@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -38,7 +38,8 @@ class AttentionCall:
     """One layer's attention as the model asks for it.
 
     query `[batch, heads, rows, head_dim]`, key and value `[batch, kv_heads, keys, head_dim]`; row r sees keys up to
-    `positions[r]`, and with a window only the last `window` of them.
+    `positions[r]`, and with a window only the last `window` of them. sinks: `[heads]`, logits that take part of the
+    attention and give nothing.
     """
 
     layer: int
@@ -50,9 +51,13 @@ class AttentionCall:
     window: int | None
     softcap: float | None
     scale: float | None
+    sinks: torch.Tensor | None = None
 
-    def mass(self, *, per_head: bool = False) -> torch.Tensor:
-        """Attention that each key receives from all rows, fp32 `[batch, keys]`, or `[batch, heads, keys]`."""
+    def mass(self, *, per_head: bool = False, reduce: Literal["sum", "max"] = "sum") -> torch.Tensor:
+        """Attention that each key receives from all rows, fp32 `[batch, keys]`, or `[batch, heads, keys]`.
+
+        reduce: over rows; with "max" the most that a single one of them gives.
+        """
         return attention_mass(
             self.query,
             self.key,
@@ -61,7 +66,9 @@ class AttentionCall:
             window=self.window,
             softcap=self.softcap,
             scale=self.scale,
+            sinks=self.sinks,
             per_head=per_head,
+            reduce=reduce,
         )
 
 
@@ -117,7 +124,7 @@ def row_attention(
     if rows.observe is not None:
         layer = int(module.layer_idx)  # type: ignore[arg-type]  # every attention module of transformers has one
         rows.observe(
-            AttentionCall(layer, query, key, value, rows.positions, rows.mask, sliding_window, softcap, scaling)
+            AttentionCall(layer, query, key, value, rows.positions, rows.mask, sliding_window, softcap, scaling, s_aux)
         )
     out = selective_attention(
         query,

@@ -12,7 +12,7 @@ from .checks import Packed, Rule
 from .combine_kernel import combine_splits
 from .descriptors import key_descriptor
 from .tiles import Tile, chunks
-from .work import Work
+from .work import Work, join_sinks
 
 LOG2E = 1.4426950408889634
 _MOST_SPLITS = 64
@@ -31,11 +31,10 @@ def launch_attention(
         _launch(work, tile, 1, None if out is None else out[None], None if lse is None else lse[None])
         return out, lse
     part_lse = torch.empty(splits, *q.shape[:3], dtype=torch.float32, device=q.device)
-    if out is None:
-        _launch(work, tile, splits, None, part_lse)
-        return None, torch.logsumexp(part_lse, 0)
-    part = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
+    part = None if out is None else torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
     _launch(work._replace(sinks=None), tile, splits, part, part_lse)
+    if out is None or part is None:
+        return None, join_sinks(torch.logsumexp(part_lse, 0), work.sinks)
     _combine(work, part, part_lse, out, lse)
     return out, lse
 

@@ -15,7 +15,7 @@ import torch
 
 from .checks import Rule
 from .row_blocks import KeyRange, RowBlock, key_ranges, row_blocks
-from .work import Work
+from .work import Work, join_sinks
 
 # Floating-point operations that take as long as the calls of one more block (measured on one AVX-512 core, 85 GFLOP/s).
 _BLOCK_OVERHEAD = 12_000_000
@@ -86,7 +86,7 @@ def last_keys(work: Work) -> list[tuple[slice, torch.Tensor]]:
 
 def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
     """Let one more logit per head join the denominator, in place: weights shrink by exp(lse - logaddexp(lse, sink))."""
-    joined = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+    joined = join_sinks(lse, sinks)
     out.mul_((lse - joined).exp_()[..., None])
     lse.copy_(joined)
 

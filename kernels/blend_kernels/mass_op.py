@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .backend import Backend, choose_attention_backend
-from .checks import Mode, check_positions, check_queries_and_keys, check_rule
+from .checks import Mode, check_positions, check_queries_and_keys, check_rule, check_sinks
 from .mass_plain import attention_mass_plain
 from .work import Work
 
@@ -19,6 +19,7 @@ def attention_mass(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
     per_head: bool = False,
     check: bool = False,
     backend: Backend | None = None,
@@ -26,13 +27,14 @@ def attention_mass(
     """How much attention each key receives: softmax weights summed over the given rows, and over heads unless `per_head`.
 
     Arguments as in `selective_attention`. Returns fp32 `[batch, keys]`, or `[batch, heads, keys]`; the sum over keys is
-    rows (times heads). The rows x keys weights are never in memory as a whole. Raises ValueError as
+    rows (times heads), less what the sinks take. The rows x keys weights are never in memory as a whole. Raises ValueError as
     `selective_attention` does.
     """
     check_queries_and_keys(q, k)
     rule = check_rule(mode, window, softcap, scale, q, k)
     check_positions(positions, q.shape[0], q.shape[2], k.shape[2], q, check or not q.is_cuda)
-    work = Work(q, k, None, positions, rule)
+    check_sinks(sinks, q)
+    work = Work(q, k, None, positions, rule, sinks)
     if q.numel() == 0:
         mass = torch.zeros(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
     elif choose_attention_backend(work, backend) == "triton":

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from .attention_plain import capped_scores, last_keys
-from .checks import Rule
-from .work import Work
+from .work import Work, join_sinks
 
 # Scores in memory at once, in elements: 16 MiB of fp32.
 _MOST_SCORES = 1 << 22
@@ -24,12 +23,12 @@ def attention_mass_plain(work: Work) -> torch.Tensor:
         step = max(1, _MOST_SCORES // max(1, part.shape[0] * part.shape[1] * k.shape[2]))
         for start in range(0, q.shape[2], step):
             stop = min(start + step, q.shape[2])
-            _add_rows(part[:, :, start:stop].to(wide), keys, last[start:stop], work.rule, into)
+            _add_rows(part[:, :, start:stop].to(wide), keys, last[start:stop], work, into)
     return mass
 
 
-def _add_rows(q: torch.Tensor, k: torch.Tensor, last: torch.Tensor, rule: Rule, mass: torch.Tensor) -> None:
-    batch, heads, rows, dim = q.shape
+def _add_rows(q: torch.Tensor, k: torch.Tensor, last: torch.Tensor, work: Work, mass: torch.Tensor) -> None:
+    (batch, heads, rows, dim), rule = q.shape, work.rule
     stop = int(last[-1]) + 1
     folded = q.reshape(batch, k.shape[1], -1, dim)
     scores = capped_scores(folded, k[:, :, :stop], rule.scale, rule.softcap).view(batch, heads, rows, stop)
@@ -37,4 +36,8 @@ def _add_rows(q: torch.Tensor, k: torch.Tensor, last: torch.Tensor, rule: Rule, 
     hidden = key > last[:, None]
     if rule.window is not None:
         hidden |= key <= last[:, None] - rule.window
-    mass[:, :, :stop] += scores.masked_fill_(hidden, float("-inf")).softmax(-1).sum(2)
+    weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+    if work.sinks is not None:
+        lse = scores.logsumexp(-1)
+        weights.mul_((lse - join_sinks(lse, work.sinks)).exp_()[..., None])
+    mass[:, :, :stop] += weights.sum(2)

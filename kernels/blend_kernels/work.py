@@ -38,3 +38,8 @@ class Work(NamedTuple):
     def empty_lse(self) -> torch.Tensor:
         """Empty fp32 `[batch, heads, rows]`."""
         return torch.empty(self.q.shape[:3], dtype=torch.float32, device=self.q.device)
+
+
+def join_sinks(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Log-sum-exp `[batch, heads, rows]` with one more logit per head in the denominator."""
+    return lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])

@@ -38,6 +38,17 @@ def test_awkward_sizes(rows, keys, dim, backend, device):
     )
 
 
+@pytest.mark.parametrize("rule", [{}, {"window": 9}], ids=str)
+@pytest.mark.parametrize("per_head", [False, True])
+def test_sinks_take_their_share(rule, per_head, backend, device):
+    q, k, _ = make(device, keys=129)
+    positions, sinks = scattered(17, 129, device), torch.randn(8, device=device)[::2]
+    weights = dense_attention(q, k, k, positions, sinks=sinks, **rule).weights
+    mass = attention_mass(q, k, positions, sinks=sinks, per_head=per_head, backend=backend, **rule)
+    expected = weights.sum(2) if per_head else weights.sum((1, 2))
+    torch.testing.assert_close(mass.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_positions_of_each_batch_entry(backend, device):
     q, k, _ = make(device, batch=2)
     positions = scattered(17, 63, device, batch=2)

@@ -115,7 +115,7 @@ def test_splits_share_the_keys_that_a_tile_sees(work, partial, device, poisoned)
 @pytest.mark.parametrize("sunk", [False, True])
 def test_more_splits_than_blocks_leave_the_last_ones_empty(sunk, partial, device, poisoned):
     q, k, v = make(device, rows=3)
-    positions, sinks = torch.tensor([5, 17, 18], device=device), torch.randn(4, device=device) if sunk else None
+    positions, sinks = torch.tensor([5, 17, 18], device=device), torch.randn(8, device=device)[::2] if sunk else None
     out, lse = launch_attention(Work(q, k, v, positions, EXACT, sinks), TILE, 8, True)
     # rows 1 and 2 see keys of two blocks of 16, row 0 of one
     assert partial[0].isfinite().sum(0)[0, 0].tolist() == [1, 2, 2]

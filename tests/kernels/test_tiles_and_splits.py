@@ -39,9 +39,10 @@ def test_descriptors(device, dtype):
     run(device, Tile(32, 16, 4, 1, tma=True), 1, RULES[1], dtype=dtype)
 
 
-def test_log_sum_exp_alone_over_splits(device):
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_log_sum_exp_alone_over_splits(with_sinks, device):
     q, k, v = make(device, keys=129)
-    positions = scattered(17, 129, device)
-    out, lse = launch_attention(Work(q, k, None, positions, RULES[0]), Tile(16, 16, 4, 1), 3, True)
+    positions, sinks = scattered(17, 129, device), torch.randn(4, device=device) if with_sinks else None
+    out, lse = launch_attention(Work(q, k, None, positions, RULES[0], sinks), Tile(16, 16, 4, 1), 3, True)
     assert out is None
-    close(lse, dense_attention(q, k, v, positions, scale=0.2).lse)
+    close(lse, dense_attention(q, k, v, positions, scale=0.2, sinks=sinks).lse)
