@@ -11,6 +11,7 @@ MaskMode = Literal["exact", "bottom-right"]
 DeviationOf = Literal["v", "k", "kv"]
 Norm = Literal["l2", "l1"]
 Rule = Literal["product", "zsum"]
+QueryRows = Literal["peak", "sum"]
 
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
 DEFAULT_EMBEDDER = "minilm"
@@ -23,7 +24,8 @@ class BlendConfig:
     selector: name of a selector (`blend.select.SELECTORS`). ratio: share of the cached context rows to recompute, 0 to 1.
     mask: "exact" (row r sees keys up to its position) or "bottom-right" (up to r + N - M, as FlashAttention aligns it).
     check_layer, deviation_of, norm: where and how `hkvd` measures deviation. first_k: rows `first_k` takes per chunk at most.
-    seed: of `random`. query_layers, value_norm: where and how `query_guided` and `mixed` score the question's attention.
+    seed: of `random`. query_layers, query_rows, value_norm: where and how `query_guided` and `mixed` score the question's
+    attention (`blend.recompute.query_attention`).
     chunk_head: rows at the start of every chunk that `query_guided` takes first, up to half of the budget. rule,
     prefilter, chunk_floor: see `mixed`. block: rows that these two take together. context_map: whether to add to stored chunks
     what the context map predicts, where the store holds one (`blend.context_map`). stand_in: whether to use caches that were
@@ -39,6 +41,7 @@ class BlendConfig:
     first_k: int | None = None
     seed: int = 0
     query_layers: str = "middle"
+    query_rows: QueryRows = "peak"
     value_norm: bool = False
     chunk_head: int = 6
     rule: Rule = "product"
@@ -59,6 +62,7 @@ class BlendConfig:
         _one_of("deviation_of", self.deviation_of, get_args(DeviationOf))
         _one_of("norm", self.norm, get_args(Norm))
         _one_of("rule", self.rule, get_args(Rule))
+        _one_of("query_rows", self.query_rows, get_args(QueryRows))
         if self.chunk_head < 0:
             raise ConfigError(f"chunk_head is {self.chunk_head}; it is a number of rows, 0 or more")
         if self.block < 1:

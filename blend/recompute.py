@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -74,9 +74,9 @@ def recompute(
     depth = len(decoder.layers)
     needs = plan.selector.needs(depth)
     with watch.stage("select"):
-        mass = query_mass(decoder, cache, plan, needs, mask) if needs.query_layers is not None else None
+        asked = query_attention(decoder, cache, plan, needs, mask) if needs.query_layers is not None else None
         truth = true_weight(decoder, cache, plan.layout) if needs.truth else None
-    choice = _Choice(plan, cache, mass, truth, watch)
+    choice = _Choice(plan, cache, asked, truth, watch)
     for step in (s for s in needs.steps if s.layer == 0):
         choice.narrow(step, None)
     rows = choice.rows
@@ -87,26 +87,37 @@ def recompute(
     return logits, Selection(choice.rows, choice.rows_per_layer(depth))
 
 
-def query_mass(
+def query_attention(
     decoder: Decoder, cache: BlendedCache, plan: Plan, needs: Needs, mask: MaskMode = "exact"
 ) -> torch.Tensor:
-    """Attention of the suffix rows over the stored caches, fp32 `[scored layers, rows of the prompt]`.
+    """Attention of the suffix rows over the stored caches, summed over heads, fp32 `[scored layers, rows of the prompt]`.
+
+    With query_rows "sum" all that they give a row. With "peak" the most that any of them gives it in each head, and what the
+    last of them gives it, which is where the answer starts; both count alike over the context. In sums, what one head seeks out
+    drowns in what all its rows touch: the chunk that resembles the question takes the budget of the one that answers.
 
     Uncached rows hold nothing yet: they get no part in it. The suffix rows' KV is written, and written again by the recompute.
     """
     band = needs.query_layers or range(len(decoder.layers))
-    layout, scored = plan.layout, list[torch.Tensor]()
+    layout, scored, ends = plan.layout, list[torch.Tensor](), list[torch.Tensor]()
     suffix = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
     uncached = plan.required[plan.required < layout.context.stop]
 
     def observe(call: AttentionCall) -> None:
         if call.layer in band:
-            scored.append(_weighted(call, needs.value_norm))
+            scored.append(_over_heads(call, needs, "max" if needs.query_rows == "peak" else "sum"))
+            if needs.query_rows == "peak":
+                end = replace(call, query=call.query[:, :, -1:], positions=call.positions[-1:])
+                ends.append(_over_heads(end, needs, "sum"))
 
     cache.blank(uncached)
     ids = torch.tensor([layout.suffix], device=decoder.device)
     decoder.watch_attention(ids, suffix, cache, observe, total=layout.rows, last_layer=band[-1])
-    return torch.stack(scored)
+    attention = torch.stack(scored)
+    if ends:
+        last, context = torch.stack(ends), slice(layout.context.start, layout.context.stop)
+        attention += last * (attention[:, context].sum() / last[:, context].sum().clamp_min(1e-20))
+    return attention
 
 
 def true_weight(decoder: Decoder, cache: BlendedCache, layout: PromptLayout) -> torch.Tensor:
@@ -136,12 +147,13 @@ def true_weight(decoder: Decoder, cache: BlendedCache, layout: PromptLayout) -> 
     return weight
 
 
-def _weighted(call: AttentionCall, value_norm: bool) -> torch.Tensor:
-    if not value_norm:
-        return call.mass()[0]
-    mass = call.mass(per_head=True)[0]
+def _over_heads(call: AttentionCall, needs: Needs, reduce: Literal["sum", "max"]) -> torch.Tensor:
+    """What each key receives in a head, joined over rows, summed over heads; weighted by the norm of the value if so wanted."""
+    heads = call.mass(per_head=True, reduce=reduce)[0]
+    if not needs.value_norm:
+        return heads.sum(0)
     norm = torch.linalg.vector_norm(call.value[0].float(), dim=-1)
-    grouped = mass.view(norm.shape[0], -1, norm.shape[1]).sum(1)
+    grouped = heads.view(norm.shape[0], -1, norm.shape[1]).sum(1)
     return torch.sum(grouped * norm, dim=0)
 
 
@@ -152,11 +164,11 @@ class _Choice:
         self,
         plan: Plan,
         cache: BlendedCache,
-        mass: torch.Tensor | None,
+        asked: torch.Tensor | None,
         truth: torch.Tensor | None,
         watch: Stopwatch,
     ) -> None:
-        self._plan, self._cache, self._mass, self._truth, self._watch = plan, cache, mass, truth, watch
+        self._plan, self._cache, self._asked, self._truth, self._watch = plan, cache, asked, truth, watch
         self._candidates = plan.candidates
         self.rows = torch.cat((plan.candidates, plan.required)).sort().values
         self._history = [(0, self.rows.shape[0])]
@@ -182,7 +194,7 @@ class _Choice:
             layer=step.layer,
             fresh=_at(fresh, torch.searchsorted(self.rows, candidates)) if fresh else None,
             stored=_at(self._cache.view(step.layer), candidates) if fresh else None,
-            query_mass=self._mass[:, candidates] if self._mass is not None else None,
+            query_attention=self._asked[:, candidates] if self._asked is not None else None,
             truth=self._truth[candidates] if self._truth is not None else None,
         )
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from blend.attention import kv_deviation
-from blend.recompute import make_plan, query_mass
+from blend.recompute import make_plan, query_attention
 from blend.select.base import Needs
 from blend.select.controls import Nothing
 from blend.select.mixed import combine
@@ -50,9 +50,10 @@ def row_scores(
     norm: Literal["l2sq", "l1"] = "l2sq" if config.norm == "l2" else "l1"
     deviation = kv_deviation(new[0], old[0], new[1], old[1], norm=norm, parts=config.deviation_of)[0]
     plan = make_plan(layout, (True,) * len(layout.chunks), Nothing(), 0.0, decoder.device)
-    mass = query_mass(decoder, stored, plan, Needs(query_layers=band, value_norm=config.value_norm))[:, context].sum(0)
-    both = combine(deviation, mass, config.rule)
-    return RowScores(_array(deviation), _array(mass), _array(both), check, band)
+    needs = Needs(query_layers=band, query_rows=config.query_rows, value_norm=config.value_norm)
+    attention = query_attention(decoder, stored, plan, needs)[:, context].sum(0)
+    both = combine(deviation, attention, config.rule)
+    return RowScores(_array(deviation), _array(attention), _array(both), check, band)
 
 
 def _array(values: torch.Tensor) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, DeviationOf, MaskMode, Norm, Rule
+from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, DeviationOf, MaskMode, Norm, QueryRows, Rule
 from blend.select import SELECTORS
 from blend.store import codec_names
 
@@ -107,6 +107,11 @@ _BLENDING = (
     _blending("first_k", "first_k: most rows a chunk.  [default: what the ratio allows]", int),
     _blending(
         "query_layers", "query_guided, mixed: layers that score; all, middle, upper or A-B.", callback=_layer_band
+    ),
+    _blending(
+        "query_rows",
+        "query_guided, mixed: the peak of the question's attention over its rows, or the sum.",
+        click.Choice(get_args(QueryRows)),
     ),
     _blending("value_norm", "query_guided, mixed: weight attention by the norm of the value it reads.", is_flag=True),
     _blending("chunk_head", "query_guided: rows at the start of every chunk that are taken first."),

@@ -30,7 +30,7 @@ def _gradual(config: BlendConfig) -> Selector:
 def _query_guided(config: BlendConfig) -> Selector:
     from blend.select.query_guided import QueryGuided
 
-    return QueryGuided(config.query_layers, config.value_norm, config.block, config.chunk_head)
+    return QueryGuided(config.query_layers, config.query_rows, config.value_norm, config.block, config.chunk_head)
 
 
 def _mixed(config: BlendConfig) -> Selector:
@@ -42,6 +42,7 @@ def _mixed(config: BlendConfig) -> Selector:
         config.check_layer,
         config.query_layers,
         rule=config.rule,
+        query_rows=config.query_rows,
         value_norm=config.value_norm,
         prefilter=config.prefilter,
         floor=config.chunk_floor,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from blend.config import QueryRows
 from blend.types import PromptLayout
 
 KV = tuple[torch.Tensor, torch.Tensor]
@@ -26,12 +27,13 @@ class Needs:
 
     steps: where it chooses, in order of layers. A step at layer 0 costs nothing before it; one at
     layer n > 0 lets the layers below run on all rows still there, and layer n's QKV projection. query_layers: layers at which
-    the query rows, run once over the stored caches, score the context rows; None when they need not run. value_norm: weight
-    that attention by the norm of the value it reads. truth: full recompute, for research.
+    the query rows, run once over the stored caches, score the context rows; None when they need not run. query_rows,
+    value_norm: how, see `recompute.query_attention`. truth: full recompute, for research.
     """
 
     steps: tuple[Step, ...] = (Step(0),)
     query_layers: range | None = None
+    query_rows: QueryRows = "peak"
     value_norm: bool = False
     truth: bool = False
 
@@ -43,7 +45,7 @@ class Evidence:
     layout: the prompt. candidates: sorted positions of the context rows that came out of the store and are still there, int64
     `[candidates]`. budget: how many of them to return. layer: the step's layer. fresh, stored: keys and values of that layer at
     the candidates, `[1, kv_heads, candidates, head_dim]`, computed in context and repositioned from the store; None at layer 0.
-    query_mass: attention that the query rows give each candidate, summed over rows and heads, fp32 `[layers, candidates]`.
+    query_attention: attention that the query rows give each candidate, as the needs say, fp32 `[layers, candidates]`.
     truth: true deviation weighted by true attention, see `recompute.true_weight`, fp32 `[candidates]`.
     """
 
@@ -53,7 +55,7 @@ class Evidence:
     layer: int = 0
     fresh: KV | None = None
     stored: KV | None = None
-    query_mass: torch.Tensor | None = None
+    query_attention: torch.Tensor | None = None
     truth: torch.Tensor | None = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from blend.config import Rule
+from blend.config import QueryRows, Rule
 from blend.errors import ConfigError
 from blend.select.base import Evidence, Needs, Selector, Step, chunk_of, top_candidates
 from blend.select.hkvd import HighDeviation
@@ -28,13 +28,15 @@ class Mixed(Selector):
         band: str = "middle",
         *,
         rule: Rule = "product",
+        query_rows: QueryRows = "peak",
         value_norm: bool = False,
         prefilter: float = 0.0,
         floor: float = 0.0,
         block: int = 1,
     ) -> None:
         self._deviation, self._check_layer, self._band, self._rule = deviation, check_layer, band, rule
-        self._value_norm, self._prefilter, self._floor, self._block = value_norm, prefilter, floor, block
+        self._query_rows, self._value_norm = query_rows, value_norm
+        self._prefilter, self._floor, self._block = prefilter, floor, block
 
     def needs(self, layers: int) -> Needs:
         """The check layer, and the query's attention at the band's layers."""
@@ -42,12 +44,12 @@ class Mixed(Selector):
             raise ConfigError(f"check layer {self._check_layer} does not exist: the model has layers 0 to {layers - 1}")
         before = (Step(0, self._prefilter),) if self._prefilter else ()
         steps = (*before, Step(self._check_layer))
-        return Needs(steps, layer_band(self._band, layers), self._value_norm)
+        return Needs(steps, layer_band(self._band, layers), self._query_rows, self._value_norm)
 
     def select(self, evidence: Evidence) -> torch.Tensor:
         """By attention alone at layer 0, by both at the check layer."""
-        assert evidence.query_mass is not None
-        attention = evidence.query_mass.sum(0)
+        assert evidence.query_attention is not None
+        attention = evidence.query_attention.sum(0)
         if evidence.layer == 0:
             return top_candidates(attention, evidence, self._block)
         scores = combine(self._deviation.deviation(evidence), attention, self._rule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from blend.config import QueryRows
 from blend.errors import ConfigError
 from blend.select.base import Evidence, Needs, Selector, chunk_of, top_candidates
 
@@ -30,23 +31,32 @@ def layer_band(name: str, layers: int) -> range:
 class QueryGuided(Selector):
     """Rows with the most attention from the query, summed over a band of layers; known before any layer is recomputed.
 
-    band: see `layer_band`. value_norm: weight attention by the norm of the value it reads. block: see `top_candidates`. head:
-    rows at the start of every chunk that are taken first, see `heads_first`; not with blocks.
+    band: see `layer_band`. query_rows, value_norm: see `recompute.query_attention`. block: see `top_candidates`. head: rows at
+    the start of every chunk that are taken first, see `heads_first`; not with blocks.
     """
 
     name = "query_guided"
 
-    def __init__(self, band: str = "middle", value_norm: bool = False, block: int = 1, head: int = 0) -> None:
-        self._band, self._value_norm, self._block, self._head = band, value_norm, block, head
+    def __init__(
+        self,
+        band: str = "middle",
+        query_rows: QueryRows = "peak",
+        value_norm: bool = False,
+        block: int = 1,
+        head: int = 0,
+    ) -> None:
+        self._band, self._query_rows, self._value_norm = band, query_rows, value_norm
+        self._block, self._head = block, head
 
     def needs(self, layers: int) -> Needs:
         """The query's attention at the band's layers."""
-        return Needs(query_layers=layer_band(self._band, layers), value_norm=self._value_norm)
+        band = layer_band(self._band, layers)
+        return Needs(query_layers=band, query_rows=self._query_rows, value_norm=self._value_norm)
 
     def select(self, evidence: Evidence) -> torch.Tensor:
         """The rows that the query attends to most."""
-        assert evidence.query_mass is not None
-        scores = evidence.query_mass.sum(0)
+        assert evidence.query_attention is not None
+        scores = evidence.query_attention.sum(0)
         if self._block == 1:
             scores = heads_first(scores, evidence, self._head)
         return top_candidates(scores, evidence, self._block)

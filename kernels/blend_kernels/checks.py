@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 Mode = Literal["exact", "bottom-right"]
+Reduce = Literal["sum", "max"]
 
 
 class Packed(NamedTuple):

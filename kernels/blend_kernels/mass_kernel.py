@@ -27,7 +27,7 @@ def mass_tile(
     n_rows, n_keys, window, scale, cap,
     GROUP: tl.constexpr, SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, EXACT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PEAK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_key = tl.program_id(0) * N
     i_head = tl.program_id(1)
@@ -72,5 +72,6 @@ def mass_tile(
         m_seen = m_line[:, None] & (o_key[None, :] <= o_last[:, None])
         if WINDOWED:
             m_seen = m_seen & (o_key[None, :] > o_last[:, None] - window)
-        b_mass += tl.sum(tl.exp2(tl.where(m_seen, b_s - b_lse[:, None], float("-inf"))), 0)
+        b_p = tl.exp2(tl.where(m_seen, b_s - b_lse[:, None], float("-inf")))
+        b_mass = tl.maximum(b_mass, tl.max(b_p, 0)) if PEAK else b_mass + tl.sum(b_p, 0)
     tl.store(out_ptr + i_batch * s_ob + i_head.to(tl.int64) * s_oh + o_key, b_mass, mask=o_key < n_keys)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .attention_launch import launch_attention, precision, softmax_scales, split_count
+from .checks import Reduce
 from .mass_kernel import mass_tile
 from .tiles import Tile, chunks
 from .work import Work
@@ -12,18 +13,18 @@ from .work import Work
 _ROWS, _KEYS = 64, 64
 
 
-def launch_mass(work: Work, tile: Tile, per_head: bool) -> torch.Tensor:
-    """Weights summed over rows, fp32 `[batch, heads, keys]`, or `[batch, kv_heads, keys]` summed over each group."""
+def launch_mass(work: Work, tile: Tile, per_head: bool, reduce: Reduce) -> torch.Tensor:
+    """Weights joined over rows, fp32 `[batch, heads, keys]`, or `[batch, kv_heads, keys]` summed over each group."""
     _, lse = launch_attention(work._replace(v=None), tile, split_count(work, tile), True)
     assert lse is not None
-    return mass_from_lse(work, lse, per_head)
+    return mass_from_lse(work, lse, per_head, reduce)
 
 
-def mass_from_lse(work: Work, lse: torch.Tensor, per_head: bool) -> torch.Tensor:
+def mass_from_lse(work: Work, lse: torch.Tensor, per_head: bool, reduce: Reduce = "sum") -> torch.Tensor:
     """The second pass alone."""
     q, k, rule = work.q, work.k, work.rule
     batch, heads, rows, dim = q.shape
-    programs = heads if per_head else k.shape[1]
+    programs = heads if per_head or reduce == "max" else k.shape[1]  # the peaks of a group's heads are summed
     mass = torch.empty(batch, programs, k.shape[2], dtype=torch.float32, device=q.device)
     positions = work.positions.contiguous().expand(batch, rows)
     scale, cap = softmax_scales(rule)
@@ -34,6 +35,6 @@ def mass_from_lse(work: Work, lse: torch.Tensor, per_head: bool) -> torch.Tensor
         *mass.stride()[:2], rows, k.shape[2], rule.window or 0, scale, cap,
         GROUP=heads // programs, SHARE=programs // k.shape[1], HEAD_DIM=dim, M=small, N=_KEYS, D0=first.first,
         D1=first.second, EXACT=rule.mode == "exact", WINDOWED=rule.window is not None, CAPPED=rule.softcap is not None,
-        PRECISION=precision(q.dtype), num_warps=4, num_stages=2, enable_fp_fusion=True,
+        PEAK=reduce == "max", PRECISION=precision(q.dtype), num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     return mass

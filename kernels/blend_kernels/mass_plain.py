@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .attention_plain import capped_scores, last_keys
+from .checks import Reduce
 from .work import Work, join_sinks
 
 # Scores in memory at once, in elements: 16 MiB of fp32.
@@ -12,8 +13,8 @@ _MOST_SCORES = 1 << 22
 
 
 @torch.no_grad()
-def attention_mass_plain(work: Work) -> torch.Tensor:
-    """Weights summed over rows, fp32 `[batch, heads, keys]`; arguments are checked."""
+def attention_mass_plain(work: Work, reduce: Reduce) -> torch.Tensor:
+    """Weights joined over rows, fp32 `[batch, heads, keys]`; arguments are checked."""
     # products of half precision would round every score before the softmax
     wide = torch.promote_types(work.q.dtype, torch.float32)
     q, k = work.q, work.k
@@ -23,11 +24,13 @@ def attention_mass_plain(work: Work) -> torch.Tensor:
         step = max(1, _MOST_SCORES // max(1, part.shape[0] * part.shape[1] * k.shape[2]))
         for start in range(0, q.shape[2], step):
             stop = min(start + step, q.shape[2])
-            _add_rows(part[:, :, start:stop].to(wide), keys, last[start:stop], work, into)
+            _add_rows(part[:, :, start:stop].to(wide), keys, last[start:stop], work, reduce, into)
     return mass
 
 
-def _add_rows(q: torch.Tensor, k: torch.Tensor, last: torch.Tensor, work: Work, mass: torch.Tensor) -> None:
+def _add_rows(
+    q: torch.Tensor, k: torch.Tensor, last: torch.Tensor, work: Work, reduce: Reduce, mass: torch.Tensor
+) -> None:
     (batch, heads, rows, dim), rule = q.shape, work.rule
     stop = int(last[-1]) + 1
     folded = q.reshape(batch, k.shape[1], -1, dim)
@@ -40,4 +43,8 @@ def _add_rows(q: torch.Tensor, k: torch.Tensor, last: torch.Tensor, work: Work, 
     if work.sinks is not None:
         lse = scores.logsumexp(-1)
         weights.mul_((lse - join_sinks(lse, work.sinks)).exp_()[..., None])
-    mass[:, :, :stop] += weights.sum(2)
+    seen = mass[:, :, :stop]
+    if reduce == "max":
+        torch.maximum(seen, weights.amax(2), out=seen)
+    else:
+        seen += weights.sum(2)

@@ -16,12 +16,14 @@ RULES = [
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("per_head", [False, True])
-def test_against_dense(rule, per_head, backend, device, poisoned):
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_against_dense(rule, per_head, reduce, backend, device, poisoned):
     q, k, _ = make(device, keys=129)
     positions = scattered(17, 129, device)
     weights = dense_attention(q, k, k, positions, **rule).weights
-    mass = attention_mass(q, k, positions, per_head=per_head, backend=backend, **rule)
-    expected = weights.sum(2) if per_head else weights.sum((1, 2))
+    mass = attention_mass(q, k, positions, per_head=per_head, reduce=reduce, backend=backend, **rule)
+    expected = weights.sum(2) if reduce == "sum" else weights.amax(2)
+    expected = expected if per_head else expected.sum(1)
     assert mass.dtype == torch.float32
     torch.testing.assert_close(mass.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -47,6 +49,21 @@ def test_sinks_take_their_share(rule, per_head, backend, device):
     mass = attention_mass(q, k, positions, sinks=sinks, per_head=per_head, backend=backend, **rule)
     expected = weights.sum(2) if per_head else weights.sum((1, 2))
     torch.testing.assert_close(mass.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [63, 129])
+def test_the_peak_over_several_tiles_of_rows(rows, backend, device):
+    q, k, _ = make(device, rows=rows, keys=200, heads=4, kv_heads=2)
+    positions = scattered(rows, 200, device)
+    expected = dense_attention(q, k, k, positions).weights.amax(2)
+    found = attention_mass(q, k, positions, per_head=True, reduce="max", backend=backend)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_another_reduction_is_refused(device):
+    q, k, _ = make(device)
+    with pytest.raises(ValueError, match="reduce must be 'sum' or 'max', got 'mean'"):
+        attention_mass(q, k, scattered(17, 63, device), reduce="mean")
 
 
 def test_positions_of_each_batch_entry(backend, device):

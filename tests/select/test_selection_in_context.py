@@ -8,7 +8,7 @@ from cases import SELECTORS, blended, make_layout, recorded
 from dense_reference import assert_close, dense_blend, dense_prefill, dense_reuse
 from models import CORE, LAYERS, decoder, eager_model
 
-from blend.config import BlendConfig
+from blend.config import BlendConfig, QueryRows
 from blend.errors import ConfigError
 
 LAYOUT = make_layout()
@@ -40,10 +40,11 @@ def test_hkvd_sees_fresh_and_stored_kv_of_the_check_layer(
 
 
 @pytest.mark.parametrize("layers", ["all", "middle", "1-2"])
-def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(layers: str) -> None:
+@pytest.mark.parametrize("query_rows", ["sum", "peak"])
+def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(query_rows: QueryRows, layers: str) -> None:
     """The model's own attention weights of a plain reuse forward pass."""
     name = "llama"
-    config = BlendConfig(selector="query_guided", query_layers=layers, ratio=0.3)
+    config = BlendConfig(selector="query_guided", query_layers=layers, query_rows=query_rows, ratio=0.3)
     blend, (evidence,), _ = recorded(decoder(name), LAYOUT, config)
     reused = dense_reuse(eager_model(name), LAYOUT.prefix, LAYOUT.chunks, len(LAYOUT.suffix))
     suffix = torch.arange(LAYOUT.context.stop, LAYOUT.rows)
@@ -58,9 +59,13 @@ def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(layers
         for handle in handles:
             handle.remove()
     band = {"all": range(LAYERS), "middle": range(2, 4), "1-2": range(1, 3)}[layers]
-    expected = torch.stack([seen[layer][0, :, suffix].sum((0, 1)) for layer in band])
-    assert evidence.query_mass is not None
-    assert_close(evidence.query_mass, expected[:, evidence.candidates])
+    weights = torch.stack([seen[layer][0, :, suffix] for layer in band])
+    expected = weights.sum((1, 2))
+    if query_rows == "peak":
+        peak, last, context = weights.amax(2).sum(1), weights[:, :, -1].sum(1), slice(*LAYOUT.context)
+        expected = peak + last * peak[:, context].sum() / last[:, context].sum()
+    assert evidence.query_attention is not None
+    assert_close(evidence.query_attention, expected[:, evidence.candidates])
     assert blend.selection.rows_per_layer == (blend.rows_recomputed,) * LAYERS
 
 

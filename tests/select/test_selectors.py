@@ -32,7 +32,7 @@ def _evidence(
 
     mass = torch.rand(3, len(rows), generator=generator)
     truth = torch.rand(len(rows), generator=generator)
-    return Evidence(layout, rows, budget, layer=1, fresh=kv(), stored=kv(), query_mass=mass, truth=truth)
+    return Evidence(layout, rows, budget, layer=1, fresh=kv(), stored=kv(), query_attention=mass, truth=truth)
 
 
 def _select(evidence: Evidence, selector: str, **options: object) -> list[int]:
@@ -84,8 +84,8 @@ def test_hkvd_prefers_the_earlier_of_equal_rows() -> None:
 @pytest.mark.parametrize("budget", [0, 1, 5, 20])
 def test_query_guided_takes_the_rows_with_the_most_attention_over_layers(budget: int) -> None:
     evidence = _evidence(budget)
-    assert evidence.query_mass is not None
-    scores = [float(evidence.query_mass[:, row].sum()) for row in range(len(CANDIDATES))]
+    assert evidence.query_attention is not None
+    scores = [float(evidence.query_attention[:, row].sum()) for row in range(len(CANDIDATES))]
     assert _select(evidence, "query_guided", chunk_head=0) == _best(scores, CANDIDATES.tolist(), budget)
 
 
@@ -97,9 +97,9 @@ def test_query_guided_takes_the_heads_of_chunks_first_and_half_of_the_budget_at_
 ) -> None:
     """Four chunks, of 6, 1, 9 and 4 rows."""
     evidence = _evidence(budget)
-    assert evidence.query_mass is not None
+    assert evidence.query_attention is not None
     heads = [span.start + i for span in LAYOUT.chunk_spans for i in range(min(depth, span.length))]
-    scores = {row: float(evidence.query_mass[:, row - CANDIDATES[0]].sum()) for row in CANDIDATES.tolist()}
+    scores = {row: float(evidence.query_attention[:, row - CANDIDATES[0]].sum()) for row in CANDIDATES.tolist()}
     others = sorted((row for row in scores if row not in heads), key=lambda row: -scores[row])
     expected = sorted((heads + others)[:budget])
     assert _select(evidence, "query_guided", chunk_head=head) == expected
@@ -114,9 +114,9 @@ def test_the_oracle_takes_the_rows_with_the_most_weight() -> None:
 
 def test_query_guided_blocks_are_runs_inside_one_chunk() -> None:
     evidence = _evidence(6)
-    assert evidence.query_mass is not None
+    assert evidence.query_attention is not None
     blocks = [list(range(start, min(start + 3, span.stop))) for span in LAYOUT.chunk_spans for start in range(*span, 3)]
-    mass = dict(zip(CANDIDATES.tolist(), evidence.query_mass.sum(0).tolist(), strict=True))
+    mass = dict(zip(CANDIDATES.tolist(), evidence.query_attention.sum(0).tolist(), strict=True))
     ranked = sorted(blocks, key=lambda block: -sum(mass[row] for row in block))
     expected = [row for block in ranked for row in block][:6]
     assert _select(evidence, "query_guided", block=3) == sorted(expected)
@@ -125,9 +125,9 @@ def test_query_guided_blocks_are_runs_inside_one_chunk() -> None:
 @pytest.mark.parametrize("rule", ["product", "zsum"])
 def test_mixed_combines_deviation_and_attention(rule: str) -> None:
     evidence = _evidence(6)
-    assert evidence.query_mass is not None
+    assert evidence.query_attention is not None
     deviation = torch.tensor(_deviations(evidence, "v", "l2"), dtype=torch.float64)
-    attention = evidence.query_mass.sum(0).double()
+    attention = evidence.query_attention.sum(0).double()
     if rule == "product":
         scores = deviation * attention
     else:
@@ -142,10 +142,10 @@ def test_mixed_combines_deviation_and_attention(rule: str) -> None:
 def test_mixed_with_a_floor_serves_every_chunk() -> None:
     """A quarter of the floor's rows each, the best ones of the chunk; the rest where the scores are highest."""
     evidence = _evidence(8)
-    assert evidence.query_mass is not None
-    mass = evidence.query_mass.clone()
+    assert evidence.query_attention is not None
+    mass = evidence.query_attention.clone()
     mass[:, :6] += 1000  # all attention on the first chunk
-    rows = _select(replace(evidence, query_mass=mass), "mixed", chunk_floor=0.5)
+    rows = _select(replace(evidence, query_attention=mass), "mixed", chunk_floor=0.5)
     assert [sum(span.start <= row < span.stop for row in rows) for span in LAYOUT.chunk_spans] == [5, 1, 1, 1]
 
 
