@@ -1,16 +1,17 @@
-"""The variants worth compiling ahead of time: every op, the head dimensions and dtypes in use, each with its best-guess tile.
+"""The variants compiled ahead of time: what is used most by name, everything else by pairs of options.
 
 Launches are recorded from the ops' own launchers on memory that is reserved and never touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from .aot import Launch, Resources, compile_launch, record
+from .aot_pairs import Chosen, covering
 from .attention_kernel import attend_tile
 from .attention_launch import launch_attention
 from .checks import Mode, Packed, Rule
@@ -26,85 +27,251 @@ from .tiles import Shape, Tile, candidates
 from .work import Work
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
+INT8, E4M3, E5M2 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
+# Head dimension of queries and keys, and of values.
+WIDTHS = {f"{dim}": (dim, dim) for dim in (32, 64, 80, 96, 112, 128, 192, 256)} | {"192/128": (192, 128)}
+# The widths that `tiles` has tables for, where every candidate is compiled.
+TABLES = ("64", "128", "192/128", "256")
+KEYS = 4096
+# Folded rows of a call with many.
+MANY = 4096
 
 
 class Variant(NamedTuple):
-    """A name for the table, its tile (None for the ops without a choice), and its launch."""
+    """A name for the table, tile (None without a choice), its place in the tuner's list, the launch, and how it was chosen."""
 
     name: str
     tile: Tile | None
+    place: int
     launch: Launch
+    by_pairs: bool = False
 
     def compile(self, capability: int) -> Resources:
         """Registers, spills and shared memory on this compute capability (80, 90)."""
         return compile_launch(self.launch, capability)
 
 
+class Call(NamedTuple):
+    """One attention call: its name, its work, into how many parts the keys are cut, and what it returns."""
+
+    name: str
+    work: Work
+    splits: int = 1
+    want_lse: bool = False
+    every_tile: bool = False
+
+
 def variants(capability: int, every_tile: bool = False) -> Iterator[Variant]:
-    """All variants for a compute capability; attention with its first tile, or with every candidate."""
-    for name, work, splits in _attention_calls():
-        q = work.q
-        shape = Shape(q.dtype, q.shape[3], work.value_dim, q.shape[2] * work.group, work.rule.window is not None, True)
+    """All variants for a compute capability; calls by pairs with their first tile, or with every candidate."""
+    named = (*_plain_calls(), *_named_calls())
+    for i, call in enumerate((*named, *_paired_calls())):
+        work = call.work
+        lines = work.q.shape[2] * work.group
+        shape = Shape(work.q.dtype, work.q.shape[3], work.value_dim, lines, work.rule.window is not None, True)
         tiles = candidates(capability // 10, shape)
-        for tile in tiles if every_tile else tiles[:1]:
+        for place, tile in enumerate(tiles if every_tile or call.every_tile else tiles[:1]):
             with record(attend_tile, combine_splits) as notes:
-                launch_attention(work, tile, splits, want_lse=False)
-            yield Variant(f"attend {name}", tile, notes[0])
-        if splits > 1 and len(notes) > 1:
-            yield Variant(f"combine {name}", None, notes[1])
-    yield from _other_ops()
+                launch_attention(work, tile, call.splits, call.want_lse)
+            yield Variant(f"attend {call.name}", tile, place, notes[0], i >= len(named))
+        if len(notes) > 1:
+            yield Variant(f"combine {call.name}", None, 0, notes[1], i >= len(named))
+    seen: set[str] = set()
+    for variant in (*_mass_variants(), *_rotation_variants(capability), *_deviation_variants()):
+        if variant.name not in seen:  # pairs may repeat what has a name already
+            yield variant
+        seen.add(variant.name)
 
 
 def _work(
-    dim: int,
+    width: str,
     dtype: torch.dtype,
-    rows: int = 1024,
-    value_dim: int | None = None,
-    kv_heads: int = 8,
+    lines: int = MANY,
+    group: int = 4,
     mode: Mode = "exact",
     window: int | None = None,
     softcap: float | None = None,
 ) -> Work:
-    q = torch.empty(1, rows, 32, dim, dtype=dtype).transpose(1, 2)
-    k = torch.empty(1, kv_heads, 4096, dim, dtype=dtype)
-    v = torch.empty(1, kv_heads, 4096, value_dim or dim, dtype=dtype)
+    dim, value_dim = WIDTHS[width]
+    rows = max(1, lines // group)
+    q = torch.empty(1, rows, 8 * group, dim, dtype=dtype).transpose(1, 2)
+    k = torch.empty(1, 8, KEYS, dim, dtype=dtype)
+    v = torch.empty(1, 8, KEYS, value_dim, dtype=dtype)
     return Work(q, k, v, torch.empty(rows, dtype=torch.int64), Rule(mode, window, softcap, dim**-0.5))
 
 
-def _attention_calls() -> Iterator[tuple[str, Work, int]]:
-    for dim in (64, 80, 96, 112, 128, 256):
-        yield f"bf16 {dim}", _work(dim, BF16), 1
-    yield "fp16 128", _work(128, FP16), 1
-    yield "fp32 64", _work(64, FP32), 1
-    yield "fp32 128", _work(128, FP32), 1
-    yield "bf16 192/128", _work(192, BF16, value_dim=128, kv_heads=32), 1
-    yield "bf16 128 bottom-right", _work(128, BF16, mode="bottom-right"), 1
-    yield "bf16 128 window", _work(128, BF16, window=4096), 1
-    yield "bf16 256 window soft-cap", _work(256, BF16, window=4096, softcap=50.0), 1
-    sunk = _work(64, BF16, window=128)._replace(sinks=torch.empty(32, dtype=BF16))
-    yield "bf16 64 window sinks", sunk, 1
-    packed = Packed(torch.empty(9, dtype=torch.int64), torch.empty(9, dtype=torch.int64))
-    yield "bf16 128 packed", _work(128, BF16)._replace(packed=packed), 1
-    yield "bf16 128 lse only", _work(128, BF16)._replace(v=None), 1
-    yield "bf16 64 split, 1 row", _work(64, BF16, rows=1), 16
-    yield "bf16 128 split, 1 row", _work(128, BF16, rows=1), 16
-    yield "bf16 128 split, 64 rows", _work(128, BF16, rows=64), 4
-    yield "bf16 256 split, 1 row", _work(256, BF16, rows=1), 16
+def _packed(requests: int, index: torch.dtype = torch.int64) -> Packed:
+    return Packed(torch.empty(requests + 1, dtype=index), torch.empty(requests + 1, dtype=index))
 
 
-def _other_ops() -> Iterator[Variant]:
-    for name, work in (("bf16 128", _work(128, BF16)), ("bf16 64 window", _work(64, BF16, window=128))):
+def _group(width: str) -> int:
+    """Latent attention (192/128) has as many KV heads as query heads when it is expanded."""
+    return 1 if width == "192/128" else 4
+
+
+def _plain_calls() -> Iterator[Call]:
+    """bf16 and fp32 of every width for many rows, and bf16 for one row (decode); what the tuner may choose once per table."""
+    for kind in ("bf16", "fp32"):
+        for width in WIDTHS:
+            yield Call(f"{kind} {width}", _work(width, DTYPES[kind], group=_group(width)), every_tile=width in TABLES)
+    yield Call("fp16 128", _work("128", FP16))
+    for width in WIDTHS:
+        decoding = _work(width, BF16, lines=1, group=_group(width))
+        yield Call(f"bf16 {width} split, 1 row", decoding, 16, every_tile=width in TABLES)
+
+
+def _named_calls() -> Iterator[Call]:
+    """What models ask for: windows, soft-caps, sinks, short suffixes, several requests."""
+    for width in TABLES:
+        yield Call(f"bf16 {width} window", _work(width, BF16, window=KEYS), every_tile=True)
+    yield Call("bf16 256 window soft-cap", _work("256", BF16, window=KEYS, softcap=50.0))
+    yield Call("bf16 64 window sinks", _work("64", BF16, window=128)._replace(sinks=torch.empty(32, dtype=BF16)))
+    yield Call("bf16 128 bottom-right", _work("128", BF16, mode="bottom-right"))
+    yield Call("bf16 128 and lse", _work("128", BF16), want_lse=True)
+    yield Call("bf16 128 lse only", _work("128", BF16)._replace(v=None))
+    yield Call("bf16 128 packed", _work("128", BF16)._replace(packed=_packed(8)))
+    yield Call("bf16 128 packed, 1 request", _work("128", BF16)._replace(packed=_packed(1)))
+    for lines in (32, 64, 256):
+        yield Call(f"bf16 128 split, {lines // 4} rows", _work("128", BF16, lines=lines), 4)
+
+
+def _paired_calls() -> Iterator[Call]:
+    options = {
+        "kind": tuple(DTYPES), "width": tuple(WIDTHS), "mode": ("exact", "bottom-right"), "window": (None, KEYS),
+        "softcap": (None, 50.0), "sinks": (False, True), "requests": (0, 1, 8), "lines": (16, 32, 64, MANY),
+        "splits": (1, 4, 64), "result": ("out", "out and lse", "lse"), "group": (1, 4, 7, 8),
+        "index": (torch.int64, torch.int32),
+    }  # fmt: skip
+    for chosen in covering(options):
+        yield _paired_call(**chosen)
+
+
+def _paired_call(
+    kind: str,
+    width: str,
+    mode: Mode,
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+    requests: int,
+    lines: int,
+    splits: int,
+    result: str,
+    group: int,
+    index: torch.dtype,
+) -> Call:
+    dtype = DTYPES[kind]
+    work = _work(width, dtype, lines, group, mode, window, softcap)
+    work = work._replace(
+        v=None if result == "lse" else work.v,
+        positions=work.positions.to(index),
+        sinks=torch.empty(8 * group, dtype=dtype) if sinks else None,
+        packed=_packed(requests, index) if requests else None,
+    )
+    words = [
+        f"{kind} {width}", mode, window and "window", softcap and "soft-cap", sinks and "sinks",
+        requests and f"packed {requests}", f"{lines} lines", splits > 1 and f"split {splits}", result, f"group {group}",
+    ]  # fmt: skip
+    return Call(", ".join(word for word in words if word), work, splits, result != "out")
+
+
+def _mass_variants() -> Iterator[Variant]:
+    plain: Chosen = {
+        "kind": "bf16", "width": "128", "mode": "exact", "window": None, "softcap": None, "per_head": False, "reduce": "sum",
+        "group": 4,
+    }  # fmt: skip
+    named: Sequence[Chosen] = [
+        *({**plain, "width": width} for width in ("64", "128", "256")),
+        {**plain, "kind": "fp32"},
+        {**plain, "reduce": "max"},
+    ]
+    options = {
+        "kind": tuple(DTYPES), "width": tuple(width for width in WIDTHS if "/" not in width),
+        "mode": ("exact", "bottom-right"), "window": (None, KEYS), "softcap": (None, 50.0), "per_head": (False, True),
+        "reduce": ("sum", "max"), "group": (1, 4, 7),
+    }  # fmt: skip
+    for i, each in enumerate((*named, *covering(options))):
+        width, dtype = each["width"], DTYPES[each["kind"]]
+        work = _work(width, dtype, MANY, each["group"], each["mode"], each["window"], each["softcap"])
+        words = [
+            f"{each['kind']} {width}", each["reduce"] == "max" and "peaks", i >= len(named) and each["mode"],
+            each["window"] and "window", each["softcap"] and "soft-cap", each["per_head"] and "per head",
+            i >= len(named) and f"group {each['group']}",
+        ]  # fmt: skip
         with record(mass_tile) as notes:
-            mass_from_lse(work, work.empty_lse(), per_head=False)
-        yield Variant(f"mass {name}", None, notes[0])
-    k, freq = torch.empty(1, 8, 4096, 128, dtype=BF16), torch.empty(64, dtype=torch.float64)
-    int8, scale = torch.empty(8, 4096, 128, dtype=torch.int8), torch.empty(4096, 1)
-    delta = torch.empty(4096, dtype=torch.int64)
-    turns = [("bf16 halves", k, False, None, k), ("bf16 pairs", k, True, None, k), ("int8", int8, False, scale, k[0])]
-    for name, states, interleaved, scales, out in turns:
+            mass_from_lse(work, work.empty_lse(), each["per_head"], each["reduce"])
+        yield Variant("mass " + ", ".join(word for word in words if word), None, 0, notes[0], i >= len(named))
+
+
+def _rotation_variants(capability: int) -> Iterator[Variant]:
+    plain: Chosen = {"out": BF16, "delta": "per token", "turns": "all", "interleaved": False, "freq": 64, "dim": 128}
+    named: Sequence[Chosen] = [
+        {**plain, "states": (BF16, "none")},
+        {**plain, "states": (BF16, "none"), "interleaved": True},
+        {**plain, "states": (BF16, "none"), "turns": "quarter"},
+        {**plain, "states": (INT8, "token")},
+    ]
+    options = {
+        "states": (
+            *((dtype, "none") for dtype in DTYPES.values()), (BF16, "dim"),
+            *((INT8, scale) for scale in ("token", "dim", "head")), *((E4M3, scale) for scale in ("token", "dim")),
+            (E5M2, "token"),
+        ),
+        "out": (BF16, FP32), "delta": ("per token", "int"), "turns": ("all", "quarter", "tail"),
+        "interleaved": (False, True), "freq": (64, 32), "dim": (80, 128, 192),
+    }  # fmt: skip
+    for i, each in enumerate((*named, *covering(options))):
+        source, scale = each["states"]
+        if source in (E4M3, E5M2) and capability < 89:
+            continue  # the op sends fp8 to torch there
         with record(rotate_tile) as notes:
-            launch_rotation(states, delta, freq, Layout(64, 0, interleaved), scales, out)
-        yield Variant(f"rotate {name}", None, notes[0])
-    with record(deviation_rows) as notes:
-        launch_deviation((k, k), (k, k), "l2sq")
-    yield Variant("deviation bf16 kv", None, notes[0])
+            _record_rotation(each)
+        words = [
+            f"{_short(source)} to {_short(each['out'])} {each['dim']}", each["turns"] != "all" and each["turns"],
+            each["interleaved"] and "pairs", scale != "none" and f"scale per {scale}",
+            each["delta"] == "int" and "one delta", each["freq"] == 32 and "fp32 frequencies",
+        ]  # fmt: skip
+        yield Variant("rotate " + ", ".join(word for word in words if word), None, 0, notes[0], i >= len(named))
+
+
+def _record_rotation(chosen: Chosen) -> None:
+    """Launch with these options: a quarter of the dimensions turns, or the second half of them ("tail"), or all."""
+    source, scale = chosen["states"]
+    dim = chosen["dim"]
+    k = torch.empty(1, 8, KEYS, dim, dtype=source)
+    pairs, offset = {"all": (dim // 2, 0), "quarter": (dim // 8, 0), "tail": (dim // 4, dim // 2)}[chosen["turns"]]
+    scales = {"none": None, "token": (KEYS, 1), "head": (8, 1, 1), "dim": (1, dim)}[scale]
+    launch_rotation(
+        k,
+        7 if chosen["delta"] == "int" else torch.empty(KEYS, dtype=torch.int64),
+        torch.empty(pairs, dtype=torch.float64 if chosen["freq"] == 64 else torch.float32),
+        Layout(pairs, offset, chosen["interleaved"]),
+        None if scales is None else torch.empty(scales),
+        torch.empty(1, 8, KEYS, dim, dtype=chosen["out"]),
+    )
+
+
+def _deviation_variants() -> Iterator[Variant]:
+    named: Sequence[Chosen] = [{"parts": "kv", "norm": "l2sq", "dtypes": (BF16, BF16), "width": "128"}]
+    options = {
+        "parts": ("k", "v", "kv"), "norm": ("l2sq", "l1"), "dtypes": ((BF16, BF16), (FP16, FP16), (FP32, FP32), (FP32, BF16)),
+        "width": ("80", "128", "192/128"),
+    }  # fmt: skip
+    for i, each in enumerate((*named, *covering(options))):
+        new, old = each["dtypes"]
+        keys, values = (
+            (torch.empty(1, 8, KEYS, dim, dtype=new), torch.empty(1, 8, KEYS, dim, dtype=old))
+            if part in each["parts"]
+            else None
+            for part, dim in zip("kv", WIDTHS[each["width"]], strict=True)
+        )
+        with record(deviation_rows) as notes:
+            launch_deviation(keys, values, each["norm"])
+        kinds = " - ".join(dict.fromkeys(_short(dtype) for dtype in each["dtypes"]))
+        name = f"deviation {kinds} {each['width']}, {each['parts']}, {each['norm']}"
+        yield Variant(name, None, 0, notes[0], i >= len(named))
+
+
+def _short(dtype: torch.dtype) -> str:
+    names = {BF16: "bf16", FP16: "fp16", FP32: "fp32", INT8: "int8", E4M3: "e4m3", E5M2: "e5m2"}
+    return names[dtype]
