@@ -98,7 +98,7 @@ def candidates(major: int, shape: Shape) -> tuple[Tile, ...]:
     cut, cut_values = chunks(shape.dim).second > 0, chunks(shape.value_dim).second > 0
     if shape.dtype == torch.float32:
         return _FP32[width][:1] if cut else _FP32[width]
-    few = next((rows for rows in (16, 32, 64) if shape.lines <= rows), None)
+    few = next((rows for rows in ((16, 32) if width == 256 else (16, 32, 64)) if shape.lines <= rows), None)
     if few is not None:
         warps = 8 if few == 64 or cut else 4
         return tuple(tile._replace(rows=few, warps=max(warps, tile.warps)) for tile in _FEW[width])
