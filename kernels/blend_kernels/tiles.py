@@ -105,7 +105,8 @@ def candidates(major: int, shape: Shape) -> tuple[Tile, ...]:
     if not hopper and width == 192 and cut_values:
         return _AMPERE_WIDE_VALUES
     tables = (_WINDOWED_HOPPER if hopper else _WINDOWED_AMPERE) if shape.windowed else (_HOPPER if hopper else _AMPERE)
-    return tuple(tile for tile in tables[width] if not tile.tma or (shape.tma and not cut and not cut_values))
+    tma = shape.tma and not cut and not cut_values
+    return tuple(tile for tile in tables[width] if tile.rows < 2 * shape.lines and (tma or not tile.tma))
 
 
 def _width(dim: int) -> int:
