@@ -11,8 +11,9 @@ import torch
 from blend.attention import AttentionCall
 from blend.config import MaskMode
 from blend.driver import Narrowing
-from blend.select.base import KV, Evidence, Needs, Selector, Step
+from blend.select.base import KV, Evidence, Selector, Step
 from blend.select.controls import All, Nothing
+from blend.select.query_score import QueryScore, layer_band
 from blend.timing import Stopwatch
 from blend.types import PromptLayout, Selection
 
@@ -74,7 +75,7 @@ def recompute(
     depth = len(decoder.layers)
     needs = plan.selector.needs(depth)
     with watch.stage("select"):
-        asked = query_attention(decoder, cache, plan, needs, mask) if needs.query_layers is not None else None
+        asked = query_attention(decoder, cache, plan, needs.query, mask) if needs.query else None
         truth = true_weight(decoder, cache, plan.layout) if needs.truth else None
     choice = _Choice(plan, cache, asked, truth, watch)
     for step in (s for s in needs.steps if s.layer == 0):
@@ -88,27 +89,28 @@ def recompute(
 
 
 def query_attention(
-    decoder: Decoder, cache: BlendedCache, plan: Plan, needs: Needs, mask: MaskMode = "exact"
+    decoder: Decoder, cache: BlendedCache, plan: Plan, score: QueryScore, mask: MaskMode = "exact"
 ) -> torch.Tensor:
     """Attention of the suffix rows over the stored caches, summed over heads, fp32 `[scored layers, rows of the prompt]`.
 
-    With query_rows "sum" all that they give a row. With "peak" the most that any of them gives it in each head, and what the
+    With rows "sum" all that they give a row. With "peak" the most that any of them gives it in each head, and what the
     last of them gives it, which is where the answer starts; both count alike over the context. In sums, what one head seeks out
     drowns in what all its rows touch: the chunk that resembles the question takes the budget of the one that answers.
 
     Uncached rows hold nothing yet: they get no part in it. The suffix rows' KV is written, and written again by the recompute.
+    Raises `ConfigError` for layers that the decoder does not have.
     """
-    band = needs.query_layers or range(len(decoder.layers))
+    band = layer_band(score.band, len(decoder.layers))
     layout, scored, ends = plan.layout, list[torch.Tensor](), list[torch.Tensor]()
     suffix = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
     uncached = plan.required[plan.required < layout.context.stop]
 
     def observe(call: AttentionCall) -> None:
         if call.layer in band:
-            scored.append(_over_heads(call, needs, "max" if needs.query_rows == "peak" else "sum"))
-            if needs.query_rows == "peak":
+            scored.append(_over_heads(call, score, "max" if score.rows == "peak" else "sum"))
+            if score.rows == "peak":
                 end = replace(call, query=call.query[:, :, -1:], positions=call.positions[-1:])
-                ends.append(_over_heads(end, needs, "sum"))
+                ends.append(_over_heads(end, score, "sum"))
 
     cache.blank(uncached)
     ids = torch.tensor([layout.suffix], device=decoder.device)
@@ -147,10 +149,10 @@ def true_weight(decoder: Decoder, cache: BlendedCache, layout: PromptLayout) -> 
     return weight
 
 
-def _over_heads(call: AttentionCall, needs: Needs, reduce: Literal["sum", "max"]) -> torch.Tensor:
+def _over_heads(call: AttentionCall, score: QueryScore, reduce: Literal["sum", "max"]) -> torch.Tensor:
     """What each key receives in a head, joined over rows, summed over heads; weighted by the norm of the value if so wanted."""
     heads = call.mass(per_head=True, reduce=reduce)[0]
-    if not needs.value_norm:
+    if not score.value_norm:
         return heads.sum(0)
     norm = torch.linalg.vector_norm(call.value[0].float(), dim=-1)
     grouped = heads.view(norm.shape[0], -1, norm.shape[1]).sum(1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from blend.analyze.tokens import KINDS
-from blend.select.query_guided import layer_band
+from blend.select.query_score import layer_band
 
 if TYPE_CHECKING:
     from blend.analyze.study import PromptAnalysis

@@ -10,10 +10,9 @@ import torch
 
 from blend.attention import kv_deviation
 from blend.recompute import make_plan, query_attention
-from blend.select.base import Needs
 from blend.select.controls import Nothing
 from blend.select.mixed import combine
-from blend.select.query_guided import layer_band
+from blend.select.query_score import QueryScore, layer_band
 
 if TYPE_CHECKING:
     from blend.blended_cache import BlendedCache
@@ -50,8 +49,7 @@ def row_scores(
     norm: Literal["l2sq", "l1"] = "l2sq" if config.norm == "l2" else "l1"
     deviation = kv_deviation(new[0], old[0], new[1], old[1], norm=norm, parts=config.deviation_of)[0]
     plan = make_plan(layout, (True,) * len(layout.chunks), Nothing(), 0.0, decoder.device)
-    needs = Needs(query_layers=band, query_rows=config.query_rows, value_norm=config.value_norm)
-    attention = query_attention(decoder, stored, plan, needs)[:, context].sum(0)
+    attention = query_attention(decoder, stored, plan, QueryScore.of(config))[:, context].sum(0)
     both = combine(deviation, attention, config.rule)
     return RowScores(_array(deviation), _array(attention), _array(both), check, band)
 

@@ -29,21 +29,21 @@ def _gradual(config: BlendConfig) -> Selector:
 
 def _query_guided(config: BlendConfig) -> Selector:
     from blend.select.query_guided import QueryGuided
+    from blend.select.query_score import QueryScore
 
-    return QueryGuided(config.query_layers, config.query_rows, config.value_norm, config.block, config.chunk_head)
+    return QueryGuided(QueryScore.of(config), config.block, config.chunk_head)
 
 
 def _mixed(config: BlendConfig) -> Selector:
     from blend.select.hkvd import HighDeviation
     from blend.select.mixed import Mixed
+    from blend.select.query_score import QueryScore
 
     return Mixed(
         HighDeviation((), config.deviation_of, config.norm),
+        QueryScore.of(config),
         config.check_layer,
-        config.query_layers,
         rule=config.rule,
-        query_rows=config.query_rows,
-        value_norm=config.value_norm,
         prefilter=config.prefilter,
         floor=config.chunk_floor,
         block=config.block,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from blend.config import QueryRows
+from blend.select.query_score import QueryScore
 from blend.types import PromptLayout
 
 KV = tuple[torch.Tensor, torch.Tensor]
@@ -26,15 +26,12 @@ class Needs:
     """What a selector must see before it can choose, so that loading and compute can be planned around it.
 
     steps: where it chooses, in order of layers. A step at layer 0 costs nothing before it; one at
-    layer n > 0 lets the layers below run on all rows still there, and layer n's QKV projection. query_layers: layers at which
-    the query rows, run once over the stored caches, score the context rows; None when they need not run. query_rows,
-    value_norm: how, see `recompute.query_attention`. truth: full recompute, for research.
+    layer n > 0 lets the layers below run on all rows still there, and layer n's QKV projection. query: how the query rows, run
+    once over the stored caches, score the context rows; None when they need not run. truth: full recompute, for research.
     """
 
     steps: tuple[Step, ...] = (Step(0),)
-    query_layers: range | None = None
-    query_rows: QueryRows = "peak"
-    value_norm: bool = False
+    query: QueryScore | None = None
     truth: bool = False
 
 

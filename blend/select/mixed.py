@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from blend.config import QueryRows, Rule
+from blend.config import Rule
 from blend.errors import ConfigError
 from blend.select.base import Evidence, Needs, Selector, Step, chunk_of, top_candidates
 from blend.select.hkvd import HighDeviation
-from blend.select.query_guided import layer_band
+from blend.select.query_score import QueryScore
 
 
 class Mixed(Selector):
@@ -24,18 +24,15 @@ class Mixed(Selector):
     def __init__(
         self,
         deviation: HighDeviation,
+        score: QueryScore,
         check_layer: int = 1,
-        band: str = "middle",
         *,
         rule: Rule = "product",
-        query_rows: QueryRows = "peak",
-        value_norm: bool = False,
         prefilter: float = 0.0,
         floor: float = 0.0,
         block: int = 1,
     ) -> None:
-        self._deviation, self._check_layer, self._band, self._rule = deviation, check_layer, band, rule
-        self._query_rows, self._value_norm = query_rows, value_norm
+        self._deviation, self._check_layer, self._score, self._rule = deviation, check_layer, score, rule
         self._prefilter, self._floor, self._block = prefilter, floor, block
 
     def needs(self, layers: int) -> Needs:
@@ -43,8 +40,7 @@ class Mixed(Selector):
         if self._check_layer >= layers:
             raise ConfigError(f"check layer {self._check_layer} does not exist: the model has layers 0 to {layers - 1}")
         before = (Step(0, self._prefilter),) if self._prefilter else ()
-        steps = (*before, Step(self._check_layer))
-        return Needs(steps, layer_band(self._band, layers), self._query_rows, self._value_norm)
+        return Needs((*before, Step(self._check_layer)), self._score)
 
     def select(self, evidence: Evidence) -> torch.Tensor:
         """By attention alone at layer 0, by both at the check layer."""

@@ -4,54 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from blend.config import QueryRows
-from blend.errors import ConfigError
 from blend.select.base import Evidence, Needs, Selector, chunk_of, top_candidates
-
-BANDS = ("all", "middle", "upper")
-
-
-def layer_band(name: str, layers: int) -> range:
-    """Layers by name: "all", "middle" (from half to five sixths of the depth), "upper" (half), or "a-b"."""
-    bands = {
-        "all": range(layers),
-        "middle": range(layers // 2, -(-5 * layers // 6)),
-        "upper": range(layers // 2, layers),
-    }
-    if name in bands:
-        return bands[name]
-    first, _, last = name.partition("-")
-    if not (first.isdigit() and last.isdigit() and int(first) <= int(last) < layers):
-        raise ConfigError(
-            f"query_layers is {name!r}; choose {', '.join(BANDS)}, or two layers such as 4-9, below {layers}"
-        )
-    return range(int(first), int(last) + 1)
+from blend.select.query_score import QueryScore
 
 
 class QueryGuided(Selector):
     """Rows with the most attention from the query, summed over a band of layers; known before any layer is recomputed.
 
-    band: see `layer_band`. query_rows, value_norm: see `recompute.query_attention`. block: see `top_candidates`. head: rows at
-    the start of every chunk that are taken first, see `heads_first`; not with blocks.
+    score: at which layers, and how joined. block: see `top_candidates`. head: rows at the start of every chunk that are taken
+    first, see `heads_first`; not with blocks.
     """
 
     name = "query_guided"
 
-    def __init__(
-        self,
-        band: str = "middle",
-        query_rows: QueryRows = "peak",
-        value_norm: bool = False,
-        block: int = 1,
-        head: int = 0,
-    ) -> None:
-        self._band, self._query_rows, self._value_norm = band, query_rows, value_norm
-        self._block, self._head = block, head
+    def __init__(self, score: QueryScore, block: int = 1, head: int = 0) -> None:
+        self._score, self._block, self._head = score, block, head
 
     def needs(self, layers: int) -> Needs:
         """The query's attention at the band's layers."""
-        band = layer_band(self._band, layers)
-        return Needs(query_layers=band, query_rows=self._query_rows, value_norm=self._value_norm)
+        return Needs(query=self._score)
 
     def select(self, evidence: Evidence) -> torch.Tensor:
         """The rows that the query attends to most."""

@@ -136,7 +136,7 @@ def test_names_say_the_ratio(bench: Any, group: str) -> None:
 
 @pytest.mark.parametrize("layers", [12, 24, 30, 32])
 def test_bands_are_layers_of_the_model(bench: Any, layers: int) -> None:
-    from blend.select.query_guided import layer_band
+    from blend.select.query_score import layer_band
 
     for config in bench.methods("layers", layers).values():
         assert len(layer_band(config.query_layers, layers)) >= layers // 6
