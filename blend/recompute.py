@@ -13,7 +13,7 @@ from blend.config import MaskMode
 from blend.driver import Narrowing
 from blend.select.base import KV, Evidence, Selector, Step
 from blend.select.controls import All, Nothing
-from blend.select.query_score import QueryScore, layer_band
+from blend.select.query_score import QueryScore, scoring_layers
 from blend.timing import Stopwatch
 from blend.types import PromptLayout, Selection
 
@@ -100,13 +100,13 @@ def query_attention(
     Uncached rows hold nothing yet: they get no part in it. The suffix rows' KV is written, and written again by the recompute.
     Raises `ConfigError` for layers that the decoder does not have.
     """
-    band = layer_band(score.band, len(decoder.layers))
+    layers = scoring_layers(score.layers, len(decoder.layers))
     layout, scored, ends = plan.layout, list[torch.Tensor](), list[torch.Tensor]()
     suffix = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
     uncached = plan.required[plan.required < layout.context.stop]
 
     def observe(call: AttentionCall) -> None:
-        if call.layer in band:
+        if call.layer in layers:
             scored.append(_over_heads(call, score, "max" if score.rows == "peak" else "sum"))
             if score.rows == "peak":
                 end = replace(call, query=call.query[:, :, -1:], positions=call.positions[-1:])
@@ -114,7 +114,7 @@ def query_attention(
 
     cache.blank(uncached)
     ids = torch.tensor([layout.suffix], device=decoder.device)
-    decoder.watch_attention(ids, suffix, cache, observe, total=layout.rows, last_layer=band[-1])
+    decoder.watch_attention(ids, suffix, cache, observe, total=layout.rows, last_layer=layers[-1])
     attention = torch.stack(scored)
     if ends:
         last, context = torch.stack(ends), slice(layout.context.start, layout.context.stop)

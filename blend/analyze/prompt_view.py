@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from blend.analyze.tokens import KINDS
-from blend.select.query_score import layer_band
+from blend.select.query_score import scoring_layers
 
 if TYPE_CHECKING:
     from blend.analyze.study import PromptAnalysis
@@ -82,7 +82,7 @@ def score_views(analysis: PromptAnalysis) -> tuple[ScoreView, ...]:
         ),
         ScoreView(
             "question",
-            f"question's attention over the stored caches, layers {scores.band.start}\u2013{scores.band[-1]} (query_guided)",
+            f"question's attention over the stored caches, layers {_runs(scores.layers)} (query_guided)",
             _spread(analysis, scores.question),
             "question",
             True,
@@ -95,6 +95,17 @@ def score_views(analysis: PromptAnalysis) -> tuple[ScoreView, ...]:
         ScoreView("asked", "question's attention under full recompute", asked, "asked", True),
         ScoreView("cross", "attention given to other chunks under full recompute", given, "cross"),
     )
+
+
+def _runs(layers: tuple[int, ...]) -> str:
+    """Sorted numbers, neighbours joined: 3, 7, 12-15."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}\u2013{run[-1]}" for run in runs)
 
 
 def _relative(analysis: PromptAnalysis, which: str) -> np.ndarray:
@@ -121,8 +132,8 @@ def _score(view: ScoreView) -> dict[str, object]:
 
 
 def _pictures(analysis: PromptAnalysis, layer: int | None) -> dict[str, object]:
-    band = layer_band("middle", len(analysis.attention))
-    most = max(band, key=lambda index: float(analysis.attention[index].cross.sum()))
+    middle = scoring_layers("middle", len(analysis.attention))
+    most = max(middle, key=lambda index: float(analysis.attention[index].cross.sum()))
     return {
         "width": analysis.pictures[0].width,
         "cells": len(analysis.pictures[0].cells),

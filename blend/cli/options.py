@@ -27,7 +27,7 @@ _BLEND = BlendConfig()
 _CORPUS = CorpusConfig()
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-_BAND = re.compile(r"all|middle|upper|\d+-\d+")
+_LAYERS = re.compile(r"all|middle|upper|\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def _known_device(ctx: click.Context, option: click.Parameter, value: str) -> str:
@@ -42,9 +42,11 @@ def _positive(ctx: click.Context, option: click.Parameter, value: float | None) 
     return value
 
 
-def _layer_band(ctx: click.Context, option: click.Parameter, value: str) -> str:
-    if not _BAND.fullmatch(value):
-        raise click.BadParameter(f"{value!r} is none of all, middle, upper, or two layers such as 4-9", ctx, option)
+def _scoring_layers(ctx: click.Context, option: click.Parameter, value: str) -> str:
+    if not _LAYERS.fullmatch(value):
+        raise click.BadParameter(
+            f"{value!r} is none of all, middle, upper, or layers such as 4-9 or 3,7,12-15", ctx, option
+        )
     return value
 
 
@@ -106,7 +108,9 @@ _BLENDING = (
     _blending("norm", "How deviation is measured.", click.Choice(get_args(Norm))),
     _blending("first_k", "first_k: most rows a chunk.  [default: what the ratio allows]", int),
     _blending(
-        "query_layers", "query_guided, mixed: layers that score; all, middle, upper or A-B.", callback=_layer_band
+        "query_layers",
+        "query_guided, mixed: layers that score; all, middle, upper, or such as 4-9 or 3,7,12-15.",
+        callback=_scoring_layers,
     ),
     _blending(
         "query_rows",

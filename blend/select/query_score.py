@@ -17,11 +17,11 @@ BANDS = ("all", "middle", "upper")
 class QueryScore:
     """What `recompute.query_attention` measures.
 
-    band: the layers that score, see `layer_band`. rows: "sum" or "peak" over the question's rows. value_norm: weight attention
+    layers: those that score, see `scoring_layers`. rows: "sum" or "peak" over the question's rows. value_norm: weight attention
     by the norm of the value it reads.
     """
 
-    band: str = "middle"
+    layers: str = "middle"
     rows: QueryRows = "peak"
     value_norm: bool = False
 
@@ -31,8 +31,8 @@ class QueryScore:
         return cls(config.query_layers, config.query_rows, config.value_norm)
 
 
-def layer_band(name: str, layers: int) -> range:
-    """Layers by name: "all", "middle" (from half to five sixths of the depth), "upper" (half), or "a-b".
+def scoring_layers(name: str, layers: int) -> tuple[int, ...]:
+    """Layers by name: "all", "middle" (from half to five sixths of the depth), "upper" (half); or numbered, as "3,7,12-15".
 
     Raises `ConfigError` for another name, and for layers that a decoder of so many does not have.
     """
@@ -41,11 +41,21 @@ def layer_band(name: str, layers: int) -> range:
         "middle": range(layers // 2, -(-5 * layers // 6)),
         "upper": range(layers // 2, layers),
     }
-    if name in bands:
-        return bands[name]
-    first, _, last = name.partition("-")
-    if not (first.isdigit() and last.isdigit() and int(first) <= int(last) < layers):
+    chosen = tuple(bands[name]) if name in bands else _numbered(name)
+    if not chosen or chosen[-1] >= layers:
         raise ConfigError(
-            f"query_layers is {name!r}; choose {', '.join(BANDS)}, or two layers such as 4-9, below {layers}"
+            f"query_layers is {name!r}; choose {', '.join(BANDS)}, or layers such as 4-9 or 3,7,12-15, below {layers}"
         )
-    return range(int(first), int(last) + 1)
+    return chosen
+
+
+def _numbered(name: str) -> tuple[int, ...]:
+    """Layers written as numbers and runs; nothing where that is not what they are."""
+    chosen: set[int] = set()
+    for part in name.split(","):
+        first, dash, last = part.partition("-")
+        ends = (first, last if dash else first)
+        if not all(end.isdecimal() for end in ends) or int(ends[0]) > int(ends[1]):
+            return ()
+        chosen.update(range(int(ends[0]), int(ends[1]) + 1))
+    return tuple(sorted(chosen))

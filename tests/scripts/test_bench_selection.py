@@ -136,10 +136,10 @@ def test_names_say_the_ratio(bench: Any, group: str) -> None:
 
 @pytest.mark.parametrize("layers", [12, 24, 30, 32])
 def test_bands_are_layers_of_the_model(bench: Any, layers: int) -> None:
-    from blend.select.query_score import layer_band
+    from blend.select.query_score import scoring_layers
 
     for config in bench.methods("layers", layers).values():
-        assert len(layer_band(config.query_layers, layers)) >= layers // 6
+        assert len(scoring_layers(config.query_layers, layers)) >= layers // 6
 
 
 def test_summaries_are_judged_by_rouge(bench: Any) -> None:

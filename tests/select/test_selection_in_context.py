@@ -39,7 +39,7 @@ def test_hkvd_sees_fresh_and_stored_kv_of_the_check_layer(
         assert_close(evidence.stored[index], reused[index][:, :, rows])
 
 
-@pytest.mark.parametrize("layers", ["all", "middle", "1-2"])
+@pytest.mark.parametrize("layers", ["all", "middle", "1-2", "0,2-3"])
 @pytest.mark.parametrize("query_rows", ["sum", "peak"])
 def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(query_rows: QueryRows, layers: str) -> None:
     """The model's own attention weights of a plain reuse forward pass."""
@@ -58,8 +58,8 @@ def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(query_
     finally:
         for handle in handles:
             handle.remove()
-    band = {"all": range(LAYERS), "middle": range(2, 4), "1-2": range(1, 3)}[layers]
-    weights = torch.stack([seen[layer][0, :, suffix] for layer in band])
+    scoring = {"all": range(LAYERS), "middle": range(2, 4), "1-2": range(1, 3), "0,2-3": (0, 2, 3)}[layers]
+    weights = torch.stack([seen[layer][0, :, suffix] for layer in scoring])
     expected = weights.sum((1, 2))
     if query_rows == "peak":
         peak, last, context = weights.amax(2).sum(1), weights[:, :, -1].sum(1), slice(*LAYOUT.context)
@@ -132,7 +132,7 @@ def test_a_check_layer_the_model_does_not_have_is_refused(layer: int, selector: 
         blended(decoder("llama"), LAYOUT, BlendConfig(selector=selector, check_layer=layer, ratio=0.3))
 
 
-@pytest.mark.parametrize("layers", ["upper-most", "3-1", f"0-{LAYERS}", ""])
+@pytest.mark.parametrize("layers", ["upper-most", "3-1", f"0-{LAYERS}", f"0,{LAYERS}", "1,", "1--2", ""])
 def test_query_layers_the_model_does_not_have_are_refused(layers: str) -> None:
     with pytest.raises(ConfigError, match="query_layers is"):
         blended(decoder("llama"), LAYOUT, BlendConfig(selector="query_guided", query_layers=layers, ratio=0.3))
