@@ -153,3 +153,15 @@ def test_the_interval_of_a_ratio_pairs_records(bench: Any) -> None:
     base = {"s": {str(n): {"kl": 0.1 * (n + 1)} for n in range(10)}}
     mine = {"s": {i: {"kl": row["kl"] / 2} for i, row in base["s"].items()}}
     assert bench.ratio_interval(mine, base) == "0.50 [0.50,0.50]"
+
+
+def test_profile_names_the_layers_that_find_the_rows(measured: Path) -> None:
+    sets = [measured / "questions.jsonl", measured / "meetings.jsonl"]
+    found = script("profile", *sets, "--model", measured / "tiny", "--stores", measured / "stores", "--records", "2")
+    assert found.returncode == 0, found.stderr
+    *table, option = found.stdout.splitlines()
+    shares = [[float(share) for share in line.split()[1:]] for line in table]
+    assert [line.split()[0] for line in table] == ["questions", "meetings", "mean"]
+    assert all(0.0 < share <= 1.0 for line in shares for share in line)
+    chosen = [int(layer) for layer in option.removeprefix("--query-layers ").split(",")]
+    assert min(shares[-1][layer] for layer in chosen) == max(sorted(shares[-1])[: len(shares[-1]) - len(chosen) + 1])
