@@ -16,6 +16,7 @@ import click
 
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, DeviationOf, MaskMode, Norm, QueryRows, Rule
 from blend.select import SELECTORS
+from blend.select.query_score import BANDS, numbered_layers
 from blend.store import codec_names
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ _BLEND = BlendConfig()
 _CORPUS = CorpusConfig()
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-_LAYERS = re.compile(r"all|middle|upper|\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def _known_device(ctx: click.Context, option: click.Parameter, value: str) -> str:
@@ -43,9 +43,9 @@ def _positive(ctx: click.Context, option: click.Parameter, value: float | None) 
 
 
 def _scoring_layers(ctx: click.Context, option: click.Parameter, value: str) -> str:
-    if not _LAYERS.fullmatch(value):
+    if value not in BANDS and not numbered_layers(value):
         raise click.BadParameter(
-            f"{value!r} is none of all, middle, upper, or layers such as 4-9 or 3,7,12-15", ctx, option
+            f"{value!r} is none of {', '.join(BANDS)}, or layers such as 4-9 or 3,7,12-15", ctx, option
         )
     return value
 

@@ -41,7 +41,7 @@ def scoring_layers(name: str, layers: int) -> tuple[int, ...]:
         "middle": range(layers // 2, -(-5 * layers // 6)),
         "upper": range(layers // 2, layers),
     }
-    chosen = tuple(bands[name]) if name in bands else _numbered(name)
+    chosen = tuple(bands[name]) if name in bands else numbered_layers(name)
     if not chosen or chosen[-1] >= layers:
         raise ConfigError(
             f"query_layers is {name!r}; choose {', '.join(BANDS)}, or layers such as 4-9 or 3,7,12-15, below {layers}"
@@ -49,7 +49,7 @@ def scoring_layers(name: str, layers: int) -> tuple[int, ...]:
     return chosen
 
 
-def _numbered(name: str) -> tuple[int, ...]:
+def numbered_layers(name: str) -> tuple[int, ...]:
     """Layers written as numbers and runs; nothing where that is not what they are."""
     chosen: set[int] = set()
     for part in name.split(","):

@@ -29,6 +29,7 @@ UNKNOWN = [
     (("answer", "x", "--top-k", "0"), "at least one chunk"),
     (("answer", "x", "--check-layer", "0"), "at least 1"),
     (("answer", "x", "--query-layers", "lower"), "all, middle, upper"),
+    (("answer", "x", "--query-layers", "9-4"), "layers such as 4-9"),
     (("answer", "x", "--max-new-tokens", "0"), "x>=1"),
     (("answer", "x", "--store-budget", "-1"), "positive"),
     (("answer", "x", "--store-budget", "inf"), "positive"),
