@@ -19,6 +19,7 @@ _STAGES = {
     "calibrate": ("Measuring the context map", "tokens"),
 }
 LINE_EVERY_S = 10.0
+FORESEEABLE = 50  # the first of so many parts, with all that happens once, says nothing about how long the others take
 
 
 @contextmanager
@@ -76,6 +77,8 @@ def _lines() -> Iterator[OnProgress]:
 
 def _line(stage: str, done: int, total: int, elapsed: float) -> str:
     words, unit = _STAGES[stage]
+    if done < total / FORESEEABLE:
+        return f"{words}: {done:,} of {total:,} {unit}"
     rate = f", {done / elapsed:,.0f} {unit}/s" if elapsed else ""
     left = f", {seconds((total - done) * elapsed / done)} left" if done < total else ""
     return f"{words}: {done:,} of {total:,} {unit}{rate}{left}"

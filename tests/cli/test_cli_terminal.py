@@ -172,3 +172,13 @@ def test_corpus_feeds_precompute(blend: Blend) -> None:
     assert blend("precompute", "docs", "--json").json["documents"] == 1
     missing = blend("corpus", "docs", "--module", "nomod")
     assert missing.code == 8
+
+
+def test_time_left_is_foretold_when_a_part_of_the_work_is_done() -> None:
+    from blend.cli.progress import _line
+
+    assert _line("encode", 16, 36_865, 13.0) == "Computing caches: 16 of 36,865 tokens"
+    assert (
+        _line("encode", 1_000, 36_865, 10.0)
+        == "Computing caches: 1,000 of 36,865 tokens, 100 tokens/s, 5 min 59 s left"
+    )
