@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,10 @@ class Evaluator:
         self.template = template
         self.max_new_tokens = max_new_tokens
         self.repeats = repeats
-        self._bandwidth = copy_bandwidth(self.decoder.device)
+
+    @cached_property
+    def _bandwidth(self) -> float:
+        return copy_bandwidth(self.decoder.device)
 
     def measure(self, record: Record, methods: Sequence[Method]) -> list[Measurement]:
         """One measurement a method. The first method must be full recompute: the others are compared with it.
@@ -81,16 +85,22 @@ class Evaluator:
             rows.append(_measurement(method, record, answer, times[method.name], cost, fidelity))
         return rows
 
-    def calibrate(self, records: Sequence[Record], stand_in_tokens: int) -> bool:
+    def calibrate(
+        self,
+        records: Sequence[Record],
+        stand_in_tokens: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> bool:
         """Choose a stand-in and measure the context maps on the chunks of these records, where the store holds none.
 
-        Its prompts are chunks in random order, never a record's own prompt. Returns whether there is a map now.
+        Its prompts are chunks in random order, never a record's own prompt. progress: called with tokens done and in all.
+        Returns whether there is a map now.
         """
         chunks = list(dict.fromkeys(self.template.chunk_ids(chunk) for record in records for chunk in record.chunks))
         library = self.blender.library(self.template.prefix)
         if stand_in_tokens and not library.decided:
             library.choose_stand_in(chunks, stand_in_tokens)
-        return self.blender.calibrate(self.template.prefix, chunks)
+        return self.blender.calibrate(self.template.prefix, chunks, progress=progress)
 
     def warm_up(self, record: Record, methods: Sequence[Method]) -> None:
         """Run every method once, uncounted: first calls pay for allocation and kernel choice."""

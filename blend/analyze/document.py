@@ -27,11 +27,15 @@ _DIGITS = 5
 
 @dataclass(frozen=True)
 class Analyzed:
-    """One prompt: its numbers, and what `prompt_document` made of it (None where only the numbers are kept)."""
+    """One prompt: its numbers, and what `prompt_document` made of it (None where only the numbers are kept).
+
+    mapped: whether the blend applied a context map.
+    """
 
     id: str
     question: str
     numbers: Numbers
+    mapped: bool
     view: Mapping[str, object] | None
 
 
@@ -73,7 +77,9 @@ def analysis_document(prompts: Sequence[Analyzed], facts: RunFacts) -> dict[str,
         },
         "mean": asdict(mean),
         "readings": readings(mean),
-        "records": [{"id": p.id, "question": p.question, **head_figures(p.numbers)} for p in prompts],
+        "records": [
+            {"id": p.id, "question": p.question, "mapped": p.mapped, **head_figures(p.numbers)} for p in prompts
+        ],
         "head": head_figures(mean),
         "prompts": [prompt.view for prompt in prompts if prompt.view is not None],
     }

@@ -54,6 +54,7 @@ def command(
     rag = options.open_rag(given) if dataset else options.open_corpus(given)
     _check_layer(rag, layer)
     prompts = _recorded(rag, records) if question is None else _asked(rag, question)
+    _calibrate(rag, records, prompts)
     analyzed, left_out, interrupted = _analyze(rag, prompts, layer, head)
     if analyzed:
         _write(_document(rag, analyzed, left_out, dataset, given["model"]), page, json_path)
@@ -101,6 +102,19 @@ def _recorded(rag: Rag, records: list[Record]) -> list[tuple[str, str, PromptLay
     return [(r.id, r.question, rag.template.layout(r.question, r.chunks)) for r in records]
 
 
+def _calibrate(rag: Rag, records: list[Record], prompts: list[tuple[str, str, PromptLayout]]) -> None:
+    """So that the blend of a question file is what `blend report` measures; the corpus has its context map already."""
+    from blend.cli.workload import calibrate
+    from blend.evaluate import Evaluator
+
+    room = rag.decoder.context_length
+    fitting = (
+        [r for r, (*_, p) in zip(records, prompts, strict=True) if room is None or p.rows <= room] if records else []
+    )
+    if fitting:
+        calibrate(rag, Evaluator(rag.blender, rag.template), fitting)
+
+
 def _analyze(
     rag: Rag, prompts: list[tuple[str, str, PromptLayout]], layer: int | None, head: int | None
 ) -> tuple[list[Analyzed], list[str], bool]:
@@ -138,7 +152,7 @@ def _kept(rag: Rag, found: PromptAnalysis, identity: dict[str, str], before: int
     view = None
     if before < MOST_VIEWS:
         view = prompt_document(found, rag.blend_config, identity, pictures=before == 0, layer=layer)
-    return Analyzed(identity["id"], identity["question"], summarize(found), view)
+    return Analyzed(identity["id"], identity["question"], summarize(found), found.mapped, view)
 
 
 def _document(
@@ -149,6 +163,10 @@ def _document(
     notes = list(left_out)
     if any(name.endswith("sinks") for name, _ in rag.decoder.model.named_parameters()):
         notes.append("This model gives part of its attention to learned sinks; all shares are of the rest.")
+    if rag.blend_config.context_map and not any(prompt.mapped for prompt in analyzed):
+        notes.append(
+            "No context map was applied: the store has none that fits these prompts, or no prompt has two chunks."
+        )
     facts = RunFacts(
         model=model,
         workload=dataset.name if dataset else "one question over the index",

@@ -1,4 +1,4 @@
-"""Progress of `blend precompute`: bars on a terminal, now and then a plain line elsewhere."""
+"""Progress of what takes a while before the first question: bars on a terminal, now and then a plain line elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORESEEABLE = 50  # the first of so many parts, with all that happens once, says
 
 @contextmanager
 def stage_progress() -> Iterator[OnProgress]:
-    """What `precompute` calls, for as long as the block runs."""
+    """What `precompute` and calibration call, for as long as the block runs."""
     with _bars() if errors.is_terminal else _lines() as show:
         yield lambda stage, done, total: show(stage, done, total) if total else None
 

@@ -72,6 +72,7 @@ def command(
 def _measure(rag: Rag, records: list[Record], max_new_tokens: int, repeats: int) -> tuple[list[Measurement], bool]:
     """Measurements of all records, and whether Ctrl-C came before the last."""
     from blend.cli.console import note, seconds
+    from blend.cli.workload import calibrate
     from blend.evaluate import Evaluator, standard_methods
 
     measured: list[Measurement] = []
@@ -79,8 +80,7 @@ def _measure(rag: Rag, records: list[Record], max_new_tokens: int, repeats: int)
         evaluator = Evaluator(rag.blender, rag.template, max_new_tokens=max_new_tokens, repeats=repeats)
         methods = standard_methods(rag.blend_config)
         fitting = _fitting(rag, records, max_new_tokens)
-        if rag.blend_config.context_map:
-            evaluator.calibrate(fitting, rag.corpus_config.stand_in_tokens)
+        calibrate(rag, evaluator, fitting)
         evaluator.warm_up(fitting[0], methods)
         for number, record in enumerate(fitting, 1):
             rows = evaluator.measure(record, methods)

@@ -1,17 +1,20 @@
-"""The questions of a report: a file's, or those about the demo corpus and needles hidden in the user's own chunks."""
+"""The questions of a report, a file's or built-in ones about the corpus and needles in it, and calibration on their chunks."""
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blend.cli import options
+from blend.cli.progress import stage_progress
 from blend.dataset import Record, RecordChunk, load_dataset
 from blend.errors import ConfigError
 from blend.needles import MIN_CHUNKS, make_needles
 
 if TYPE_CHECKING:
+    from blend.evaluate import Evaluator
     from blend.pipeline import Rag
     from retrieval import Chunk
 
@@ -28,6 +31,16 @@ def load_records(given: dict[str, Any], dataset: Path | None, limit: int | None)
         records = builtin_records(rag, limit or 1)
     _ = rag.store, rag.decoder
     return rag, records
+
+
+def calibrate(rag: Rag, evaluator: Evaluator, records: list[Record]) -> None:
+    """What `blend precompute` does once for documents, for the chunks of these records: a stand-in and context maps.
+
+    Nothing where the store has them, or where the options go without.
+    """
+    if rag.blend_config.context_map:
+        with stage_progress() as progress:
+            evaluator.calibrate(records, rag.corpus_config.stand_in_tokens, partial(progress, "calibrate"))
 
 
 def builtin_records(rag: Rag, limit: int) -> list[Record]:

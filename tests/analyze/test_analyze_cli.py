@@ -62,14 +62,28 @@ def test_a_question_file(model: Path, dataset: Path, tmp_path: Path) -> None:
     assert [record["id"] for record in document["records"]] == ["q0", "q1"]
     assert document["notes"][0].startswith("long left out: the prompt has")
     assert document["config"]["ratio"] == 0.3
+    assert all(record["mapped"] for record in document["records"]), "calibrated on the file's chunks, as a report is"
     assert document["prompts"][0]["pictures"]["shown"] == 2
     assert {layer["head"] for layer in document["prompts"][0]["pictures"]["layers"]} == {1}
     assert len(document["mean"]["cross"]["full"]) == 4
     assert json.dumps(document["head"]) in page.read_text()
     assert document["readings"]["cross"] in result.stdout
-    again = _run("--dataset", dataset, "--limit", "1", *common, "--json", numbers)
+    again = _run("--dataset", dataset, "--limit", "1", *common, "--no-context-map", "--json", numbers)
     assert again.exit_code == 0, again.output
-    assert len(json.loads(numbers.read_text())["records"]) == 1
+    (record,) = json.loads(numbers.read_text())["records"]
+    assert not record["mapped"]
+
+
+def test_a_prompt_without_a_context_map_is_named(model: Path, tmp_path: Path) -> None:
+    numbers, dataset = tmp_path / "numbers.json", tmp_path / "one.jsonl"
+    dataset.write_text(json.dumps({"id": "q", "question": "w5 w6", "chunks": [{"title": "", "text": "w7 w8 w9"}]}))
+    result = _run("--dataset", dataset, "--model", model, "--store", tmp_path / "s", "--device", "cpu", "--json", numbers)
+    assert result.exit_code == 0, result.output
+    document = json.loads(numbers.read_text())
+    assert not document["records"][0]["mapped"]
+    assert document["notes"] == [
+        "No context map was applied: the store has none that fits these prompts, or no prompt has two chunks."
+    ]
 
 
 def test_a_question_over_the_index(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

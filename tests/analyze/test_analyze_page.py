@@ -40,7 +40,7 @@ def _document(*layouts: PromptLayout, config: BlendConfig = FIRST_K, question: s
         found = analyzed("llama", config, layout)
         identity = {"id": f"p{number}", "question": question}
         view = prompt_document(found, config, identity, pictures=number == 0)
-        prompts.append(Analyzed(identity["id"], question, summarize(found), view))
+        prompts.append(Analyzed(identity["id"], question, summarize(found), found.mapped, view))
     return analysis_document(prompts, RunFacts("tiny", "made up", "blend analyze", config, ("a note",)))
 
 
