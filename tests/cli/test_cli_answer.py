@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from conftest import SHORT_CONTEXT, Blend, entries, one_line
+from blend_process import SHORT_CONTEXT, Blend, entries, one_line
 
 QUESTION = "When did the glacier open?"
 CHUNKS = ("--chunk-tokens", "64")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Blend, one_line
+from blend_process import REPOSITORY, Blend, one_line
 
 from tests.tiny_model import save_tiny_model
 

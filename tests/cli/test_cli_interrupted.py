@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import Blend, Result, entries, one_line
+from blend_process import Blend, Result, entries, one_line
 
 CHUNKS = ("--chunk-tokens", "32")
 

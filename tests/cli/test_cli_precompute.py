@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import Blend, entries, one_line
+from blend_process import Blend, entries, one_line
 
 CHUNKS = ("--chunk-tokens", "64")
 

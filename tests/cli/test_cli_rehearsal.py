@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Blend
+from blend_process import Blend
 
 from blend import BlendConfig, Rag
 from blend.blender import Blend as Prefilled

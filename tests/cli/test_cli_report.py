@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import SHORT_CONTEXT, Blend, one_line
+from blend_process import SHORT_CONTEXT, Blend, one_line
 
 METRICS = ("f1", "em", "rouge_l")
 TINY = ("--max-new-tokens", "3")

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Blend
+from blend_process import REPOSITORY, Blend
 
 COMMANDS = ("analyze", "answer", "corpus", "env", "models", "precompute", "report", "store")
 HEAVY = ("torch", "transformers", "faiss", "triton", "sentence_transformers", "numpy", "rich")

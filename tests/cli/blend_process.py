@@ -1,0 +1,133 @@
+"""Calls of `blend` in processes of their own, and what tests read off them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SHORT_CONTEXT = 512
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """What was printed to standard output, which must be one JSON object and nothing else."""
+        return json.loads(self.out)
+
+
+@dataclass
+class Running:
+    """A command that runs in its own process."""
+
+    blend: Blend
+    pid: int
+    files: tuple[str, str, str]
+
+    @property
+    def out(self) -> str:
+        return Path(self.files[1]).read_text(encoding="utf-8")
+
+    @property
+    def err(self) -> str:
+        return Path(self.files[2]).read_text(encoding="utf-8")
+
+    def until(self, happened: Callable[[], bool], timeout: float = 60) -> Running:
+        deadline = time.monotonic() + timeout
+        while not happened():
+            assert time.monotonic() < deadline, f"did not happen: {self.err}"
+            time.sleep(0.002)
+        return self
+
+    def send(self, number: signal.Signals) -> Running:
+        os.kill(self.pid, number)
+        return self
+
+    def wait(self, timeout: float = 120) -> Result:
+        code = self.blend.request(wait=self.pid, timeout=timeout)["code"]
+        if code is None:
+            self.send(signal.SIGKILL)
+            self.blend.request(wait=self.pid, timeout=10)
+            pytest.fail(f"still running after {timeout} s: {self.err}")
+        is_file = [Path(path).is_file() for path in self.files]
+        return Result(code, self.out if is_file[1] else "", self.err if is_file[2] else "")
+
+
+@dataclass
+class Blend:
+    """Calls `blend` in forked processes. model, store: what the common options are, through the environment."""
+
+    server: subprocess.Popen[str]
+    folder: Path
+    model: Path
+    store: Path | None = None
+    _count: list[int] = field(default_factory=lambda: [0])
+
+    def request(self, **fields: Any) -> Any:
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.write(json.dumps(fields, default=str) + "\n")
+        self.server.stdin.flush()
+        return json.loads(self.server.stdout.readline())
+
+    def start(
+        self,
+        *arguments: str | Path,
+        stdin: str = "",
+        out: str | None = None,
+        err: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Running:
+        self._count[0] += 1
+        base = self.folder / f"call-{self._count[0]}"
+        base.with_suffix(".in").write_text(stdin, encoding="utf-8")
+        files = (f"{base}.in", out or f"{base}.out", err or f"{base}.err")
+        for path in files[1:]:
+            Path(path).touch()
+        store = {} if self.store is None else {"KVBLEND_STORE": str(self.store)}
+        full_env = {"KVBLEND_MODEL": str(self.model), **store, **(env or {})}
+        pid = self.request(start=[str(a) for a in arguments], files=files, env=full_env, cwd=str(self.folder))["pid"]
+        return Running(self, pid, files)
+
+    def __call__(self, *arguments: str | Path, **options: Any) -> Result:
+        return self.start(*arguments, **options).wait()
+
+    def at(self, store: Path) -> Blend:
+        """The same with another store."""
+        return Blend(self.server, self.folder, self.model, store, self._count)
+
+
+def entries(store: Path, kind: str = "alone") -> list[Path]:
+    """The files of all chunk caches "alone" or "in company", or of all "maps"; namespaces say what they hold."""
+    kinds = {path.stem: _kind(path.read_text()) for path in (store / "kv" / "namespaces").glob("*.json")}
+    found = (store / "kv" / "objects").rglob("*.safetensors")
+    return sorted(path for path in found if kinds.get(_namespace(store, path), "alone") == kind)
+
+
+def _namespace(store: Path, path: Path) -> str:
+    return path.relative_to(store / "kv" / "objects").parts[0]
+
+
+def _kind(words: str) -> str:
+    return "maps" if "context map" in words else "in company" if '"company"' in words else "alone"
+
+
+def one_line(text: str) -> str:
+    """The last line of `text`, which must be the error line and carry no traceback before it."""
+    assert "Traceback" not in text
+    last = text.strip().splitlines()[-1]
+    assert last.startswith("blend: "), text
+    return last
