@@ -26,8 +26,8 @@ class BlendConfig:
     check_layer, deviation_of, norm: where and how `hkvd` measures deviation. first_k: rows `first_k` takes per chunk at most.
     seed: of `random`. query_layers, query_rows, value_norm: where and how `query_guided` and `mixed` score the question's
     attention (`blend.recompute.query_attention`).
-    chunk_head: rows at the start of every chunk that `query_guided` takes first, up to half of the budget. rule,
-    prefilter, chunk_floor: see `mixed`. block: rows that these two take together. context_map: whether to add to stored chunks
+    rule, prefilter: see `mixed`. chunk_head, chunk_floor, block: how the budget goes to rows by their scores
+    (`blend.select.allotment`); chunk_head None leaves it to the selector. context_map: whether to add to stored chunks
     what the context map predicts, where the store holds one (`blend.context_map`). stand_in: whether to use caches that were
     computed in company, where the store holds them (`blend.library`).
     """
@@ -43,7 +43,7 @@ class BlendConfig:
     query_layers: str = "middle"
     query_rows: QueryRows = "peak"
     value_norm: bool = False
-    chunk_head: int = 6
+    chunk_head: int | None = None
     rule: Rule = "product"
     prefilter: float = 0.0
     chunk_floor: float = 0.0
@@ -63,7 +63,7 @@ class BlendConfig:
         _one_of("norm", self.norm, get_args(Norm))
         _one_of("rule", self.rule, get_args(Rule))
         _one_of("query_rows", self.query_rows, get_args(QueryRows))
-        if self.chunk_head < 0:
+        if self.chunk_head is not None and self.chunk_head < 0:
             raise ConfigError(f"chunk_head is {self.chunk_head}; it is a number of rows, 0 or more")
         if self.block < 1:
             raise ConfigError(f"block is {self.block}; rows are taken one at a time or more")

@@ -9,29 +9,42 @@ from blend.config import BlendConfig
 from blend.errors import ConfigError
 
 if TYPE_CHECKING:
+    from blend.select.allotment import Allotment
     from blend.select.base import Selector
 
 __all__ = ["SELECTORS", "make_selector"]
+
+QUERY_GUIDED_HEAD = (
+    6  # rows of a chunk's head that `query_guided` takes first, if it takes single rows (docs/selection.md)
+)
+
+
+def _allotment(config: BlendConfig, head: int = 0) -> Allotment:
+    """As configured; head: the selector's own, where the configuration leaves it to the selector."""
+    from blend.select.allotment import Allotment
+
+    return Allotment(config.block, head if config.chunk_head is None else config.chunk_head, config.chunk_floor)
 
 
 def _hkvd(config: BlendConfig) -> Selector:
     from blend.select.base import Step
     from blend.select.hkvd import HighDeviation
 
-    return HighDeviation((Step(config.check_layer),), config.deviation_of, config.norm)
+    return HighDeviation((Step(config.check_layer),), config.deviation_of, config.norm, _allotment(config))
 
 
 def _gradual(config: BlendConfig) -> Selector:
     from blend.select.hkvd import GradualDeviation
 
-    return GradualDeviation(config.check_layer, config.deviation_of, config.norm)
+    return GradualDeviation(config.check_layer, config.deviation_of, config.norm, _allotment(config))
 
 
 def _query_guided(config: BlendConfig) -> Selector:
     from blend.select.query_guided import QueryGuided
     from blend.select.query_score import QueryScore
 
-    return QueryGuided(QueryScore.of(config), config.block, config.chunk_head)
+    head = QUERY_GUIDED_HEAD if config.block == 1 else 0
+    return QueryGuided(QueryScore.of(config), _allotment(config, head))
 
 
 def _mixed(config: BlendConfig) -> Selector:
@@ -45,8 +58,7 @@ def _mixed(config: BlendConfig) -> Selector:
         config.check_layer,
         rule=config.rule,
         prefilter=config.prefilter,
-        floor=config.chunk_floor,
-        block=config.block,
+        allotment=_allotment(config),
     )
 
 

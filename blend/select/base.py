@@ -70,13 +70,8 @@ class Selector(ABC):
         """At most `evidence.budget` of `evidence.candidates`, sorted."""
 
 
-def top_candidates(scores: torch.Tensor, evidence: Evidence, block: int = 1) -> torch.Tensor:
-    """The `budget` candidates with the highest scores `[candidates]`, sorted by position; ties go to the earlier row.
-
-    block: choose runs of so many neighbouring rows of a chunk by their summed score, instead of single rows.
-    """
-    if block > 1:
-        scores = _block_scores(scores, evidence, block)
+def top_candidates(scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+    """The `budget` candidates with the highest scores `[candidates]`, sorted by position; ties go to the earlier row."""
     order = torch.argsort(scores, descending=True, stable=True)[: evidence.budget]
     return evidence.candidates[order.sort().values]
 
@@ -87,11 +82,7 @@ def chunk_of(evidence: Evidence) -> torch.Tensor:
     return torch.bucketize(evidence.candidates, stops, right=True)
 
 
-def _block_scores(scores: torch.Tensor, evidence: Evidence, block: int) -> torch.Tensor:
-    """Every row's score replaced by the sum over its block, blocks counted from the start of each chunk."""
-    chunk = chunk_of(evidence)
-    starts = torch.tensor([span.start for span in evidence.layout.chunk_spans], device=chunk.device)
-    labels = chunk * (evidence.layout.rows + 1) + (evidence.candidates - starts[chunk]) // block
-    _, which = torch.unique(labels, return_inverse=True)
-    sums = torch.zeros(int(which.max()) + 1, dtype=scores.dtype, device=scores.device).index_add_(0, which, scores)
-    return sums[which]
+def chunk_starts(evidence: Evidence) -> torch.Tensor:
+    """Where the chunk of each candidate starts in the prompt, int64 `[candidates]`."""
+    starts = torch.tensor([span.start for span in evidence.layout.chunk_spans], device=evidence.candidates.device)
+    return starts[chunk_of(evidence)]

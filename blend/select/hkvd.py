@@ -10,7 +10,8 @@ import torch
 from blend.attention import kv_deviation
 from blend.config import DeviationOf, Norm
 from blend.errors import ConfigError
-from blend.select.base import Evidence, Needs, Selector, Step, top_candidates
+from blend.select.allotment import SINGLE_ROWS, Allotment
+from blend.select.base import Evidence, Needs, Selector, Step
 
 
 class HighDeviation(Selector):
@@ -21,10 +22,17 @@ class HighDeviation(Selector):
 
     name = "hkvd"
 
-    def __init__(self, steps: Sequence[Step] = (Step(1),), deviation_of: DeviationOf = "v", norm: Norm = "l2") -> None:
+    def __init__(
+        self,
+        steps: Sequence[Step] = (Step(1),),
+        deviation_of: DeviationOf = "v",
+        norm: Norm = "l2",
+        allotment: Allotment = SINGLE_ROWS,
+    ) -> None:
         self._steps = tuple(steps)
         self._parts: DeviationOf = deviation_of
         self._norm: Norm = norm
+        self._allotment = allotment
 
     def needs(self, layers: int) -> Needs:
         """The check layers."""
@@ -36,7 +44,7 @@ class HighDeviation(Selector):
 
     def select(self, evidence: Evidence) -> torch.Tensor:
         """The rows that deviate most."""
-        return top_candidates(self.deviation(evidence), evidence)
+        return self._allotment.choose(self.deviation(evidence), evidence)
 
     def deviation(self, evidence: Evidence) -> torch.Tensor:
         """Distance of fresh from stored KV at the step's layer, fp32 `[candidates]`."""
@@ -55,8 +63,14 @@ class GradualDeviation(HighDeviation):
 
     name = "gradual"
 
-    def __init__(self, check_layer: int = 1, deviation_of: DeviationOf = "v", norm: Norm = "l2") -> None:
-        super().__init__((Step(check_layer),), deviation_of, norm)
+    def __init__(
+        self,
+        check_layer: int = 1,
+        deviation_of: DeviationOf = "v",
+        norm: Norm = "l2",
+        allotment: Allotment = SINGLE_ROWS,
+    ) -> None:
+        super().__init__((Step(check_layer),), deviation_of, norm, allotment)
         self._first = check_layer
 
     def needs(self, layers: int) -> Needs:

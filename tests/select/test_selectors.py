@@ -149,6 +149,62 @@ def test_mixed_with_a_floor_serves_every_chunk() -> None:
     assert [sum(span.start <= row < span.stop for row in rows) for span in LAYOUT.chunk_spans] == [5, 1, 1, 1]
 
 
+SCORING = ("hkvd", "gradual", "query_guided", "mixed")
+
+
+def _scores(evidence: Evidence, selector: str) -> dict[int, float]:
+    """What each of these selectors ranks rows by."""
+    assert evidence.query_attention is not None
+    attention = evidence.query_attention.sum(0).double()
+    deviation = torch.tensor(_deviations(evidence, "v", "l2"), dtype=torch.float64)
+    score = {"query_guided": attention, "mixed": attention * deviation}.get(selector, deviation)
+    return dict(zip(CANDIDATES.tolist(), score.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5, 8, 13, 20])
+@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize("head", [0, 1, 2])
+@pytest.mark.parametrize("floor", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("selector", SCORING)
+def test_a_budget_goes_to_heads_then_floors_then_the_best_blocks(
+    selector: str, floor: float, head: int, block: int, budget: int
+) -> None:
+    """All of it alike for every selector that scores rows, at the same time."""
+    evidence = _evidence(budget, seed=budget)
+    single = _scores(evidence, selector)
+    score: dict[int, float] = {}
+    for span in LAYOUT.chunk_spans:
+        for start in range(*span, block):
+            rows = range(start, min(start + block, span.stop))
+            score |= dict.fromkeys(rows, sum(single[row] for row in rows))
+    depth = min(head, budget // 2 // 4)
+    taken = {span.start + i for span in LAYOUT.chunk_spans for i in range(min(depth, span.length))}
+    each = int(floor * budget / 4)
+    for span in LAYOUT.chunk_spans:
+        heads = [row for row in range(*span) if row in taken]
+        others = sorted((row for row in range(*span) if row not in taken), key=lambda row: (-score[row], row))
+        taken |= set(others[: max(0, each - len(heads))])
+    rest = sorted((row for row in score if row not in taken), key=lambda row: (-score[row], row))
+    expected = sorted([*sorted(taken), *rest][:budget])
+    assert _select(evidence, selector, chunk_floor=floor, chunk_head=head, block=block) == expected
+
+
+def test_heads_are_taken_by_default_where_the_question_alone_chooses_single_rows() -> None:
+    """A budget of 8 is enough for one row of each of the four chunks."""
+
+    def chosen(selector: str, **options: int) -> list[list[int]]:
+        return [_select(_evidence(8, seed=seed), selector, **options) for seed in range(5)]
+
+    for selector, block, own, other in (
+        ("query_guided", 1, 6, 0),
+        ("query_guided", 3, 0, 6),
+        ("mixed", 1, 0, 6),
+        ("hkvd", 1, 0, 6),
+    ):
+        assert chosen(selector, block=block) == chosen(selector, block=block, chunk_head=own)
+        assert chosen(selector, block=block) != chosen(selector, block=block, chunk_head=other)
+
+
 @pytest.mark.parametrize("k", [None, 1, 2, 100])
 @pytest.mark.parametrize("budget", [0, 1, 4, 20])
 @pytest.mark.parametrize("chunks", [(), (7,), (6, 6), (6, 1, 9, 4), (1, 1, 1)], ids=str)
