@@ -77,7 +77,7 @@ def _random(config: BlendConfig) -> Selector:
 def _oracle(config: BlendConfig) -> Selector:
     from blend.select.oracle import Oracle
 
-    return Oracle()
+    return Oracle(_allotment(config))
 
 
 def _all(config: BlendConfig) -> Selector:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from blend.select.base import Evidence, Needs, Selector, top_candidates
+from blend.select.allotment import SINGLE_ROWS, Allotment
+from blend.select.base import Evidence, Needs, Selector
 
 
 class Oracle(Selector):
@@ -15,6 +16,9 @@ class Oracle(Selector):
 
     name = "oracle"
 
+    def __init__(self, allotment: Allotment = SINGLE_ROWS) -> None:
+        self._allotment = allotment
+
     def needs(self, layers: int) -> Needs:
         """Full recompute."""
         return Needs(truth=True)
@@ -22,4 +26,4 @@ class Oracle(Selector):
     def select(self, evidence: Evidence) -> torch.Tensor:
         """The rows with the highest weight."""
         assert evidence.truth is not None
-        return top_candidates(evidence.truth, evidence)
+        return self._allotment.choose(evidence.truth, evidence)

@@ -149,7 +149,7 @@ def test_mixed_with_a_floor_serves_every_chunk() -> None:
     assert [sum(span.start <= row < span.stop for row in rows) for span in LAYOUT.chunk_spans] == [5, 1, 1, 1]
 
 
-SCORING = ("hkvd", "gradual", "query_guided", "mixed")
+SCORING = ("hkvd", "gradual", "query_guided", "mixed", "oracle")
 
 
 def _scores(evidence: Evidence, selector: str) -> dict[int, float]:
@@ -157,7 +157,9 @@ def _scores(evidence: Evidence, selector: str) -> dict[int, float]:
     assert evidence.query_attention is not None
     attention = evidence.query_attention.sum(0).double()
     deviation = torch.tensor(_deviations(evidence, "v", "l2"), dtype=torch.float64)
-    score = {"query_guided": attention, "mixed": attention * deviation}.get(selector, deviation)
+    assert evidence.truth is not None
+    weights = {"query_guided": attention, "mixed": attention * deviation, "oracle": evidence.truth.double()}
+    score = weights.get(selector, deviation)
     return dict(zip(CANDIDATES.tolist(), score.tolist(), strict=True))
 
 
