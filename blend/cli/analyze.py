@@ -54,7 +54,8 @@ def command(
     rag = options.open_rag(given) if dataset else options.open_corpus(given)
     _check_layer(rag, layer)
     prompts = _recorded(rag, records) if question is None else _asked(rag, question)
-    _calibrate(rag, records, prompts)
+    if records:
+        _calibrate(rag, records, prompts)
     analyzed, left_out, interrupted = _analyze(rag, prompts, layer, head)
     if analyzed:
         _write(_document(rag, analyzed, left_out, dataset, given["model"]), page, json_path)
@@ -103,14 +104,12 @@ def _recorded(rag: Rag, records: list[Record]) -> list[tuple[str, str, PromptLay
 
 
 def _calibrate(rag: Rag, records: list[Record], prompts: list[tuple[str, str, PromptLayout]]) -> None:
-    """So that the blend of a question file is what `blend report` measures; the corpus has its context map already."""
+    """So that the blend of a question file is what `blend report` measures; a corpus has its context map already."""
     from blend.cli.workload import calibrate
     from blend.evaluate import Evaluator
 
     room = rag.decoder.context_length
-    fitting = (
-        [r for r, (*_, p) in zip(records, prompts, strict=True) if room is None or p.rows <= room] if records else []
-    )
+    fitting = [r for r, (*_, p) in zip(records, prompts, strict=True) if room is None or p.rows <= room]
     if fitting:
         calibrate(rag, Evaluator(rag.blender, rag.template), fitting)
 

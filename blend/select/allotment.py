@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from blend.select.base import Evidence, chunk_of, chunk_starts, top_candidates
+from blend.select.base import Evidence, chunk_starts, top_candidates
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,27 @@ SINGLE_ROWS = Allotment()
 
 def _block_scores(scores: torch.Tensor, evidence: Evidence, block: int) -> torch.Tensor:
     """Every row's score replaced by the sum over its block, blocks counted from the start of each chunk."""
-    labels = chunk_of(evidence) * (evidence.layout.rows + 1) + _depth(evidence) // block
-    _, which = torch.unique(labels, return_inverse=True)
+    starts = chunk_starts(evidence)
+    first_rows = starts + (evidence.candidates - starts) // block * block
+    _, which = torch.unique(first_rows, return_inverse=True)
     return torch.zeros_like(scores).index_add_(0, which, scores)[which]
 
 
 def _heads_first(scores: torch.Tensor, evidence: Evidence, head: int) -> torch.Tensor:
     """The first rows of every chunk raised above all others."""
-    depth = min(head, evidence.budget // 2 // max(1, torch.unique(chunk_of(evidence)).shape[0]))
-    return scores.masked_fill(_depth(evidence) < depth, torch.inf)
+    starts = chunk_starts(evidence)
+    depth = min(head, evidence.budget // 2 // max(1, torch.unique(starts).shape[0]))
+    return scores.masked_fill(evidence.candidates - starts < depth, torch.inf)
 
 
 def _floors_first(scores: torch.Tensor, evidence: Evidence, floor: float) -> torch.Tensor:
     """The best rows of every chunk raised above all others."""
-    chunks = chunk_of(evidence)
-    present = torch.unique(chunks).tolist()
+    starts = chunk_starts(evidence)
+    present = torch.unique(starts).tolist()
     each = int(floor * evidence.budget / max(1, len(present)))
     raised = scores.clone()
-    for chunk in present:
-        mine = (chunks == chunk).nonzero()[:, 0]
+    for start in present:
+        mine = (starts == start).nonzero()[:, 0]
         best = mine[scores[mine].argsort(descending=True, stable=True)[:each]]
         raised[best] = torch.inf
     return raised
-
-
-def _depth(evidence: Evidence) -> torch.Tensor:
-    """Rows before each candidate in its chunk, int64 `[candidates]`."""
-    return evidence.candidates - chunk_starts(evidence)

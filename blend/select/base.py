@@ -76,13 +76,10 @@ def top_candidates(scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
     return evidence.candidates[order.sort().values]
 
 
-def chunk_of(evidence: Evidence) -> torch.Tensor:
-    """Index of the chunk that each candidate belongs to, int64 `[candidates]`."""
-    stops = torch.tensor([span.stop for span in evidence.layout.chunk_spans], device=evidence.candidates.device)
-    return torch.bucketize(evidence.candidates, stops, right=True)
-
-
 def chunk_starts(evidence: Evidence) -> torch.Tensor:
     """Where the chunk of each candidate starts in the prompt, int64 `[candidates]`."""
-    starts = torch.tensor([span.start for span in evidence.layout.chunk_spans], device=evidence.candidates.device)
-    return starts[chunk_of(evidence)]
+    spans, rows = evidence.layout.chunk_spans, evidence.candidates
+    stops, starts = (
+        torch.tensor(ends, device=rows.device) for ends in ([s.stop for s in spans], [s.start for s in spans])
+    )
+    return starts[torch.bucketize(rows, stops, right=True)]
