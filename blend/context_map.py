@@ -122,8 +122,7 @@ def position_features(layout: PromptLayout, rows: torch.Tensor, extent: int | No
     A constant; the log of how much longer the row's context is than it was alone; the log of what stands before the chunk; and
     how near the row is to the start of its chunk. extent: what stands before a chunk counts as at most so many tokens.
     """
-    starts = torch.tensor([span.start for span in layout.chunk_spans], device=rows.device)
-    start = starts[torch.bucketize(rows, starts, right=True) - 1]
+    start = layout.chunk_starts(rows)
     local = (rows - start).float()
     before = (start - len(layout.prefix)).float()
     before = before if extent is None else before.clamp_max(float(extent))

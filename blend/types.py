@@ -66,6 +66,13 @@ class PromptLayout:
         """Length of the prompt in tokens."""
         return len(self.token_ids)
 
+    def chunk_starts(self, rows: torch.Tensor) -> torch.Tensor:
+        """Where the chunk of each context row, int64 positions `[rows]`, starts in the prompt, int64 `[rows]`."""
+        import torch
+
+        starts = rows.new_tensor([span.start for span in self.chunk_spans])
+        return starts[torch.bucketize(rows, starts, right=True) - 1]
+
 
 @dataclass(frozen=True)
 class CacheIdentity:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from blend.select.base import Evidence, chunk_starts, top_candidates
+from blend.select.base import Evidence, top_candidates
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ SINGLE_ROWS = Allotment()
 
 def _block_scores(scores: torch.Tensor, evidence: Evidence, block: int) -> torch.Tensor:
     """Every row's score replaced by the sum over its block, blocks counted from the start of each chunk."""
-    starts = chunk_starts(evidence)
+    starts = evidence.layout.chunk_starts(evidence.candidates)
     first_rows = starts + (evidence.candidates - starts) // block * block
     _, which = torch.unique(first_rows, return_inverse=True)
     return torch.zeros_like(scores).index_add_(0, which, scores)[which]
@@ -48,14 +48,14 @@ def _block_scores(scores: torch.Tensor, evidence: Evidence, block: int) -> torch
 
 def _heads_first(scores: torch.Tensor, evidence: Evidence, head: int) -> torch.Tensor:
     """The first rows of every chunk raised above all others."""
-    starts = chunk_starts(evidence)
+    starts = evidence.layout.chunk_starts(evidence.candidates)
     depth = min(head, evidence.budget // 2 // max(1, torch.unique(starts).shape[0]))
     return scores.masked_fill(evidence.candidates - starts < depth, torch.inf)
 
 
 def _floors_first(scores: torch.Tensor, evidence: Evidence, floor: float) -> torch.Tensor:
     """The best rows of every chunk raised above all others."""
-    starts = chunk_starts(evidence)
+    starts = evidence.layout.chunk_starts(evidence.candidates)
     present = torch.unique(starts).tolist()
     each = int(floor * evidence.budget / max(1, len(present)))
     raised = scores.clone()

@@ -74,12 +74,3 @@ def top_candidates(scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
     """The `budget` candidates with the highest scores `[candidates]`, sorted by position; ties go to the earlier row."""
     order = torch.argsort(scores, descending=True, stable=True)[: evidence.budget]
     return evidence.candidates[order.sort().values]
-
-
-def chunk_starts(evidence: Evidence) -> torch.Tensor:
-    """Where the chunk of each candidate starts in the prompt, int64 `[candidates]`."""
-    spans, rows = evidence.layout.chunk_spans, evidence.candidates
-    stops, starts = (
-        torch.tensor(ends, device=rows.device) for ends in ([s.stop for s in spans], [s.start for s in spans])
-    )
-    return starts[torch.bucketize(rows, stops, right=True)]

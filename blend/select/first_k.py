@@ -20,11 +20,9 @@ class FirstK(Selector):
 
     def select(self, evidence: Evidence) -> torch.Tensor:
         """Row 0 of every chunk after the first, then row 1 of every chunk, until budget or k is reached."""
-        spans = evidence.layout.chunk_spans[1:]
-        starts = torch.tensor([span.start for span in spans], device=evidence.candidates.device)
-        inside = torch.bucketize(evidence.candidates, starts, right=True) - 1
-        depth = evidence.candidates - starts[inside.clamp_min(0)] if len(spans) else evidence.candidates
-        eligible = inside >= 0
+        starts = evidence.layout.chunk_starts(evidence.candidates)
+        depth = evidence.candidates - starts
+        eligible = starts > evidence.layout.context.start
         if self._k is not None:
             eligible &= depth < self._k
         rows, depth = evidence.candidates[eligible], depth[eligible]
