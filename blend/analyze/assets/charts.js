@@ -75,6 +75,7 @@ function barChart({ categories, series, xLabel, yLabel, yFormat = (v) => percent
   const slot = (width - left - right) / categories.length;
   const thick = Math.min(34, (slot * 0.78) / series.length);
   const every = Math.ceil((categories.length * Math.max(...categories.map((c) => c.length)) * 7.5) / (width - left));
+  const above = [];
   const bars = categories.flatMap((name, i) => [
     i % every ? "" : `<text class="soft" x="${left + slot * (i + 0.5)}" y="${height - bottom + 16}" text-anchor="middle">${escapeText(name)}</text>`,
     ...series.map((s, j) => {
@@ -82,13 +83,13 @@ function barChart({ categories, series, xLabel, yLabel, yFormat = (v) => percent
       if (v === null) return "";
       const at = left + slot * (i + 0.5) + (j - series.length / 2) * thick;
       const said = `${name}\n${s.name}: ${yFormat(v, 1)}${counts ? `\nof ${counts[i]} rows` : ""}`;
-      const count = counts ? `<text class="soft" x="${at + thick / 2}" y="${y(v) - 4}" text-anchor="middle">${counts[i]}</text>` : "";
-      return `${count}<rect x="${at}" y="${y(v)}" width="${thick - 1}" height="${Math.max(0.5, y(0) - y(v))}" fill="${s.color}" data-tip="${escapeText(said)}"/>`;
+      if (counts) above.push(`<text class="soft count" x="${at + thick / 2}" y="${y(v) - 4}" text-anchor="middle">${counts[i]}</text>`);
+      return `<rect x="${at}" y="${y(v)}" width="${thick - 1}" height="${Math.max(0.5, y(0) - y(v))}" fill="${s.color}" data-tip="${escapeText(said)}"/>`;
     }),
   ]);
   const dashed = baseline ? `<line x1="${left}" x2="${width - right}" y1="${y(baseline.value)}" y2="${y(baseline.value)}" stroke="var(--ink)" stroke-dasharray="5 4"/>` : "";
   const keys = [...(counts ? [{ name: "number above a bar: rows there", bare: true }] : []), ...(series.length > 1 ? series.map((s) => ({ name: s.name, color: s.color, box: true })) : []), ...(baseline ? [{ name: baseline.name, color: "var(--ink)", dash: "5 4" }] : [])];
-  return `<svg viewBox="0 0 ${width} ${height}" role="img" aria-label="${escapeText(label)}">${marks}${bars.join("")}${dashed}</svg>${legend(keys)}`;
+  return `<svg viewBox="0 0 ${width} ${height}" role="img" aria-label="${escapeText(label)}">${marks}${bars.join("")}${dashed}${above.join("")}</svg>${legend(keys)}`;
 }
 
 function legend(keys) {
