@@ -33,10 +33,20 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class LayerRotation(NamedTuple):
-    """How one layer's cached keys and values turn with position (values do only where a cache keeps MLA's rotary part)."""
+    """How one layer's cached keys and values turn with position (values do only where a cache keeps MLA's rotary part).
+
+    key_shape, value_shape: heads and numbers a head of one row.
+    """
 
     keys: Rotation
     values: Rotation
+    key_shape: tuple[int, int]
+    value_shape: tuple[int, int]
+
+    @property
+    def width(self) -> int:
+        """Numbers of one row, keys and values together."""
+        return self.key_shape[0] * self.key_shape[1] + self.value_shape[0] * self.value_shape[1]
 
 
 def admit(decoder: Decoder) -> tuple[LayerRotation, ...]:
@@ -73,7 +83,7 @@ def _check_layer_kinds(decoder: Decoder) -> None:
 
 
 def _probe_ids(decoder: Decoder) -> torch.Tensor:
-    vocabulary = decoder.model.get_input_embeddings().weight.shape[0]
+    vocabulary = decoder.vocabulary
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocabulary // 8, vocabulary // 2, (1, PROBE_TOKENS), generator=generator).to(decoder.device)
 
@@ -91,7 +101,8 @@ def _rotations(decoder: Decoder, here: Any, there: Any) -> list[LayerRotation]:
     frequencies = _frequencies(decoder.model)
     found = []
     for index in range(len(decoder.layers)):
-        pair = []
+        turns: list[Rotation] = []
+        shapes: list[tuple[int, int]] = []
         for part in ("keys", "values"):
             before, after = getattr(here.layers[index], part), getattr(there.layers[index], part)
             rotation = find_rotation(before.float(), after.float(), PROBE_DELTA, frequencies, _tolerance(decoder))
@@ -100,8 +111,9 @@ def _rotations(decoder: Decoder, here: Any, there: Any) -> list[LayerRotation]:
                     f"{decoder.name}: the {part} of layer {index} cannot be moved to another position by any known rotation "
                     "(learned absolute positions, or an encoding that depends on length); use full prefill for this model"
                 )
-            pair.append(rotation)
-        found.append(LayerRotation(*pair))
+            turns.append(rotation)
+            shapes.append((before.shape[1], before.shape[3]))
+        found.append(LayerRotation(turns[0], turns[1], shapes[0], shapes[1]))
     return found
 
 

@@ -29,38 +29,51 @@ class LoadedChunks(NamedTuple):
         return tuple(chunk is not None for chunk in self.chunks)
 
 
-def load_chunks(
-    store: ChunkStore, keys: Sequence[ChunkKey], token_counts: Sequence[int | None], layers: int
-) -> LoadedChunks:
+class Expected(NamedTuple):
+    """A chunk cache as it must be: under which key, how many tokens, and the position of the first when it was computed."""
+
+    key: ChunkKey
+    tokens: int
+    start: int
+
+
+def load_chunks(store: ChunkStore, wanted: Sequence[Expected], decoder: Decoder) -> LoadedChunks:
     """Read and verify every layer of every chunk. A damaged entry becomes a miss and a line in `problems`.
 
-    token_counts: how many tokens each entry must hold; None takes what it holds.
+    An entry whose place or shapes are not those of this decoder's cache counts as damaged, whatever its checksums say.
+    Raises `StoreError` when the store cannot be read: that is an outage, not a miss.
     """
     loaded: dict[ChunkKey, ChunkCache | None] = {}
     problems = []
-    for key, tokens in zip(keys, token_counts, strict=True):
-        if key in loaded:
+    for one in wanted:
+        if one.key in loaded:
             continue
         try:
-            loaded[key] = _load(store, key, tokens, layers)
+            loaded[one.key] = _load(store, one, decoder)
         except EntryDamagedError as error:
-            loaded[key] = None
+            loaded[one.key] = None
             problems.append(str(error))
-    return LoadedChunks(tuple(loaded[key] for key in keys), tuple(problems))
+    return LoadedChunks(tuple(loaded[one.key] for one in wanted), tuple(problems))
 
 
-def _load(store: ChunkStore, key: ChunkKey, tokens: int | None, layers: int) -> ChunkCache | None:
-    reader = store.open(key)
+def _load(store: ChunkStore, wanted: Expected, decoder: Decoder) -> ChunkCache | None:
+    reader = store.open(wanted.key)
     if reader is None:
         return None
     with reader:
-        needed = (reader.tokens if tokens is None else tokens, layers)
-        if (reader.tokens, reader.layers) != needed:
-            raise EntryDamagedError(
-                f"entry {key.digest[:12]} holds {reader.tokens} tokens in {reader.layers} layers, not {needed[0]} in {layers}"
-            )
-        pairs = [reader.layer(index) for index in range(layers)]
+        found, needed = (reader.tokens, reader.layers, reader.start), (wanted.tokens, len(decoder.layers), wanted.start)
+        if found != needed:
+            raise _unfit(wanted, f"holds {found[0]} tokens in {found[1]} layers from position {found[2]}, not {needed}")
+        pairs = [reader.layer(index) for index in range(reader.layers)]
+    for index, (pair, layer) in enumerate(zip(pairs, decoder.rotations, strict=True)):
+        for tensor, (heads, width) in zip(pair, (layer.key_shape, layer.value_shape), strict=True):
+            if tensor.shape != (heads, wanted.tokens, width) or tensor.dtype != decoder.dtype:
+                raise _unfit(wanted, f"has {tensor.dtype} {list(tensor.shape)} in layer {index}, not this model's")
     return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), reader.start)
+
+
+def _unfit(wanted: Expected, what: str) -> EntryDamagedError:
+    return EntryDamagedError(f"store entry {wanted.key.digest[:16]} must be computed again: it {what}")
 
 
 def assemble(

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from blend.assemble import assemble, load_chunks
+from blend.assemble import assemble
 from blend.calibration import measure_maps
 from blend.config import BlendConfig
 from blend.context_map import ContextMap
 from blend.encode import ChunkEncoder
-from blend.errors import PromptError
+from blend.errors import EntryDamagedError, PromptError
 from blend.library import ChunkLibrary, LoadedLibrary, Tokens, Wanted
 from blend.recompute import make_plan, recompute
 from blend.select import make_selector
@@ -28,16 +28,13 @@ if TYPE_CHECKING:
     from blend.decoder import Decoder
 
 
-MAP_CONTENT = "context map"  # how a store describes the namespace of one
-
-
 @dataclass(frozen=True)
 class Blend:
     """A finished prefill.
 
     cache: KV of the whole prompt, ready for decoding. logits: of the next token, `[1, vocab]`. first_token: their argmax.
     hits: which chunks came out of the store. missing: caches that it should have held. problems: one line for every chunk's
-    entry that had to be refused. map_problems: the same for the context maps, without which the prompt was then blended.
+    entry that had to be refused. artifact_problems: the same for stand-in and context maps, without which it was then blended.
     stages: seconds per stage. ttft_s: seconds from the call to the first token's id on the host.
     bytes_loaded: bytes of stored KV that were read.
     """
@@ -51,7 +48,7 @@ class Blend:
     hits: tuple[bool, ...]
     missing: tuple[Wanted, ...]
     problems: tuple[str, ...]
-    map_problems: tuple[str, ...]
+    artifact_problems: tuple[str, ...]
     stages: Mapping[str, float]
     ttft_s: float
     bytes_loaded: int
@@ -89,10 +86,10 @@ class Blender:
         self._maps: dict[Tokens, _StoredMap] = {}
 
     def library(self, prefix: Tokens) -> ChunkLibrary:
-        """The caches of chunks behind this prefix."""
-        if prefix not in self._libraries:
-            self._libraries[prefix] = ChunkLibrary(self.decoder, self.store, prefix)
-        return self._libraries[prefix]
+        """The caches of chunks behind this prefix, as the store stands now."""
+        held = self._libraries.get(prefix)
+        self._libraries[prefix] = now = held.renewed() if held else ChunkLibrary(self.decoder, self.store, prefix)
+        return now
 
     def encoder(self, prefix: Tokens) -> ChunkEncoder:
         """The encoder of chunks alone behind this prefix; the prefix's own KV is computed when it is first needed."""
@@ -103,16 +100,16 @@ class Blender:
 
         None where none was measured, none is needed because nothing is computed in company, or it is damaged.
         """
-        return self._held_map(prefix, company=company).map
+        return self._held_map(self.library(prefix), company=company).map
 
-    def _held_map(self, prefix: Tokens, *, company: bool) -> _StoredMap:
-        library = self.library(prefix)
-        if company and library.company is None:
-            return _StoredMap(None, ())
+    def _held_map(self, library: ChunkLibrary, *, company: bool) -> _StoredMap:
         encoder = library.encoder(company=company)
-        if encoder.prefix_tokens not in self._maps:
-            self._maps[encoder.prefix_tokens] = self._stored_map(encoder)
-        return self._maps[encoder.prefix_tokens]
+        if company and encoder is library.alone:
+            return _StoredMap(None, (), library.generation)
+        held = self._maps.get(encoder.prefix_tokens)
+        if held is None or held.generation != library.generation:
+            self._maps[encoder.prefix_tokens] = held = self._stored_map(encoder, library.generation)
+        return held
 
     def calibrate(
         self,
@@ -129,29 +126,26 @@ class Blender:
         """
         library = self.library(prefix)
         kinds = (False, True) if library.company else (False,)
-        if not anew and all(self.context_map(prefix, company=company) for company in kinds):
+        if not anew and all(self._held_map(library, company=company).map for company in kinds):
             return True
         plain = [chunk for chunk in chunks if chunk not in library.stand_in]
         sources = [partial(library.caches, company=company) for company in kinds]
         for company, found in zip(kinds, measure_maps(library.alone, plain, sources, progress), strict=True):
             if found is not None:
-                self._keep_map(library, found, company=company)
+                name = library.encoder(company=company).identity.correction_name
+                self.store.write_artifact(name, found.to_bytes())
         return any(self.context_map(prefix, company=company) for company in kinds)
 
-    def _keep_map(self, library: ChunkLibrary, found: ContextMap, *, company: bool) -> None:
-        encoder = library.encoder(company=company)
-        key = encoder.identity.map_key
-        words = {"content": MAP_CONTENT, "model": self.decoder.name, "dtype": encoder.identity.dtype}
-        kind = {"company": "stand-in"} if company else {}
-        self.store.describe(key.namespace, {**words, "prefix_tokens": str(len(library.prefix)), **kind})
-        self.store.put(key, found.to_cache())
-        # As the store's codec rounds it, in this process and the next.
-        self._maps[encoder.prefix_tokens] = self._stored_map(encoder)
-
-    def _stored_map(self, encoder: ChunkEncoder) -> _StoredMap:
-        loaded = load_chunks(self.store, [encoder.identity.map_key], [None], len(self.decoder.layers))
-        held = loaded.chunks[0]
-        return _StoredMap(None if held is None else ContextMap.from_cache(held, self.decoder.device), loaded.problems)
+    def _stored_map(self, encoder: ChunkEncoder, generation: str) -> _StoredMap:
+        try:
+            content = self.store.read_artifact(encoder.identity.correction_name)
+            if content is None:
+                return _StoredMap(None, (), generation)
+            found = ContextMap.from_bytes(content, self.decoder.device)
+            found.require_fit([layer.width for layer in self.decoder.rotations])
+        except (EntryDamagedError, ValueError) as error:
+            return _StoredMap(None, (f"the context map cannot be used: {error}",), generation)
+        return _StoredMap(found, (), generation)
 
     def prefill(
         self,
@@ -180,7 +174,7 @@ class Blender:
             cache = assemble(self.decoder, layout, library.alone.prefix, loaded.chunks, room)
             plan = make_plan(layout, loaded.hits, selector, config.ratio, self.decoder.device)
             mapping = config.context_map and not isinstance(plan.selector, All)
-            map_problems = self.map_rows(cache, layout, loaded, plan.inexact) if mapping else ()
+            problems = self.map_rows(cache, layout, loaded, plan.inexact) if mapping else ()
         logits, selection = recompute(self.decoder, cache, plan, mask=config.mask, watch=watch)
         with watch.stage("first_token"):
             first_token = int(logits[0].argmax())
@@ -194,7 +188,7 @@ class Blender:
             hits=loaded.hits,
             missing=loaded.missing,
             problems=loaded.problems,
-            map_problems=map_problems,
+            artifact_problems=(*(library.problems if config.stand_in else ()), *problems),
             stages=dict(watch.stages),
             ttft_s=watch.total(),
             bytes_loaded=sum(chunk.nbytes for chunk in {id(c): c for c in loaded.chunks if c}.values()),
@@ -212,7 +206,7 @@ class Blender:
             mine = rows[company[rows] == kind]
             if mine.shape[0] == 0:
                 continue
-            held = self._held_map(layout.prefix, company=kind)
+            held = self._held_map(loaded.library, company=kind)
             problems += held.problems
             if held.map is not None:
                 held.map.apply(self.decoder, cache, layout, mine)
@@ -228,7 +222,8 @@ class Blender:
 
 
 class _StoredMap(NamedTuple):
-    """What a store held under a map's key, and the line for one that had to be refused."""
+    """What a store held at one generation under a map's name, and the line for one that had to be refused."""
 
     map: ContextMap | None
     problems: tuple[str, ...]
+    generation: str

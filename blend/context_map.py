@@ -13,13 +13,14 @@ docs/selection.md has the measurements.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
-from blend.types import ChunkCache, PromptLayout
+from blend.types import PromptLayout
 
 if TYPE_CHECKING:
     from blend.admission import LayerRotation
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from blend.decoder import Decoder
 
 POSITION_FEATURES = 8
-HEADER = 3  # rows of a stored map before its factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,39 +81,49 @@ class ContextMap:
                 spread = added.reshape(rows.shape[0], *states.shape[1::2]).transpose(0, 1)[None].contiguous()
                 buffer[:, :, index] += (spread if turn.inv_freq is None else turn.apply(spread, rows)).to(buffer.dtype)
 
-    def to_cache(self) -> ChunkCache:
-        """In the shape in which a store keeps it: a cache of one head whose rows are the map's own.
+    def to_bytes(self) -> bytes:
+        """As a store keeps it: a safetensors file."""
+        from safetensors.torch import save
 
-        keys: centre, scale and the extent, then the columns of `down`; values: as many rows of zeros, then `up`.
-        """
-        stored = [self._stored(part) for part in self._filled()]
-        return ChunkCache(tuple(keys for keys, _ in stored), tuple(values for _, values in stored), start=0)
-
-    def _filled(self) -> list[LayerMap]:
-        """Maps that add nothing in place of None, as wide as the widest."""
-        some = next(part for part in self.layers if part is not None)
-        nothing = LayerMap(some.centre * 0, some.scale * 0 + 1, some.down * 0, some.up * 0)
-        return [part if part is not None else nothing for part in self.layers]
-
-    def _stored(self, part: LayerMap) -> tuple[torch.Tensor, torch.Tensor]:
-        pad = torch.ones(POSITION_FEATURES, device=part.centre.device)
-        header = [torch.cat((part.centre, pad)), torch.cat((part.scale, pad))]
-        header.append(torch.full_like(header[0], float(self.extent)))
-        zeros = part.up.new_zeros(HEADER, part.up.shape[1])
-        return torch.cat((torch.stack(header), part.down.T))[None], torch.cat((zeros, part.up))[None]
+        tensors = {"layers": torch.tensor(len(self.layers)), "extent": torch.tensor(self.extent)}
+        for index, part in enumerate(self.layers):
+            if part is not None:
+                tensors |= {f"{index}.{name}": getattr(part, name).contiguous().cpu() for name in _FACTORS}
+        return save(tensors)
 
     @classmethod
-    def from_cache(cls, cache: ChunkCache, device: torch.device) -> ContextMap:
-        """The map that `to_cache` made."""
-        layers: list[LayerMap | None] = []
-        extent = 0
-        for keys, values in zip(cache.keys, cache.values, strict=True):
-            stored, up = keys[0].float().to(device), values[0].float().to(device)[HEADER:]
-            extent = int(stored[2, 0])
-            centre, scale = stored[0, :-POSITION_FEATURES], stored[1, :-POSITION_FEATURES]
-            part = LayerMap(centre, scale, stored[HEADER:].T.contiguous(), up)
-            layers.append(part if up.any() else None)
-        return cls(tuple(layers), extent)
+    def from_bytes(cls, content: bytes, device: torch.device) -> ContextMap:
+        """What `to_bytes` made. Raises ValueError for anything else."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        try:
+            tensors = {name: tensor.to(device) for name, tensor in load(content).items()}
+            depth, extent = int(tensors["layers"]), int(tensors["extent"])
+            return cls(tuple(_layer_of(tensors, index) for index in range(depth)), extent)
+        except (SafetensorError, KeyError, RuntimeError) as error:
+            raise ValueError(f"it is no context map ({str(error).partition(chr(10))[0]})") from None
+
+    def require_fit(self, widths: Sequence[int]) -> None:
+        """Raise ValueError unless layer i's rows are `widths[i]` numbers wide, keys and values together."""
+        found = [None if part is None else part.centre.shape[0] for part in self.layers]
+        if len(found) != len(widths) or any(f not in (None, w) for f, w in zip(found, widths, strict=False)):
+            raise ValueError("it was measured on a model of another shape")
+
+
+_FACTORS = ("centre", "scale", "down", "up")
+
+
+def _layer_of(tensors: Mapping[str, torch.Tensor], index: int) -> LayerMap | None:
+    if f"{index}.up" not in tensors:
+        return None
+    part = LayerMap(*(tensors[f"{index}.{name}"] for name in _FACTORS))
+    (inputs,), rank = part.centre.shape, part.up.shape[0]
+    shapes = [tuple(getattr(part, name).shape) for name in _FACTORS]
+    sound = shapes == [(inputs,), (inputs,), (inputs + POSITION_FEATURES, rank), (rank, inputs)]
+    if not sound or any(getattr(part, name).dtype != torch.float32 for name in _FACTORS):
+        raise ValueError(f"layer {index} of the context map has impossible shapes")
+    return part
 
 
 def position_features(layout: PromptLayout, rows: torch.Tensor, extent: int | None = None) -> torch.Tensor:

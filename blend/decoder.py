@@ -72,6 +72,11 @@ class Decoder:
         return self.model.dtype  # type: ignore[no-any-return]
 
     @property
+    def vocabulary(self) -> int:
+        """How many token ids there are."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
     def context_length(self) -> int | None:
         """Longest prompt, or None where the configuration states none.
 

@@ -99,7 +99,7 @@ class Evaluator:
         chunks = list(dict.fromkeys(self.template.chunk_ids(chunk) for record in records for chunk in record.chunks))
         library = self.blender.library(self.template.prefix)
         if stand_in_tokens and not library.decided:
-            library.choose_stand_in(chunks, stand_in_tokens)
+            library.with_stand_in(chunks, stand_in_tokens)
         return self.blender.calibrate(self.template.prefix, chunks, progress=progress)
 
     def warm_up(self, record: Record, methods: Sequence[Method]) -> None:

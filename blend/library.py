@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.assemble import load_chunks
+from blend.assemble import Expected, load_chunks
 from blend.encode import ChunkEncoder
+from blend.stand_in import read_stand_in, write_stand_in
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 Tokens = tuple[int, ...]
 LARGEST_SHARE = 8  # one chunk in so many may be in the stand-in: those have no cache in company
-STAND_IN_CONTENT = "stand-in"  # how a store describes the namespace of one
 
 
 class Wanted(NamedTuple):
@@ -36,10 +36,11 @@ class Wanted(NamedTuple):
 class LoadedLibrary(NamedTuple):
     """What a store gave for the chunks of a prompt.
 
-    chunks: a cache or None for each. company: whether it is the one in company. problems: a line for every entry that was
-    refused. missing: the caches that would have been used and could not, each once.
+    library: where it came from. chunks: a cache or None for each. company: whether it is the one in company. problems: a line
+    for every entry that was refused. missing: the caches that would have been used and could not, each once.
     """
 
+    library: ChunkLibrary
     chunks: tuple[ChunkCache | None, ...]
     company: tuple[bool, ...]
     problems: tuple[str, ...]
@@ -52,59 +53,67 @@ class LoadedLibrary(NamedTuple):
 
 
 class ChunkLibrary:
-    """Caches of chunks behind `prefix` (token ids). batch_tokens: see `ChunkEncoder`."""
+    """Caches of chunks behind `prefix` (token ids), with the stand-in that the store holds at this moment.
 
-    def __init__(self, decoder: Decoder, store: ChunkStore, prefix: Tokens, batch_tokens: int = 1024) -> None:
+    batch_tokens: see `ChunkEncoder`. before: the library that this one takes the place of; what did not change is shared.
+    stand_in: the chunks that stand in for a prompt's earlier ones; empty where none were chosen. company: the encoder of chunks
+    in company, or None without a stand-in. decided: whether the store knows of a stand-in, or that there is to be none.
+    problems: a line when there is one that must not be used. generation: the store's when all of this was read.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: ChunkStore,
+        prefix: Tokens,
+        batch_tokens: int = 1024,
+        *,
+        before: ChunkLibrary | None = None,
+    ) -> None:
         self.decoder, self.store, self.prefix = decoder, store, prefix
-        self.alone = ChunkEncoder(decoder, prefix, batch_tokens)
         self._batch_tokens = batch_tokens
-        self._stand_in: tuple[Tokens, ...] | None = None
-        self._company: ChunkEncoder | None = None
+        self.alone: ChunkEncoder = before.alone if before else ChunkEncoder(decoder, prefix, batch_tokens)
+        self.generation = store.generation  # asked first: what is written while the rest is read shows as a change
+        found = read_stand_in(store, self.alone.identity.surrogate_name, decoder.vocabulary)
+        self.decided, self.stand_in, self.problems = found
+        same = before is not None and before.stand_in == self.stand_in
+        self.company: ChunkEncoder | None = before.company if before and same else self._company()
 
-    @property
-    def stand_in(self) -> tuple[Tokens, ...]:
-        """The chunks that stand in for a prompt's earlier ones; empty where none were chosen."""
-        if self._stand_in is None:
-            self._stand_in = _parse(self._description().get("tokens", ""))
-        return self._stand_in
+    def _company(self) -> ChunkEncoder | None:
+        if not self.stand_in:
+            return None
+        return ChunkEncoder(self.decoder, (*self.prefix, *chain(*self.stand_in)), self._batch_tokens)
 
-    @property
-    def decided(self) -> bool:
-        """Whether the store knows of a stand-in, or that there is to be none."""
-        return bool(self._description())
+    def renewed(self) -> ChunkLibrary:
+        """Itself, or a new library if the store has changed since, by this process or another."""
+        return self if self.store.generation == self.generation else self._next()
 
-    def _description(self) -> dict[str, str]:
-        return self.store.namespaces().get(self.alone.identity.stand_in_namespace, {})
+    def _next(self) -> ChunkLibrary:
+        return ChunkLibrary(self.decoder, self.store, self.prefix, self._batch_tokens, before=self)
 
-    @property
-    def company(self) -> ChunkEncoder | None:
-        """The encoder of chunks in company, or None without a stand-in."""
-        if self._company is None and self.stand_in:
-            self._company = ChunkEncoder(self.decoder, (*self.prefix, *chain(*self.stand_in)), self._batch_tokens)
-        return self._company
-
-    def choose_stand_in(self, chunks: Sequence[Tokens], tokens: int) -> bool:
-        """Choose some of these chunks, `tokens` tokens at most, where none were chosen yet; whether there are any now.
+    def with_stand_in(self, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
+        """With some of these chunks, `tokens` tokens at most, as the stand-in, unless there is one already.
 
         The choice is remembered in the store and stays, because caches in company are of use behind it only. Raises
         `StoreError` when the store cannot be written.
         """
-        if not self.stand_in and (chosen := _choose(self._fitting(chunks, tokens), tokens, len(chunks))):
-            self._decide(chosen)
-        return bool(self.stand_in)
+        with self.store.writing():
+            now = self._next()
+            if now.stand_in or not (chosen := _choose(now._fitting(chunks, tokens), tokens, len(chunks))):
+                return now
+            return now._decide(chosen)
 
-    def drop_stand_in(self) -> None:
-        """Have none, and remove the caches in company. Raises `StoreError` when the store cannot be written."""
-        if self.company is not None:
-            self.store.prune((), self.company.identity.namespace)
-        self._decide(())
+    def without_stand_in(self) -> ChunkLibrary:
+        """With none, and the caches in company removed. Raises `StoreError` when the store cannot be written."""
+        with self.store.writing():
+            now = self._next()
+            if now.company is not None:
+                now.store.prune((), now.company.identity.namespace)
+            return now._decide(())
 
-    def _decide(self, chosen: tuple[Tokens, ...]) -> None:
-        words = {"content": STAND_IN_CONTENT, "model": self.decoder.name, "dtype": self.alone.identity.dtype}
-        ids = ";".join(",".join(map(str, chunk)) for chunk in chosen)
-        described = {**words, "prefix_tokens": str(len(self.prefix)), "tokens": ids}
-        self.store.describe(self.alone.identity.stand_in_namespace, described)
-        self._stand_in, self._company = chosen, None
+    def _decide(self, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
+        write_stand_in(self.store, self.alone.identity.surrogate_name, chosen)
+        return self._next()
 
     def _fitting(self, chunks: Sequence[Tokens], tokens: int) -> list[Tokens]:
         """Different chunks of which any behind the stand-in still fits the model."""
@@ -178,6 +187,7 @@ class ChunkLibrary:
         unknown = [one.chunk for one in used if one not in caches]
         lacking += [one for one in self.wanted(unknown) if (company or not one.company) and one not in lacking]
         return LoadedLibrary(
+            self,
             tuple(caches.get(one) for one in used),
             tuple(one.company for one in used),
             (*problems, *more),
@@ -188,10 +198,13 @@ class ChunkLibrary:
         return [Wanted(chunk, company and place > 0 and self._has_company(chunk)) for place, chunk in enumerate(chunks)]
 
     def _load(self, wanted: Sequence[Wanted]) -> tuple[dict[Wanted, ChunkCache], tuple[str, ...]]:
-        keys, counts = [self.key(one) for one in wanted], [len(one.chunk) for one in wanted]
-        loaded = load_chunks(self.store, keys, counts, len(self.decoder.layers))
+        loaded = load_chunks(self.store, [self._expected(one) for one in wanted], self.decoder)
         pairs = zip(wanted, loaded.chunks, strict=True)
         return {one: cache for one, cache in pairs if cache is not None}, loaded.problems
+
+    def _expected(self, wanted: Wanted) -> Expected:
+        start = len(self.encoder(company=wanted.company).prefix_tokens)
+        return Expected(self.key(wanted), len(wanted.chunk), start)
 
     def caches(self, chunks: Sequence[Tokens], *, company: bool) -> list[ChunkCache]:
         """The best cache for every chunk of a prompt; what the store lacks is computed, and stored as far as it has room."""
@@ -208,11 +221,3 @@ def _choose(chunks: Sequence[Tokens], tokens: int, corpus: int) -> tuple[Tokens,
         if sum(map(len, chosen)) + len(chunk) <= tokens and len(chosen) < corpus // LARGEST_SHARE:
             chosen.append(chunk)
     return tuple(chosen)
-
-
-def _parse(words: str) -> tuple[Tokens, ...]:
-    """The chunks of a description; none where it cannot be read."""
-    try:
-        return tuple(tuple(int(token) for token in chunk.split(",")) for chunk in words.split(";") if chunk)
-    except ValueError:
-        return ()

@@ -243,14 +243,14 @@ class Rag:
 
     def _remember(self, blend: Blend) -> tuple[str, ...]:
         """Store what was missing. A store that cannot be written must not cost the answer."""
-        mend = "answered without the context map; `blend precompute` measures it again"
-        no_map = tuple(f"{mend}: {problem}" for problem in blend.map_problems)
+        mend = "answered without it; `blend precompute` makes it again"
+        lacking = tuple(f"{mend}: {problem}" for problem in blend.artifact_problems)
         try:
             self.blender.remember(blend)
         except StoreError as error:
             refused = (f"recomputed for this answer: {problem}" for problem in blend.problems)
-            return (*no_map, *refused, f"what was computed for this answer could not be stored: {error}")
-        return (*no_map, *(f"recomputed and replaced: {problem}" for problem in blend.problems))
+            return (*lacking, *refused, f"what was computed for this answer could not be stored: {error}")
+        return (*lacking, *(f"recomputed and replaced: {problem}" for problem in blend.problems))
 
     @cached_property
     def _stop_ids(self) -> frozenset[int]:

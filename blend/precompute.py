@@ -100,10 +100,10 @@ def precompute(
     for gone in {template.chunk_ids(chunk) for chunk in held}.difference(ids):
         library.forget(gone)
     update = update_index(index_dir, chunks, embedder, lambda done, total: progress("embed", done, total))
-    if not config.stand_in_tokens:
-        library.drop_stand_in()
-    elif library.choose_stand_in(ids, config.stand_in_tokens):
-        store.describe(library.encoder(company=True).identity.namespace, {**words, "company": "stand-in"})
+    wanted = config.stand_in_tokens
+    library = library.with_stand_in(ids, wanted) if wanted else library.without_stand_in()
+    if library.company:
+        store.describe(library.company.identity.namespace, {**words, "company": "stand-in"})
     missing = library.missing(ids)
     begin = time.perf_counter()
     tokens = library.compute(missing, lambda done, total: progress("encode", done, total))

@@ -97,15 +97,14 @@ class CacheIdentity:
         return ChunkKey(self.namespace, _digest(f"{self.namespace}/", token_ids))
 
     @property
-    def map_key(self) -> ChunkKey:
-        """Address of the context map of this model, dtype and prefix; in a namespace of its own, where no chunks are."""
-        digest = _digest(f"{self.namespace}/context map", ())
-        return ChunkKey(digest[:32], digest)
+    def correction_name(self) -> str:
+        """Name of the artifact that holds the context map of this model, dtype and prefix."""
+        return f"correction-{self.namespace}"
 
     @property
-    def stand_in_namespace(self) -> str:
-        """Name under which a store describes the stand-in that was chosen for chunks in company (`blend.library`)."""
-        return _digest(f"{self.namespace}/stand-in", ())[:32]
+    def surrogate_name(self) -> str:
+        """Name of the artifact that holds the stand-in for chunks in company behind this prefix (`blend.library`)."""
+        return f"surrogate-{self.namespace}"
 
 
 def _digest(salt: str, token_ids: Sequence[int]) -> str:

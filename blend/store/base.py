@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -129,12 +131,67 @@ class ChunkStore(ABC):
         """Every namespace that has entries or a description, with its description (empty when there is none)."""
         return {key.namespace: {} for key in self.keys()}
 
+    @property
+    @abstractmethod
+    def generation(self) -> str:
+        """Changes whenever any process calls `advance`: what was read of artifacts before may be out of date then.
+
+        Cheap enough to be asked before every prompt. Raises `StoreError` when the store cannot be read.
+        """
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Begin a new generation. Raises `StoreError` when the store cannot be written."""
+
+    @abstractmethod
+    def read_artifact(self, name: str) -> bytes | None:
+        """The small named thing that was last written under `name`, or None when there is none.
+
+        Raises `EntryDamagedError` when the bytes are not those that were written.
+        """
+
+    @abstractmethod
+    def write_artifact(self, name: str, content: bytes) -> None:
+        """Keep a small named thing, replacing the last one of that name, and begin a new generation.
+
+        Artifacts are what chunk caches depend on and what is measured once. They are kept as they are: no codec touches
+        them, they do not count towards the budget and are never evicted. name: lower-case letters, digits and dashes.
+        Raises `StoreError` when it cannot be written; the old one is then still there.
+        """
+
+    @abstractmethod
+    def delete_artifact(self, name: str) -> None:
+        """Remove an artifact, and begin a new generation; nothing happens when there is none."""
+
+    @abstractmethod
+    def artifacts(self) -> Iterator[str]:
+        """Names of all artifacts, in no particular order."""
+
+    @abstractmethod
+    def writing(self) -> AbstractContextManager[None]:
+        """Held while artifacts are chosen and written, by one thread of one process at a time; not nested.
+
+        Read again inside what was read before: another process may have written it meanwhile. Raises `StoreError` when
+        another one holds it for too long.
+        """
+
     def __contains__(self, key: ChunkKey) -> bool:
+        """Whether there is an entry that can be used. A store that cannot be read raises `StoreError`: that is no answer."""
         try:
             reader = self.open(key)
-        except Exception:  # a damaged entry counts as absent
+        except EntryDamagedError:
             return False
         if reader is None:
             return False
         reader.close()
         return True
+
+
+_ARTIFACT_NAME = re.compile(r"[0-9a-z-]{1,128}")
+
+
+def require_artifact_name(name: str) -> str:
+    """The name, if it can name an artifact; raises `StoreError`."""
+    if not _ARTIFACT_NAME.fullmatch(name):
+        raise StoreError(f"{name!r} cannot name an artifact: use lower-case letters, digits and dashes")
+    return name

@@ -7,11 +7,12 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from blend.errors import StoreError
+from blend.store.artifacts import Artifacts
 from blend.store.base import ChunkStore, StoreStats, require_budget
 from blend.store.codec import Codec
 from blend.store.disk_reader import DiskReader, Scratch, open_entry
@@ -51,6 +52,7 @@ class DiskStore(ChunkStore):
         self._used_bytes = 0
         self._counted_at = float("-inf")
         open_root(root)
+        self._artifacts = Artifacts(root)
 
     def open(self, key: ChunkKey) -> DiskReader | None:
         """One `open`, one read and one checksum; the layers are read when asked for."""
@@ -99,6 +101,35 @@ class DiskStore(ChunkStore):
         """Described namespaces and those that have a directory of entries."""
         listed: dict[str, dict[str, str]] = {entry.name: {} for entry in _subdirectories(self.root / "objects")}
         return {**listed, **read_descriptions(self.root)}
+
+    @property
+    def generation(self) -> str:
+        """One small file."""
+        return self._artifacts.generation
+
+    def advance(self) -> None:
+        """Replace the file."""
+        self._artifacts.advance()
+
+    def read_artifact(self, name: str) -> bytes | None:
+        """One file, its checksum verified."""
+        return self._artifacts.read(name)
+
+    def write_artifact(self, name: str, content: bytes) -> None:
+        """Write beside, flush to the disk, move into place."""
+        self._artifacts.write(name, content)
+
+    def delete_artifact(self, name: str) -> None:
+        """Unlink the file."""
+        self._artifacts.delete(name)
+
+    def artifacts(self) -> Iterator[str]:
+        """Names as the directory lists them."""
+        return self._artifacts.names()
+
+    def writing(self) -> AbstractContextManager[None]:
+        """A lock between processes."""
+        return self._artifacts.writing()
 
     def _path(self, key: ChunkKey) -> Path:
         digest = _safe(key.digest)

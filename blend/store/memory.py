@@ -5,11 +5,19 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
-from blend.store.base import ChunkReader, ChunkStore, StoreStats, copy_layer, require_budget
+from blend.store.base import (
+    ChunkReader,
+    ChunkStore,
+    StoreStats,
+    copy_layer,
+    require_artifact_name,
+    require_budget,
+)
 from blend.store.codec import Codec
 from blend.store.entry import require_sound
 from blend.types import ChunkCache, ChunkKey
@@ -62,6 +70,9 @@ class MemoryStore(ChunkStore):
         self._entries: OrderedDict[ChunkKey, MemoryEntry] = OrderedDict()  # least recently used first
         self._used_bytes = 0
         self._descriptions: dict[str, dict[str, str]] = {}
+        self._artifacts: dict[str, bytes] = {}
+        self._writing = threading.Lock()
+        self._generation = 0
 
     def open(self, key: ChunkKey) -> MemoryReader | None:
         """The entry, which becomes the most recently used one."""
@@ -111,6 +122,40 @@ class MemoryStore(ChunkStore):
         with self._lock:
             listed: dict[str, dict[str, str]] = {key.namespace: {} for key in self._entries}
             return {**listed, **{name: dict(words) for name, words in self._descriptions.items()}}
+
+    @property
+    def generation(self) -> str:
+        """A count."""
+        return str(self._generation)
+
+    def advance(self) -> None:
+        """Count on."""
+        with self._lock:
+            self._generation += 1
+
+    def read_artifact(self, name: str) -> bytes | None:
+        """What was put there."""
+        return self._artifacts.get(require_artifact_name(name))
+
+    def write_artifact(self, name: str, content: bytes) -> None:
+        """Keep the bytes."""
+        self._artifacts[require_artifact_name(name)] = bytes(content)
+        self.advance()
+
+    def delete_artifact(self, name: str) -> None:
+        """Drop the bytes."""
+        if self._artifacts.pop(require_artifact_name(name), None) is not None:
+            self.advance()
+
+    def artifacts(self) -> Iterator[str]:
+        """Names as of now."""
+        return iter(tuple(self._artifacts))
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A lock of this process."""
+        with self._writing:
+            yield
 
     def _remove(self, key: ChunkKey) -> None:
         entry = self._entries.pop(key, None)

@@ -3,6 +3,7 @@
 store.json                    {"kind": "kvblend store", "format": 1}; written first, so that its absence is telling
 namespaces/<namespace>.json   description of a namespace
 objects/                      entries, see `disk`
+artifacts/, generation        small named things and the token that tells of their changes, see `artifacts`
 tmp/                          files being written
 """
 

@@ -17,7 +17,7 @@ LAYERS = (
     ("blend.decoding", "blend.reference", "blend.blender"),
     ("blend.calibration", "blend.library"),
     ("blend.context_map",),
-    ("blend.encode", "blend.assemble", "blend.recompute"),
+    ("blend.encode", "blend.assemble", "blend.recompute", "blend.stand_in"),
     ("blend.select", "blend.decoder"),
     ("blend.admission",),
     ("blend.driver", "blend.rope"),

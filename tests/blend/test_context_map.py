@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import models
@@ -9,11 +10,11 @@ import pytest
 import torch
 from cases import cache_chunks, make_layout
 
-from blend import calibration, context_map
+from blend import calibration
 from blend.blender import Blender
 from blend.calibration import _LayerFit
 from blend.config import BlendConfig
-from blend.context_map import LayerMap, position_features
+from blend.context_map import ContextMap, LayerMap, position_features
 from blend.reference import full_prefill
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -171,18 +172,32 @@ def test_it_is_stored_and_measured_once(tmp_path: Path, codec: str) -> None:
         assert a is None or all(torch.equal(getattr(a, n), getattr(b, n)) for n in ("centre", "scale", "down", "up"))
 
 
-def test_bfloat16_in_the_store_costs_little() -> None:
-    exact, rounded = (
-        calibrated("llama", codec=codec).context_map(make_layout().prefix) for codec in ("native", "bfloat16")
-    )
-    draw = torch.Generator().manual_seed(0)
-    for a, b in zip(exact.layers, rounded.layers, strict=True):
-        if a is None or b is None:
-            continue
-        rows = torch.randn(50, a.centre.shape[0], generator=draw) * a.scale + a.centre
-        features = torch.rand(50, context_map.POSITION_FEATURES, generator=draw)
-        exactly, nearly = a.predict(rows, features), b.predict(rows, features)
-        assert (exactly - nearly).norm() < 0.01 * exactly.norm()
+@pytest.mark.parametrize("change", ["depth", "width", "rank", "dtype", "nothing of it"])
+def test_a_map_of_another_shape_is_reported_and_not_used(change: str) -> None:
+    blender, layout = calibrated("llama"), make_layout()
+    plain = blender.prefill(layout, config=PLAIN).logits
+    name, found = blender.encoder(layout.prefix).identity.correction_name, blender.context_map(layout.prefix)
+    blender.store.write_artifact(name, _reshaped(found, change))
+    blend = blender.prefill(layout, config=REUSE)
+    assert len(blend.artifact_problems) == 1
+    assert torch.equal(blend.logits, plain)
+
+
+def _reshaped(found: ContextMap, change: str) -> bytes:
+    parts = list(found.layers)
+    at = next(index for index, part in enumerate(parts) if part is not None)
+    if change == "nothing of it":
+        return b"{}"
+    if change == "depth":
+        parts.append(None)
+    elif change == "dtype":
+        parts[at] = replace(parts[at], up=parts[at].up.half())
+    elif change == "rank":
+        parts[at] = replace(parts[at], up=parts[at].up[1:])
+    else:
+        wide = [torch.cat((t, t[..., :1]), -1) for t in (parts[at].centre, parts[at].scale, parts[at].up)]
+        parts[at] = LayerMap(wide[0], wide[1], torch.cat((parts[at].down, parts[at].down[:1])), wide[2])
+    return ContextMap(tuple(parts), found.extent).to_bytes()
 
 
 def test_measuring_anew_replaces_the_map() -> None:
@@ -205,19 +220,18 @@ def test_a_damaged_map_is_reported_and_not_used(tmp_path: Path) -> None:
     layout = make_layout()
     blender = calibrated("llama", tmp_path / "kv")
     plain = blender.prefill(layout, config=PLAIN).logits
-    digest = blender.encoder(layout.prefix).identity.map_key.digest
-    [entry] = [path for path in (tmp_path / "kv").rglob("*") if path.is_file() and digest in path.name]
+    entry = tmp_path / "kv" / "artifacts" / blender.encoder(layout.prefix).identity.correction_name
     data = bytearray(entry.read_bytes())
     data[-5] ^= 0xFF
     entry.write_bytes(data)
     again = Blender(models.decoder("llama"), open_store(tmp_path / "kv", codec="native"))
     blend = again.prefill(layout, config=REUSE)
-    assert blend.map_problems
+    assert blend.artifact_problems
     assert blend.problems == ()
     assert torch.equal(blend.logits, plain)
-    assert again.prefill(layout, config=PLAIN).map_problems == ()
+    assert again.prefill(layout, config=PLAIN).artifact_problems == ()
     assert again.calibrate(layout.prefix, [*layout.chunks, *corpus()])
-    assert again.prefill(layout, config=REUSE).map_problems == ()
+    assert again.prefill(layout, config=REUSE).artifact_problems == ()
 
 
 def test_prompts_that_do_not_fit_the_model_are_not_made() -> None:

@@ -9,7 +9,7 @@ import torch
 from cases import SELECTORS, STORES, cache_chunks, cache_of, make_layout, make_store
 from models import CORE, FAMILIES, LAYERS, decoder
 
-from blend.assemble import assemble, load_chunks
+from blend.assemble import Expected, assemble, load_chunks
 from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.decoding import generate
@@ -21,8 +21,9 @@ Parts = list[torch.Tensor]
 def _before(blender: Blender, layout: PromptLayout) -> Parts:
     """Keys and values of every layer side by side, as assembled from the store, before any row is computed."""
     encoder = blender.encoder(layout.prefix)
-    keys = [encoder.identity.key(chunk) for chunk in layout.chunks]
-    loaded = load_chunks(blender.store, keys, [len(c) for c in layout.chunks], LAYERS)
+    start = len(layout.prefix)
+    wanted = [Expected(encoder.identity.key(chunk), len(chunk), start) for chunk in layout.chunks]
+    loaded = load_chunks(blender.store, wanted, blender.decoder)
     cache = assemble(blender.decoder, layout, encoder.prefix, loaded.chunks, room=0)
     return [torch.cat(cache.view(index), -1) for index in range(LAYERS)]
 

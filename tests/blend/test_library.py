@@ -33,7 +33,8 @@ def filled(name: str = "llama", location: str | Path = "memory:") -> Blender:
     """A blender whose store holds every cache of the prompt's chunks."""
     blender = Blender(decoder(name), open_store(location, codec="native"))
     library = blender.library(LAYOUT.prefix)
-    assert library.choose_stand_in(corpus(), 27)
+    library = library.with_stand_in(corpus(), 27)
+    assert library.company
     library.compute(library.missing(LAYOUT.chunks))
     return blender
 
@@ -84,12 +85,11 @@ def test_the_stand_in_is_part_of_the_corpus_small_and_stays(tmp_path: Path) -> N
     chunks = corpus()
     library = ChunkLibrary(decoder("llama"), open_store(tmp_path), LAYOUT.prefix)
     assert not library.decided
-    assert library.choose_stand_in(chunks, 1000)
+    library = library.with_stand_in(chunks, 1000)
     chosen = library.stand_in
     assert len(chosen) == len(chunks) // 8
     assert set(chosen) <= set(chunks)
-    again = ChunkLibrary(decoder("llama"), open_store(tmp_path), LAYOUT.prefix)
-    assert again.choose_stand_in(corpus(80), 10)
+    again = ChunkLibrary(decoder("llama"), open_store(tmp_path), LAYOUT.prefix).with_stand_in(corpus(80), 10)
     assert again.stand_in == chosen
     assert again.company.identity == library.company.identity
     assert ChunkLibrary(decoder("llama"), open_store(tmp_path), (3, 4)).stand_in == ()
@@ -97,8 +97,7 @@ def test_the_stand_in_is_part_of_the_corpus_small_and_stays(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("count", "tokens"), [(7, 100), (24, 8), (0, 100)])
 def test_a_corpus_may_be_too_small_for_one(count: int, tokens: int) -> None:
-    library = ChunkLibrary(decoder("llama"), open_store("memory:"), LAYOUT.prefix)
-    assert not library.choose_stand_in(corpus(count), tokens)
+    library = ChunkLibrary(decoder("llama"), open_store("memory:"), LAYOUT.prefix).with_stand_in(corpus(count), tokens)
     assert library.company is None
     assert [one.company for one in library.wanted(corpus(count))] == [False] * count
 
@@ -110,9 +109,8 @@ def test_chunks_of_the_stand_in_and_those_too_long_have_no_company() -> None:
     assert library.wanted([*library.stand_in, long]) == [
         Wanted(chunk, company=False) for chunk in (*library.stand_in, long)
     ]
-    assert not ChunkLibrary(library.decoder, open_store("memory:"), LAYOUT.prefix).choose_stand_in(
-        [*corpus(), long], 27
-    )
+    empty = ChunkLibrary(library.decoder, open_store("memory:"), LAYOUT.prefix)
+    assert empty.with_stand_in([*corpus(), long], 27).company is None
 
 
 def test_without_the_cache_in_company_the_one_alone_is_used_and_the_other_made_up_for() -> None:
@@ -161,23 +159,68 @@ def test_a_damaged_cache_in_company_gives_way_to_the_one_alone(tmp_path: Path) -
     assert library.load(LAYOUT.chunks).company == (False, True, True, True)
 
 
-def test_a_damaged_description_means_no_stand_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"chunks": [[4, 5000]]}',
+        b'{"chunks": [[4, -1]]}',
+        b'{"chunks": [[]]}',
+        b'{"chunks": 3}',
+        b"[" * 9999,
+    ],
+)
+def test_a_stand_in_that_the_model_cannot_have_read_is_reported_and_not_used(tmp_path: Path, content: bytes) -> None:
     library = filled(location=tmp_path).library(LAYOUT.prefix)
-    library.store.describe(library.alone.identity.stand_in_namespace, {"tokens": "4,x"})
-    blender = Blender(decoder("llama"), open_store(tmp_path))
+    library.store.write_artifact(library.alone.identity.surrogate_name, content)
+    _assert_answers_from_caches_alone(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "one token"])
+def test_a_damaged_stand_in_is_reported_not_used_and_chosen_again(tmp_path: Path, damage: str) -> None:
+    library = filled(location=tmp_path).library(LAYOUT.prefix)
+    (path,) = (tmp_path / "artifacts").glob("surrogate-*")
+    raw, token = path.read_bytes(), str(library.stand_in[0][0]).encode()
+    changed = raw.replace(b"[[" + token, b"[[" + str((int(token) + 1) % 60).encode(), 1)
+    path.write_bytes({"empty": b"", "cut": raw[:-9], "one token": changed}[damage])
+    assert path.read_bytes() != raw
+    _assert_answers_from_caches_alone(tmp_path)
+    again = ChunkLibrary(library.decoder, open_store(tmp_path), LAYOUT.prefix).with_stand_in(corpus(), 27)
+    assert again.stand_in == library.stand_in
+    assert again.problems == ()
+    assert again.missing(LAYOUT.chunks) == []
+
+
+def _assert_answers_from_caches_alone(location: Path) -> None:
+    blender = Blender(decoder("llama"), open_store(location))
     blend = blender.prefill(LAYOUT, config=REUSE)
+    assert len(blend.artifact_problems) == 1
     assert blend.hits == (True,) * 4
-    assert blend.missing == ()
+    assert blend.missing == blend.problems == ()
+    assert torch.equal(blend.logits, blender.prefill(LAYOUT, config=AS_STORED).logits)
+
+
+def test_a_running_process_takes_up_what_another_one_precomputes(tmp_path: Path) -> None:
+    running = Blender(decoder("llama"), open_store(tmp_path, codec="native"))
+    assert running.prefill(LAYOUT, config=REUSE).hits == (False,) * 4
+    other = filled(location=tmp_path)
+    other.calibrate(LAYOUT.prefix, corpus(120, 14))
+    blend = running.prefill(LAYOUT, config=REUSE)
+    assert blend.hits == (True,) * 4
+    assert torch.equal(blend.logits, other.prefill(LAYOUT, config=REUSE).logits)
+    for company in (False, True):
+        assert running.context_map(LAYOUT.prefix, company=company) is not None
 
 
 def test_dropping_the_stand_in_drops_what_depends_on_it() -> None:
     library = filled().library(LAYOUT.prefix)
     namespace = library.company.identity.namespace
-    library.drop_stand_in()
+    without = library.without_stand_in()
     assert list(library.store.keys(namespace)) == []
-    assert library.decided
-    assert library.company is None
-    assert library.missing(LAYOUT.chunks) == []
+    assert without.decided
+    assert without.company is None
+    assert without.missing(LAYOUT.chunks) == []
 
 
 def test_each_kind_of_cache_has_a_map_of_its_own() -> None:
@@ -205,8 +248,7 @@ def test_calibration_does_not_need_the_store_to_keep_what_it_computes(tmp_path: 
     one = filled().library(LAYOUT.prefix).caches(corpus(1, 14), company=False)[0].nbytes
     store = open_store(tmp_path, codec="native", budget_bytes=3 * one)
     blender = Blender(decoder("llama"), store)
-    library = blender.library(LAYOUT.prefix)
-    assert library.choose_stand_in(corpus(40, 14), 28)
+    library = blender.library(LAYOUT.prefix).with_stand_in(corpus(40, 14), 28)
     chunks = [chunk for chunk in corpus(40, 14) if chunk not in library.stand_in][:8]
     caches = library.caches(chunks, company=True)
     assert [(cache.tokens, cache.start) for cache in caches] == [

@@ -253,3 +253,73 @@ def _size_of_one(store, key, cache):
     size = store.stats().nbytes
     store.delete(key(99))
     return size
+
+
+def test_artifacts_are_kept_as_they_are_and_replaced(make_store):
+    store = make_store("bfloat16")
+    assert store.read_artifact("surrogate-1") is None
+    store.write_artifact("surrogate-1", b"first\nof two")
+    store.write_artifact("surrogate-1", b"")
+    store.write_artifact("map-2", bytes(range(256)))
+    assert store.read_artifact("surrogate-1") == b""
+    assert store.read_artifact("map-2") == bytes(range(256))
+    assert sorted(store.artifacts()) == ["map-2", "surrogate-1"]
+    store.delete_artifact("map-2")
+    store.delete_artifact("map-2")
+    assert store.read_artifact("map-2") is None
+    assert list(store.artifacts()) == ["surrogate-1"]
+
+
+@pytest.mark.parametrize("name", ["", "../x", "A", "a/b", "a.b", "a" * 129])
+def test_what_cannot_name_an_artifact_is_refused(make_store, name):
+    store = make_store()
+    for call in (store.read_artifact, store.delete_artifact, lambda it: store.write_artifact(it, b"")):
+        with pytest.raises(StoreError, match="cannot name an artifact"):
+            call(name)
+
+
+def test_artifacts_do_not_count_towards_the_budget_and_are_not_evicted(make_store, key, cache):
+    store = make_store(budget_bytes=2 * cache().nbytes + 3000)
+    store.write_artifact("map", bytes(10 * cache().nbytes))
+    for index in range(9):
+        store.put(key(index), cache(index))
+    assert 0 < store.stats().entries < 9
+    assert store.read_artifact("map") == bytes(10 * cache().nbytes)
+
+
+def test_every_change_of_an_artifact_begins_a_generation(make_store, key, cache):
+    store = make_store()
+    seen = [store.generation]
+    for change in (
+        lambda: store.write_artifact("a", b"1"),
+        lambda: store.write_artifact("a", b"1"),
+        lambda: store.delete_artifact("a"),
+        store.advance,
+    ):
+        change()
+        seen.append(store.generation)
+    assert len(set(seen)) == len(seen)
+    store.put(key(1), cache())
+    store.delete_artifact("a")
+    assert store.generation == seen[-1]
+
+
+def test_one_writer_at_a_time(make_store):
+    store, inside, most = make_store(), [0], [0]
+
+    def write():
+        for _ in range(20):
+            with store.writing():
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+                count = int(store.read_artifact("count") or 0)
+                store.write_artifact("count", str(count + 1).encode())
+                inside[0] -= 1
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
+    assert store.read_artifact("count") == b"80"

@@ -1,0 +1,48 @@
+"""How a store keeps the stand-in: a small artifact, verified before it is used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from blend.errors import EntryDamagedError
+
+if TYPE_CHECKING:
+    from blend.store.base import ChunkStore
+
+Tokens = tuple[int, ...]
+
+
+class StoredStandIn(NamedTuple):
+    """decided: whether the store holds a choice, of none too. chunks: their token ids. problems: why one is not used."""
+
+    decided: bool
+    chunks: tuple[Tokens, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def read_stand_in(store: ChunkStore, name: str, vocabulary: int) -> StoredStandIn:
+    """The stand-in under this name. One that is damaged, or has ids outside of a `vocabulary` of so many, counts as absent."""
+    try:
+        content = store.read_artifact(name)
+        if content is None:
+            return StoredStandIn(decided=False)
+        return StoredStandIn(True, _parsed(content, vocabulary))
+    except (EntryDamagedError, ValueError) as error:
+        return StoredStandIn(False, (), (f"the stand-in cannot be used: {error}",))
+
+
+def write_stand_in(store: ChunkStore, name: str, chunks: Sequence[Tokens]) -> None:
+    """Keep these chunks under this name. Raises `StoreError` when the store cannot be written."""
+    store.write_artifact(name, json.dumps({"chunks": chunks}).encode())
+
+
+def _parsed(content: bytes, vocabulary: int) -> tuple[Tokens, ...]:
+    try:
+        chunks = tuple(tuple(chunk) for chunk in json.loads(content)["chunks"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError("it is no list of chunks") from None
+    if not all(chunk and all(type(t) is int and 0 <= t < vocabulary for t in chunk) for chunk in chunks):
+        raise ValueError(f"it has tokens that a vocabulary of {vocabulary} does not")
+    return chunks
