@@ -6,15 +6,20 @@ comparison sees the same ids.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from blend.config import PromptConfig
 from blend.errors import PromptError
+from blend.plain_text import TextTokenizer
 from blend.types import PromptLayout
 
-# A private-use character: no template contains or changes it.
-_MARK = "\ue000"
+# Private-use characters stand for what users wrote while the template is applied: no template contains or changes them.
+_SYSTEM, _INSTRUCTION, _CHUNKS = "\ue000", "\ue001", "\ue002"
+_MARKS = re.compile(f"([{_SYSTEM}{_INSTRUCTION}{_CHUNKS}])")
+
+Parts = list[tuple[str, bool]]  # text, and whether it is the template's own
 
 
 class TextChunk(Protocol):
@@ -44,11 +49,11 @@ class PromptTemplate:
     """
 
     def __init__(self, tokenizer: Any, config: PromptConfig | None = None) -> None:
-        self._tokenizer = tokenizer
         self.config = config or PromptConfig()
-        before, after = self._around_chunks()
-        self._after = after
-        self.prefix = tuple(self.encode(before))
+        self._tokenizer = tokenizer
+        self._text = TextTokenizer(tokenizer)
+        before, self._after = self._around_chunks()
+        self.prefix = tuple(self._text.join(before))
         if not self.prefix:
             raise PromptError("the prompt has no prefix: give the prompt an instruction or a system message")
 
@@ -60,7 +65,8 @@ class PromptTemplate:
         """The same for chunks that are token ids already."""
         if not question.strip():
             raise PromptError("the question is empty")
-        return PromptLayout(self.prefix, tuple(chunks), tuple(self.encode(self._suffix(question))))
+        asked = self.config.question.replace("{question}", question.strip())
+        return PromptLayout(self.prefix, tuple(chunks), tuple(self._text.join([(asked, False), *self._after])))
 
     def chunk_ids(self, chunk: TextChunk) -> tuple[int, ...]:
         """Token ids of one chunk as it stands in every prompt."""
@@ -71,31 +77,30 @@ class PromptTemplate:
         return len(self.encode(text))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        """Token ids of a text, none of them a control token (`blend.plain_text`)."""
+        return self._text.text(text)
 
-    def _suffix(self, question: str) -> str:
-        return self.config.question.replace("{question}", question.strip()) + self._after
-
-    def _around_chunks(self) -> tuple[str, str]:
-        """The text before the chunks and the text after the question."""
+    def _around_chunks(self) -> tuple[Parts, Parts]:
+        """What stands before the chunks, and what stands after the question."""
         if getattr(self._tokenizer, "chat_template", None):
             return self._split_template()
         bos = self._tokenizer.bos_token or ""
-        return f"{bos}{self.config.system}\n\n{self.config.instruction}", "\nAnswer:"
+        return [(bos, True), (f"{self.config.system}\n\n{self.config.instruction}", False)], [("\nAnswer:", True)]
 
-    def _split_template(self) -> tuple[str, str]:
-        user = f"{self.config.instruction}{_MARK}"
+    def _split_template(self) -> tuple[Parts, Parts]:
+        user = f"{_INSTRUCTION}{_CHUNKS}"
         try:
-            text = self._apply([{"role": "system", "content": self.config.system}, {"role": "user", "content": user}])
+            text = self._apply([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}])
         except Exception:  # some templates know no system role: it then opens the user's turn
-            text = self._apply([{"role": "user", "content": f"{self.config.system}\n\n{user}"}])
-        before, mark, after = text.partition(_MARK)
+            text = self._apply([{"role": "user", "content": f"{_SYSTEM}\n\n{user}"}])
+        before, mark, after = text.partition(_CHUNKS)
         if not mark:
             raise PromptError(
                 "the model's chat template drops the user's message; pass a tokenizer with a usable template"
             )
-        return before, after
+        written = {_SYSTEM: self.config.system, _INSTRUCTION: self.config.instruction}
+        parts = [(written.get(part, part), part not in written) for part in _MARKS.split(before) if part]
+        return parts, [(after, True)]
 
     def _apply(self, messages: list[dict[str, str]]) -> str:
         # Reasoning models answer directly: a chain of thought in front would be measured as the answer.

@@ -23,7 +23,7 @@ LAYERS = (
     ("blend.driver", "blend.rope"),
     ("blend.attention", "blend.blended_cache", "blend.store", "blend.weights", "blend.report", "blend.needles"),
     ("blend.metrics", "blend.machine", "blend.bootstrap", "blend.dataset", "blend.prompt", "blend.timing"),
-    ("blend.types", "blend.config"),
+    ("blend.types", "blend.config", "blend.plain_text"),
     ("blend.errors", "blend"),
 )
 
