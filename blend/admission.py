@@ -91,7 +91,7 @@ def _probe_ids(decoder: Decoder) -> torch.Tensor:
 def _native_forward(decoder: Decoder, ids: torch.Tensor, start: int) -> tuple[Any, torch.Tensor]:
     """The model's own forward pass of `ids` at positions `start...`: its cache and the last row's logits."""
     positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-    out = decoder.model(input_ids=ids, position_ids=positions, use_cache=True)
+    out = decoder.driver.run_whole(input_ids=ids, position_ids=positions, use_cache=True)
     if out.past_key_values is None:
         raise ValueError("use_cache=True gave no cache")
     return out.past_key_values, out.logits[:, -1]

@@ -8,10 +8,11 @@ found.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from threading import RLock
+from threading import Lock, RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -22,6 +23,15 @@ from blend.blended_cache import BlendedCache, BlendedLayer, Rows
 ATTENTION_NAME = "kvblend_rows"
 
 FreshKV = tuple[torch.Tensor, torch.Tensor]
+
+_LOCKS: WeakKeyDictionary[torch.nn.Module, AbstractContextManager[bool]] = WeakKeyDictionary()
+_LOCKS_LOCK = Lock()
+
+
+def _lock_of(model: torch.nn.Module) -> AbstractContextManager[bool]:
+    """The lock of this model, one however many drivers it has: a pass over rows changes its attention for all of them."""
+    with _LOCKS_LOCK:
+        return _LOCKS.setdefault(model, RLock())
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class RowDriver:
         self.model = model
         self.layers = layers
         found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-        self.lock = RLock()
+        self.lock = _lock_of(model)
         self._configs = [c for c in found.values() if hasattr(c, "_attn_implementation")]
 
     def run(
@@ -91,6 +101,11 @@ class RowDriver:
                 use_cache=True,
                 **model_kwargs,
             )
+
+    def run_whole(self, **arguments: Any) -> Any:
+        """The model's own forward pass, untouched, at a time when no pass over rows changes the model."""
+        with self.lock:
+            return self.model(**arguments)
 
     def run_until_kv(
         self, token_ids: torch.Tensor, positions: torch.Tensor, cache: BlendedCache, *, total: int

@@ -21,7 +21,7 @@ class FullPrefill:
     logits: of the next token, `[1, vocab]`. first_token: their argmax. ttft_s: seconds to the first token's id on the host.
     """
 
-    model: Any
+    decoder: Decoder
     cache: Any
     logits: torch.Tensor
     first_token: int
@@ -30,7 +30,8 @@ class FullPrefill:
     @torch.inference_mode()
     def append(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Run further tokens `[1, n]` the model's own way; logits `[1, n, vocab]`."""
-        return self.model(input_ids=token_ids, past_key_values=self.cache, use_cache=True).logits  # type: ignore[no-any-return]
+        out = self.decoder.driver.run_whole(input_ids=token_ids, past_key_values=self.cache, use_cache=True)
+        return out.logits  # type: ignore[no-any-return]
 
 
 @torch.inference_mode()
@@ -38,7 +39,7 @@ def full_prefill(decoder: Decoder, layout: PromptLayout) -> FullPrefill:
     """Prefill the whole prompt with the model's own forward pass."""
     watch = Stopwatch(decoder.device)
     ids = torch.tensor([layout.token_ids], device=decoder.device)
-    out = decoder.model(input_ids=ids, use_cache=True, **decoder.last_row_only)
+    out = decoder.driver.run_whole(input_ids=ids, use_cache=True, **decoder.last_row_only)
     logits = out.logits[:, -1]
     first_token = int(logits[0].argmax())
-    return FullPrefill(decoder.model, out.past_key_values, logits, first_token, watch.total())
+    return FullPrefill(decoder, out.past_key_values, logits, first_token, watch.total())

@@ -1,0 +1,114 @@
+"""What a prompt gets does not depend on what else runs: every entry into the model at once, from many threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import torch
+from cases import SELECTORS, cache_chunks, make_layout
+from models import FAMILIES as MODELS
+from models import build, decoder, tokenizer
+
+from blend import Rag
+from blend.blender import Blender
+from blend.decoder import Decoder
+from blend.decoding import generate, teacher_forced_logits
+from blend.reference import full_prefill
+from blend.store import open_store
+from tests.tiny_model import save_tiny_model
+
+LAYOUT = make_layout()
+ANSWER = (5, 9, 30, 12, 7)
+THREADS, ROUNDS = 8, 4
+
+Task = Callable[[Decoder], torch.Tensor]
+
+
+def _blended(selector: str) -> Task:
+    def run(dec: Decoder) -> torch.Tensor:
+        blender = Blender(dec, open_store("memory:"), SELECTORS[selector])
+        cache_chunks(blender, LAYOUT)  # computes: the store is empty
+        return teacher_forced_logits(blender.prefill(LAYOUT), ANSWER)
+
+    return run
+
+
+def _decoded(dec: Decoder) -> torch.Tensor:
+    blender = Blender(dec, open_store("memory:"), SELECTORS["hkvd"])
+    cache_chunks(blender, LAYOUT)
+    return torch.tensor(generate(dec, blender.prefill(LAYOUT), LAYOUT.token_ids, max_new_tokens=12).token_ids)
+
+
+def _encoded(dec: Decoder) -> torch.Tensor:
+    encoder = Blender(dec, open_store("memory:")).encoder(LAYOUT.prefix)
+    return torch.cat([cache.keys[-1].flatten() for _, cache in sorted(encoder.encode(LAYOUT.chunks))])
+
+
+def _calibrated(dec: Decoder) -> torch.Tensor:
+    blender = Blender(dec, open_store("memory:"))
+    blender.calibrate(LAYOUT.prefix, [tuple(range(3 + i, 17 + i)) for i in range(40)])
+    return blender.prefill(LAYOUT).logits
+
+
+TASKS: dict[str, Task] = {
+    "query_guided": _blended("query_guided"),
+    "hkvd": _blended("hkvd"),
+    "full prefill and append": lambda dec: teacher_forced_logits(full_prefill(dec, LAYOUT), ANSWER),
+    "full prefill": lambda dec: full_prefill(dec, LAYOUT).logits,
+    "decoding": _decoded,
+    "decoding in full": lambda dec: torch.tensor(
+        generate(dec, full_prefill(dec, LAYOUT), LAYOUT.token_ids, max_new_tokens=12).token_ids
+    ),
+    "encoding": _encoded,
+    "calibration": _calibrated,
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_eight_threads_get_what_each_gets_alone(name: str) -> None:
+    dec, start = decoder(name), Barrier(THREADS)
+    alone = {task: run(dec) for task, run in TASKS.items()}
+
+    def work(first: int) -> list[tuple[str, torch.Tensor]]:
+        start.wait()
+        order = [*TASKS.items()] * 2
+        return [(task, run(dec)) for task, run in order[first : first + ROUNDS]]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for task, got in (pair for results in pool.map(work, range(THREADS)) for pair in results):
+            assert torch.equal(got, alone[task]), task
+
+
+def test_two_decoders_of_one_model_do_not_disturb_each_other() -> None:
+    """Each has a driver of its own, but there is only one model to change."""
+    model, start = build(MODELS["llama"]), Barrier(4)
+    decoders = [Decoder(model, tokenizer()) for _ in range(2)]
+    alone = {task: TASKS[task](decoders[0]) for task in ("hkvd", "full prefill and append")}
+
+    def work(number: int) -> list[torch.Tensor]:
+        start.wait()
+        return [TASKS[task](decoders[number % 2]) for task in alone for _ in range(3)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for results in pool.map(work, range(4)):
+            for got, task in zip(results, (t for t in alone for _ in range(3)), strict=True):
+                assert torch.equal(got, alone[task])
+
+
+def test_answers_with_comparison_from_four_threads(tmp_path: Path) -> None:
+    text = "\n\n".join(
+        f"The harbour of town {n} opened in {1800 + n}. Its bell weighs {n * 7} kilograms." for n in range(12)
+    )
+    (tmp_path / "harbours.md").write_text(text)
+    rag = Rag(tmp_path / "store", model=str(save_tiny_model(tmp_path / "model", text)), device="cpu")
+    rag.precompute([tmp_path / "harbours.md"])
+    questions = [f"Which bell hangs in town {n}?" for n in range(6)]
+    alone = [rag.answer(question, compare=True, max_new_tokens=6) for question in questions]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda q: rag.answer(q, compare=True, max_new_tokens=6), questions * 2))
+    for got, expected in zip(together, alone * 2, strict=True):
+        assert (got.text, got.full.text) == (expected.text, expected.full.text)
