@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from blend.cli import options
+
+if TYPE_CHECKING:
+    from blend.store import ChunkStore
 
 
 @click.command("store")
@@ -28,30 +32,36 @@ def command(store: Path, clear: bool, as_json: bool) -> None:
         for key in list(caches.keys()):
             caches.delete(key)
     stats = caches.stats()
-    described = dict(sorted(caches.namespaces().items(), key=lambda entry: (entry[1].get("content", ""), entry[0])))
-    namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **_counted(words)} for name, words in described.items()]
+    described = sorted(caches.namespaces().items())
+    namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in described]
+    artifacts = [{"name": name, "content": _content(caches, name)} for name in sorted(caches.artifacts())]
     if as_json:
         from blend.cli.console import print_json
 
-        print_json({"entries": stats.entries, "bytes": stats.nbytes, "namespaces": namespaces})
+        print_json({"entries": stats.entries, "bytes": stats.nbytes, "namespaces": namespaces, "artifacts": artifacts})
         return
-    maps = sum(1 for name, words in described.items() if "content" in words for _ in caches.keys(name))
-    click.echo(f"{store}: {stats.entries - maps:,} chunk caches, {stats.nbytes / 1e6:,.0f} MB")
+    click.echo(f"{store}: {stats.entries:,} chunk caches, {stats.nbytes / 1e6:,.0f} MB")
     for words in namespaces:
         click.echo(f"  {_describe(words)}: {_held(words)}")
+    for artifact in artifacts:
+        click.echo(f"  {artifact['content']}")
 
 
-def _counted(words: dict[str, str]) -> dict[str, Any]:
-    """A stand-in is described by its tokens; how many they are is enough here."""
-    if "tokens" not in words:
-        return dict(words)
-    return {**words, "tokens": sum(len(chunk.split(",")) for chunk in words["tokens"].split(";") if chunk)}
+def _content(caches: ChunkStore, name: str) -> str:
+    """What an artifact is, in words."""
+    from blend.stand_in import read_stand_in
+
+    if name.startswith("correction-"):
+        return "context map"
+    if not name.startswith("surrogate-"):
+        return name
+    found = read_stand_in(caches, name, sys.maxsize)
+    tokens = sum(map(len, found.chunks))
+    return found.problems[0] if found.problems else f"stand-in of {tokens:,} tokens" if tokens else "no stand-in"
 
 
 def _held(words: dict[str, Any]) -> str:
-    if "tokens" in words:
-        return f"stand-in of {words['tokens']:,} tokens" if words["tokens"] else "no stand-in"
-    held = words.get("content") or f"{words['caches']:,} caches"
+    held = f"{words['caches']:,} caches"
     return f"{held} in company" if "company" in words else held
 
 

@@ -111,7 +111,7 @@ class Blend:
 
 
 def entries(store: Path, kind: str = "alone") -> list[Path]:
-    """The files of all chunk caches "alone" or "in company", or of all "maps"; namespaces say what they hold."""
+    """The files of all chunk caches "alone" or "in company"; namespaces say what they hold."""
     kinds = {path.stem: _kind(path.read_text()) for path in (store / "kv" / "namespaces").glob("*.json")}
     found = (store / "kv" / "objects").rglob("*.safetensors")
     return sorted(path for path in found if kinds.get(_namespace(store, path), "alone") == kind)
@@ -122,7 +122,7 @@ def _namespace(store: Path, path: Path) -> str:
 
 
 def _kind(words: str) -> str:
-    return "maps" if "context map" in words else "in company" if '"company"' in words else "alone"
+    return "in company" if '"company"' in words else "alone"
 
 
 def one_line(text: str) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pytest
 from blend_process import SHORT_CONTEXT, Blend, entries, one_line
 
 QUESTION = "When did the glacier open?"
 CHUNKS = ("--chunk-tokens", "64")
+
+Damage = Callable[[bytes], bytes]
 
 
 def test_answer_streams_and_shows_where_the_time_went(filled: Blend) -> None:
@@ -171,17 +174,30 @@ def test_an_answer_that_meets_the_end_of_the_context(filled: Blend, short_model:
 
 
 def test_a_damaged_context_map_is_told_and_measured_again(filled: Blend, documents: Path) -> None:
-    known = {path: path.read_bytes() for path in (filled.store / "kv" / "objects").rglob("*.safetensors")}
-    maps = entries(filled.store, "maps")
-    assert len(maps) == 2
-    for path in maps:
-        path.write_bytes(known[path][:-40] + bytes(40))
+    known = {path: path.read_bytes() for path in (filled.store / "kv" / "artifacts").glob("correction-*")}
+    assert len(known) == 2
+    for path, raw in known.items():
+        path.write_bytes(raw[:-40] + bytes(40))
     call = ("answer", QUESTION, "--json", "--max-new-tokens", "2")
     hurt = filled(*call)
     assert hurt.code == 0
-    assert hurt.err.count("answered without the context map; `blend precompute` measures it again") == 1
+    assert hurt.err.count("answered without it; `blend precompute` makes it again: the context map cannot be used") == 1
     assert all(chunk["hit"] for chunk in hurt.json["chunks"])
     assert filled(*call, "--no-context-map").json["problems"] == []
     assert filled("precompute", documents, *CHUNKS, "--json").json["computed"] == 0
-    assert all(path.read_bytes() == known[path] for path in maps)
+    assert all(path.read_bytes() == raw for path, raw in known.items())
+    assert filled(*call).json["problems"] == []
+
+
+@pytest.mark.parametrize("damage", [lambda raw: b"", lambda raw: raw[:-9], lambda raw: raw.replace(b"[[", b"[[1", 1)])
+def test_a_damaged_stand_in_is_told_and_chosen_again(filled: Blend, documents: Path, damage: Damage) -> None:
+    (path,) = (filled.store / "kv" / "artifacts").glob("surrogate-*")
+    known = path.read_bytes()
+    path.write_bytes(damage(known))
+    call = ("answer", QUESTION, "--json", "--max-new-tokens", "2")
+    hurt = filled(*call)
+    assert hurt.err.count("answered without it; `blend precompute` makes it again: the stand-in cannot be used") == 1
+    assert len(hurt.json["problems"]) == 1
+    assert filled("precompute", documents, *CHUNKS, "--json").json["computed"] == 0
+    assert path.read_bytes() == known
     assert filled(*call).json["problems"] == []
