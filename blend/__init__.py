@@ -10,36 +10,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blend.blender import Blend, Blender
+    from blend.chunks.encode import ChunkEncoder
     from blend.config import BlendConfig, CorpusConfig, PromptConfig
-    from blend.decoder import Decoder
-    from blend.decoding import Generation, generate
-    from blend.encode import ChunkEncoder
     from blend.errors import BlendError
-    from blend.pipeline import Answer, Rag
+    from blend.model.decoder import Decoder
+    from blend.model.generate import Generation, generate
     from blend.prompt import PromptTemplate
+    from blend.rag import Answer, Rag
     from blend.store import open_store
     from blend.types import ChunkCache, ChunkKey, PromptLayout, Selection
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Answer": "blend.pipeline",
+    "Answer": "blend.rag",
     "Blend": "blend.blender",
     "BlendConfig": "blend.config",
     "BlendError": "blend.errors",
     "Blender": "blend.blender",
     "ChunkCache": "blend.types",
-    "ChunkEncoder": "blend.encode",
+    "ChunkEncoder": "blend.chunks.encode",
     "ChunkKey": "blend.types",
     "CorpusConfig": "blend.config",
-    "Decoder": "blend.decoder",
-    "Generation": "blend.decoding",
+    "Decoder": "blend.model.decoder",
+    "Generation": "blend.model.generate",
     "PromptConfig": "blend.config",
     "PromptLayout": "blend.types",
     "PromptTemplate": "blend.prompt",
-    "Rag": "blend.pipeline",
+    "Rag": "blend.rag",
     "Selection": "blend.types",
-    "generate": "blend.decoding",
+    "generate": "blend.model.generate",
     "open_store": "blend.store",
 }
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from blend.assemble import assemble
-from blend.calibration import measure_maps
+from blend.chunks.assemble import assemble
+from blend.chunks.correction import ContextMap
+from blend.chunks.encode import ChunkEncoder
+from blend.chunks.fit_correction import measure_maps
+from blend.chunks.library import ChunkLibrary, LoadedLibrary, Tokens, Wanted
 from blend.config import BlendConfig
-from blend.context_map import ContextMap
-from blend.encode import ChunkEncoder
 from blend.errors import EntryDamagedError, PromptError
-from blend.library import ChunkLibrary, LoadedLibrary, Tokens, Wanted
 from blend.recompute import make_plan, recompute
 from blend.select import make_selector
 from blend.select.controls import All
@@ -24,8 +24,8 @@ from blend.timing import Stopwatch
 from blend.types import PromptLayout, Selection
 
 if TYPE_CHECKING:
-    from blend.blended_cache import BlendedCache
-    from blend.decoder import Decoder
+    from blend.model.cache import BlendedCache
+    from blend.model.decoder import Decoder
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ class BlendConfig:
     attention (`blend.recompute.query_attention`).
     rule, prefilter: see `mixed`. chunk_head, chunk_floor, block: how the budget goes to rows by their scores
     (`blend.select.allotment`); chunk_head None leaves it to the selector. context_map: whether to add to stored chunks
-    what the context map predicts, where the store holds one (`blend.context_map`). stand_in: whether to use caches that were
-    computed in company, where the store holds them (`blend.library`).
+    what the context map predicts, where the store holds one (`blend.chunks.correction`). stand_in: whether to use caches that
+    were computed in company, where the store holds them (`blend.chunks.library`).
     """
 
     selector: str = "query_guided"
@@ -94,7 +94,8 @@ class PromptConfig:
 class CorpusConfig:
     """How documents become chunks and how many of them answer a question.
 
-    stand_in_tokens: every chunk's cache is also computed behind so many tokens of other chunks (`blend.library`); 0 does not.
+    stand_in_tokens: every chunk's cache is also computed behind so many tokens of other chunks (`blend.chunks.library`);
+    0 does not.
     """
 
     chunk_tokens: int = 256

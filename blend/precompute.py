@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blend.chunks.library import ChunkLibrary
 from blend.config import CorpusConfig
-from blend.library import ChunkLibrary
 from blend.prompt import PromptTemplate, render_chunk
 from blend.store.base import ChunkStore
 from retrieval import (
@@ -28,7 +28,7 @@ from retrieval import (
 from retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
-    from blend.decoder import Decoder
+    from blend.model.decoder import Decoder
     from retrieval import Embedder
 
 Progress = Callable[[str, int, int], None]

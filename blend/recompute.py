@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from blend.attention import AttentionCall
 from blend.config import MaskMode
-from blend.driver import Narrowing
+from blend.model.attention import AttentionCall
+from blend.model.driver import Narrowing
 from blend.select.base import KV, Evidence, Selector, Step
 from blend.select.controls import All, Nothing
 from blend.select.query_score import QueryScore, scoring_layers
@@ -18,8 +18,8 @@ from blend.timing import Stopwatch
 from blend.types import PromptLayout, Selection
 
 if TYPE_CHECKING:
-    from blend.blended_cache import BlendedCache
-    from blend.decoder import Decoder
+    from blend.model.cache import BlendedCache
+    from blend.model.decoder import Decoder
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class CacheIdentity:
 
     @property
     def surrogate_name(self) -> str:
-        """Name of the artifact that holds the stand-in for chunks in company behind this prefix (`blend.library`)."""
+        """Name of the artifact that holds the stand-in for chunks in company behind this prefix (`blend.chunks.library`)."""
         return f"surrogate-{self.namespace}"
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from retrieval.chunking import Chunk, chunk_documents, render_chunk
     from retrieval.corpus_stdlib import write_stdlib_corpus
     from retrieval.document import Document, LoadedDocuments, SkippedDocument
-    from retrieval.embedding import Embedder, load_embedder
+    from retrieval.embedders import Embedder, load_embedder
     from retrieval.errors import RetrievalError
     from retrieval.index import ChunkIndex, IndexUpdate, update_index
     from retrieval.loading import load_documents
@@ -44,7 +44,7 @@ _HOMES = {
     "chunking": ("Chunk", "chunk_documents", "render_chunk"),
     "corpus_stdlib": ("write_stdlib_corpus",),
     "document": ("Document", "LoadedDocuments", "SkippedDocument"),
-    "embedding": ("Embedder", "load_embedder"),
+    "embedders": ("Embedder", "load_embedder"),
     "errors": ("RetrievalError",),
     "index": ("ChunkIndex", "IndexUpdate", "update_index"),
     "loading": ("load_documents",),

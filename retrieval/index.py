@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from retrieval.chunking import Chunk
-from retrieval.embedding import Embedder, Progress
+from retrieval.embedders import Embedder, Progress
 from retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
 from retrieval.generations import Generation, read_generation, write_generation, write_lock
 

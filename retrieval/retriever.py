@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from retrieval.chunking import Chunk
-from retrieval.embedding import Embedder
+from retrieval.embedders import Embedder
 from retrieval.errors import IndexMismatchError, QueryError
 from retrieval.index import ChunkIndex
 

@@ -11,13 +11,13 @@ import pytest
 if TYPE_CHECKING:
     import torch
 
-    from blend.decoder import Decoder
+    from blend.model.decoder import Decoder
 
 
 @pytest.fixture
 def nan_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """New cache buffers hold NaN: a row that is read before it is written shows."""
-    from blend.blended_cache import BlendedLayer
+    from blend.model.cache import BlendedLayer
 
     def poisoned(self: BlendedLayer, states: torch.Tensor) -> torch.Tensor:
         return states.new_full((*states.shape[:2], self.capacity, states.shape[3]), float("nan"))
@@ -29,8 +29,8 @@ def nan_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 def real_decoder() -> Decoder:
     """The default model: `$KVBLEND_TEST_MODEL` when set, else from the cache folder, fetched once."""
     from blend.config import DEFAULT_MODEL
-    from blend.decoder import Decoder
     from blend.errors import WeightsError
+    from blend.model.decoder import Decoder
     from blend.weights import resolve_model
 
     chosen = os.environ.get("KVBLEND_TEST_MODEL")

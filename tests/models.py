@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from blend.decoder import Decoder
+from blend.model.decoder import Decoder
 
 VOCABULARY = 96
 LAYERS = 4

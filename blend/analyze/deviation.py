@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from blend.blended_cache import BlendedCache
+    from blend.model.cache import BlendedCache
     from blend.types import Span
 
 QUANTILES = (0.05, 0.25, 0.50, 0.75, 0.95)

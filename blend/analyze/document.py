@@ -19,7 +19,7 @@ from blend.analyze.readings import readings
 from blend.analyze.sparsity import MASSES, THRESHOLDS
 from blend.analyze.tokens import KINDS
 from blend.config import BlendConfig
-from blend.report.output import whole_file
+from blend.eval.report.output import whole_file
 
 FORMAT = 1
 _DIGITS = 5

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from blend.report.output import whole_file
+from blend.eval.report.output import whole_file
 
 _SCRIPTS = ("charts.js", "text.js", "page.js")
 

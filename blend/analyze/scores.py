@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from blend.attention import kv_deviation
+from blend.model.attention import kv_deviation
 from blend.recompute import make_plan, query_attention
 from blend.select.controls import Nothing
 from blend.select.mixed import combine
 from blend.select.query_score import QueryScore, scoring_layers
 
 if TYPE_CHECKING:
-    from blend.blended_cache import BlendedCache
     from blend.config import BlendConfig
-    from blend.decoder import Decoder
+    from blend.model.cache import BlendedCache
+    from blend.model.decoder import Decoder
     from blend.types import PromptLayout
 
 

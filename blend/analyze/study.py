@@ -15,16 +15,16 @@ from blend.analyze.observe import LayerAttention, observe_layer, observe_rows, t
 from blend.analyze.scores import RowScores, row_scores
 from blend.analyze.segments import Segments
 from blend.analyze.tokens import token_texts, word_kinds
-from blend.assemble import assemble
-from blend.attention import AttentionCall
 from blend.blender import Blender
+from blend.chunks.assemble import assemble
+from blend.chunks.library import LoadedLibrary
 from blend.errors import ConfigError, PromptError
-from blend.library import LoadedLibrary
+from blend.model.attention import AttentionCall
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:
-    from blend.blended_cache import BlendedCache
-    from blend.decoder import Decoder
+    from blend.model.cache import BlendedCache
+    from blend.model.decoder import Decoder
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from blend.cli import options
 
 if TYPE_CHECKING:
     from blend.analyze import Analyzed, PromptAnalysis
-    from blend.dataset import Record
-    from blend.pipeline import Rag
+    from blend.eval.dataset import Record
+    from blend.rag import Rag
     from blend.types import PromptLayout
 
 # Prompts whose text the page can show; the numbers of all of them are averaged.
@@ -76,7 +76,7 @@ def _check_usage(question: str | None, dataset: Path | None, page: Path | None, 
 
 def _load(dataset: Path | None, limit: int | None) -> list[Record]:
     """Read the question file before anything heavy is loaded, so that a mistake in it shows at once."""
-    from blend.dataset import load_dataset
+    from blend.eval.dataset import load_dataset
 
     return load_dataset(dataset, limit) if dataset else []
 
@@ -106,7 +106,7 @@ def _recorded(rag: Rag, records: list[Record]) -> list[tuple[str, str, PromptLay
 def _calibrate(rag: Rag, records: list[Record], prompts: list[tuple[str, str, PromptLayout]]) -> None:
     """So that the blend of a question file is what `blend report` measures; a corpus has its context map already."""
     from blend.cli.workload import calibrate
-    from blend.evaluate import Evaluator
+    from blend.eval.evaluator import Evaluator
 
     room = rag.decoder.context_length
     fitting = [r for r, (*_, p) in zip(records, prompts, strict=True) if room is None or p.rows <= room]

@@ -11,7 +11,7 @@ from blend.cli import options
 from blend.errors import PromptError
 
 if TYPE_CHECKING:
-    from blend.pipeline import Answer, Rag
+    from blend.rag import Answer, Rag
 
 
 @click.command("answer")

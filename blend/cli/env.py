@@ -12,7 +12,7 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(as_json: bool) -> None:
     """Describe this machine and the versions in use."""
-    from blend.machine import describe_machine
+    from blend.eval.machine import describe_machine
 
     facts = asdict(describe_machine())
     if as_json:

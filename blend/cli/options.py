@@ -20,7 +20,7 @@ from blend.select.query_score import BANDS, numbered_layers
 from blend.store import codec_names
 
 if TYPE_CHECKING:
-    from blend.pipeline import Rag
+    from blend.rag import Rag
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -190,7 +190,7 @@ def open_rag(options: dict[str, Any]) -> Rag:
     check(options)
     check_model(options["model"])
     note(f"Loading {options['model']} ...")
-    from blend.pipeline import Rag
+    from blend.rag import Rag
 
     budget = options.get("store_budget")
     return Rag(

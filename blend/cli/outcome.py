@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from blend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from blend.report import Report
+    from blend.eval.report import Report
 
 STDOUT = Path("-")
 
 
 def check_outputs(json_path: Path | None, picture: Path | None) -> None:
     """Raise `ConfigError` for files that could not be written in the end, and for packages that a report lacks."""
-    from blend.report.picture import SUFFIXES
+    from blend.eval.report.picture import SUFFIXES
 
     if find_spec("rouge_score") is None:
         raise ConfigError("a report needs rouge-score: pip install 'kvblend[report]'")
@@ -31,7 +31,7 @@ def check_outputs(json_path: Path | None, picture: Path | None) -> None:
 
 
 def _try_to_write(path: Path) -> None:
-    from blend.report.output import whole_file
+    from blend.eval.report.output import whole_file
 
     if path.exists() and not path.is_file():  # a device must not be replaced by a file
         raise ConfigError(f"{path}: is not a regular file; name another one, or - for standard output")
@@ -47,8 +47,8 @@ def _try_to_write(path: Path) -> None:
 def show_report(report: Report, json_path: Path | None, picture: Path | None) -> None:
     """Print the table and write the files. With JSON on standard output, the table goes to standard error."""
     from blend.cli.console import errors, note, output, print_json, print_wide
-    from blend.report import render_report, report_document, write_json, write_picture
-    from blend.report.table import WIDTH
+    from blend.eval.report import render_report, report_document, write_json, write_picture
+    from blend.eval.report.table import WIDTH
 
     to_stdout = json_path == STDOUT
     print_wide(errors if to_stdout else output, render_report(report), WIDTH)

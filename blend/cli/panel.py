@@ -12,7 +12,7 @@ from rich.text import Text
 from blend.cli.console import counted, seconds
 
 if TYPE_CHECKING:
-    from blend.pipeline import Answer, FullAnswer
+    from blend.rag import Answer, FullAnswer
 
 
 def answer_panel(answer: Answer) -> Panel:

@@ -13,9 +13,9 @@ import click
 from blend.cli import options
 
 if TYPE_CHECKING:
-    from blend.dataset import Record
-    from blend.pipeline import Rag
-    from blend.report import Measurement, Report
+    from blend.eval.dataset import Record
+    from blend.eval.report import Measurement, Report
+    from blend.rag import Rag
 
 BUILTIN_QUESTIONS = 12
 
@@ -73,7 +73,7 @@ def _measure(rag: Rag, records: list[Record], max_new_tokens: int, repeats: int)
     """Measurements of all records, and whether Ctrl-C came before the last."""
     from blend.cli.console import note, seconds
     from blend.cli.workload import calibrate
-    from blend.evaluate import Evaluator, standard_methods
+    from blend.eval.evaluator import Evaluator, standard_methods
 
     measured: list[Measurement] = []
     try:
@@ -115,8 +115,8 @@ def _fitting(rag: Rag, records: list[Record], max_new_tokens: int) -> list[Recor
 
 
 def _summarise(rag: Rag, measured: list[Measurement], dataset: Path | None, given: dict[str, Any]) -> Report:
-    from blend.machine import describe_machine
-    from blend.report import RunInfo, summarise
+    from blend.eval.machine import describe_machine
+    from blend.eval.report import RunInfo, summarise
 
     config = {"blend": asdict(rag.blend_config), "corpus": asdict(rag.corpus_config), "model": given["model"]}
     info = RunInfo(

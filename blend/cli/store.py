@@ -49,7 +49,7 @@ def command(store: Path, clear: bool, as_json: bool) -> None:
 
 def _content(caches: ChunkStore, name: str) -> str:
     """What an artifact is, in words."""
-    from blend.stand_in import read_stand_in
+    from blend.chunks.surrogate import read_stand_in
 
     if name.startswith("correction-"):
         return "context map"

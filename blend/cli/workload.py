@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from blend.cli import options
 from blend.cli.progress import stage_progress
-from blend.dataset import Record, RecordChunk, load_dataset
 from blend.errors import ConfigError
-from blend.needles import MIN_CHUNKS, make_needles
+from blend.eval.dataset import Record, RecordChunk, load_dataset
+from blend.eval.needles import MIN_CHUNKS, make_needles
 
 if TYPE_CHECKING:
-    from blend.evaluate import Evaluator
-    from blend.pipeline import Rag
+    from blend.eval.evaluator import Evaluator
+    from blend.rag import Rag
     from retrieval import Chunk
 
 NEEDLE_CHUNKS = 8

@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
-from blend.attention import kv_deviation
 from blend.config import DeviationOf, Norm
 from blend.errors import ConfigError
+from blend.model.attention import kv_deviation
 from blend.select.allotment import SINGLE_ROWS, Allotment
 from blend.select.base import Evidence, Needs, Selector, Step
 

@@ -14,9 +14,9 @@ from models import FAMILIES, build, decoder
 from transformers.cache_utils import Cache
 
 from blend.analyze import PromptAnalysis, analyze_prompt
-from blend.attention import AttentionCall
 from blend.blender import Blender
 from blend.config import BlendConfig
+from blend.model.attention import AttentionCall
 from blend.store import open_store
 
 LAYOUT = make_layout()

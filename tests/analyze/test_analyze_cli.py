@@ -89,8 +89,8 @@ def test_a_prompt_without_a_context_map_is_named(model: Path, tmp_path: Path) ->
 
 
 def test_a_question_over_the_index(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from blend.pipeline import Rag
     from blend.precompute import TitledText
+    from blend.rag import Rag
 
     class Hit:
         chunk = TitledText("w9", "w5 w6 w7 w8 w9 w10")

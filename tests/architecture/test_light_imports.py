@@ -85,7 +85,7 @@ def test_a_public_name_is_never_hidden_by_a_module_of_that_name() -> None:
 import importlib, types
 import blend
 for name in {sorted(blend.__all__, reverse=True)!r} + {list(blend.__all__)!r}:
-    importlib.import_module("blend.pipeline")
+    importlib.import_module("blend.rag")
     assert not isinstance(getattr(blend, name), types.ModuleType), name
 """
     _python(code)

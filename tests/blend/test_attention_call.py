@@ -1,6 +1,6 @@
 import torch
 
-from blend.attention import AttentionCall, RowsInFlight, row_attention, rows_in_flight
+from blend.model.attention import AttentionCall, RowsInFlight, row_attention, rows_in_flight
 
 
 def test_what_an_observer_sees_of_a_layer_with_sinks():

@@ -10,12 +10,12 @@ import pytest
 import torch
 from cases import cache_chunks, make_layout
 
-from blend import calibration
 from blend.blender import Blender
-from blend.calibration import _LayerFit
+from blend.chunks import fit_correction
+from blend.chunks.correction import ContextMap, LayerMap, position_features
+from blend.chunks.fit_correction import _LayerFit
 from blend.config import BlendConfig
-from blend.context_map import ContextMap, LayerMap, position_features
-from blend.reference import full_prefill
+from blend.model.full_prefill import full_prefill
 from blend.store import open_store
 from blend.types import PromptLayout
 
@@ -100,13 +100,13 @@ def test_the_factors_are_those_of_the_whole_regression_where_the_rank_allows() -
     fit.add(rows[400:], features[400:], gain[400:], held_out=True)
     found = fit.solve()
     x = np.concatenate([((rows - found.centre) / found.scale).numpy(), features.numpy()], 1).astype(np.float64)
-    penalty = np.diag([min(calibration.PENALTIES) * 500] * 20 + [1e-3 * 500] * 8)
+    penalty = np.diag([min(fit_correction.PENALTIES) * 500] * 20 + [1e-3 * 500] * 8)
     weights = np.linalg.solve(x.T @ x + penalty, x.T @ gain.numpy())
     np.testing.assert_allclose(found.predict(rows, features).numpy(), x @ weights, atol=2e-3)
 
 
 def test_wide_kv_goes_through_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "WIDEST", 16)
+    monkeypatch.setattr(fit_correction, "WIDEST", 16)
     draw = torch.Generator().manual_seed(0)
     hidden, features = torch.randn(400, 4, generator=draw), torch.randn(400, 8, generator=draw)
     rows = hidden @ torch.randn(4, 40, generator=draw)

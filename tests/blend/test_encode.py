@@ -8,9 +8,9 @@ from cases import make_layout
 from dense_reference import assert_close, dense_prefill
 from models import CORE, FAMILIES, build, decoder, eager_model, tokenizer
 
-from blend.decoder import Decoder
-from blend.encode import ChunkEncoder
+from blend.chunks.encode import ChunkEncoder
 from blend.errors import PromptError
+from blend.model.decoder import Decoder
 from blend.types import ChunkCache
 
 LAYOUT = make_layout(chunks=(20, 3, 1, 11, 12, 30))

@@ -12,11 +12,11 @@ import torch
 from cases import SELECTORS, cache_chunks, cache_of, make_layout
 from models import CORE, LAYERS, build, decoder, tokenizer
 
-from blend.attention import row_attention
 from blend.blender import Blender
 from blend.config import BlendConfig
-from blend.decoder import Decoder
-from blend.decoding import generate
+from blend.model.attention import row_attention
+from blend.model.decoder import Decoder
+from blend.model.generate import generate
 from blend.select.hkvd import HighDeviation
 from blend.store import open_store
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CORE, FAMILIES, LAYERS, VOCABULARY, WIDE, build, decoder, eager_model, tokenizer
 
-from blend.blended_cache import BlendedCache
 from blend.config import BlendConfig
-from blend.decoder import Decoder
-from blend.driver import Narrowing
+from blend.model.cache import BlendedCache
+from blend.model.decoder import Decoder
+from blend.model.driver import Narrowing
 
 GROUPINGS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1), "GQA of 3": (6, 2)}
 WINDOWS = (None, 1, 2, 5, 16, 100)

@@ -9,10 +9,10 @@ import torch
 from cases import SELECTORS, STORES, cache_chunks, cache_of, make_layout, make_store
 from models import CORE, FAMILIES, LAYERS, decoder
 
-from blend.assemble import Expected, assemble, load_chunks
 from blend.blender import Blend, Blender
+from blend.chunks.assemble import Expected, assemble, load_chunks
 from blend.config import BlendConfig
-from blend.decoding import generate
+from blend.model.generate import generate
 from blend.types import PromptLayout
 
 Parts = list[torch.Tensor]

@@ -14,7 +14,7 @@ from dense_reference import assert_close, dense_prefill
 from models import CORE, build, decoder, eager_model, tokenizer
 
 from blend.blender import Blend, Blender
-from blend.decoder import Decoder
+from blend.model.decoder import Decoder
 from blend.store import ChunkStore, open_store
 from blend.types import ChunkCache, ChunkKey, PromptLayout
 

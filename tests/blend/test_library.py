@@ -12,8 +12,8 @@ from dense_reference import assert_close, dense_prefill
 from models import decoder, eager_model
 
 from blend.blender import Blender
+from blend.chunks.library import ChunkLibrary, Wanted
 from blend.config import BlendConfig
-from blend.library import ChunkLibrary, Wanted
 from blend.store import open_store
 from blend.types import PromptLayout
 

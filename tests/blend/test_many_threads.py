@@ -15,9 +15,9 @@ from models import build, decoder, tokenizer
 
 from blend import Rag
 from blend.blender import Blender
-from blend.decoder import Decoder
-from blend.decoding import generate, teacher_forced_logits
-from blend.reference import full_prefill
+from blend.model.decoder import Decoder
+from blend.model.full_prefill import full_prefill
+from blend.model.generate import generate, teacher_forced_logits
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model
 

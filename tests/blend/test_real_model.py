@@ -12,8 +12,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from blend.blender import Blender
 from blend.config import BlendConfig, PromptConfig
-from blend.decoder import Decoder
-from blend.decoding import generate
+from blend.model.decoder import Decoder
+from blend.model.generate import generate
 from blend.prompt import PromptTemplate
 from blend.store import ChunkStore, open_store
 from blend.types import PromptLayout

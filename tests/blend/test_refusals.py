@@ -8,8 +8,8 @@ import pytest
 import torch
 from models import BASE, CORE, LAYERS, Family, build, tokenizer
 
-from blend.decoder import Decoder, pick_device, pick_dtype
 from blend.errors import BlendError, ConfigError, UnsupportedModelError
+from blend.model.decoder import Decoder, pick_device, pick_dtype
 
 JAMBA = {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
 REFUSED = {

@@ -12,8 +12,8 @@ from dense_reference import assert_close, dense_blend, dense_chunk, dense_reuse
 from models import FAMILIES, HEAD_DIM, build, decoder, tokenizer
 
 from blend.blender import Blender
-from blend.decoder import Decoder
 from blend.errors import PromptError
+from blend.model.decoder import Decoder
 from blend.store import open_store
 
 THETA = {"rope_theta": 10_000.0}

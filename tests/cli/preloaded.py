@@ -20,7 +20,7 @@ def serve() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import sentence_transformers  # noqa: F401
 
-    import blend.pipeline  # noqa: F401
+    import blend.rag  # noqa: F401
 
     for line in sys.stdin:
         request = json.loads(line)

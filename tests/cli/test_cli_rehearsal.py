@@ -32,7 +32,7 @@ def test_warm_up_runs_every_step_and_stores_nothing(
 
     full: list[int] = []
     monkeypatch.setattr(Blender, "prefill", spy)
-    monkeypatch.setattr("blend.pipeline.full_prefill", lambda decoder, layout: full.append(layout.rows))
+    monkeypatch.setattr("blend.rag.full_prefill", lambda decoder, layout: full.append(layout.rows))
     before = _files(filled.store)
     rag = Rag(filled.store, model=str(filled.model), device="cpu", blend=BlendConfig(selector=selector, ratio=0.3))
     rag.warm_up()

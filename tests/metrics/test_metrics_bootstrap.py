@@ -5,8 +5,8 @@ import statistics
 import numpy as np
 import pytest
 
-from blend import bootstrap
-from blend.bootstrap import Bounds, Interval, mean_interval, median_bounds, paired_interval
+from blend.eval import bootstrap
+from blend.eval.bootstrap import Bounds, Interval, mean_interval, median_bounds, paired_interval
 
 
 def exact_quantile(values: list[float], share: float, statistic) -> float:

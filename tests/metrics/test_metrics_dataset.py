@@ -3,8 +3,8 @@ import re
 
 import pytest
 
-from blend.dataset import Record, RecordChunk, load_dataset
 from blend.errors import ConfigError, DatasetError
+from blend.eval.dataset import Record, RecordChunk, load_dataset
 
 
 def record(**changes):

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from blend.metrics import kl_divergence, top1_agreement
-from blend.metrics.fidelity import _BLOCK
+from blend.eval.metrics import kl_divergence, top1_agreement
+from blend.eval.metrics.fidelity import _BLOCK
 
 
 def plain_kl(reference: list[float], other: list[float]) -> float:

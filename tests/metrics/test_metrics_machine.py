@@ -6,8 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import blend
-from blend import machine
-from blend.machine import describe_machine
+from blend.eval import machine
+from blend.eval.machine import describe_machine
 
 
 def test_the_machine_is_described_by_what_the_system_says():
@@ -27,7 +27,7 @@ def test_the_machine_is_described_by_what_the_system_says():
 
 def test_nothing_heavy_is_imported():
     code = (
-        "import sys; from blend.machine import describe_machine; m = describe_machine();"
+        "import sys; from blend.eval.machine import describe_machine; m = describe_machine();"
         "heavy = {'torch', 'triton', 'transformers', 'faiss', 'numpy'} & set(sys.modules);"
         "assert not heavy, heavy; assert m.threads == 3, m.threads"
     )

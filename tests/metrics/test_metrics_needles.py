@@ -4,10 +4,10 @@ from dataclasses import asdict
 
 import pytest
 
-from blend.dataset import load_dataset
 from blend.errors import ConfigError
-from blend.metrics import exact_match
-from blend.needles import make_needles
+from blend.eval.dataset import load_dataset
+from blend.eval.metrics import exact_match
+from blend.eval.needles import make_needles
 
 KINDS = ("single", "multikey", "twohop", "split")
 FILLER = [

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blend.errors import ConfigError
-from blend.metrics import exact_match, normalise_answer, rouge_l, value_recall, word_f1, words
+from blend.eval.metrics import exact_match, normalise_answer, rouge_l, value_recall, word_f1, words
 
 SUPER_BOWL_VENUE = [
     "Santa Clara, California",

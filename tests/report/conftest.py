@@ -2,8 +2,8 @@ import random
 
 import pytest
 
-from blend.machine import Machine
-from blend.report import Measurement, RunInfo, summarise
+from blend.eval.machine import Machine
+from blend.eval.report import Measurement, RunInfo, summarise
 
 MACHINE = Machine(
     "Test CPU", 4, 8 * 2**30, None, "TestOS 1", "3.12.0", 2, {"kvblend": "0.0", "torch": "2.0", "faiss": None}

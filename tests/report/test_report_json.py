@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from blend.errors import ConfigError
-from blend.report import RunInfo, report_document, summarise, write_json
+from blend.eval.report import RunInfo, report_document, summarise, write_json
 
 NUMBERS = ("ttft_s", "speedup", "floor_ratio", "rows_share", "f1", "em", "rouge_l", "kl", "top1")
 DIFFERENCES = ("f1_diff", "em_diff", "rouge_l_diff", "kl_diff", "top1_diff", "ttft_diff")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blend.errors import ConfigError
-from blend.report import RunInfo, picture, summarise, write_picture
+from blend.eval.report import RunInfo, picture, summarise, write_picture
 
 CLOUD = {
     "full": (1.0, 1.0, 0.0, None),
@@ -121,7 +121,7 @@ def test_importing_the_report_loads_nothing_heavy():
     import subprocess
 
     code = (
-        "import sys, blend.report, blend.metrics, blend.dataset, blend.needles;"
+        "import sys, blend.eval.report, blend.eval.metrics, blend.eval.dataset, blend.eval.needles;"
         "heavy = {'torch', 'transformers', 'matplotlib', 'rich', 'rouge_score', 'faiss'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

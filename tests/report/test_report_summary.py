@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from blend.bootstrap import mean_interval
 from blend.errors import ConfigError
-from blend.report import Measurement, summarise
+from blend.eval.bootstrap import mean_interval
+from blend.eval.report import Measurement, summarise
 
 
 def row(method, record, ttft, **fields):

@@ -4,7 +4,7 @@ import re
 import pytest
 from rich.console import Console
 
-from blend.report import render_report, report_text, summarise
+from blend.eval.report import render_report, report_text, summarise
 
 MANY = {
     "full": (1.0, 1.0, 0.0, None),

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from retrieval.document import Document
-from retrieval.embedding import Embedder
+from retrieval.embedders import Embedder
 
 
 class BagOfWords(Embedder):

@@ -4,8 +4,7 @@ import logging
 import numpy as np
 import pytest
 
-from retrieval import sentence_embedder
-from retrieval.embedding import load_embedder
+from retrieval.embedders import load_embedder, sentence
 from retrieval.errors import EmbeddingError
 
 packaged = pytest.mark.skipif(
@@ -68,7 +67,7 @@ def test_loading_is_silent_and_leaves_logging_as_it_was(offline, capfd):
 
 @packaged
 def test_a_directory_is_a_model(minilm, offline):
-    directory = sentence_embedder._location("minilm")
+    directory = sentence._location("minilm")
     embedder = load_embedder(directory)
     np.testing.assert_allclose(embedder.embed(["word"]), minilm.embed(["word"]), atol=1e-6)
     assert embedder.name == directory
@@ -88,7 +87,7 @@ def test_unknown_names_are_one_line_with_a_remedy(tmp_path, monkeypatch):
     with pytest.raises(EmbeddingError, match=r"out of reach .*use `minilm`") as caught:
         load_embedder("nobody/no-such-model")
     assert "\n" not in str(caught.value)
-    assert asked == [("nobody/no-such-model", sentence_embedder.HUB_TIMEOUT)]
+    assert asked == [("nobody/no-such-model", sentence.HUB_TIMEOUT)]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(EmbeddingError, match="HF_HUB_OFFLINE"):
         load_embedder("nobody/no-such-model")

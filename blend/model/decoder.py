@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import xxhash
 
-from blend.admission import LENGTH_DEPENDENT_ROPE, LayerRotation, admit
-from blend.attention import AttentionCall, MaskMode
-from blend.blended_cache import BlendedCache
-from blend.driver import Narrowing, RowDriver
 from blend.errors import ConfigError, PromptError, UnsupportedModelError
+from blend.model.admission import LENGTH_DEPENDENT_ROPE, LayerRotation, admit
+from blend.model.attention import AttentionCall, MaskMode
+from blend.model.cache import BlendedCache
+from blend.model.driver import Narrowing, RowDriver
 from blend.types import CacheIdentity
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

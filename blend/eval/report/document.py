@@ -8,10 +8,10 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from blend.bootstrap import Bounds, Interval
-from blend.report.measurement import QUALITY_METRICS, Measurement
-from blend.report.output import whole_file
-from blend.report.summary import MethodSummary, Report
+from blend.eval.bootstrap import Bounds, Interval
+from blend.eval.report.measurement import QUALITY_METRICS, Measurement
+from blend.eval.report.output import whole_file
+from blend.eval.report.summary import MethodSummary, Report
 
 FORMAT = 1
 

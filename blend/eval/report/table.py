@@ -6,9 +6,9 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from blend.bootstrap import Interval
-from blend.report.measurement import QUALITY_METRICS
-from blend.report.summary import MethodSummary, Report, counted
+from blend.eval.bootstrap import Interval
+from blend.eval.report.measurement import QUALITY_METRICS
+from blend.eval.report.summary import MethodSummary, Report, counted
 
 if TYPE_CHECKING:
     from rich.console import Group

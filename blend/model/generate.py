@@ -12,7 +12,7 @@ import torch
 from blend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from blend.decoder import Decoder
+    from blend.model.decoder import Decoder
 
 OnText = Callable[[str], None]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import ConfigError
-from blend.report.labels import place_labels
-from blend.report.output import whole_file
-from blend.report.summary import MethodSummary, Report
+from blend.eval.report.labels import place_labels
+from blend.eval.report.output import whole_file
+from blend.eval.report.summary import MethodSummary, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from blend.blender import Blend, Blender
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
-from blend.decoder import Decoder, pick_device
-from blend.decoding import Generation, OnText, generate
 from blend.errors import PromptError, StoreError
+from blend.model.decoder import Decoder, pick_device
+from blend.model.full_prefill import full_prefill
+from blend.model.generate import Generation, OnText, generate
 from blend.precompute import Precomputed, Progress, no_progress, precompute
 from blend.prompt import PromptTemplate
-from blend.reference import full_prefill
 from blend.store import open_store
 from blend.timing import Stopwatch
 from blend.types import PromptLayout

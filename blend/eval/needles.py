@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from blend.dataset import Record, RecordChunk
 from blend.errors import ConfigError
+from blend.eval.dataset import Record, RecordChunk
 
 MIN_CHUNKS = 4
 _MAX_DISTRACTORS = 4

@@ -11,7 +11,7 @@ from blend.timing import Stopwatch
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:
-    from blend.decoder import Decoder
+    from blend.model.decoder import Decoder
 
 
 @dataclass

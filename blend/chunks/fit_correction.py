@@ -1,7 +1,7 @@
 """Fitting context maps: ridge regression on a few prompts of the user's own chunks.
 
-A prompt of chunks is prefilled in full once; what its rows gain over their stored KV is what `blend.context_map` predicts. Each
-map has the rank `RANK`: of the fitted regression the directions that predict most (reduced-rank regression, Izenman 1975). A
+A prompt of chunks is prefilled in full once; what its rows gain over their stored KV is what `blend.chunks.correction` predicts.
+Each map has the rank `RANK`: of the fitted regression the directions that predict most (reduced-rank regression, Izenman 1975). A
 part (keys or values of a layer) that predicts held-out prompts no better than nothing is left out.
 """
 
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from blend.assemble import assemble
-from blend.context_map import ContextMap, LayerMap, position_features, rows_of, width_of
+from blend.chunks.assemble import assemble
+from blend.chunks.correction import ContextMap, LayerMap, position_features, rows_of, width_of
 from blend.types import ChunkCache, PromptLayout
 
 if TYPE_CHECKING:
-    from blend.blended_cache import BlendedCache
-    from blend.decoder import Decoder
-    from blend.encode import ChunkEncoder
+    from blend.chunks.encode import ChunkEncoder
+    from blend.model.cache import BlendedCache
+    from blend.model.decoder import Decoder
 
 RANK = 32
 GROUP = 8  # chunks of a calibration prompt

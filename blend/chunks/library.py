@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.assemble import Expected, load_chunks
-from blend.encode import ChunkEncoder
-from blend.stand_in import read_stand_in, write_stand_in
+from blend.chunks.assemble import Expected, load_chunks
+from blend.chunks.encode import ChunkEncoder
+from blend.chunks.surrogate import read_stand_in, write_stand_in
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
-    from blend.decoder import Decoder
+    from blend.model.decoder import Decoder
     from blend.store.base import ChunkStore
 
 Tokens = tuple[int, ...]

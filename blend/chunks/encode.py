@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blend.blended_cache import BlendedCache
 from blend.errors import PromptError
+from blend.model.cache import BlendedCache
 from blend.types import ChunkCache
 
 if TYPE_CHECKING:
-    from blend.decoder import Decoder
+    from blend.model.decoder import Decoder
 
 
 class ChunkEncoder:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from blend.bootstrap import Bounds, Interval
-from blend.machine import Machine
-from blend.report.measurement import Measurement
+from blend.eval.bootstrap import Bounds, Interval
+from blend.eval.machine import Machine
+from blend.eval.report.measurement import Measurement
 
 
 @dataclass(frozen=True)

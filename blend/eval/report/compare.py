@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from blend.bootstrap import Bounds, Interval, mean_interval, median_bounds, paired_interval
 from blend.errors import ConfigError
-from blend.report.measurement import QUALITY_METRICS, Measurement
-from blend.report.summary import MethodSummary, Report, RunInfo
+from blend.eval.bootstrap import Bounds, Interval, mean_interval, median_bounds, paired_interval
+from blend.eval.report.measurement import QUALITY_METRICS, Measurement
+from blend.eval.report.summary import MethodSummary, Report, RunInfo
 
 
 @dataclass(frozen=True)

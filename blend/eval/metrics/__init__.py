@@ -1,7 +1,7 @@
 """How good an answer is (`words`) and how close a method stays to full recompute (`fidelity`)."""
 
-from blend.metrics.fidelity import kl_divergence, top1_agreement
-from blend.metrics.words import exact_match, normalise_answer, rouge_l, value_recall, word_f1
+from blend.eval.metrics.fidelity import kl_divergence, top1_agreement
+from blend.eval.metrics.words import exact_match, normalise_answer, rouge_l, value_recall, word_f1
 
 __all__ = [
     "exact_match",

@@ -1,0 +1,1 @@
+"""Measuring: question files, metrics, methods side by side, reports."""
