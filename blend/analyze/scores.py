@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from blend.model.attention import kv_deviation
 from blend.recompute import make_plan, query_attention
 from blend.select.controls import Nothing
 from blend.select.mixed import combine
 from blend.select.query_score import QueryScore, scoring_layers
+from blend_kernels import kv_deviation
 
 if TYPE_CHECKING:
     from blend.config import BlendConfig

@@ -1,8 +1,8 @@
 """Fitting context maps: ridge regression on a few prompts of the user's own chunks.
 
-A prompt of chunks is prefilled in full once; what its rows gain over their stored KV is what `blend.chunks.correction` predicts.
-Each map has the rank `RANK`: of the fitted regression the directions that predict most (reduced-rank regression, Izenman 1975). A
-part (keys or values of a layer) that predicts held-out prompts no better than nothing is left out.
+A prompt of chunks is prefilled in full once; what its rows gain over their stored KV is what `blend.chunks.correction`
+predicts. Each map has the rank `RANK`: of the fitted regression the directions that predict most (reduced-rank regression,
+Izenman 1975). A part (keys or values of a layer) that predicts held-out prompts no better than nothing is left out.
 """
 
 from __future__ import annotations

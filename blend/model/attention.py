@@ -1,4 +1,4 @@
-"""The attention of scattered rows inside a HuggingFace decoder; the only importer of `blend_kernels`.
+"""The attention of scattered rows inside a HuggingFace decoder.
 
 `row_attention` has the signature of transformers' `AttentionInterface`. The positions of the rows travel in a context
 variable, because not every architecture passes keyword arguments of the forward pass on to its attention.
@@ -16,18 +16,7 @@ import torch
 
 from blend.config import MaskMode
 from blend.errors import UnsupportedModelError
-from blend_kernels import attention_mass, kv_deviation, rotate_keys, selective_attention
-
-__all__ = [
-    "AttentionCall",
-    "MaskMode",
-    "RowsInFlight",
-    "kv_deviation",
-    "rotate_keys",
-    "row_attention",
-    "rows_in_flight",
-]
-
+from blend_kernels import attention_mass, selective_attention
 
 # Arguments of other attention kinds that would change the result; a model that passes one of them is refused.
 _UNSUPPORTED = ("position_bias", "alibi", "block_mask", "head_mask")

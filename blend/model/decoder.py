@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import xxhash
 
+from blend.config import MaskMode
 from blend.errors import ConfigError, PromptError, UnsupportedModelError
 from blend.model.admission import LENGTH_DEPENDENT_ROPE, LayerRotation, admit
-from blend.model.attention import AttentionCall, MaskMode
+from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache
 from blend.model.driver import Narrowing, RowDriver
 from blend.types import CacheIdentity

@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from blend.model.attention import AttentionCall, MaskMode, RowsInFlight, row_attention, rows_in_flight
+from blend.config import MaskMode
+from blend.model.attention import AttentionCall, RowsInFlight, row_attention, rows_in_flight
 from blend.model.cache import BlendedCache, BlendedLayer, Rows
 
 ATTENTION_NAME = "kvblend_rows"

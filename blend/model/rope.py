@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from blend.model.attention import rotate_keys
+from blend_kernels import rotate_keys
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 
 from blend.config import DeviationOf, Norm
 from blend.errors import ConfigError
-from blend.model.attention import kv_deviation
 from blend.select.allotment import SINGLE_ROWS, Allotment
 from blend.select.base import Evidence, Needs, Selector, Step
+from blend_kernels import kv_deviation
 
 
 class HighDeviation(Selector):
