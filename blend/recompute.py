@@ -10,7 +10,7 @@ import torch
 
 from blend.config import MaskMode
 from blend.model.attention import AttentionCall
-from blend.model.driver import Narrowing
+from blend.model.rows import Narrowing
 from blend.select.base import KV, Evidence, Selector, Step
 from blend.select.controls import All, Nothing
 from blend.select.query_score import QueryScore, scoring_layers

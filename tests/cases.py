@@ -126,7 +126,7 @@ def recorded(
 
 
 def _rows_by_layer(blend: Blend, seen: list[tuple[Evidence, torch.Tensor]]) -> list[torch.Tensor]:
-    depth = len(blend.model.decoder.layers)
+    depth = len(blend.decoder.layers)
     if not seen:  # a budget of nothing or of everything asks no selector
         return [blend.selection.rows] * depth
     layout = blend.layout
@@ -145,5 +145,5 @@ def _rows_by_layer(blend: Blend, seen: list[tuple[Evidence, torch.Tensor]]) -> l
 def cache_of(blend: Blend) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of the prompt's rows, layer by layer."""
     rows = blend.layout.rows
-    views = [blend.cache.view(index) for index in range(len(blend.model.decoder.layers))]
+    views = [blend.cache.view(index) for index in range(len(blend.decoder.layers))]
     return [(keys[:, :, :rows], values[:, :, :rows]) for keys, values in views]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from blend.errors import BlendError, UnsupportedModelError
-from blend.model.driver import Narrowing
 from blend.model.rope import Rotation, find_rotation
+from blend.model.rows import Narrowing
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder

@@ -1,14 +1,11 @@
 """The attention of scattered rows inside a HuggingFace decoder.
 
-`row_attention` has the signature of transformers' `AttentionInterface`. The positions of the rows travel in a context
-variable, because not every architecture passes keyword arguments of the forward pass on to its attention.
+`row_attention` has the signature of transformers' `AttentionInterface`. The running pass is found through a context variable,
+because not every architecture passes keyword arguments of the forward pass on to its attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +13,7 @@ import torch
 
 from blend.config import MaskMode
 from blend.errors import UnsupportedModelError
+from blend.model.rows import current_pass
 from blend_kernels import attention_mass, selective_attention
 
 # Arguments of other attention kinds that would change the result; a model that passes one of them is refused.
@@ -42,6 +40,20 @@ class AttentionCall:
     scale: float | None
     sinks: torch.Tensor | None = None
 
+    def output(self) -> torch.Tensor:
+        """What the rows get, `[batch, heads, rows, value_dim]` over memory `[batch, rows, heads, value_dim]`."""
+        return selective_attention(
+            self.query,
+            self.key,
+            self.value,
+            self.positions,
+            mode=self.mask,
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
+            sinks=self.sinks,
+        )
+
     def mass(self, *, per_head: bool = False, reduce: Literal["sum", "max"] = "sum") -> torch.Tensor:
         """Attention that each key receives from all rows, fp32 `[batch, keys]`, or `[batch, heads, keys]`.
 
@@ -61,31 +73,6 @@ class AttentionCall:
         )
 
 
-@dataclass
-class RowsInFlight:
-    """What the running forward pass computes: sorted `positions` `[rows]` under a mask mode; changes when rows narrow.
-
-    observe: called with every layer's attention before it is computed; what it raises ends the forward pass.
-    """
-
-    positions: torch.Tensor
-    mask: MaskMode = "exact"
-    observe: Callable[[AttentionCall], None] | None = None
-
-
-_in_flight: ContextVar[RowsInFlight | None] = ContextVar("kvblend_rows_in_flight", default=None)
-
-
-@contextmanager
-def rows_in_flight(rows: RowsInFlight) -> Iterator[None]:
-    """Make `rows` the ones that `row_attention` computes, in this thread and task only."""
-    token = _in_flight.set(rows)
-    try:
-        yield
-    finally:
-        _in_flight.reset(token)
-
-
 def row_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -98,32 +85,33 @@ def row_attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of query rows `[batch, heads, rows, head_dim]` over all keys `[batch, kv_heads, keys, head_dim]`.
+    """Attention of the running pass's rows `[batch, heads, rows, head_dim]` over what the cache gave, request by request.
 
     Returns `[batch, rows, heads, value_dim]` and no weights, as transformers expects.
     """
-    rows = _in_flight.get()
-    if rows is None:
-        raise RuntimeError("row_attention runs only inside a kvblend forward pass")
+    forward = current_pass()
     if attention_mask is not None or any(others.get(name) is not None for name in _UNSUPPORTED):
         raise UnsupportedModelError(
             f"{type(module).__name__} adds a mask or bias of its own to attention, which blended prefill cannot reproduce; "
             "use full prefill for this model"
         )
-    if rows.observe is not None:
-        layer = int(module.layer_idx)  # type: ignore[arg-type]  # every attention module of transformers has one
-        rows.observe(
-            AttentionCall(layer, query, key, value, rows.positions, rows.mask, sliding_window, softcap, scaling, s_aux)
+    layer = int(getattr(module, "layer_idx", -1))
+    out = []
+    parts = zip(forward.requests, forward.runs, forward.spans(), forward.held(key, value), strict=True)
+    for request, run, span, (keys, values) in parts:
+        call = AttentionCall(
+            layer,
+            query[:, :, span],
+            keys,
+            values,
+            run.positions,
+            forward.mask,
+            sliding_window,
+            softcap,
+            scaling,
+            s_aux,
         )
-    out = selective_attention(
-        query,
-        key,
-        value,
-        rows.positions,
-        mode=rows.mask,
-        window=sliding_window,
-        softcap=softcap,
-        scale=scaling,
-        sinks=s_aux,
-    )
-    return out.transpose(1, 2).contiguous(), None
+        if request.observe is not None:
+            request.observe(call)
+        out.append(call.output().transpose(1, 2))
+    return torch.cat(out, dim=1) if len(out) > 1 else out[0].contiguous(), None

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from blend.errors import PromptError
 
+if TYPE_CHECKING:
+    from blend.model.rows import ForwardPass, Run
+
 
 class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
     """Keys and values of one layer in buffers of `capacity` rows, of which the first `length` are in use.
 
     Buffers are `[batch, kv_heads, capacity, head_dim]`, allocated at the first write (heads and dims are only known then).
-    While `rows` is set, `update` writes the fresh KV to these positions; otherwise it appends, as decoding does.
+    `update` appends, as decoding through transformers does; `write_rows` and `write_run` write anywhere.
     """
 
     is_sliding = False
@@ -24,7 +27,6 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         super().__init__()
         self.capacity = capacity
         self.length = 0
-        self.rows: Rows | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate both buffers after the shapes, dtype and device of the first states."""
@@ -39,15 +41,23 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write fresh KV `[batch, kv_heads, rows, head_dim]` and return views of all `length` rows."""
+        """Append KV `[batch, kv_heads, rows, head_dim]` and return views of all `length` rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.rows is None:
-            self._append(key_states, value_states)
-        else:
-            self.rows.write(self.keys, key_states)
-            self.rows.write(self.values, value_states)
-            self.length = max(self.length, self.rows.total)
+        self._append(key_states, value_states)
+        return self.view()
+
+    def write_rows(self, run: Run, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put KV `[batch, kv_heads, rows, head_dim]` at the rows of `run` and return views of all `length` rows."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        run.write(self.keys, keys)
+        run.write(self.values, values)
+        self.length = max(self.length, run.stop)
+        return self.view()
+
+    def view(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the rows in use, `[batch, kv_heads, length, head_dim]`; writable views."""
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def write_run(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -101,26 +111,6 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         raise PromptError("beam search over a blended cache is not supported; use greedy decoding or sampling")
 
 
-class Rows:
-    """The rows of one forward pass: sorted `positions` `[rows]` in a prompt of `total` rows.
-
-    A contiguous run is written as a slice, which is several times cheaper than an indexed write.
-    """
-
-    def __init__(self, positions: torch.Tensor, total: int) -> None:
-        self.positions = positions
-        self.total = total
-        first, last = int(positions[0]), int(positions[-1])
-        self.run = slice(first, last + 1) if last + 1 - first == positions.shape[0] else None
-
-    def write(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
-        """Put `states` `[batch, kv_heads, rows, head_dim]` into `buffer` at these rows."""
-        if self.run is not None:
-            buffer[:, :, self.run] = states
-        else:
-            buffer.index_copy_(2, self.positions, states.to(buffer.dtype))
-
-
 class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """A `transformers.Cache` that starts as stored KV, takes fresh rows anywhere and then grows by decoding.
 
@@ -129,11 +119,6 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def __init__(self, layers: int, capacity: int) -> None:
         super().__init__(layers=[BlendedLayer(capacity) for _ in range(layers)])
-
-    def set_rows(self, rows: Rows | None) -> None:
-        """Make the next updates write to these rows; None goes back to appending."""
-        for layer in self.layers:
-            layer.rows = rows
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` rows in every layer; at least half as much again where buffers must grow."""
@@ -150,8 +135,7 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, rows in use, `[batch, kv_heads, length, head_dim]`; writable views."""
-        held = self.layers[layer]
-        return held.keys[:, :, : held.length], held.values[:, :, : held.length]
+        return self.layers[layer].view()  # type: ignore[no-any-return]
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` rows of every layer."""
@@ -167,3 +151,59 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             theirs.values[:, :, : mine.length] = mine.values[:, :, : mine.length]
             theirs.length = mine.length
         return copy
+
+
+class PassCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """What a forward pass over rows gives the model as its cache: each layer's KV goes to the caches of the pass's requests.
+
+    halt_at: the layer whose `update` ends the pass with `Halt`, after it has written.
+    """
+
+    def __init__(self, forward: ForwardPass, layers: int, halt_at: int | None = None) -> None:
+        super().__init__(layers=[PassLayer(forward, index, halts=index == halt_at) for index in range(layers)])
+
+
+class Halt(BaseException):
+    """Ends a forward pass from inside a layer; carries the layer's fresh KV and never leaves `blend.model`."""
+
+    def __init__(self, fresh: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.fresh = fresh
+
+
+class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """One layer of a `PassCache`. probing: the next `update` hands out the fresh KV in a `Halt`, unwritten."""
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, forward: ForwardPass, index: int, *, halts: bool) -> None:
+        super().__init__()
+        self._forward, self._index, self._halts = forward, index, halts
+        self.probing = False
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the requests' caches allocate."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the rows' fresh KV, and return what the model's attention is to be called with."""
+        if self.probing:
+            raise Halt((key_states, value_states))
+        written = self._forward.write(self._index, key_states, value_states)
+        if self._halts:
+            raise Halt((key_states, value_states))
+        return written
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """No mask is built from it; the longest that any request's rows may see."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Rows in use before this pass, of the longest request."""
+        return max(int(request.cache.layers[self._index].length) for request in self._forward.requests)
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1

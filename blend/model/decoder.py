@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from blend.errors import ConfigError, PromptError, UnsupportedModelError
 from blend.model.admission import LENGTH_DEPENDENT_ROPE, LayerRotation, admit
 from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache
-from blend.model.driver import Narrowing, RowDriver
+from blend.model.driver import RowDriver
+from blend.model.rows import Narrowing, RowRequest
 from blend.types import CacheIdentity
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -135,33 +137,40 @@ class Decoder:
         token_ids `[batch, rows]`; positions sorted int64 `[rows]`, the last one being `total - 1`. In the last layer all rows
         get their KV, but only the last one goes through attention and MLP: nothing reads the others' output.
         """
-        last_row = Narrowing(len(self.layers) - 1, lambda keys, values: positions[-1:], keep_kv=True)
-        out = self.driver.run(
-            token_ids,
-            positions,
-            cache,
-            total=total,
-            mask=mask,
-            narrowings=(*narrowings, last_row),
-            **self.last_row_only,
-        )
-        return out.logits[:, -1]  # type: ignore[no-any-return]
+        request = RowRequest(token_ids, positions, cache, tuple(narrowings))
+        return self.prefill([request], mask=mask)
+
+    @torch.inference_mode()
+    def prefill(self, requests: Sequence[RowRequest], *, mask: MaskMode = "exact") -> torch.Tensor:
+        """Compute the rows of several prompts in one forward pass; next-token logits of each, `[prompts, vocab]`.
+
+        What each gets is what it gets alone. In the last layer all rows get their KV, but only the last one of each prompt goes
+        through attention and MLP: nothing reads the others' output.
+        """
+        out = self.driver.run([self._ending_in_one_row(request) for request in requests], mask=mask)
+        logits: torch.Tensor = out.logits
+        return logits[:, -1] if len(requests) == 1 else logits[0]
+
+    def _ending_in_one_row(self, request: RowRequest) -> RowRequest:
+        last = Narrowing(len(self.layers) - 1, lambda keys, values: request.positions[-1:], keep_kv=True)
+        return replace(request, narrowings=(*request.narrowings, last)) if request.positions.shape[0] > 1 else request
 
     @torch.inference_mode()
     def append(self, token_ids: torch.Tensor, cache: BlendedCache) -> torch.Tensor:
         """Run tokens `[1, n]` right after the cache's rows (decoding, teacher forcing); logits `[1, n, vocab]`."""
-        start = cache.get_seq_length()
-        stop = start + token_ids.shape[1]
-        cache.reserve(stop)
-        positions = torch.arange(start, stop, device=token_ids.device)
-        return self.driver.run(token_ids, positions, cache, total=stop).logits  # type: ignore[no-any-return]
+        return self.driver.run([_following(token_ids, cache)]).logits  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Sequence[torch.Tensor], caches: Sequence[BlendedCache]) -> torch.Tensor:
+        """One step of several sequences at once: a token `[1, 1]` right after each cache; logits `[sequences, vocab]`."""
+        steps = [_following(ids, cache) for ids, cache in zip(token_ids, caches, strict=True)]
+        return self.driver.run(steps).logits[0]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
         """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`; no logits."""
-        stop = start + token_ids.shape[1]
-        positions = torch.arange(start, stop, device=token_ids.device)
-        self.driver.run_until_kv(token_ids, positions, cache, total=stop)
+        positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
+        self.driver.run([RowRequest(token_ids, positions, cache)], halt_at=len(self.layers) - 1)
 
     @torch.inference_mode()
     def watch_attention(
@@ -174,8 +183,9 @@ class Decoder:
         total: int,
         last_layer: int | None = None,
     ) -> None:
-        """Run rows only to look at their attention, layer by layer, up to `last_layer`; see `RowDriver.watch_attention`."""
-        self.driver.watch_attention(token_ids, positions, cache, observe, total=total, last_layer=last_layer)
+        """Run rows only to look at their attention, layer by layer, up to and including `last_layer`; KV is written."""
+        last = len(self.layers) - 1 if last_layer is None else last_layer
+        self.driver.watch(RowRequest(token_ids, positions, cache, observe=observe), last)
 
     @contextmanager
     def before_head(self, call: Callable[[], None]) -> Iterator[None]:
@@ -193,6 +203,14 @@ class Decoder:
         """Arguments that keep the LM head to the last row, where the model knows them."""
         accepted = inspect.signature(self.model.forward).parameters
         return {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+
+def _following(token_ids: torch.Tensor, cache: BlendedCache) -> RowRequest:
+    """Tokens `[1, n]` right after the rows of a cache, for which room is made."""
+    start = cache.get_seq_length()
+    stop = start + token_ids.shape[1]
+    cache.reserve(stop)
+    return RowRequest(token_ids, torch.arange(start, stop, device=token_ids.device), cache)
 
 
 def _decoder_layers(model: Any, config: Any) -> torch.nn.ModuleList:

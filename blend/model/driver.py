@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from threading import Lock, RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,12 +18,11 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blend.config import MaskMode
-from blend.model.attention import AttentionCall, RowsInFlight, row_attention, rows_in_flight
-from blend.model.cache import BlendedCache, BlendedLayer, Rows
+from blend.model.attention import AttentionCall, row_attention
+from blend.model.cache import Halt, PassCache, PassLayer
+from blend.model.rows import ForwardPass, FreshKV, RowRequest, running
 
 ATTENTION_NAME = "kvblend_rows"
-
-FreshKV = tuple[torch.Tensor, torch.Tensor]
 
 _LOCKS: WeakKeyDictionary[torch.nn.Module, AbstractContextManager[bool]] = WeakKeyDictionary()
 _LOCKS_LOCK = Lock()
@@ -35,31 +34,11 @@ def _lock_of(model: torch.nn.Module) -> AbstractContextManager[bool]:
         return _LOCKS.setdefault(model, RLock())
 
 
-@dataclass(frozen=True)
-class Narrowing:
-    """Go on with fewer rows from `layer` on.
-
-    choose: called with the layer's fresh keys and values of all current rows (`[1, kv_heads, rows, head_dim]`), returns the
-    sorted positions to keep. Only the layer's norm and QKV projection run before it decides. keep_kv: whether the fresh KV of
-    the rows that go is written to the cache.
-    """
-
-    layer: int
-    choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    keep_kv: bool = False
-
-
-class _Halt(BaseException):
-    """Ends a forward pass from inside a cache update; never leaves this module."""
-
-    def __init__(self, fresh: FreshKV) -> None:
-        self.fresh = fresh
-
-
 class RowDriver:
     """Runs one HuggingFace decoder over chosen rows.
 
-    model: the causal language model. layers: its decoder layers, in order.
+    model: the causal language model. layers: its decoder layers, in order. one_copy: see `ForwardPass`; None until
+    the first pass has shown it.
     """
 
     def __init__(self, model: Any, layers: torch.nn.ModuleList) -> None:
@@ -67,78 +46,59 @@ class RowDriver:
         self.layers = layers
         found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
         self.lock = _lock_of(model)
+        self.one_copy: bool | None = None
         self._configs = [c for c in found.values() if hasattr(c, "_attn_implementation")]
 
     def run(
         self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        cache: BlendedCache,
+        requests: Sequence[RowRequest],
         *,
-        total: int,
         mask: MaskMode = "exact",
-        narrowings: Sequence[Narrowing] = (),
-        observe: Callable[[AttentionCall], None] | None = None,
+        halt_at: int | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Run the rows at `positions` of a prompt of `total` rows, writing their KV into `cache`.
+        """Run the rows of these requests in one forward pass, each over its own cache, which their KV is written to.
 
-        token_ids: `[batch, rows]`. positions: sorted int64 `[rows]`, the same for the whole batch. narrowings: in the order of
-        their layers. observe: called with every layer's attention before it is computed. Returns the model's output.
+        halt_at: stop in this layer as soon as its KV is written; nothing is returned then. Returns the model's output, logits
+        `[batch, rows that are left, vocab]`. Raises `ConfigError` for several requests that cannot run together.
         """
-        state = RowsInFlight(positions, mask, observe)
+        forward = ForwardPass(requests, mask, one_copy=bool(self.one_copy))
+        cache = PassCache(forward, len(self.layers), halt_at)
         with ExitStack() as stack:
             stack.enter_context(self.lock)
-            cache.set_rows(Rows(positions, total))
-            stack.callback(cache.set_rows, None)
             stack.enter_context(self._attention_installed())
-            stack.enter_context(rows_in_flight(state))
-            if narrowings:
-                stack.enter_context(_narrowing_hooks(self.layers, narrowings, state, cache, total))
+            stack.enter_context(running(forward))
+            stack.callback(self._learn, forward)
+            stack.enter_context(suppress(Halt))
+            if any(request.narrowings for request in requests):
+                stack.enter_context(_narrowing_hooks(self.layers, forward, cache))
             return self.model(
-                input_ids=token_ids,
-                position_ids=positions.expand(token_ids.shape[0], -1),
+                input_ids=forward.token_ids,
+                position_ids=forward.position_ids,
                 past_key_values=cache,
                 use_cache=True,
                 **model_kwargs,
             )
+
+    def _learn(self, forward: ForwardPass) -> None:
+        if self.one_copy is None and forward.handed:
+            self.one_copy = forward.untouched
 
     def run_whole(self, **arguments: Any) -> Any:
         """The model's own forward pass, untouched, at a time when no pass over rows changes the model."""
         with self.lock:
             return self.model(**arguments)
 
-    def run_until_kv(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: BlendedCache, *, total: int
-    ) -> None:
-        """Like `run`, but stop as soon as the last layer's KV is written: its attention and MLP feed no cache."""
-        with _halting(cache.layers[-1]):
-            try:
-                self.run(token_ids, positions, cache, total=total)
-            except _Halt:
-                return
-        raise AssertionError("the last layer never updated the cache")
-
-    def watch_attention(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        cache: BlendedCache,
-        observe: Callable[[AttentionCall], None],
-        *,
-        total: int,
-        last_layer: int | None = None,
-    ) -> None:
-        """Run rows only to look at their attention, layer by layer, up to and including `last_layer`; KV is written."""
-        last = len(self.layers) - 1 if last_layer is None else last_layer
+    def watch(self, request: RowRequest, last_layer: int) -> None:
+        """Run rows only to have their attention observed, up to and including `last_layer`; KV is written."""
 
         def observe_and_halt(call: AttentionCall) -> None:
-            observe(call)
-            if call.layer >= last:
-                raise _Halt((call.key, call.value))
+            if request.observe is not None:
+                request.observe(call)
+            if call.layer >= last_layer:
+                raise Halt((call.key, call.value))
 
-        with suppress(_Halt):
-            self.run(token_ids, positions, cache, total=total, observe=observe_and_halt)
+        self.run([replace(request, observe=observe_and_halt)])
 
     @contextmanager
     def _attention_installed(self) -> Iterator[None]:
@@ -155,45 +115,25 @@ class RowDriver:
 
 
 @contextmanager
-def _halting(held: BlendedLayer, *, write: bool = True) -> Iterator[None]:
-    """Raise `_Halt` with a layer's fresh KV, after writing it or instead of writing it."""
-    original = held.update
-
-    def halt(key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> FreshKV:
-        if write:
-            original(key_states, value_states, *args, **kwargs)
-        raise _Halt((key_states, value_states))
-
-    held.update = halt  # type: ignore[method-assign]  # for this layer object alone, until `del`
-    try:
-        yield
-    finally:
-        del held.update
-
-
-@contextmanager
-def _narrowing_hooks(
-    layers: torch.nn.ModuleList, narrowings: Sequence[Narrowing], state: RowsInFlight, cache: BlendedCache, total: int
-) -> Iterator[None]:
+def _narrowing_hooks(layers: torch.nn.ModuleList, forward: ForwardPass, cache: PassCache) -> Iterator[None]:
     """At each narrowing's layer, probe the layer, choose rows and keep only them; later layers get the same rows' arguments."""
-    narrower = _Narrower(state.positions)
+    narrower = _Narrower(sum(forward.counts))
+    wanted = sorted({narrowing.layer for request in forward.requests for narrowing in request.narrowings})
 
     def before_layer(index: int) -> Callable[..., Any]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             args, kwargs = narrower.cut(args, kwargs)
-            for narrowing in (n for n in narrowings if n.layer == index):
-                fresh = _probe(module, args, kwargs, cache.layers[index], narrowing.keep_kv)
-                state.positions = narrowing.choose(*fresh)
-                cache.set_rows(Rows(state.positions, total))
-                narrower.keep(state.positions)
+            for turn in range(_turns(forward, index)):
+                fresh = _probe(module, args, kwargs, cache.layers[index])
+                narrower.keep(_choose(forward, index, turn, fresh))
                 args, kwargs = narrower.cut(args, kwargs)
             return args, kwargs
 
         return hook
 
-    first = min(narrowing.layer for narrowing in narrowings)
     handles = [
-        layers[i].register_forward_pre_hook(before_layer(i), with_kwargs=True) for i in range(first, len(layers))
+        layers[index].register_forward_pre_hook(before_layer(index), with_kwargs=True)
+        for index in range(wanted[0], len(layers))
     ]
     try:
         yield
@@ -202,33 +142,55 @@ def _narrowing_hooks(
             handle.remove()
 
 
-def _probe(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], held: BlendedLayer, keep_kv: bool
-) -> FreshKV:
-    with _halting(held, write=keep_kv):
-        try:
-            module.forward(*args, **kwargs)
-        except _Halt as halt:
-            return halt.fresh
+def _turns(forward: ForwardPass, layer: int) -> int:
+    """How often a request narrows at this layer, at most."""
+    return max(sum(n.layer == layer for n in request.narrowings) for request in forward.requests)
+
+
+def _choose(forward: ForwardPass, layer: int, turn: int, fresh: FreshKV) -> torch.Tensor:
+    """Let every request that narrows here choose; the places of what all of them keep among the rows so far."""
+    kept = []
+    for number, (request, kv) in enumerate(zip(forward.requests, forward.fresh(*fresh), strict=True)):
+        run, here = forward.runs[number], [n for n in request.narrowings if n.layer == layer]
+        if turn < len(here):
+            if here[turn].keep_kv:
+                request.cache.layers[layer].write_rows(run, *kv)
+            kept.append(here[turn].choose(*kv))
+        else:
+            kept.append(run.positions)
+    return forward.narrow(kept)
+
+
+def _probe(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], held: PassLayer) -> FreshKV:
+    """The layer's fresh KV of all rows still there; nothing is written, and its attention and MLP do not run."""
+    held.probing = True
+    try:
+        module.forward(*args, **kwargs)
+    except Halt as halt:
+        return halt.fresh
+    finally:
+        held.probing = False
     raise AssertionError("the layer never updated the cache")
 
 
 class _Narrower:
     """Cuts row-shaped arguments of a decoder layer (hidden states, cos and sin, position ids, ...) to the rows that are kept.
 
-    Arguments made before the first layer have all rows; hidden states have those that the last layer ran on.
+    Arguments made before the first layer have all rows; hidden states have those that the last layer ran on. A tensor is told
+    by how many rows it has.
     """
 
-    def __init__(self, positions: torch.Tensor) -> None:
-        self._levels = [positions]
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
         self._index: dict[int, torch.Tensor] = {}
         self._done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def keep(self, rows: torch.Tensor) -> None:
-        """From now on cut to `rows`, a subset of what is kept now."""
-        self._index = {level.shape[0]: torch.searchsorted(level, rows) for level in self._levels}
-        self._index.pop(rows.shape[0], None)
-        self._levels.append(rows)
+    def keep(self, places: torch.Tensor) -> None:
+        """From now on cut to the rows at these places `[rows]` among those that are kept now."""
+        self._index = {rows: index[places] for rows, index in self._index.items()}
+        self._index[self._rows] = places
+        self._rows = places.shape[0]
+        self._index.pop(self._rows, None)
         self._done.clear()
 
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -136,8 +136,8 @@ def _pointers(blend: Blend) -> list[int]:
 def test_decoding_runs_one_row_a_token_and_never_copies_the_cache(name: str) -> None:
     blend = _blender(name, SELECTORS["hkvd"]).prefill(LAYOUT, room=16)
     before = _pointers(blend)
-    with _counted(blend.model.decoder) as counts:
-        generate(blend.model.decoder, blend, LAYOUT.token_ids, max_new_tokens=16, eos_token_id=None)
+    with _counted(blend.decoder) as counts:
+        generate(blend.decoder, blend, LAYOUT.token_ids, max_new_tokens=16, eos_token_id=None)
     assert _pointers(blend) == before
     assert all(seen == [1] * 15 for seen in counts.values())
 

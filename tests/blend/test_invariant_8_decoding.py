@@ -28,7 +28,7 @@ def _hf_cache(blend: Blend) -> Cache:
 
 def _hf_greedy(blend: Blend, cache: Cache, **options: object) -> tuple[int, ...]:
     ids = torch.tensor([blend.layout.token_ids])
-    out = blend.model.decoder.model.generate(
+    out = blend.decoder.model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,
@@ -41,7 +41,7 @@ def _hf_greedy(blend: Blend, cache: Cache, **options: object) -> tuple[int, ...]
 
 def _ours(blend: Blend, **options: object) -> tuple[int, ...]:
     blend.rewind()
-    return generate(blend.model.decoder, blend, blend.layout.token_ids, max_new_tokens=NEW, **options).token_ids  # type: ignore[arg-type]
+    return generate(blend.decoder, blend, blend.layout.token_ids, max_new_tokens=NEW, **options).token_ids  # type: ignore[arg-type]
 
 
 def _check(name: str, selector: str) -> None:
@@ -84,7 +84,7 @@ def test_decoding_after_full_prefill_is_model_generate(name: str) -> None:
 
 def _answer() -> tuple[Decoder, Blend, tuple[int, ...]]:
     blend = blended(decoder("llama"), make_layout(), SELECTORS["hkvd"])
-    return blend.model.decoder, blend, _ours(blend, eos_token_id=None)
+    return blend.decoder, blend, _ours(blend, eos_token_id=None)
 
 
 def test_decoding_stops_at_the_end_of_sequence_token() -> None:

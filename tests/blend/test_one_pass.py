@@ -1,0 +1,160 @@
+"""Rows of several prompts in one forward pass, and a prompt in pieces: each gets what it gets alone and whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from dense_reference import assert_close
+from models import FAMILIES, LAYERS, VOCABULARY, decoder
+
+from blend.errors import ConfigError
+from blend.model.cache import BlendedCache
+from blend.model.decoder import Decoder
+from blend.model.rows import Narrowing, RowRequest
+
+SCATTERED = torch.tensor([6, 7, 12, 20, 33, 38, 39])
+FEWER = torch.tensor([7, 20, 39])
+COPIES = ("as measured", "side by side")
+
+
+def prompt(length: int) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length))
+
+
+def prefilled(dec: Decoder, ids: torch.Tensor, room: int = 4) -> BlendedCache:
+    cache = dec.new_cache(len(ids) + room)
+    dec.prefill([RowRequest(ids[None], torch.arange(len(ids)), cache)])
+    return cache
+
+
+def disturbed(dec: Decoder, ids: torch.Tensor) -> BlendedCache:
+    """A cache whose middle is not what the model would compute."""
+    cache, draw = prefilled(dec, ids), torch.Generator().manual_seed(0)
+    for index in range(LAYERS):
+        for part in cache.view(index):
+            part[:, :, 5:30] += 0.1 * torch.randn(part[:, :, 5:30].shape, generator=draw)
+    return cache
+
+
+def requests(dec: Decoder) -> list[RowRequest]:
+    """Scattered rows that narrow twice, a whole prefill, one step of decoding, rows that narrow at another layer."""
+    several = (
+        Narrowing(1, lambda keys, values: SCATTERED[1:]),
+        Narrowing(2, lambda keys, values: FEWER, keep_kv=True),
+    )
+    once = (Narrowing(2, lambda keys, values: torch.tensor([0, 9, 13])),)
+    held, whole, decoded, other = prompt(40), prompt(18), prompt(25), prompt(14)
+    return [
+        RowRequest(held[SCATTERED][None], SCATTERED, disturbed(dec, held), several),
+        RowRequest(whole[None], torch.arange(18), dec.new_cache(18)),
+        RowRequest(torch.tensor([[7]]), torch.tensor([25]), prefilled(dec, decoded)),
+        RowRequest(other[None], torch.arange(14), disturbed(dec, other), once),
+    ]
+
+
+@contextmanager
+def copying(dec: Decoder, copies: str) -> Iterator[None]:
+    """Keys of all prompts side by side for attention, also where the model would let them lie where they are."""
+    measured = dec.driver.one_copy
+    dec.driver.one_copy = measured and copies == "as measured"
+    try:
+        yield
+    finally:
+        dec.driver.one_copy = measured
+
+
+@pytest.mark.parametrize("copies", COPIES)
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_prompts_in_one_pass_get_what_each_gets_alone(name: str, copies: str) -> None:
+    dec = decoder(name)
+    alone, together = requests(dec), requests(dec)
+    logits = torch.cat([dec.prefill([request]) for request in alone])
+    with copying(dec, copies):
+        found = dec.prefill(together)
+    assert_close(found, logits)
+    for mine, theirs in zip(together, alone, strict=True):
+        for index in range(LAYERS):
+            for got, expected in zip(mine.cache.view(index), theirs.cache.view(index), strict=True):
+                assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_most_models_let_keys_lie_where_they_are(name: str) -> None:
+    """Multi-head latent attention makes keys out of what its cache holds."""
+    assert decoder(name).driver.one_copy == (name != "deepseek-v3")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_many_sequences_decode_greedily_as_each_does_alone(name: str) -> None:
+    dec, prompts = decoder(name), [prompt(n) for n in (5, 17, 30, 9)]
+    answers = []
+    for ids in prompts:
+        cache = dec.new_cache(32)
+        token = dec.prefill([RowRequest(ids[None], torch.arange(len(ids)), cache)]).argmax(-1, keepdim=True)
+        answers.append([int(token)])
+        for _ in range(6):
+            token = dec.append(token, cache)[:, -1].argmax(-1, keepdim=True)
+            answers[-1].append(int(token))
+    caches = [dec.new_cache(32) for _ in prompts]
+    starts = [RowRequest(ids[None], torch.arange(len(ids)), c) for ids, c in zip(prompts, caches, strict=True)]
+    tokens = dec.prefill(starts).argmax(-1)
+    found = [[int(token)] for token in tokens]
+    for _ in range(6):
+        tokens = dec.decode([token.view(1, 1) for token in tokens], caches).argmax(-1)
+        for answer, token in zip(found, tokens, strict=True):
+            answer.append(int(token))
+    assert found == answers
+
+
+@pytest.mark.parametrize(("name", "sizes"), [*((name, (1, 2, 4)) for name in FAMILIES), ("llama", (3, 1, 1, 1, 1))])
+@torch.inference_mode()
+def test_a_prefill_in_pieces_of_ascending_rows_is_the_same(name: str, sizes: tuple[int, ...]) -> None:
+    dec, ids = decoder(name), prompt(40)
+    whole = RowRequest(ids[SCATTERED][None], SCATTERED, disturbed(dec, ids))
+    logits, cache = dec.prefill([whole]), disturbed(dec, ids)
+    for rows in SCATTERED.split(sizes):
+        found = dec.prefill([RowRequest(ids[rows][None], rows, cache)])
+    assert_close(found, logits)
+    for index in range(LAYERS):
+        for got, expected in zip(cache.view(index), whole.cache.view(index), strict=True):
+            assert_close(got, expected)
+
+
+@torch.inference_mode()
+def test_a_whole_prompt_in_pieces_beside_decoding() -> None:
+    dec, ids, running = decoder("llama"), prompt(30), prompt(12)
+    logits = dec.prefill([RowRequest(ids[None], torch.arange(30), dec.new_cache(30))])
+    alone, token = prefilled(dec, running), torch.tensor([[5]])
+    steps = [dec.append(token, alone)[:, -1] for _ in range(3)]
+    cache, beside = dec.new_cache(30), prefilled(dec, running)
+    for number, rows in enumerate(torch.arange(30).split(10)):
+        step = RowRequest(token, torch.tensor([12 + number]), beside)
+        found = dec.prefill([step, RowRequest(ids[rows][None], rows, cache)])
+        assert_close(found[:1], steps[number])
+    assert_close(found[1:], logits)
+
+
+@torch.inference_mode()
+def test_what_each_observer_sees_is_its_own_prompt() -> None:
+    dec, seen = decoder("llama"), []
+    first, second = requests(dec)[1:3]
+    watched = RowRequest(first.token_ids, first.positions, first.cache, observe=seen.append)
+    dec.prefill([second, watched])
+    assert [call.layer for call in seen] == list(range(LAYERS))
+    assert [call.key.shape[2] for call in seen] == [18] * LAYERS
+    assert torch.equal(seen[0].positions, torch.arange(18))
+
+
+def test_what_cannot_run_together_is_refused() -> None:
+    dec = decoder("llama")
+    one = RowRequest(torch.ones(1, 3, dtype=torch.int64), torch.arange(3), dec.new_cache(3))
+    two = RowRequest(torch.ones(2, 3, dtype=torch.int64), torch.arange(3), dec.new_cache(3))
+    with pytest.raises(ConfigError, match="one sequence each"):
+        dec.prefill([one, two])
+    with pytest.raises(ConfigError, match="under the exact mask"):
+        dec.prefill([one, one], mask="bottom-right")
