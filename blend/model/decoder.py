@@ -20,6 +20,7 @@ from blend.model.admission import LENGTH_DEPENDENT_ROPE, LayerRotation, admit
 from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache
 from blend.model.driver import RowDriver
+from blend.model.fingerprint import checkpoint_digest, parameters_digest
 from blend.model.rows import Narrowing, RowRequest
 from blend.types import CacheIdentity
 
@@ -32,12 +33,14 @@ _NOT_COMPUTED = ("_name_or_path", "transformers_version", "architectures", "dtyp
 class Decoder:
     """A decoder that blended prefill can drive.
 
-    model: a HuggingFace causal LM in eval mode. tokenizer: its tokenizer. name: how messages call it.
+    model: a HuggingFace causal LM in eval mode. tokenizer: its tokenizer. name: how messages call it. weights: a digest of the
+    weights; by default their own is computed when it is first needed.
     Raises `UnsupportedModelError`, with the reason, for a model whose keys cannot be moved or whose attention cannot be driven.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, name: str = "model") -> None:
+    def __init__(self, model: Any, tokenizer: Any, name: str = "model", *, weights: str | None = None) -> None:
         self.model = model.eval()
+        self._weights = weights
         self.tokenizer = tokenizer
         self.name = name
         self.config = model.config.get_text_config(decoder=True)
@@ -62,7 +65,7 @@ class Decoder:
             model = AutoModelForCausalLM.from_pretrained(location, dtype=pick_dtype(dtype, place))
         except (OSError, ValueError) as error:
             raise ConfigError(_unloadable(location, error)) from error
-        return cls(model.to(place), tokenizer, name or location)
+        return cls(model.to(place), tokenizer, name or location, weights=checkpoint_digest(location))
 
     @property
     def device(self) -> torch.device:
@@ -97,13 +100,9 @@ class Decoder:
     @cached_property
     def fingerprint(self) -> str:
         """Hex digest of the weights and of every configuration entry that the computation depends on."""
-        digest = xxhash.xxh3_128()
         config = {k: v for k, v in self.config.to_dict().items() if k not in _NOT_COMPUTED}
-        digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-        for name, tensor in self.model.state_dict().items():
-            digest.update(f"{name}{tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
-        return digest.hexdigest()
+        told = json.dumps(config, sort_keys=True, default=str)
+        return xxhash.xxh3_128_hexdigest(f"{told}\n{self._weights or parameters_digest(self.model)}".encode())
 
     def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
         """What, besides a chunk's tokens, determines its cache."""

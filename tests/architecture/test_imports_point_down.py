@@ -80,6 +80,7 @@ DOORS = {
         "blend.model.driver",
         "blend.model.cache",
         "blend.model.decoder",
+        "blend.model.fingerprint",
         "blend.model.generate",
         "blend.weights",
         "retrieval.embedders.sentence",
@@ -93,7 +94,7 @@ DOORS = {
     "gguf": {"blend.weights"},
     "click": {"blend.cli"},
     "rich": {"blend.cli", "blend.eval.report"},
-    "xxhash": {"blend.store", "blend.model.decoder"},
+    "xxhash": {"blend.store", "blend.model.decoder", "blend.model.fingerprint"},
 }
 
 

@@ -1,0 +1,97 @@
+"""What tells one model's caches from another's: a digest of its weights.
+
+Of a model that was loaded from files, the files' digest: they are read once, and never again while they stay as they are. Of a
+model that somebody built or changed in memory, the digest of its parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from blend.weights import cache_root
+
+CACHED = ".kvblend-digests.json"
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # in the order in which transformers prefers them
+_BLOCK = 16 << 20
+
+
+def parameters_digest(model: torch.nn.Module) -> str:
+    """Of all parameters and buffers as they are now; passes over every byte of them."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def checkpoint_digest(location: str) -> str | None:
+    """Of the weight files of a model directory, or of a HuggingFace id that is here already; None where they are not all.
+
+    The digests are kept beside the files, or in kvblend's cache folder where that cannot be written, under each file's name,
+    size, inode and time of change: a file that is replaced or written to is read anew.
+    """
+    folder = _folder_of(location)
+    files = next((found for kind in _WEIGHTS if (found := sorted(folder.glob(kind)))), []) if folder else []
+    if folder is None or not files or (folder / "adapter_config.json").exists():  # an adapter's base lies elsewhere
+        return None
+    places = (
+        folder / CACHED,
+        cache_root() / "digests" / f"{xxhash.xxh3_64_hexdigest(str(folder.resolve()).encode())}.json",
+    )
+    known = {name: digest for place in reversed(places) for name, digest in _read(place).items()}
+    digests = {stamp: known.get(stamp) or _digest(file) for file in files for stamp in [_stamp(file)]}
+    if digests.keys() - known.keys():
+        _keep(digests, places)
+    return xxhash.xxh3_128_hexdigest("\n".join(digests.values()).encode())
+
+
+def _folder_of(location: str) -> Path | None:
+    if Path(location).is_dir():
+        return Path(location)
+    from transformers.utils import cached_file
+
+    with suppress(OSError, ValueError):
+        found = cached_file(location, "config.json", local_files_only=True)
+        return Path(found).parent if found else None
+    return None
+
+
+def _stamp(file: Path) -> str:
+    about = file.stat()
+    return f"{file.name} {about.st_size} {about.st_ino} {about.st_mtime_ns} {about.st_ctime_ns}"
+
+
+def _digest(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as blocks:
+        while block := blocks.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read(place: Path) -> dict[str, str]:
+    with suppress(OSError, ValueError, RecursionError):
+        held: Any = json.loads(place.read_bytes())
+        if isinstance(held, dict):
+            return {name: digest for name, digest in held.items() if isinstance(digest, str)}
+    return {}
+
+
+def _keep(digests: Mapping[str, str], places: tuple[Path, ...]) -> None:
+    """In the first place that can be written; a machine that has none reads the files at every start."""
+    for place in places:
+        draft = place.with_name(f"{place.name}.{os.getpid()}.part")
+        with suppress(OSError):
+            if place is not places[0]:
+                place.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps(digests))
+            draft.replace(place)
+            return

@@ -1,0 +1,87 @@
+"""Which model a cache belongs to: told from the checkpoint's files, without passing over its parameters at every start."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from models import CORE, build, tokenizer
+
+from blend.model import decoder, fingerprint
+from blend.model.decoder import Decoder
+from blend.model.fingerprint import CACHED, checkpoint_digest
+
+
+def saved(folder: Path, *, seed: int = 0, **options: str) -> Path:
+    build(CORE["llama"], seed=seed).save_pretrained(folder, **options)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path / "cache"))
+
+
+def load(folder: Path) -> Decoder:
+    return Decoder.load(str(folder), device="cpu")
+
+
+def test_the_same_weights_are_the_same_model_wherever_they_lie(tmp_path: Path) -> None:
+    first = saved(tmp_path / "first")
+    copy, other = Path(shutil.copytree(first, tmp_path / "copy")), saved(tmp_path / "other", seed=1)
+    assert load(first).fingerprint == load(copy).fingerprint != load(other).fingerprint
+
+
+def test_files_are_read_once_and_parameters_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, read = saved(tmp_path / "model", max_shard_size="20KB"), []
+    digest = fingerprint._digest
+    monkeypatch.setattr(fingerprint, "_digest", lambda file: read.append(file.name) or digest(file))
+    monkeypatch.setattr(decoder, "parameters_digest", lambda model: pytest.fail("the parameters were passed over"))
+    before = load(folder).fingerprint
+    assert len(read) > 1
+    assert len(set(read)) == len(read)
+    assert load(folder).fingerprint == before
+    assert len(set(read)) == len(read)
+
+
+@pytest.mark.parametrize("kept", ["beside the files", "in the cache folder", "nowhere"])
+def test_a_file_that_changes_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
+    folder = saved(tmp_path / "model")
+    if kept != "beside the files":
+        monkeypatch.setattr(fingerprint, "CACHED", "no/such/place")
+    if kept == "nowhere":
+        (tmp_path / "cache").write_text("in the way")
+    before = checkpoint_digest(str(folder))
+    assert checkpoint_digest(str(folder)) == before
+    file = folder / "model.safetensors"
+    about, data = file.stat(), bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert checkpoint_digest(str(folder)) != before
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"model.safetensors": 3}'])
+def test_damaged_notes_are_made_again(tmp_path: Path, content: str) -> None:
+    folder = saved(tmp_path / "model")
+    before = checkpoint_digest(str(folder))
+    (folder / CACHED).write_text(content)
+    assert checkpoint_digest(str(folder)) == before
+
+
+def test_the_configuration_counts_too(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    before, config = load(folder).fingerprint, folder / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    assert load(folder).fingerprint != before
+
+
+def test_what_has_no_weight_files_has_no_digest(tmp_path: Path) -> None:
+    assert checkpoint_digest(str(tmp_path)) is None
+    assert checkpoint_digest("nobody/no-such-model") is None
+    folder = saved(tmp_path / "adapter")
+    (folder / "adapter_config.json").write_text("{}")
+    assert checkpoint_digest(str(folder)) is None
