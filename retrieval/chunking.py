@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ from retrieval.passages import Passage, PassageComposer, Region
 
 DEFAULT_MAX_TOKENS = 256
 LEAST_MAX_TOKENS = 16
+LEAST_WINDOW = 1 << 14  # characters
 
 Encode = Callable[[str], Sequence[int]]
 Render = Callable[[str, str], str]
@@ -79,14 +80,34 @@ def _divide(composer: PassageComposer, region: Region) -> list[Region]:
     """A region as pieces that fit."""
     if composer.fits(region):
         return [region]
-    from semantic_text_splitter import MarkdownSplitter
-
-    title, offset = composer.frame(region)
-    splitter = MarkdownSplitter.from_callback(lambda text: composer.measure(title, text), composer.max_tokens)
-    found = [offset + index for index, _ in splitter.chunk_indices(composer.text[offset : region.stop])]
-    edges = [region.start, *found[1:], region.stop]
+    edges = [region.start, *_cuts(composer, region), region.stop]
     pieces = [Region(start, stop) for start, stop in pairwise(edges)]
     return [fitting for piece in pieces for fitting in _halve(composer, piece)]
+
+
+def _cuts(composer: PassageComposer, region: Region) -> Iterator[int]:
+    """Where the splitter cuts a region.
+
+    For every piece the splitter reads all the text that it was given, so it is given one window after the other. The
+    last piece of a window may go on behind it; there the next window begins. A long line has no structure that asks for
+    a wide window.
+    """
+    from semantic_text_splitter import MarkdownSplitter
+
+    title, start = composer.frame(region)
+    splitter = MarkdownSplitter.from_callback(lambda text: composer.measure(title, text), composer.max_tokens)
+    narrow, wide = 2 * composer.reach // 5, max(LEAST_WINDOW, 2 * composer.reach)
+
+    def cuts(window: int) -> list[int]:
+        text = composer.text[start : min(start + window, region.stop)]
+        return [start + index for index, _ in splitter.chunk_indices(text)][1:]
+
+    while region.stop - start > wide:
+        line = composer.text.find("\n", start, start + wide) < 0
+        found = (line and cuts(narrow)) or cuts(wide) or [start + wide]
+        yield from found
+        start = found[-1]
+    yield from cuts(wide)
 
 
 def _halve(composer: PassageComposer, region: Region) -> list[Region]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Markup = Literal["markdown", "plain"]
+"""How headings are marked: as Markdown has them, or as people mark them in plain text, where a `#` may be a comment."""
 
 
 class Document(NamedTuple):
@@ -11,14 +14,16 @@ class Document(NamedTuple):
     id: unique in its corpus and the same in every run: the path below the folder that was loaded, with `#...` behind it
         for a record inside a file.
     title: what the document calls itself, or its file name.
-    text: Markdown (plain text is read as Markdown too): headings are where it may be divided. Newlines are `\n`.
+    text: Markdown or plain text: headings are where it may be divided. Newlines are `\n`.
     source: where it came from, for people.
+    markup: what counts as a heading in the text; in plain text only what cannot well be code, a comment or a table.
     """
 
     id: str
     title: str
     text: str
     source: str
+    markup: Markup = "markdown"
 
 
 class SkippedDocument(NamedTuple):

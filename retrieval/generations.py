@@ -1,12 +1,13 @@
 """An index on disk: whole generations of files, the current one named by a manifest that is replaced in one step.
 
+    .lock                     held while one process writes
     manifest.json             format, embedder, dimension, and for each file its name, size and SHA-256
     chunks-<generation>.jsonl one chunk a line
     index-<generation>.faiss  the vector of line i is vector i
 
 A writer writes the files of a new generation, flushes them to the disk, and only then replaces the manifest; so
 whatever happens, readers find the old generation or the new one, whole. The last generation but one, which readers may
-still be opening, stays until the next writer comes.
+still be opening, stays until the next writer comes. Only the owner may read any of it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMissingError
+from retrieval.privacy import PRIVATE_FILE, PRIVATE_FOLDER, make_private
 
 FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
+MANIFEST, LOCK = "manifest.json", ".lock"
 LOCK_TIMEOUT = 10.0  # seconds
+_SINGLE = (MANIFEST, MANIFEST + ".part", LOCK)
 _REMEDY = "run `blend precompute` again"
 _GENERATION = re.compile(r"(?:chunks|index)-[0-9a-f]{16}\.(?:jsonl|faiss)(?:\.part)?")
 
@@ -44,8 +47,9 @@ def write_lock(directory: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory / ".lock", timeout=LOCK_TIMEOUT):
+        directory.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+        keep_private(directory)
+        with FileLock(directory / LOCK, timeout=LOCK_TIMEOUT, mode=PRIVATE_FILE):
             yield
     except Timeout:
         raise ChunkIndexError(
@@ -53,6 +57,22 @@ def write_lock(directory: Path) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise ChunkIndexError(f"the index in {directory} cannot be written ({error.strerror or error})") from error
+
+
+def keep_private(directory: Path) -> None:
+    """Take the documents' text from other users' eyes, in an index of before as well.
+
+    The folder's own modes are left alone where it holds other things too, for then it is not the index's.
+    """
+    try:
+        paths = list(directory.iterdir())
+    except OSError:  # no index yet, or one that cannot be read, as reading it will say
+        return
+    ours = [path for path in paths if path.name in _SINGLE or _GENERATION.fullmatch(path.name)]
+    for path in ours:
+        make_private(path)
+    if len(ours) == len(paths):
+        make_private(directory)
 
 
 def write_generation(directory: Path, generation: Generation) -> None:
@@ -74,6 +94,7 @@ def write_generation(directory: Path, generation: Generation) -> None:
 
 def read_generation(directory: Path) -> Generation:
     """The current generation, every byte checked. Raises `IndexMissingError` or `IndexDamagedError`."""
+    keep_private(directory)
     for _ in range(3):  # a writer may have taken this generation away in the meantime; then there is a newer one
         manifest = _read_manifest(directory)
         try:
@@ -131,7 +152,8 @@ def _current_files(directory: Path) -> set[str]:
 def _write(path: Path, data: bytes) -> None:
     """Write a file whole or not at all, and have it on the disk before anything that comes after."""
     part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
+    part.unlink(missing_ok=True)  # of a killed writer, perhaps for all to read
+    with open(part, "xb", opener=lambda name, flags: os.open(name, flags, PRIVATE_FILE)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Iterator
+from itertools import chain, count
 from pathlib import Path
 
+from retrieval.cleaning import clean, clean_title, valid_name
 from retrieval.document import Document, LoadedDocuments, SkippedDocument
 from retrieval.errors import DocumentsError
+from retrieval.folders import files_below
 from retrieval.readers import SUFFIXES, Fault, Part, UnreadableError, reader_for
-from retrieval.readers.text import clean
 
 _KINDS = " ".join(SUFFIXES)
 
@@ -29,90 +32,97 @@ def load_documents(paths: str | Path | Iterable[str | Path]) -> LoadedDocuments:
     seen: set[Path] = set()
     taken: set[str] = set()
     for root in roots:
-        if not root.exists():
-            raise DocumentsError(f"no such file or folder: {root}")
-        for path, name in _files(root, skipped):
+        for path in _files(root, skipped):
             if (where := path.absolute()) not in seen:
                 seen.add(where)
-                _load_file(path, _free_name(name, root, path, taken), documents, skipped)
+                _load_file(path, _free_name(root, path, taken), documents, skipped)
     if not documents:
         raise DocumentsError(_nothing(roots, skipped))
     return LoadedDocuments(tuple(documents[name] for name in sorted(documents)), tuple(skipped))
 
 
 def _nothing(roots: list[Path], skipped: list[SkippedDocument]) -> str:
-    where = ", ".join(map(str, roots)) or "an empty list of paths"
+    where = ", ".join(valid_name(str(root)) for root in roots) or "an empty list of paths"
     first = f"; {skipped[0].source} {skipped[0].reason}" if skipped else ""
     more = f" (and {len(skipped) - 1} more)" if len(skipped) > 1 else ""
     return f"no readable document in {where}{first}{more}; give files or a folder of {_KINDS}"
 
 
-def _files(root: Path, skipped: list[SkippedDocument]) -> Iterator[tuple[Path, str]]:
-    """Files with their names below `root`, in a fixed order. A folder that a link leads back to is entered once."""
-    if root.is_file():
-        yield root, root.name
-        return
-
-    def unlistable(error: OSError) -> None:
-        skipped.append(SkippedDocument(str(error.filename), f"cannot be listed ({error.strerror})"))
-
-    entered: set[tuple[int, int]] = set()
-    for folder, folders, names in os.walk(root, followlinks=True, onerror=unlistable):
-        status = Path(folder).stat()
-        if (status.st_dev, status.st_ino) in entered:
-            folders.clear()
-            continue
-        entered.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            path = Path(folder, name)
-            if not name.startswith(".") and path.suffix.lower() in SUFFIXES:
-                yield path, path.relative_to(root).as_posix()
+def _files(root: Path, skipped: list[SkippedDocument]) -> Iterator[Path]:
+    """The file `root`, or the files below it."""
+    try:
+        mode = root.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        raise DocumentsError(f"no such file or folder: {valid_name(str(root))}") from None
+    except OSError as error:
+        raise DocumentsError(f"{valid_name(str(root))} cannot be read ({error.strerror})") from None
+    return files_below(root, SUFFIXES, skipped) if stat.S_ISDIR(mode) else iter((root,))
 
 
-def _free_name(name: str, root: Path, path: Path, taken: set[str]) -> str:
+def _free_name(root: Path, path: Path, taken: set[str]) -> str:
     """A name that no file has yet, which is then taken."""
-    choices = (name, f"{root.absolute().name}/{name}", path.absolute().as_posix())
-    free = next((choice for choice in choices if choice not in taken), choices[-1])
+    name = root.name if path == root else path.relative_to(root).as_posix()
+    whole = valid_name(path.absolute().as_posix())
+    choices = chain(
+        map(valid_name, (name, f"{root.absolute().name}/{name}")), (whole,), (f"{whole}~{n}" for n in count(2))
+    )
+    free = next(choice for choice in choices if choice not in taken)
     taken.add(free)
     return free
 
 
 def _load_file(path: Path, name: str, documents: dict[str, Document], skipped: list[SkippedDocument]) -> None:
+    where = valid_name(str(path))
     try:
         parts = _read(path)
     except UnreadableError as error:
-        skipped.append(SkippedDocument(str(path), str(error)))
+        skipped.append(SkippedDocument(where, str(error)))
         return
     for part in parts:
         if isinstance(part, Fault):
-            skipped.append(SkippedDocument(f"{path} {part.where}", part.reason))
+            skipped.append(SkippedDocument(f"{where} {part.where}", part.reason))
             continue
-        source = f"{path}#{part.name}" if part.name else str(path)
+        source = f"{where}#{part.name}" if part.name else where
         key = f"{name}#{part.name}" if part.name else name
         if not (text := clean(part.text)).strip():
             skipped.append(SkippedDocument(source, "is empty"))
         elif key in documents:
             skipped.append(SkippedDocument(source, "has the id of another record with different text; give it its own"))
         else:
-            documents[key] = Document(key, " ".join(clean(part.title).split()), text, source)
+            title = clean_title(part.title) or clean_title(valid_name(path.stem))
+            documents[key] = Document(key, title, text, source, part.markup)
 
 
 def _read(path: Path) -> list[Part | Fault]:
     reader = reader_for(path.suffix)
     if reader is None:
         raise UnreadableError(f"is none of the kinds that can be read ({_KINDS})")
-    if not path.is_file():
-        raise UnreadableError("is not a regular file")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UnreadableError(f"cannot be read ({error.strerror})") from None
+    data = _bytes(path)
     if not data.strip():
         raise UnreadableError("is empty")
     try:
-        return reader(data, path.stem)
+        return reader(data, valid_name(path.stem))
     except UnreadableError:
         raise
     except Exception as error:  # one file that a parser trips over must not cost the others
         raise UnreadableError(f"cannot be parsed as {path.suffix} ({type(error).__name__})") from error
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _bytes(path: Path) -> bytes:
+    """What a regular file holds. Anything else is not opened, as that may wait for ever or start a machine."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UnreadableError("is not a regular file")
+        # It may have been replaced since: then opening must not wait either.
+        with open(path, "rb", opener=_open_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UnreadableError("is not a regular file")
+            return file.read()
+    except OSError as error:
+        raise UnreadableError(f"cannot be read ({error.strerror})") from None
+    except MemoryError:
+        raise UnreadableError("is too large for the memory of this machine") from None

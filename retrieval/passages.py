@@ -8,13 +8,15 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
+from retrieval.cleaning import clean_title
 from retrieval.document import Document
 from retrieval.headings import Heading, find_headings
 
 TINY_SHARE = 8  # a passage below an eighth of the limit is put to any neighbour it fits with
 GLANCE = 40  # characters a token; no text is that dense
 TITLE_SHARE = 2  # a title may take half of the limit
-_BLANK_LINES = re.compile(r"\A(?:[ \t]*[\r\n]+)+")
+REMEMBERED = 1 << 12  # passages; the same ones are asked for again soon or never
+_BLANK_LINES = re.compile(r"(?:[ \t]*[\r\n]+)+")
 
 
 class Region(NamedTuple):
@@ -53,8 +55,9 @@ class PassageComposer:
     def __init__(self, document: Document, measure: Callable[[str, str], int], max_tokens: int) -> None:
         self.text, self.source = document.text, document.source
         self._measure, self.max_tokens = measure, max_tokens
-        self._title = document.title
-        self._headings = find_headings(document.text)
+        self.reach = GLANCE * max_tokens  # characters that no passage exceeds
+        self._title = clean_title(document.title)[: self.reach]
+        self._headings = find_headings(document.text, document.markup)
         self._starts = [heading.start for heading in self._headings]
         self._paths: list[tuple[Heading, ...]] = [()]  # open headings after the first n
         for heading in self._headings:
@@ -64,7 +67,7 @@ class PassageComposer:
 
     def measure(self, title: str, text: str) -> int:
         """Tokens of a passage; of one out of all proportion, some number above the limit, without tokenising it."""
-        return len(text) if len(text) > GLANCE * self.max_tokens else self._measure(title, text)
+        return len(text) if len(text) > self.reach else self._measure(title, text)
 
     def sections(self) -> list[Region]:
         """The document cut at every heading; blank stretches are left out."""
@@ -74,11 +77,21 @@ class PassageComposer:
 
     def compose(self, region: Region) -> Passage:
         """The passage of a region."""
-        if region not in self._passages:
-            title, offset = self.frame(region)
-            text = _BLANK_LINES.sub("", self.text[offset : region.stop]).rstrip()
-            self._passages[region] = Passage(title, text, self.measure(title, text))
-        return self._passages[region]
+        if region in self._passages:
+            return self._passages[region]
+        passage = self._read(region)
+        if len(self._passages) >= REMEMBERED:
+            self._passages.clear()
+        if region.length <= self.reach:
+            self._passages[region] = passage
+        return passage
+
+    def _read(self, region: Region) -> Passage:
+        title, offset = self.frame(region)
+        text = self.text[offset : region.stop]
+        blank = _BLANK_LINES.match(text)
+        text = text[blank.end() if blank else 0 :].rstrip()
+        return Passage(title, text, self.measure(title, text))
 
     def fits(self, region: Region) -> bool:
         """Whether the region's passage keeps the limit."""

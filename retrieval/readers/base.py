@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from retrieval.document import Markup
+
 
 class Part(NamedTuple):
-    """One document inside a file. `name` tells the documents of one file apart and is empty where there is only one."""
+    """One document inside a file. `name` tells the documents of one file apart and is empty where there is only one.
+
+    `markup` says what counts as a heading in the text.
+    """
 
     name: str
     title: str
     text: str
+    markup: Markup
 
 
 class Fault(NamedTuple):

@@ -72,4 +72,4 @@ def read_html(data: bytes, title: str) -> list[Part | Fault]:
     if b"\0" in data and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UnreadableError("is a binary file, not HTML")
     named, text = html_to_markdown(data)
-    return [Part("", named or title, text)]
+    return [Part("", named or title, text, "markdown")]

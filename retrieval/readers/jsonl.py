@@ -6,8 +6,9 @@ import hashlib
 import json
 from typing import Any
 
+from retrieval.cleaning import clean
 from retrieval.readers.base import Fault, Part
-from retrieval.readers.text import clean, decode
+from retrieval.readers.text import decode
 
 
 def _part(record: Any) -> Part:
@@ -18,7 +19,7 @@ def _part(record: Any) -> Part:
     name = record.get("id", record.get("_id"))
     if name is None or name == "":
         name = hashlib.sha256(json.dumps([title, text]).encode()).hexdigest()[:16]
-    return Part(clean(str(name)), title, text)
+    return Part(clean(str(name)), title, text, "plain")
 
 
 def _parts(line: str) -> list[Part]:

@@ -26,6 +26,7 @@ def read_pdf(data: bytes, title: str) -> list[Part | Fault]:
     """One document, under the title in its metadata. Pages without text (scans) are left out."""
     try:
         import pypdf
+        from pypdf.errors import DependencyError
     except ImportError:
         raise missing("pypdf") from None
     try:
@@ -37,8 +38,17 @@ def read_pdf(data: bytes, title: str) -> list[Part | Fault]:
             named = reader.metadata.title if reader.metadata else None
     except UnreadableError:
         raise
+    except DependencyError as error:
+        raise UnreadableError(_lacking(str(error))) from None
     except Exception as error:  # a damaged file can make pypdf raise nearly anything
         raise UnreadableError(f"is not a PDF that pypdf can read ({type(error).__name__})") from error
     if not any(pages):
         raise UnreadableError("holds no text, only pictures; run it through OCR first")
-    return [Part("", str(named or "").strip() or title, "\n\n".join(filter(None, pages)))]
+    return [Part("", str(named or "").strip() or title, "\n\n".join(filter(None, pages)), "plain")]
+
+
+def _lacking(message: str) -> str:
+    """The reason for a file that pypdf reads only with another package."""
+    if "AES" in message:
+        return "is encrypted with AES, which pypdf decrypts only with the package cryptography; run: pip install cryptography"
+    return f"cannot be read without another package ({' '.join(message.split())})"

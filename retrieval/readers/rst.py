@@ -61,4 +61,4 @@ def read_rst(data: bytes, title: str) -> list[Part | Fault]:
     except Exception as error:  # docutils raises whatever its parser stumbles over
         raise UnreadableError(f"is not reStructuredText that docutils can read ({type(error).__name__})") from error
     _, markdown = html_to_markdown(f"<body>{parts['html_body']}</body>")
-    return [Part("", html_to_markdown(parts["title"])[1] or title, markdown)]
+    return [Part("", html_to_markdown(parts["title"])[1] or title, markdown, "markdown")]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import codecs
 import re
 
-from retrieval.headings import find_headings
+from retrieval.cleaning import clean
+from retrieval.headings import markdown_headings
 from retrieval.readers.base import Fault, Part, UnreadableError
 
 _BOMS = (
@@ -35,16 +36,9 @@ def decode(data: bytes) -> str:
     return text
 
 
-def clean(text: str) -> str:
-    """Text with plain newlines, without NULs and lone surrogates (which no tokenizer takes), without blank edges."""
-    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return re.sub(r"\A(?:[ \t]*\n)+", "", text).rstrip()
-
-
 def read_text(data: bytes, title: str) -> list[Part | Fault]:
     """Plain text, under the name of its file."""
-    return [Part("", title, decode(data))]
+    return [Part("", title, decode(data), "plain")]
 
 
 def read_markdown(data: bytes, title: str) -> list[Part | Fault]:
@@ -52,7 +46,7 @@ def read_markdown(data: bytes, title: str) -> list[Part | Fault]:
     text = clean(decode(data))
     if front := _FRONT_MATTER.match(text):
         named = _FRONT_TITLE.search(front[1])
-        return [Part("", named[2] if named else title, text[front.end() :])]
-    first = next(iter(find_headings(text)), None)
+        return [Part("", named[2] if named else title, text[front.end() :], "markdown")]
+    first = next(markdown_headings(text), None)
     opens = first is not None and not text[: first.start].strip()
-    return [Part("", first.text if first and opens else title, text)]
+    return [Part("", first.text if first and opens else title, text, "markdown")]
