@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from blend.report.output import whole_file
+from blend.visible import json_text, visible
 
 _SCRIPTS = ("charts.js", "text.js", "page.js")
 
@@ -17,11 +17,11 @@ _SCRIPTS = ("charts.js", "text.js", "page.js")
 def page_text(document: Mapping[str, Any]) -> str:
     """The HTML page of an analysis document, self-contained; a content security policy keeps it from loading anything."""
     parts = {
-        "@TITLE@": html.escape(f"{document['workload']} \u00b7 {document['model']}"),
+        "@TITLE@": html.escape(visible(f"{document['workload']} \u00b7 {document['model']}")),
         "@STYLE@": _asset("page.css"),
         "@SCRIPT@": "\n".join(map(_asset, _SCRIPTS)),
         # No tag can begin inside: `</script>` in a prompt would end the element.
-        "@DATA@": json.dumps(document, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
+        "@DATA@": json_text(document, allow_nan=False).replace("<", "\\u003c"),
     }
     page = _asset("page.html")
     # The data goes in last: what a prompt says is never taken for a placeholder.

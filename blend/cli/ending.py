@@ -16,6 +16,8 @@ from types import FrameType
 
 import click
 
+from blend.visible import visible
+
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
 
 
@@ -55,13 +57,14 @@ def _failed(error: Exception) -> int:
         return _say(f"{error.strerror}: {error.filename or 'no file named'}", 1)
     if isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error):
         return _say("out of memory; use a smaller model, --dtype bfloat16, or fewer and smaller chunks", 1)
-    traceback.print_exception(error)
+    with suppress(OSError):
+        click.echo(visible("".join(traceback.format_exception(error)), keep="\n"), err=True, nl=False)
     return _say("this is a bug in kvblend; please report it with the lines above and the output of `blend env`", 1)
 
 
 def _say(message: str, code: int) -> int:
     with suppress(OSError):
-        click.echo(f"blend: {' '.join(message.split())}", err=True)
+        click.echo(f"blend: {visible(' '.join(message.split()))}", err=True)
     return code
 
 

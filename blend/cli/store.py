@@ -18,6 +18,7 @@ from blend.cli import options
 @options.json_option
 def command(store: Path, clear: bool, as_json: bool) -> None:
     """Show which models a store holds caches for, and how many."""
+    from blend.cli.console import print_json, say
     from blend.errors import StoreError
     from blend.store import open_store
 
@@ -31,14 +32,12 @@ def command(store: Path, clear: bool, as_json: bool) -> None:
     described = dict(sorted(caches.namespaces().items(), key=lambda entry: (entry[1].get("content", ""), entry[0])))
     namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **_counted(words)} for name, words in described.items()]
     if as_json:
-        from blend.cli.console import print_json
-
         print_json({"entries": stats.entries, "bytes": stats.nbytes, "namespaces": namespaces})
         return
     maps = sum(1 for name, words in described.items() if "content" in words for _ in caches.keys(name))
-    click.echo(f"{store}: {stats.entries - maps:,} chunk caches, {stats.nbytes / 1e6:,.0f} MB")
+    say(f"{store}: {stats.entries - maps:,} chunk caches, {stats.nbytes / 1e6:,.0f} MB")
     for words in namespaces:
-        click.echo(f"  {_describe(words)}: {_held(words)}")
+        say(f"  {_describe(words)}: {_held(words)}")
 
 
 def _counted(words: dict[str, str]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ LAYERS = (
     ("blend.attention", "blend.blended_cache", "blend.store", "blend.weights", "blend.report", "blend.needles"),
     ("blend.metrics", "blend.machine", "blend.bootstrap", "blend.dataset", "blend.prompt", "blend.timing"),
     ("blend.types", "blend.config"),
-    ("blend.errors", "blend"),
+    ("blend.limits",),
+    ("blend.errors", "blend.visible", "blend"),
 )
 
 
