@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import MISSING, fields
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from blend.errors import ConfigError
 
@@ -33,7 +33,8 @@ class Limits(NamedTuple):
         """Whether a value is a number within them; NaN, infinity and booleans never are."""
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
-        return bool(self.low <= value <= self.high or (self.zero and value == 0))
+        number = cast(float, value)
+        return self.low <= number <= self.high or (self.zero and number == 0)
 
     @property
     def span(self) -> str:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from blend.cli.values import FOLDER, TEXT
+from blend.cli.values import FOLDER, NAME
 
 
 @click.command("corpus")
 @click.argument("folder", type=FOLDER)
 @click.option(
-    "--module", "modules", type=TEXT, multiple=True, help="A standard-library module; repeat it. Default: some forty."
+    "--module", "modules", type=NAME, multiple=True, help="A standard-library module; repeat it. Default: some forty."
 )
 def command(folder: Path, modules: tuple[str, ...]) -> None:
     """Write Python's own documentation to FOLDER, one Markdown document a module."""

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 import click
@@ -31,6 +32,7 @@ class PipeClosedError(Exception):
 
 def exit_code_of(run: Callable[[], object]) -> int:
     """Run a command and say in one line what ended it, if anything did; its exit code."""
+    _open_closed_streams()
     _tolerate_narrow_encodings()
     try:
         with _sigterm_unwinds():
@@ -92,6 +94,13 @@ def _sigterm_unwinds() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _open_closed_streams() -> None:
+    """A command that was started without standard output or standard error does its work and shows nothing."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
 
 
 def _tolerate_narrow_encodings() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from blend.cli.values import STORE, TEXT, number
+from blend.cli.values import NAME, STORE, TEXT, number
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, DeviationOf, MaskMode, Norm, QueryRows, Rule
 from blend.limits import LAYER_BANDS, LAYERS_IN_WORDS, NUMBERS, numbered_layers, shown
 from blend.select import SELECTORS
@@ -68,7 +68,7 @@ store_option = _shared("--store", type=STORE, default=Path(".kvblend"), help="Di
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
 _COMMON = (
-    _shared("--model", type=TEXT, default=DEFAULT_MODEL, help="Catalog name, HuggingFace id or model directory."),
+    _shared("--model", type=NAME, default=DEFAULT_MODEL, help="Catalog name, HuggingFace id or model directory."),
     store_option,
     _shared("--device", type=TEXT, default="auto", callback=_known_device, help="auto, cpu, cuda or cuda:N."),
     _shared("--dtype", type=click.Choice(_DTYPES), default="auto", help="What the model computes in."),
@@ -156,7 +156,7 @@ def retrieval(function: F) -> F:
 
 def _embedder(**attributes: Any) -> Callable[[F], F]:
     return click.option(
-        "--embedder", type=TEXT, help="minilm, a sentence-transformers id or a directory.", **attributes
+        "--embedder", type=NAME, help="minilm, a sentence-transformers id or a directory.", **attributes
     )
 
 

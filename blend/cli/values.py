@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from blend.limits import NUMBERS, Limits, is_text, shown
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Number(click.ParamType):
+class Number(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
     """A number within limits."""
 
     def __init__(self, limits: Limits) -> None:
@@ -31,16 +32,27 @@ class Number(click.ParamType):
         return found
 
 
-class _Text(click.ParamType):
-    """Text that can be encoded: Python holds bytes that are not in its encoding as surrogates."""
+class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
+    """Text in UTF-8, whatever the locale: Python holds bytes that are not in the locale's encoding as surrogates."""
 
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """As it is."""
-        if not is_text(value):
+        try:
+            return str(value) if is_text(value) else os.fsencode(value).decode("utf-8")
+        except UnicodeError:
             self.fail(f"{shown(value)} is not UTF-8 text", param, ctx)
-        return str(value)
+
+
+class _Name(_Text):
+    """Text that is not empty."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """As it is."""
+        if not value.strip():
+            self.fail("the name is empty", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class _Place(click.Path):
@@ -50,6 +62,8 @@ class _Place(click.Path):
         """A `Path`."""
         if not str(value):
             self.fail("the path is empty", param, ctx)
+        if str(value) == "-" and not self.dir_okay and not self.allow_dash:
+            self.fail("this goes to a file, not to standard output; name one", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -66,6 +80,7 @@ class _StorePlace(_Place):
 
 
 TEXT = _Text()
+NAME = _Name()
 PLACE = _Place(path_type=Path)
 STORE = _StorePlace(path_type=Path)
 FOLDER = _Place(path_type=Path, file_okay=False)
