@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from blend.errors import ConfigError
+from blend.limits import LAYER_BANDS, LAYERS_IN_WORDS, check_fields, numbered_layers, shown
 
 MaskMode = Literal["exact", "bottom-right"]
 DeviationOf = Literal["v", "k", "kv"]
@@ -19,7 +20,7 @@ DEFAULT_EMBEDDER = "minilm"
 
 @dataclass(frozen=True)
 class BlendConfig:
-    """How rows are chosen and computed.
+    """How rows are chosen and computed. Raises `ConfigError` for what is out of its range (`blend.limits`).
 
     selector: name of a selector (`blend.select.SELECTORS`). ratio: share of the cached context rows to recompute, 0 to 1.
     mask: "exact" (row r sees keys up to its position) or "bottom-right" (up to r + N - M, as FlashAttention aligns it).
@@ -52,25 +53,14 @@ class BlendConfig:
     stand_in: bool = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.ratio <= 1.0:
-            raise ConfigError(f"ratio is {self.ratio:g}, but it is a share of rows: give a number from 0 to 1")
-        if self.check_layer < 1:
-            raise ConfigError(f"check_layer is {self.check_layer}, but layer 0's KV never deviates: give at least 1")
-        if self.first_k is not None and self.first_k < 1:
-            raise ConfigError(f"first_k is {self.first_k}, but it is a number of rows: give at least 1")
+        check_fields(self)
         _one_of("mask", self.mask, get_args(MaskMode))
         _one_of("deviation_of", self.deviation_of, get_args(DeviationOf))
         _one_of("norm", self.norm, get_args(Norm))
         _one_of("rule", self.rule, get_args(Rule))
         _one_of("query_rows", self.query_rows, get_args(QueryRows))
-        if self.chunk_head is not None and self.chunk_head < 0:
-            raise ConfigError(f"chunk_head is {self.chunk_head}; it is a number of rows, 0 or more")
-        if self.block < 1:
-            raise ConfigError(f"block is {self.block}; rows are taken one at a time or more")
-        if self.prefilter and self.prefilter < 1:
-            raise ConfigError(f"prefilter is {self.prefilter:g}; it is 0 (off) or a multiple of the budget from 1 up")
-        if not 0.0 <= self.chunk_floor <= 1.0:
-            raise ConfigError(f"chunk_floor is {self.chunk_floor:g}; it is a share of the budget from 0 to 1")
+        if self.query_layers not in LAYER_BANDS and not numbered_layers(self.query_layers):
+            raise ConfigError(f"query_layers is {shown(self.query_layers)}; choose {LAYERS_IN_WORDS}")
 
 
 @dataclass(frozen=True)
@@ -86,13 +76,14 @@ class PromptConfig:
     question: str = "Question: {question}\nReply with the answer alone, in a few words."
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if "{question}" not in self.question:
             raise ConfigError("the question part of the prompt lacks the placeholder {question}")
 
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """How documents become chunks and how many of them answer a question.
+    """How documents become chunks and how many of them answer a question. Raises `ConfigError` as `BlendConfig` does.
 
     stand_in_tokens: every chunk's cache is also computed behind so many tokens of other chunks (`blend.chunks.library`);
     0 does not.
@@ -106,14 +97,9 @@ class CorpusConfig:
     stand_in_tokens: int = 512
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 16:
-            raise ConfigError(f"chunk_tokens is {self.chunk_tokens}; chunks under 16 tokens hold no sentence")
-        if self.top_k < 1:
-            raise ConfigError(f"top_k is {self.top_k}; at least one chunk must be retrieved")
-        if self.stand_in_tokens < 0:
-            raise ConfigError(f"stand_in_tokens is {self.stand_in_tokens}; it is a number of tokens, 0 or more")
+        check_fields(self)
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
+        raise ConfigError(f"{name} is {shown(value)}; choose one of {', '.join(choices)}")

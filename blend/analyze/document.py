@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from blend.analyze.sparsity import MASSES, THRESHOLDS
 from blend.analyze.tokens import KINDS
 from blend.config import BlendConfig
 from blend.eval.report.output import whole_file
+from blend.visible import json_text
 
 FORMAT = 1
 _DIGITS = 5
@@ -124,6 +124,6 @@ def plain(value: object) -> Any:
 
 def write_json(document: Mapping[str, Any], path: str | Path) -> None:
     """Write the document to `path`, whole or not at all; `ConfigError` when it cannot be written."""
-    text = json.dumps(document, ensure_ascii=False, allow_nan=False)
+    text = json_text(document, allow_nan=False)
     with whole_file(Path(path)) as draft:
         draft.write_text(text + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import options
+from blend.cli.values import OUTPUT, PLACE, TEXT, number
 
 if TYPE_CHECKING:
     from blend.analyze import Analyzed, PromptAnalysis
@@ -20,17 +21,15 @@ if TYPE_CHECKING:
 # Prompts whose text the page can show; the numbers of all of them are averaged.
 MOST_VIEWS = 8
 
-_FILE = click.Path(path_type=Path, dir_okay=False)
-
 
 @click.command("analyze")
-@click.argument("question", required=False)
-@click.option("--dataset", type=click.Path(path_type=Path), help="JSONL question file to analyze instead of QUESTION.")
-@click.option("--limit", type=click.IntRange(1), help="At most so many questions of the file.  [default: all]")
-@click.option("--html", "page", type=_FILE, help="Write the page, one file that loads nothing.")
-@click.option("--json", "json_path", type=_FILE, help="Write the numbers that the page shows.")
-@click.option("--layer", type=click.IntRange(0), help="Layer to picture first.  [default: a middle one]")
-@click.option("--head", type=click.IntRange(0), help="Head to picture.  [default: each layer's most cross-chunk one]")
+@click.argument("question", required=False, type=TEXT)
+@click.option("--dataset", type=PLACE, help="JSONL question file to analyze instead of QUESTION.")
+@number("--limit", "limit", "At most so many questions of the file.  [default: all]")
+@click.option("--html", "page", type=OUTPUT, help="Write the page, one file that loads nothing.")
+@click.option("--json", "json_path", type=OUTPUT, help="Write the numbers that the page shows.")
+@number("--layer", "layer", "Layer to picture first.  [default: a middle one]")
+@number("--head", "head", "Head to picture.  [default: each layer's most cross-chunk one]")
 @options.common
 @options.retrieval
 @options.blending
@@ -65,6 +64,7 @@ def command(
 
 def _check_usage(question: str | None, dataset: Path | None, page: Path | None, json_path: Path | None) -> None:
     from blend.errors import PromptError
+    from blend.eval.report.output import check_writable
 
     if (question is None) == (dataset is None):
         raise click.UsageError("give a QUESTION or --dataset FILE, one of them")
@@ -72,6 +72,11 @@ def _check_usage(question: str | None, dataset: Path | None, page: Path | None, 
         raise PromptError("the question is empty; ask something")
     if page is None and json_path is None:
         raise click.UsageError("say where to write: --html FILE, --json FILE or both")
+    if page == json_path:
+        raise click.UsageError("--html and --json name the same file; give each its own")
+    for path in (page, json_path):
+        if path is not None:
+            check_writable(path)
 
 
 def _load(dataset: Path | None, limit: int | None) -> list[Record]:
@@ -178,11 +183,11 @@ def _document(
 
 def _write(document: dict[str, Any], page: Path | None, json_path: Path | None) -> None:
     from blend.analyze import write_json, write_page
-    from blend.cli.console import note
+    from blend.cli.console import note, say
 
     for path, write in ((json_path, write_json), (page, write_page)):
         if path is not None:
             write(document, path)
             note(f"wrote {path}")
     for sentence in document["readings"].values():
-        click.echo(sentence)
+        say(sentence)

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import options
+from blend.cli.values import TEXT, number
 from blend.errors import PromptError
+from blend.limits import LONGEST_QUESTION, is_text
 
 if TYPE_CHECKING:
     from blend.rag import Answer, Rag
 
 
 @click.command("answer")
-@click.argument("question")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Longest answer.")
+@click.argument("question", type=TEXT)
+@number("--max-new-tokens", "max_new_tokens", "Longest answer.", default=128, show_default=True)
 @click.option("--compare", is_flag=True, help="Also answer after full prefill of the same token ids.")
 @click.option("-q", "--quiet", is_flag=True, help="Print the answer and nothing else.")
 @options.json_option
@@ -30,15 +32,15 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
     with hit or miss, rows recomputed. Notes go to standard error.
     """
     question = _asked(question)
-    from blend.cli.console import hushed, output, print_json
+    from blend.cli.console import hushed, output, print_json, say, stream
 
     with hushed(quiet):
         rag = options.open_corpus(given)
         rag.warm_up(compare=compare)
-        stream = None if as_json else lambda piece: click.echo(piece, nl=False)
-        answer = rag.answer(question, max_new_tokens=max_new_tokens, compare=compare, on_text=stream)
+        on_text = None if as_json else stream
+        answer = rag.answer(question, max_new_tokens=max_new_tokens, compare=compare, on_text=on_text)
         if not as_json:
-            click.echo()
+            say()
         _tell(answer, rag)
     if as_json:
         print_json(answer_document(answer, given["model"], rag.blend_config.selector, rag.blend_config.ratio))
@@ -50,15 +52,32 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
 
 def _asked(question: str) -> str:
     """The question itself, read from standard input for `-`; checked before anything is loaded."""
-    from blend.cli.console import note
-
     if question == "-":
-        if sys.stdin.isatty():
-            note("Type the question, then Ctrl-D:")
-        question = sys.stdin.read()
+        question = _typed()
     if not question.strip():
         raise PromptError("the question is empty; ask something")
     return question.strip()
+
+
+def _typed() -> str:
+    """What stands on standard input. No more is read than a question may have: a device may never end."""
+    from blend.cli.console import note
+
+    if sys.stdin is None:
+        raise click.UsageError("there is no standard input to read the question from")
+    if sys.stdin.isatty():
+        note("Type the question, then Ctrl-D:")
+    try:
+        typed = sys.stdin.read(LONGEST_QUESTION + 1)
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"the question on standard input is not {error.encoding} text") from None
+    except OSError as error:
+        raise click.UsageError(f"standard input cannot be read ({error.strerror or error})") from None
+    if len(typed) > LONGEST_QUESTION:
+        raise click.UsageError(f"the question on standard input has more than {LONGEST_QUESTION:,} characters")
+    if not is_text(typed):
+        raise click.UsageError("the question on standard input is not UTF-8 text")
+    return typed
 
 
 def _tell(answer: Answer, rag: Rag) -> None:

@@ -1,4 +1,8 @@
-"""What the commands show: progress and notes on stderr, results on stdout."""
+"""What the commands show: progress and notes on stderr, results on stdout.
+
+All text goes through here and `ending`: titles, file names, ids and answers are other people's, and a terminal must not obey
+what stands in them (`blend.visible`).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,14 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from blend.visible import json_text, visible
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from blend.weights import FetchProgress
 
+ANSWER_KEEPS = "\n\t"
 _FETCH = {
     "wait": "Waiting for another process that fetches the same weights",
     "download": "Downloading weights, part",
@@ -38,7 +45,17 @@ output = _Console(highlight=False)
 
 def note(message: str) -> None:
     """One line of what is going on."""
-    errors.print(Text(message), soft_wrap=True)
+    errors.print(Text(visible(message)), soft_wrap=True)
+
+
+def say(line: str = "") -> None:
+    """One line of a result."""
+    click.echo(visible(line))
+
+
+def stream(piece: str) -> None:
+    """A piece of an answer, which may have lines and tabs of its own."""
+    click.echo(visible(piece, keep=ANSWER_KEEPS), nl=False)
 
 
 @contextmanager
@@ -53,7 +70,7 @@ def hushed(quiet: bool) -> Iterator[None]:
 
 def print_json(document: Mapping[str, Any]) -> None:
     """One JSON object on one line, all that a command with `--json` writes to stdout."""
-    click.echo(json.dumps(document, ensure_ascii=not _speaks_unicode()))
+    click.echo(json_text(document) if _speaks_unicode() else json.dumps(document))
 
 
 def print_wide(console: Console, renderable: RenderableType, columns: int) -> None:

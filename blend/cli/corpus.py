@@ -6,14 +6,18 @@ from pathlib import Path
 
 import click
 
+from blend.cli.values import FOLDER, NAME
+
 
 @click.command("corpus")
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--module", "modules", multiple=True, help="A standard-library module; repeat it. Default: some forty.")
+@click.argument("folder", type=FOLDER)
+@click.option(
+    "--module", "modules", type=NAME, multiple=True, help="A standard-library module; repeat it. Default: some forty."
+)
 def command(folder: Path, modules: tuple[str, ...]) -> None:
     """Write Python's own documentation to FOLDER, one Markdown document a module."""
-    from blend.cli.console import counted
+    from blend.cli.console import counted, say
     from retrieval import write_stdlib_corpus
 
     written = write_stdlib_corpus(folder, modules or None)
-    click.echo(f"{counted(len(written), 'document')} in {folder}")
+    say(f"{counted(len(written), 'document')} in {folder}")

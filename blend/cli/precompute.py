@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import options
+from blend.cli.values import PLACE
 
 if TYPE_CHECKING:
     from blend.precompute import Precomputed
@@ -18,7 +19,7 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
 
 
 @click.command("precompute")
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("paths", nargs=-1, required=True, type=PLACE)
 @click.option("--add", is_flag=True, help="Keep what the store's index holds and add these documents to it.")
 @options.json_option
 @options.common
@@ -29,7 +30,7 @@ def command(paths: tuple[Path, ...], add: bool, as_json: bool, **given: Any) -> 
     The corpus becomes exactly these documents; chunks that did not change are not computed again. A run that was stopped
     goes on where it was when it is started again.
     """
-    from blend.cli.console import print_json
+    from blend.cli.console import print_json, say
     from blend.cli.progress import stage_progress
     from retrieval import load_documents
 
@@ -46,7 +47,7 @@ def command(paths: tuple[Path, ...], add: bool, as_json: bool, **given: Any) -> 
     if as_json:
         print_json(precomputed_document(done, rag.store.stats()))
     else:
-        click.echo(_summary(done, given["store"], rag.store.stats()))
+        say(_summary(done, given["store"], rag.store.stats()))
 
 
 def precomputed_document(done: Precomputed, stats: StoreStats) -> dict[str, object]:

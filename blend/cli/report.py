@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import options
+from blend.cli.values import OUTPUT, OUTPUT_OR_STDOUT, PLACE, number
 
 if TYPE_CHECKING:
     from blend.eval.dataset import Record
@@ -21,25 +22,17 @@ BUILTIN_QUESTIONS = 12
 
 
 @click.command("report")
-@click.option(
-    "--dataset", type=click.Path(path_type=Path), help="JSONL question file; without one, built-in questions."
-)
-@click.option(
-    "--limit",
-    type=click.IntRange(1),
-    help=f"At most so many questions.  [default: all; {BUILTIN_QUESTIONS} built-in ones]",
-)
+@click.option("--dataset", type=PLACE, help="JSONL question file; without one, built-in questions.")
+@number("--limit", "limit", f"At most so many questions.  [default: all; {BUILTIN_QUESTIONS} built-in ones]")
 @click.option(
     "--json",
     "json_path",
-    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    type=OUTPUT_OR_STDOUT,
     help="Write the report as JSON; - is standard output, and the table then goes to standard error.",
 )
-@click.option(
-    "--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw quality against TTFT (.png, .svg or .pdf)."
-)
-@click.option("--max-new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Longest answer.")
-@click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Timed prefills of each method.")
+@click.option("--picture", type=OUTPUT, help="Draw quality against TTFT (.png, .svg or .pdf).")
+@number("--max-new-tokens", "max_new_tokens", "Longest answer.", default=32, show_default=True)
+@number("--repeats", "repeats", "Timed prefills of each method.", default=1, show_default=True)
 @options.common
 @options.retrieval
 @options.blending

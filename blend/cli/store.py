@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @options.json_option
 def command(store: Path, clear: bool, as_json: bool) -> None:
     """Show which models a store holds caches for, and how many."""
+    from blend.cli.console import print_json, say
     from blend.errors import StoreError
     from blend.store import open_store
 
@@ -36,15 +37,13 @@ def command(store: Path, clear: bool, as_json: bool) -> None:
     namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in described]
     artifacts = [{"name": name, "content": _content(caches, name)} for name in sorted(caches.artifacts())]
     if as_json:
-        from blend.cli.console import print_json
-
         print_json({"entries": stats.entries, "bytes": stats.nbytes, "namespaces": namespaces, "artifacts": artifacts})
         return
-    click.echo(f"{store}: {stats.entries:,} chunk caches, {stats.nbytes / 1e6:,.0f} MB")
+    say(f"{store}: {stats.entries:,} chunk caches, {stats.nbytes / 1e6:,.0f} MB")
     for words in namespaces:
-        click.echo(f"  {_describe(words)}: {_held(words)}")
+        say(f"  {_describe(words)}: {_held(words)}")
     for artifact in artifacts:
-        click.echo(f"  {artifact['content']}")
+        say(f"  {artifact['content']}")
 
 
 def _content(caches: ChunkStore, name: str) -> str:

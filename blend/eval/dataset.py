@@ -17,6 +17,8 @@ from pathlib import Path
 
 from blend.errors import ConfigError, DatasetError
 
+LONGEST_LINE = 100_000_000  # characters
+
 
 @dataclass(frozen=True)
 class RecordChunk:
@@ -64,7 +66,10 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
     number = 0
     try:
         with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
+            # No more than a line may have is read at once: a device may never end one.
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), ""), start=1):
+                if len(line) > LONGEST_LINE:
+                    raise DatasetError(f"{path}:{number}: longer than {LONGEST_LINE:,} characters; expected JSON Lines")
                 if line.strip():
                     yield f"{path}:{number}", line
     except OSError as error:

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blend.errors import ConfigError
+from blend.limits import LAYERS_IN_WORDS, numbered_layers, shown
 
 if TYPE_CHECKING:
     from blend.config import BlendConfig, QueryRows
-
-BANDS = ("all", "middle", "upper")
 
 
 @dataclass(frozen=True)
@@ -43,19 +42,5 @@ def scoring_layers(name: str, layers: int) -> tuple[int, ...]:
     }
     chosen = tuple(bands[name]) if name in bands else numbered_layers(name)
     if not chosen or chosen[-1] >= layers:
-        raise ConfigError(
-            f"query_layers is {name!r}; choose {', '.join(BANDS)}, or layers such as 4-9 or 3,7,12-15, below {layers}"
-        )
+        raise ConfigError(f"query_layers is {shown(name)}; choose {LAYERS_IN_WORDS}, below {layers}")
     return chosen
-
-
-def numbered_layers(name: str) -> tuple[int, ...]:
-    """Layers written as numbers and runs; nothing where that is not what they are."""
-    chosen: set[int] = set()
-    for part in name.split(","):
-        first, dash, last = part.partition("-")
-        ends = (first, last if dash else first)
-        if not all(end.isdecimal() for end in ends) or int(ends[0]) > int(ends[1]):
-            return ()
-        chosen.update(range(int(ends[0]), int(ends[1]) + 1))
-    return tuple(sorted(chosen))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import re
+import stat
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -98,6 +101,58 @@ def test_the_page_loads_nothing_and_holds_the_document() -> None:
     assert not page.links
 
 
+BREAKOUT = (
+    "</script></title><script>alert(1)</script><!--<script><img src=x onerror=alert(1)>\" onload='x' ]]> --> &lt;b&gt; "
+    "\u2028\u2029\x00\x1b]0;t\x07\x9b2J\u202e @TITLE@ @STYLE@ @DATA@ @SCRIPT@ @SCRIPT_HASH@"
+)
+
+
+def test_no_text_of_a_document_becomes_markup_or_script() -> None:
+    """Question, id, title, tokens, notes, names and every other string: the page has the same elements and the same script."""
+    document = _document()
+    plain_page, hostile_page = _Page(), _Page()
+    plain_page.feed(page_text(document))
+    hostile = _with_text(document, BREAKOUT)
+    text = page_text(hostile)
+    hostile_page.feed(text)
+    assert hostile_page.tags == plain_page.tags
+    assert not hostile_page.comments
+    assert not hostile_page.links
+    assert hostile_page.bodies[1] == plain_page.bodies[1]
+    assert json.loads(hostile_page.bodies[0]) == hostile
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e]", text)
+
+
+def _with_text(value: Any, text: str) -> Any:
+    """The document with every string replaced."""
+    if isinstance(value, dict):
+        return {key: _with_text(item, text) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_text(item, text) for item in value]
+    return text if isinstance(value, str) else value
+
+
+def test_the_page_runs_its_own_script_alone() -> None:
+    """Were markup to slip through, its scripts and handlers would not run: the policy names the hash of the page's own."""
+    page = _Page()
+    page.feed(page_text(_document(question=BREAKOUT)))
+    (rule,) = (part.strip() for part in page.policy.split(";") if part.strip().startswith("script-src"))
+    digest = base64.b64encode(hashlib.sha256(page.bodies[1].encode()).digest()).decode()
+    assert rule == f"script-src 'sha256-{digest}'"
+
+
+def test_what_the_scripts_put_into_the_page_is_escaped() -> None:
+    """Every text out of the document that a script writes as markup goes through `escapeText`."""
+    wanted = re.compile(
+        r"\.(name|label|question|id|model|workload|command)\b|tokens\[|kinds\[|\bnote\b|\bnames?\[|\bsaid\b"
+    )
+    for asset in files("blend.analyze").joinpath("assets").iterdir():
+        for line in asset.read_text(encoding="utf-8").splitlines() if asset.name.endswith(".js") else ():
+            for markup in re.findall(r"`<[^`]*`", line):
+                for put in re.findall(r"\$\{([^{}`]*)\}", markup):
+                    assert put.startswith("escapeText(") or not wanted.search(put), (asset.name, put)
+
+
 def test_the_assets_reach_for_nothing() -> None:
     for asset in files("blend.analyze").joinpath("assets").iterdir():
         text = asset.read_text(encoding="utf-8")
@@ -123,6 +178,8 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     write_page(document, tmp_path / "out.html")
     assert json.loads((tmp_path / "new" / "out.json").read_text()) == document
     assert (tmp_path / "out.html").read_text() == page_text(document)
+    for path in (tmp_path / "new" / "out.json", tmp_path / "out.html"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, "the prompt's text is the reader's own"
     with pytest.raises(ConfigError, match="cannot be written"):
         write_page(document, tmp_path / "out.html" / "below.html")
 
@@ -136,10 +193,13 @@ class _Page(HTMLParser):
         self.bodies: list[str] = []
         self.links: list[str] = []
         self.policy = ""
+        self.tags: list[tuple[str, list[str]]] = []
+        self.comments: list[str] = []
         self._inside = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
+        self.tags.append((tag, sorted(given)))
         self.links += [name for name in ("src", "href", "srcset", "data", "action") if name in given]
         self.links += [tag] if tag in ("link", "iframe", "img", "object", "embed") else []
         if tag == "meta" and given.get("http-equiv") == "Content-Security-Policy":
@@ -148,6 +208,9 @@ class _Page(HTMLParser):
             self._inside = True
             self.scripts.append(given)
             self.bodies.append("")
+
+    def handle_comment(self, data: str) -> None:
+        self.comments.append(data)
 
     def handle_endtag(self, tag: str) -> None:
         self._inside = self._inside and tag != "script"

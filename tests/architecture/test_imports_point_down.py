@@ -20,7 +20,8 @@ LAYERS = (
     ("blend.select", "blend.model"),
     ("blend.store", "blend.weights", "blend.prompt"),
     ("blend.types", "blend.config", "blend.timing", "blend.plain_text"),
-    ("blend.errors", "blend"),
+    ("blend.limits",),
+    ("blend.errors", "blend.visible", "blend"),
 )
 ROOMS_OF_MANY_JOBS = ("blend.model", "blend.chunks", "blend.eval")
 

@@ -93,7 +93,7 @@ class Blend:
     ) -> Running:
         self._count[0] += 1
         base = self.folder / f"call-{self._count[0]}"
-        base.with_suffix(".in").write_text(stdin, encoding="utf-8")
+        base.with_suffix(".in").write_text(stdin, encoding="utf-8", errors="surrogateescape")
         files = (f"{base}.in", out or f"{base}.out", err or f"{base}.err")
         for path in files[1:]:
             Path(path).touch()

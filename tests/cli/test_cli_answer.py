@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from blend_process import SHORT_CONTEXT, Blend, entries, one_line
 
+from blend.visible import visible
+
 QUESTION = "When did the glacier open?"
 CHUNKS = ("--chunk-tokens", "64")
 
@@ -61,7 +63,7 @@ def test_quiet_prints_the_answer_alone_and_reads_the_question_from_stdin(filled:
     loud = filled("answer", QUESTION, "--json", "--max-new-tokens", "5").json
     result = filled("answer", "-", "-q", "--max-new-tokens", "5", stdin=f"{QUESTION}\n")
     assert (result.code, result.err) == (0, "")
-    assert result.out.strip() == loud["answer"]
+    assert result.out.strip() == visible(loud["answer"], keep="\n\t")
 
 
 def test_more_chunks_than_there_are(filled: Blend) -> None:

@@ -115,7 +115,7 @@ function heatmap({ matrix, rows, columns, share, text, tip, rowLabel, columnLabe
     if (v === null || v === undefined) return "";
     const at = `x="${left + j * cell}" y="${top + i * tall}"`;
     const said = text ? text(v) : "";
-    const inside = said ? `<text x="${left + (j + 0.5) * cell}" y="${top + (i + 0.5) * tall + 4}" text-anchor="middle" style="fill:${inkOn(share(v))};font-size:${Math.min(12.5, cell / 2.6)}px;pointer-events:none">${said}</text>` : "";
+    const inside = said ? `<text x="${left + (j + 0.5) * cell}" y="${top + (i + 0.5) * tall + 4}" text-anchor="middle" style="fill:${inkOn(share(v))};font-size:${Math.min(12.5, cell / 2.6)}px;pointer-events:none">${escapeText(said)}</text>` : "";
     return `<rect ${at} width="${cell - 0.6}" height="${tall - 0.6}" fill="${fill(share(v))}" data-tip="${escapeText(tip(i, j, v))}"/>${inside}`;
   }));
   const rowNames = rows.map((name, i) => (i % rowStep ? "" : `<text class="soft" x="${left - 5}" y="${top + (i + 0.5) * tall + 4}" text-anchor="end">${escapeText(name)}</text>`));

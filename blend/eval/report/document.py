@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -12,6 +11,7 @@ from blend.eval.bootstrap import Bounds, Interval
 from blend.eval.report.measurement import QUALITY_METRICS, Measurement
 from blend.eval.report.output import whole_file
 from blend.eval.report.summary import MethodSummary, Report
+from blend.visible import json_text
 
 FORMAT = 1
 
@@ -48,7 +48,7 @@ def report_document(report: Report) -> dict[str, object]:
 
 def write_json(report: Report, path: str | Path) -> None:
     """Write `report_document` to `path`, replacing it whole or not at all; `ConfigError` when it cannot be written."""
-    text = json.dumps(report_document(report), ensure_ascii=False, indent=2, allow_nan=False, default=str)
+    text = json_text(report_document(report), indent=2, allow_nan=False, default=str)
     with whole_file(Path(path)) as draft:
         draft.write_text(text + "\n", encoding="utf-8")
 

@@ -11,6 +11,7 @@ from blend.errors import ConfigError
 from blend.eval.report.labels import place_labels
 from blend.eval.report.output import whole_file
 from blend.eval.report.summary import MethodSummary, Report
+from blend.visible import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -166,7 +167,7 @@ def _say_undefined(axes: Axes, reason: str) -> None:
 
 def _title(report: Report) -> str:
     parts = [report.info.model, report.info.workload, report.size]
-    return textwrap.fill(" · ".join(part for part in parts if part), 95)
+    return textwrap.fill(visible(" · ".join(part for part in parts if part)), 95)
 
 
 def _footnote(report: Report) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from blend.eval.bootstrap import Interval
 from blend.eval.report.measurement import QUALITY_METRICS
 from blend.eval.report.summary import MethodSummary, Report, counted
+from blend.visible import visible
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -38,7 +39,7 @@ def render_report(report: Report) -> Group:
     tables = [_overview(report), _differences(report)]
     tables += [_stages(report)] if any(summary.stages for summary in report.methods) else []
     tables += [_tasks(report)] if report.tasks else []
-    return Group(*tables, *(Text(line, style="dim") for line in _footnotes(report)))
+    return Group(*tables, *(Text(visible(line), style="dim") for line in _footnotes(report)))
 
 
 def _overview(report: Report) -> Group:
@@ -92,7 +93,11 @@ def _tasks(report: Report) -> Group:
     metric = next(iter(_measured(report)), "f1")
     names = [summary.method for summary in report.methods]
     rows = (
-        [task or UNDEFINED, str(summaries[0].records), *(_number(summary.mean(metric), ".3f") for summary in summaries)]
+        [
+            visible(task) or UNDEFINED,
+            str(summaries[0].records),
+            *(_number(summary.mean(metric), ".3f") for summary in summaries),
+        ]
         for task, summaries in report.tasks.items()
     )
     return _table(f"{_LABELS[metric]} by task", ["task", "records", *names], rows)
@@ -125,11 +130,11 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if index else "left", no_wrap=True)
+        table.add_column(Text(visible(column, keep="\n")), justify="right" if index else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(visible(cell, keep="\n")) for cell in row))
     # A title of the table itself would be folded to the width of the table.
-    return Group(Text(title, style="bold"), table)
+    return Group(Text(visible(title), style="bold"), table)
 
 
 def _seconds(value: float) -> str:

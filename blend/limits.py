@@ -1,0 +1,125 @@
+"""What options may be, in one place: the configuration classes and the command line both read it from here.
+
+The upper bounds are far beyond any model and machine; they keep a slip of the finger from taking all memory or time.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, fields
+from numbers import Integral, Real
+from typing import Any, NamedTuple, cast
+
+from blend.errors import ConfigError
+
+MOST_ROWS = 1_000_000
+MOST_LAYERS = 10_000
+LONGEST_QUESTION = 1_000_000  # characters
+LAYER_BANDS = ("all", "middle", "upper")
+LAYERS_IN_WORDS = f"{', '.join(LAYER_BANDS)}, or layers such as 4-9 or 3,7,12-15"
+_LAYER_RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_LONGEST_SHOWN = 40
+
+
+class Limits(NamedTuple):
+    """The numbers from `low` to `high`, both included. whole: integers only. zero: 0 is allowed too, and means off."""
+
+    low: float
+    high: float
+    whole: bool = True
+    zero: bool = False
+
+    def hold(self, value: object) -> bool:
+        """Whether a value is a number within them; NaN, infinity and booleans never are."""
+        if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
+            return False
+        number = cast(float, value)
+        return self.low <= number <= self.high or (self.zero and number == 0)
+
+    @property
+    def span(self) -> str:
+        """The range in words: 1 to 1,000,000."""
+        return f"{'0, or ' if self.zero else ''}{_written(self.low)} to {_written(self.high)}"
+
+    def refusal(self, value: object) -> str:
+        """Why a value is none of them, with what would be."""
+        kind = "a whole number" if self.whole else "a number"
+        return f"{shown(value)} is not {'0 or ' if self.zero else ''}{kind} from {_written(self.low)} to {_written(self.high)}"
+
+
+_ROWS = Limits(1, MOST_ROWS)
+_SHARE = Limits(0, 1, whole=False)
+
+NUMBERS = {
+    "ratio": _SHARE,
+    "chunk_floor": _SHARE,
+    "prefilter": Limits(1, 1000, whole=False, zero=True),
+    "check_layer": Limits(1, MOST_LAYERS - 1),  # layer 0's KV never deviates
+    "first_k": _ROWS,
+    "chunk_head": Limits(0, MOST_ROWS),
+    "block": _ROWS,
+    "seed": Limits(0, 2**32 - 1),
+    "chunk_tokens": Limits(16, MOST_ROWS),  # shorter chunks hold no sentence
+    "stand_in_tokens": Limits(0, MOST_ROWS),
+    "batch_tokens": _ROWS,
+    "top_k": Limits(1, 10_000),
+    # What only the command line has.
+    "max_new_tokens": _ROWS,
+    "store_budget": Limits(1e-6, 1e6, whole=False),
+    "limit": Limits(1, 100_000),
+    "repeats": Limits(1, 1000),
+    "layer": Limits(0, MOST_LAYERS - 1),
+    "head": Limits(0, MOST_LAYERS - 1),
+}
+"""Every option that is a number, by its name."""
+
+
+def check_fields(config: Any) -> None:
+    """Raise `ConfigError` for a field of a configuration that is not of its default's type, or a number out of its range."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value is None and field.default is None:
+            continue
+        if field.name in NUMBERS:
+            if not NUMBERS[field.name].hold(value):
+                raise ConfigError(f"{field.name}: {NUMBERS[field.name].refusal(value)}")
+        elif field.default is not MISSING and not isinstance(value, type(field.default)):
+            raise ConfigError(f"{field.name} is {shown(value)}; give a {type(field.default).__name__}")
+        elif isinstance(value, str) and not is_text(value):
+            raise ConfigError(f"{field.name} is {shown(value)}, which is not UTF-8 text")
+
+
+def is_text(value: str) -> bool:
+    """Whether a string is free of surrogates, which no tokenizer takes: bytes that were not UTF-8 become such."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def numbered_layers(text: str) -> tuple[int, ...]:
+    """Layers written as numbers and runs, such as "3,7,12-15", ascending and each once.
+
+    Nothing where the text is something else, or names a layer beyond `MOST_LAYERS`: no text makes a longer tuple than that.
+    """
+    runs = []
+    for part in text.split(","):
+        run = _LAYER_RUN.fullmatch(part)
+        first, last = (int(run[1]), int(run[2] or run[1])) if run else (1, 0)
+        if not first <= last < MOST_LAYERS:
+            return ()
+        runs.append((first, last))
+    chosen: list[int] = []
+    for first, last in sorted(runs):
+        chosen.extend(range(max(first, chosen[-1] + 1 if chosen else 0), last + 1))
+    return tuple(chosen)
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, cut to what fits a line."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def _written(number: float) -> str:
+    return f"{number:f}" if 0 < number < 1 else f"{number:,.0f}"

@@ -1,0 +1,230 @@
+"""Any value for any option of any command: refused in one line with exit code 2, or good for everything that takes it later."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from blend_process import Blend, one_line
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blend import BlendConfig
+from blend.cli import blend as group
+from blend.cli.ending import exit_code_of
+from blend.config import CorpusConfig
+from blend.errors import ConfigError
+
+NASTY = (
+    *("nan", "inf", "-inf", "1e300", "1e400", "-1", "-0.0", "0", "1", "0.5", "5e-324", "1e-7", "1e6", str(10**30)),
+    *("9" * 5000, "١٢", "", " 3 ", "1_000", "0x10", "True", "3.0", "1e3", "\udcff", "\x1b[2J\n", "½", "+7"),
+)
+LAYERS = ("0-9999999999", "5-3", "--3", "3-", ",", "9" * 5000, "0-" + "9" * 30, "1,1", "1;2", "٣", "0-9999,0-9999")
+NUMERIC = {int, float}
+TEXTS = st.binary(max_size=8).filter(lambda value: b"\0" not in value).map(os.fsdecode)  # what an argument can be
+
+
+@cache
+def _commands() -> dict[str, click.Command]:
+    with click.Context(group) as context:
+        found = {name: group.get_command(context, name) for name in group.list_commands(context)}
+    return {name: command for name, command in found.items() if command is not None}
+
+
+def _valued() -> list[tuple[str, str]]:
+    """Every option of every command that takes a value."""
+    return [
+        (name, parameter.opts[0])
+        for name, command in _commands().items()
+        for parameter in command.params
+        if isinstance(parameter, click.Option) and not parameter.is_flag
+    ]
+
+
+def _option(name: str, flag: str) -> click.Parameter:
+    (found,) = (parameter for parameter in _commands()[name].params if flag in parameter.opts)
+    return found
+
+
+def _parsed(name: str, flag: str, value: str) -> dict[str, Any] | None:
+    """What the command would be called with, checked as far as it can be without a model; None after a refusal in one line."""
+    command = _commands()[name]
+    needed = ["x" for parameter in command.params if isinstance(parameter, click.Argument) and parameter.required]
+    found: dict[str, Any] = {}
+
+    def parse() -> None:
+        found.update(command.make_context(name, [f"{flag}={value}", *needed]).params)
+
+    told = io.StringIO()
+    with redirect_stderr(told):
+        code = exit_code_of(parse)
+    if code == 0:
+        return found
+    assert code == 2, told.getvalue()
+    assert told.getvalue().count("\n") == 1
+    assert flag in one_line(told.getvalue())
+    assert len(told.getvalue()) < 400 or isinstance(_option(name, flag).type, click.Choice)  # click quotes it whole
+    assert not any(character < " " or "\x7f" <= character < "\xa0" for character in told.getvalue()[:-1])
+    return None
+
+
+def _check(name: str, flag: str, value: str) -> None:
+    given_options = _parsed(name, flag, value)
+    if given_options is None:
+        return
+    for number in given_options.values():
+        assert not isinstance(number, float) or math.isfinite(number)
+        assert not isinstance(number, int) or abs(number) < 2**63
+    for config in (BlendConfig, CorpusConfig):
+        known = {field.name for field in fields(config)}
+        config(**{key: found for key, found in given_options.items() if key in known and found is not None})
+    if given_options.get("store_budget") is not None:
+        assert int(given_options["store_budget"] * 1e9) > 0
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(which=st.sampled_from(_valued()), value=TEXTS | st.floats().map(str) | st.integers().map(str))
+def test_a_value_is_refused_in_one_line_or_good_for_all(which: tuple[str, str], value: str) -> None:
+    _check(*which, value)
+
+
+def test_values_that_broke_things_before() -> None:
+    for name, flag in _valued():
+        kind = _option(name, flag).type.name
+        for value in NASTY if kind in ("integer", "float") else LAYERS if flag == "--query-layers" else NASTY[-8:]:
+            _check(name, flag, value)
+
+
+def test_every_number_has_limits() -> None:
+    """An option that is a number and forgets its limits would take infinity, or what no machine can hold."""
+    for name, flag in _valued():
+        kind = _option(name, flag).type
+        bare = (click.types.IntParamType, click.types.FloatParamType)
+        assert not isinstance(kind, bare), f"{name} {flag}: make it with blend.cli.values.number"
+        if kind.name in ("integer", "float"):
+            for value in ("nan", "inf", "-inf", "1e300", "-1", "9" * 5000, str(10**30), ""):
+                assert _parsed(name, flag, value) is None
+
+
+@pytest.mark.parametrize("config", [BlendConfig, CorpusConfig])
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_python_refuses_the_same(config: Any, data: st.DataObject) -> None:
+    """A field of a configuration takes numbers of its kind within its limits and nothing else, and says so in one line."""
+    field = data.draw(st.sampled_from([field for field in fields(config) if type(field.default) in NUMERIC]))
+    odd = st.sampled_from([math.nan, math.inf, -math.inf, 1e300, -1, 10**30, 10**5000, True, "1", None, [], 2.5, -0.5])
+    value = data.draw(odd | st.floats() | st.integers())
+    told = _refusal(lambda: config(**{field.name: value}))
+    if told is not None:
+        assert field.name in told
+        assert "\n" not in told
+        assert len(told) < 200
+        return
+    assert type(value) is type(field.default) or (type(value) is int and field.type == "float")
+    assert math.isfinite(value)
+    assert 0 <= value <= 2**32
+
+
+def _refusal(make: Callable[[], object]) -> str | None:
+    try:
+        make()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"value_norm": "yes"},
+        {"context_map": 1},
+        {"selector": None},
+        {"query_layers": 5},
+        {"query_layers": "0-9999999999"},
+        {"query_layers": "5-3"},
+        {"query_layers": "--3"},
+        {"query_layers": ""},
+        {"query_layers": "9" * 5000},
+        {"query_layers": "٣"},
+        {"mask": ["exact"]},
+        {"seed": -1},
+        {"first_k": 2.0},
+        {"chunk_head": True},
+    ],
+    ids=lambda wrong: str(wrong)[:40],
+)
+def test_python_refuses_other_kinds_of_values(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))) as caught:
+        BlendConfig(**wrong)
+    assert len(str(caught.value)) < 200
+
+
+def test_layers_that_overlap_are_scored_once_however_often_they_are_named() -> None:
+    from blend.select.query_score import scoring_layers
+
+    text = ",".join(["3-9999", "0-9999"] * 20_000)
+    assert BlendConfig(query_layers=text).query_layers == text
+    assert scoring_layers(text, 10_000) == tuple(range(10_000))
+    assert scoring_layers("7,2-3,3-4,0", 8) == (0, 2, 3, 4, 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ("--query-layers", "0-9999999999"),
+            "'--query-layers': '0-9999999999' is none of all, middle, upper, or layers",
+        ),
+        (("--prefilter", "nan"), "'--prefilter': nan is not 0 or a number from 1 to 1,000"),
+        (("--store-budget", "1e300"), "'--store-budget': 1e+300 is not a number from 0.000001 to 1,000,000"),
+        (
+            ("--block", str(10**30)),
+            "'--block': 1000000000000000000000000000000 is not a whole number from 1 to 1,000,000",
+        ),
+        (("--first-k", str(2**63)), "'--first-k': 9223372036854775808 is not a whole number from 1 to 1,000,000"),
+        (("--seed", "-1"), "'--seed': -1 is not a whole number from 0 to 4,294,967,295"),
+        (
+            ("--max-new-tokens", str(10**12)),
+            "'--max-new-tokens': 1000000000000 is not a whole number from 1 to 1,000,000",
+        ),
+        (("--device", "cuda:١"), "is none of auto, cpu, cuda or cuda:N"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
+)
+def test_the_real_command_line(filled: Blend, arguments: tuple[str, ...], told: str) -> None:
+    result = filled("answer", "x", *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert told in one_line(result.err)
+    assert "Loading" not in result.err
+
+
+def test_the_largest_values_answer(filled: Blend) -> None:
+    """What parses at the upper bound does not blow up later."""
+    most = {"block": 1_000_000, "chunk-head": 1_000_000, "first-k": 1_000_000, "seed": 2**32 - 1, "prefilter": 1000}
+    most |= {"top-k": 10_000, "chunk-floor": 1, "store-budget": 1_000_000}
+    arguments = [f"--{name}={value}" for name, value in most.items()]
+    for selector in ("mixed", "first_k", "random"):
+        result = filled("answer", "x", "-q", "--max-new-tokens=2", f"--selector={selector}", *arguments)
+        assert result.code == 0, result.err
+
+
+def test_a_home_of_nobody(blend: Blend) -> None:
+    for call in (("store",), ("precompute", "."), ("answer", "x")):
+        result = blend(*call, "--store", "~no-such-user/store")
+        assert result.code == 2
+        assert "no such user" in one_line(result.err)
+
+
+def test_a_question_file_without_end(blend: Blend) -> None:
+    result = blend("report", "--dataset", Path("/dev/zero"))
+    assert result.code == 6
+    assert "/dev/zero:1: longer than" in one_line(result.err)

@@ -1,0 +1,217 @@
+r"""Titles, file names, ids, names and answers that a terminal would obey are shown and not obeyed, by every command."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from blend_process import REPOSITORY, Blend, Result, one_line
+
+from tests.tiny_model import save_tiny_model
+
+# Window title, clear screen, a hyperlink, C1 controls, a bidirectional override, a forged line, a line taken back, markup.
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\x1b]8;;http://x.example\x1b\\\x9b31m\x85\u202eevil\u2066\u2028\x7f\b"
+MARKUP = "[bold]loud[/bold][link=http://x.example]here[/link]"
+HOSTILE = f"{ESCAPES}\nblend: forged line\rover{MARKUP}"
+FILE_NAME = HOSTILE.replace("/", "")
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+TINY = ("--max-new-tokens", "3")
+
+
+def _harmless(result: Result, code: int = 0) -> str:
+    """What was shown, with no byte in it that a terminal would obey, and no line that was forged."""
+    shown = result.out + result.err
+    assert result.code == code, result.err
+    assert not OBEYED.search(shown), repr(shown)
+    assert not any(line.startswith("blend: forged") for line in shown.splitlines())
+    assert "Traceback" not in shown
+    return shown
+
+
+@pytest.fixture(scope="module")
+def hostile_model(tmp_path_factory: pytest.TempPathFactory, texts: dict[str, str]) -> Path:
+    """A model in a folder with such a name, whose answers are control characters: only their tokens have a logit."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    plain = save_tiny_model(tmp_path_factory.mktemp("model") / "plain", "\n".join(texts.values()))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(plain), AutoTokenizer.from_pretrained(plain)
+    controls = [tokenizer.encode(chr(code), add_special_tokens=False)[0] for code in (*range(1, 32), 127)]
+    others = torch.ones(model.lm_head.weight.shape[0], dtype=torch.bool)
+    others[controls] = False
+    with torch.no_grad():
+        model.lm_head.weight[others] = 0
+    model.save_pretrained(plain)
+    return plain.rename(plain.with_name(FILE_NAME))
+
+
+@pytest.fixture(scope="module")
+def hostile(
+    server: subprocess.Popen[str],
+    hostile_model: Path,
+    texts: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Blend:
+    """A command line with that model, a store with such a name, and documents with such names and titles."""
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / f"{FILE_NAME}.md").write_text(texts["harbour.md"].replace("# The harbour", f"# The {MARKUP}{ESCAPES}"))
+    (folder / f"{FILE_NAME}.txt").write_text(texts["market.md"].removeprefix("# The market"))
+    (folder / f"binary {FILE_NAME}.md").write_bytes(bytes(range(256)))
+    (folder / os.fsdecode(b"not utf-8 \xff\xfe.md")).write_text(texts["quarry.md"])
+    made = Blend(server, tmp_path_factory.mktemp("calls"), hostile_model, folder / f"store {FILE_NAME}")
+    shown = _harmless(made("precompute", folder, "--chunk-tokens", "64"))
+    assert "skipped" in shown
+    assert r"\x1b]0;owned\x07\x1b[2J" in shown
+    return made
+
+
+def test_answers_titles_and_names(hostile: Blend) -> None:
+    result = hostile("answer", "When did it open?", "--compare", "--max-new-tokens", "12", "--top-k", "12")
+    shown = _harmless(result)
+    answer, _, panel = result.out.partition("╭")
+    assert re.search(r"\\x[01][0-9a-f]|\\x7f|\\r", answer), answer
+    assert r"\x1b[2J" in panel
+    assert "[bold]loud[/bold]" in re.sub(r"[│\s]", "", panel)
+    assert "Loading" in shown
+    _harmless(hostile("answer", "-", "-q", *TINY, stdin=f"When {HOSTILE}?"))
+
+
+def test_json_on_stdout(hostile: Blend) -> None:
+    for call in (("answer", f"When {HOSTILE}?", "--json", *TINY), ("store", "--json"), ("models", "--json")):
+        result = hostile(*call)
+        _harmless(result)
+        assert isinstance(result.json, dict)
+    told = hostile("answer", f"When {HOSTILE}?", "--json", "--compare", *TINY).json
+    assert told["question"] == f"When {HOSTILE}?"
+    assert told["model"] == str(hostile.model)
+    assert OBEYED.search(told["answer"])
+
+
+def test_a_store_and_its_namespaces(hostile: Blend, tmp_path: Path) -> None:
+    shown = _harmless(hostile("store"))
+    assert r"\x1b]0;owned\x07" in shown
+    assert hostile.store is not None
+    hostile = hostile.at(Path(shutil.copytree(hostile.store, tmp_path / FILE_NAME)))
+    assert hostile.store is not None
+    for path in (hostile.store / "kv" / "namespaces").glob("*.json"):
+        words = json.loads(path.read_text()) | {"model": HOSTILE, "dtype": HOSTILE, "prefix_tokens": HOSTILE}
+        path.write_text(json.dumps(words))
+    assert "caches" in _harmless(hostile("store"))
+    _harmless(hostile("store", "--json"))
+    for name in ("objects", "namespaces"):
+        shutil.rmtree(hostile.store / "kv" / name)
+    (hostile.store / "kv" / "objects" / FILE_NAME).mkdir(parents=True)
+    _harmless(hostile("store"))
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    path = tmp_path / f"{FILE_NAME}.jsonl"
+    chunks = [{"title": HOSTILE, "text": f"Hall {part} has {part + 3} doors. {HOSTILE} " * 3} for part in range(3)]
+    records = [
+        {
+            "id": f"q{number} {HOSTILE}",
+            "question": f"{HOSTILE}?",
+            "answers": [HOSTILE],
+            "chunks": chunks,
+            "task": f"{number}{HOSTILE}",
+        }
+        for number in range(2)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_a_report(hostile: Blend, dataset: Path, tmp_path: Path) -> None:
+    picture, numbers = tmp_path / f"{FILE_NAME}.svg", tmp_path / f"{FILE_NAME}.json"
+    result = hostile("report", "--dataset", dataset, "--json", numbers, "--picture", picture, *TINY)
+    shown = _harmless(result)
+    assert r"\x1b[2J" in shown
+    assert "[bold]loud[/bold]" in shown
+    assert not OBEYED.search(numbers.read_text())
+    assert not OBEYED.search(picture.read_text())
+    assert json.loads(numbers.read_text())["tasks"].keys() == {f"0{HOSTILE}", f"1{HOSTILE}"}
+    _harmless(hostile("report", "--dataset", dataset, "--limit", "1", "--json", "-", *TINY))
+
+
+def test_an_analysis(hostile: Blend, dataset: Path, tmp_path: Path) -> None:
+    page, numbers = tmp_path / f"{FILE_NAME}.html", tmp_path / f"{FILE_NAME}.json"
+    _harmless(hostile("analyze", "--dataset", dataset, "--html", page, "--json", numbers))
+    for path in (page, numbers):
+        assert not OBEYED.search(path.read_text())
+    _harmless(hostile("analyze", f"When {HOSTILE}?", "--json", numbers))
+    assert json.loads(numbers.read_text())["records"][0]["question"] == f"When {HOSTILE}?"
+
+
+def test_mistakes_and_what_is_not_there(blend: Blend, hostile_model: Path, tmp_path: Path) -> None:
+    nowhere, odd = tmp_path / FILE_NAME, tmp_path / os.fsdecode(b"\xff\x9b")
+    (tmp_path / f"{FILE_NAME}.jsonl").write_text(json.dumps({"id": HOSTILE, "question": "x", "chunks": HOSTILE}))
+    (tmp_path / f"{FILE_NAME}.file").write_text("")
+    for code, call in (
+        (2, (HOSTILE,)),
+        (2, (f"--{HOSTILE}",)),
+        (2, ("answer", "x", f"--{HOSTILE}")),
+        (2, ("answer", "x", "--selector", HOSTILE)),
+        (2, ("answer", "x", "--query-layers", HOSTILE)),
+        (2, ("answer", "x", "--ratio", HOSTILE)),
+        (2, ("answer", "x", "--device", HOSTILE)),
+        (8, ("answer", "x", "--store", nowhere)),
+        (7, ("store", "--store", odd)),
+        (7, ("store", "--store", nowhere)),
+        (7, ("precompute", ".", "--store", tmp_path / f"{FILE_NAME}.file")),
+        (8, ("precompute", nowhere)),
+        (8, ("precompute", odd)),
+        (6, ("report", "--dataset", nowhere)),
+        (6, ("report", "--dataset", odd)),
+        (6, ("report", "--dataset", tmp_path / f"{FILE_NAME}.jsonl")),
+        (2, ("report", "--json", tmp_path / f"{FILE_NAME}.file" / "below")),
+        (2, ("analyze", "x", "--html", tmp_path / f"{FILE_NAME}.file" / "below")),
+        (8, ("corpus", tmp_path / "c", "--module", HOSTILE)),
+    ):
+        result = blend(*call)
+        _harmless(result, code)
+        assert result.err.count("\n") == 1
+        one_line(result.err)
+    assert OBEYED.search(str(hostile_model))
+    _harmless(blend("corpus", nowhere, "--module", "csv"))
+
+
+@pytest.mark.parametrize("name", ["KVBLEND_MODEL", "KVBLEND_STORE", "KVBLEND_DEVICE", "KVBLEND_DTYPE"])
+def test_the_environment(filled: Blend, name: str) -> None:
+    for value in (HOSTILE, f"./{HOSTILE}", os.fsdecode(b"\xff\x9b")):
+        result = filled("answer", "x", "-q", env={name: value})
+        assert result.code in (2, 5, 8)
+        _harmless(result, result.code)
+        one_line(result.err)
+
+
+def test_a_bugs_traceback() -> None:
+    script = f"from blend.cli.ending import exit_code_of as run\ndef bug(): raise RuntimeError({HOSTILE!r})\nrun(bug)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert not OBEYED.search(done.stderr)
+    assert "this is a bug" in done.stderr
+
+
+def _written_by() -> Iterator[tuple[str, str]]:
+    """(module, call) of all that the command line writes with."""
+    for path in sorted((REPOSITORY / "blend" / "cli").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and (name := ast.unparse(node.func)).endswith((".echo", "print", ".write")):
+                yield path.stem, name
+
+
+def test_all_text_goes_through_the_console() -> None:
+    """The next command cannot forget: only these modules write, and both make text visible first."""
+    assert {module for module, name in _written_by() if name not in ("output.print",)} <= {
+        "console",
+        "ending",
+        "__init__",
+    }

@@ -1,0 +1,119 @@
+"""Text and paths in bytes that are not UTF-8, standard streams that are closed, and input that never ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from blend_process import REPOSITORY, Blend, one_line
+
+ODD = os.fsdecode(b"caf\xe9 \xff")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("answer", ODD), "'QUESTION'"),
+        (("analyze", ODD, "--json", "out.json"), "'[QUESTION]'"),
+        (("answer", "x", "--model", ODD), "'--model'"),
+        (("precompute", ".", "--model", f"./{ODD}"), "'--model'"),
+        (("answer", "x", "--embedder", ODD), "'--embedder'"),
+        (("answer", "x", "--device", ODD), "'--device'"),
+        (("answer", "x", "--query-layers", ODD), "'--query-layers'"),
+        (("corpus", "folder", "--module", ODD), "'--module'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else value,
+)
+def test_text_that_is_not_utf8(filled: Blend, arguments: tuple[str, ...], named: str) -> None:
+    result = filled(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.count("\n") == 1
+    assert f"Invalid value for {named}" in result.err
+    assert "is not UTF-8 text" in one_line(result.err)
+
+
+@pytest.mark.parametrize("name", ["KVBLEND_MODEL", "KVBLEND_DEVICE", "KVBLEND_DTYPE"])
+def test_an_environment_that_is_not_utf8(filled: Blend, name: str) -> None:
+    result = filled("answer", "x", env={name: ODD})
+    assert (result.code, result.out) == (2, "")
+    assert name.removeprefix("KVBLEND_").lower() in one_line(result.err)
+
+
+def test_a_question_on_standard_input_that_is_not_utf8(filled: Blend) -> None:
+    result = filled("answer", "-", stdin=ODD)
+    assert (result.code, result.out) == (2, "")
+    assert one_line(result.err) == (
+        "blend: the question on standard input is not utf-8 text; see `blend answer --help`"
+    )
+
+
+def test_a_question_with_nuls_is_answered(filled: Blend) -> None:
+    result = filled("answer", "-", "--json", "--max-new-tokens", "2", stdin="When\0did\0it open?")
+    assert result.code == 0, result.err
+    assert result.json["question"] == "When\0did\0it open?"
+
+
+def test_a_question_without_end(filled: Blend) -> None:
+    result = filled("answer", "-", stdin="x" * 1_000_001)
+    assert result.code == 2
+    assert "more than 1,000,000 characters" in one_line(result.err)
+
+
+def test_a_store_and_a_dataset_whose_paths_are_not_utf8(blend: Blend, documents: Path, tmp_path: Path) -> None:
+    """Any bytes may name a file; they are shown as what they are."""
+    odd = blend.at(tmp_path / ODD / "store")
+    (documents / "market.md").rename(documents / f"{ODD}.md")
+    made = odd("precompute", documents, "--chunk-tokens", "64")
+    assert made.code == 0, made.err
+    assert r"caf\udce9 \udcff/store" in made.out
+    assert odd("answer", "x", "-q", "--max-new-tokens", "2").code == 0
+    assert r"caf\udce9 \udcff/store" in odd("store").out
+    chunks = [{"title": "Hall", "text": f"Hall {part} has doors."} for part in range(2)]
+    dataset, out = tmp_path / f"{ODD}.jsonl", tmp_path / f"{ODD}.json"
+    dataset.write_text(json.dumps({"id": "q", "question": "doors?", "answers": ["2"], "chunks": chunks}))
+    told = odd(
+        "report", "--dataset", dataset, "--json", out, "--picture", out.with_suffix(".png"), "--max-new-tokens=2"
+    )
+    assert told.code == 0, told.err
+    assert json.loads(out.read_bytes())["workload"] == dataset.name
+    page = out.with_suffix(".html")
+    assert odd("analyze", "--dataset", dataset, "--html", page).code == 0
+    assert rb"caf\udce9 \udcff.jsonl" in page.read_bytes()
+    dataset.write_bytes(b'{"id": "\xff"}')
+    broken = odd("report", "--dataset", dataset)
+    assert broken.code == 6
+    assert "not UTF-8 text" in one_line(broken.err)
+
+
+def _python(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}", **options}
+    return subprocess.run(arguments, capture_output=True, text=True, env=env, check=False)
+
+
+def test_utf8_in_a_locale_that_is_not(filled: Blend) -> None:
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "KVBLEND_STORE": str(filled.folder / "none")}
+    result = _python(sys.executable, "-m", "blend", "answer", "größer?", **plain)
+    assert result.returncode == 8, result.stderr
+    assert "run `blend precompute`" in one_line(result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "told"),
+    [
+        ("env >&-", 0, ""),
+        ("env --json >&-", 0, ""),
+        ("frob 2>&-", 2, ""),
+        ("frob >&- 2>&-", 2, ""),
+        ("answer - <&-", 2, "there is no standard input"),
+        ("answer - 0>/dev/null", 2, "standard input cannot be read"),
+    ],
+)
+def test_streams_that_are_closed(call: str, code: int, told: str) -> None:
+    result = _python("/bin/sh", "-c", f"exec {sys.executable} -m blend {call}")
+    assert (result.returncode, result.stdout) == (code, "")
+    assert told in result.stderr
+    assert "Traceback" not in result.stderr
