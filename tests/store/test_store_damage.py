@@ -186,7 +186,7 @@ def huge(header, data):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (meta(format="2"), "format version 2"),
+        (meta(format="2"), "format version '2'"),
         (meta(namespace="c" * 32), "under another key"),
         (meta(digest="c" * 64), "under another key"),
         (meta(codec="zip"), "codec 'zip'"),
@@ -202,9 +202,9 @@ def huge(header, data):
         (swap_dtype, "impossible shapes"),
         (reshape, "for 3 tokens"),
         (shift, "byte range"),
-        (far_away, "bytes of data"),
-        (huge, "bytes of data"),
-        (lambda header, _data: header.update({"001.k": [1]}), "indices"),
+        (far_away, "byte range"),
+        (huge, "impossible shapes"),
+        (lambda header, _data: header.update({"001.k": [1]}), "not described"),
         (lambda _header, data: data[:-1], "bytes of data"),
         (lambda _header, data: data + b"x", "bytes of data"),
     ],
