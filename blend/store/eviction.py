@@ -17,6 +17,7 @@ from blend.store.files import StoreFiles
 _TOUCH_EVERY_S = 1.0
 _RECOUNT_EVERY_S = 5.0
 _LISTINGS_SHARE = 20  # listing takes one second in so many at most
+_RECOUNT_SHARE = 8  # and after writing one byte in so many of the budget
 _QUEUE = 4096
 
 
@@ -57,8 +58,8 @@ class Evictor:
     """Counts what is written and removes the least recently used files once it is more than `budget_bytes`.
 
     A listing of the store says what it holds and in which order it may go; between two listings the count is kept and that
-    order worked off, so that a store that is always full is listed once in some thousand writes or in some seconds. What other
-    processes write meanwhile is found by the next listing.
+    order worked off, so that a store that is always full is not listed for every write. What other processes write meanwhile
+    is found by the next listing: after some seconds, or after this one has written an eighth of the budget.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Evictor:
         self._files, self._listing = files, listing
         self._clock = UseClock()
         self._lock = threading.Lock()
-        self._used_bytes = 0
+        self._used_bytes = self._written_bytes = 0
         self._list_after = float("-inf")
         self._oldest: deque[StoredFile] = deque()
 
@@ -81,6 +82,7 @@ class Evictor:
             yield
             self._stamp(path)
             self._used_bytes += nbytes - replaced
+            self._written_bytes += nbytes
             if self.budget_bytes is not None:
                 self._evict(self.budget_bytes, str(path))
 
@@ -107,7 +109,7 @@ class Evictor:
             os.utime(path, (now, now))
 
     def _evict(self, budget: int, newest: str) -> None:
-        listed = time.monotonic() >= self._list_after
+        listed = time.monotonic() >= self._list_after or self._written_bytes > budget // _RECOUNT_SHARE
         if listed:
             self._list(newest)
         while self._used_bytes > budget:
@@ -124,7 +126,7 @@ class Evictor:
     def _list(self, newest: str) -> None:
         began = time.monotonic()
         files = sorted(self._listing(), key=lambda file: file.used)
-        self._used_bytes = sum(file.nbytes for file in files)
+        self._used_bytes, self._written_bytes = sum(file.nbytes for file in files), 0
         if files:
             self._clock.saw(files[-1].used)
         others = [file for file in files if file.path != newest]

@@ -126,29 +126,29 @@ def _require_whole(header: EntryHeader, file_size: int) -> None:
 
 
 def _layers(tensors: dict[str, Any], codec: Codec, checksums: list[str], data_start: int) -> Iterator[LayerLayout]:
-    """Where each layer lies: one right behind the other, each tensor right behind the one before."""
+    """Where each layer lies: one right behind the other, in each the tensors in the order in which `entry` writes them."""
     layer_begin = 0
     for index, checksum in enumerate(checksums):
-        specs = [_spec(tensor_name(index, part), tensors.get(tensor_name(index, part))) for part in codec.parts]
+        found = [_part(part, tensor_name(index, part), tensors) for part in codec.parts]
         at, parts = layer_begin, []
-        for (begin, end, stored, shape), name in sorted(zip(specs, codec.parts, strict=True)):
-            if begin != at or (begin - layer_begin) % stored.nbytes:
+        for part in sorted(found, key=lambda one: -one.type.nbytes):
+            if part.offset != at:
                 raise ValueError(f"the tensors of layer {index} are not one byte range of the file")
-            parts.append(PartLayout(name, stored, shape, begin - layer_begin, end - begin))
-            at = end
+            parts.append(part._replace(offset=at - layer_begin))
+            at += part.nbytes
         yield LayerLayout(data_start + layer_begin, at - layer_begin, tuple(parts), checksum)
         layer_begin = at
 
 
-def _spec(name: str, value: object) -> tuple[int, int, StoredType, tuple[int, ...]]:
-    """Byte range, type and shape of one tensor."""
-    spec = as_fields(value, name)
+def _part(part: str, name: str, tensors: Mapping[str, object]) -> PartLayout:
+    """One tensor, its offset counted from the first byte of the data."""
+    spec = as_fields(tensors.get(name), name)
     stored = as_type(spec.get("dtype"))
     shape = as_counts(spec.get("shape"), 3, f"the shape of {name}")
     begin, end = as_counts(spec.get("data_offsets"), 2, f"the byte range of {name}")
     if max(shape) >= _LARGEST_SIZE or end - begin != math.prod(shape) * stored.nbytes:
         raise ValueError(f"{name} has impossible shapes for its bytes")
-    return begin, end, stored, tuple(shape)
+    return PartLayout(part, stored, tuple(shape), begin, end - begin)
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

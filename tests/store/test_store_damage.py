@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 
 import pytest
 import torch
-import xxhash
+from forging import forge
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
@@ -120,19 +119,6 @@ def test_inserted_and_appended_bytes(entry, at, extra):
     assert not use(store)
     path.write_bytes(raw + extra)
     assert not use(store)
-
-
-def forge(raw: bytes, change) -> bytes:
-    """A file with a changed header whose own checksum is right: written by someone else, not damaged."""
-    length = struct.unpack("<Q", raw[:8])[0]
-    header = json.loads(raw[8 : 8 + length])
-    data = change(header, raw[8 + length :]) if change else None
-    data = raw[8 + length :] if data is None else data
-    text = json.dumps(header, separators=(",", ":")).encode()
-    size = struct.pack("<Q", len(text))
-    at = len(b'{"__metadata__":{"checksum":"')
-    checksum = xxhash.xxh3_128_hexdigest(size + text[at + 32 :]).encode()
-    return size + text[:at] + checksum + text[at + 32 :] + data
 
 
 def read_all(store):
