@@ -19,6 +19,7 @@ _RECOUNT_EVERY_S = 5.0
 _LISTINGS_SHARE = 20  # listing takes one second in so many at most
 _RECOUNT_SHARE = 8  # and after writing one byte in so many of the budget
 _QUEUE = 4096
+_INSTANT = 1e-6
 
 
 class StoredFile(NamedTuple):
@@ -41,10 +42,10 @@ class UseClock:
         self._latest = float("-inf")
 
     def now(self) -> float:
-        """The moment, not before any that was asked for or seen."""
+        """The moment, later than any that was asked for or seen."""
         with self._lock:
             moment = time.time()
-            self._ahead = max(self._ahead, self._latest - moment)
+            self._ahead = max(self._ahead, self._latest + _INSTANT - moment)
             self._latest = moment + self._ahead
             return self._latest
 
@@ -78,13 +79,14 @@ class Evictor:
     def placing(self, path: Path, nbytes: int) -> Iterator[None]:
         """Held while a file of `nbytes` comes to `path`; other files are evicted then. Raises `StoreError`."""
         with self._lock:
+            listed = self.budget_bytes is not None and self._list_if_due(str(path))
             replaced = _size(path)
             yield
             self._stamp(path)
             self._used_bytes += nbytes - replaced
             self._written_bytes += nbytes
             if self.budget_bytes is not None:
-                self._evict(self.budget_bytes, str(path))
+                self._evict(self.budget_bytes, str(path), listed=listed)
 
     def opened(self, path: Path) -> None:
         """Remember that the file was used just now."""
@@ -108,10 +110,14 @@ class Evictor:
         with suppress(OSError):
             os.utime(path, (now, now))
 
-    def _evict(self, budget: int, newest: str) -> None:
-        listed = time.monotonic() >= self._list_after or self._written_bytes > budget // _RECOUNT_SHARE
-        if listed:
+    def _list_if_due(self, newest: str) -> bool:
+        written = self._written_bytes > (self.budget_bytes or 0) // _RECOUNT_SHARE
+        if written or time.monotonic() >= self._list_after:
             self._list(newest)
+            return True
+        return False
+
+    def _evict(self, budget: int, newest: str, *, listed: bool) -> None:
         while self._used_bytes > budget:
             if not self._oldest:
                 self._list(newest)

@@ -75,7 +75,7 @@ def places(value, here=()):
         yield from places(one, (*here, name))
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 10**6), VALUES), min_size=1, max_size=3))
 def test_any_value_anywhere(entry, changes):
     store, path, raw = entry

@@ -99,3 +99,75 @@ def test_writers_killed_at_random_moments(tmp_path, spawn):
             with store.open(key) as reader:
                 first = reader.layer(0)[0]
                 assert all(torch.equal(reader.layer(i)[1], first) for i in range(3))
+
+
+def test_killed_between_the_file_and_its_place(tmp_path, spawn):
+    """Of an entry, of an artifact, of a new store's manifest, and while a folder that was in the way is removed."""
+    work = """
+    def die(*args, **kwargs):
+        os.kill(os.getpid(), 9)
+
+    def killed(call, *names):
+        child = os.fork()
+        if child == 0:
+            for holder, name in names:
+                setattr(holder, name, die)
+            call()
+        assert os.waitpid(child, 0)[1] == 9
+
+    import shutil
+    store = open_store(root / "a")
+    store.put(key(1), cache(1))
+    store.write_artifact("map", b"content")
+    before = store.generation
+    moved = (Path, "replace")
+    killed(lambda: store.put(key(1), cache(1, writer=3)), moved)
+    killed(lambda: store.put(key(2), cache(2)), moved)
+    killed(lambda: store.write_artifact("map", b"new"), moved)
+    killed(lambda: store.write_artifact("other", b"new"), moved)
+    killed(lambda: store.advance(), moved)
+    killed(lambda: store.describe("abc", {"model": "tiny"}), moved)
+    killed(lambda: open_store(root / "b"), moved)
+    (root / "a" / "artifacts" / "full" / "of").mkdir(parents=True)
+    killed(lambda: store.delete_artifact("full"), (shutil, "rmtree"))
+    print(before)
+    """
+    (before,) = finish(spawn(tmp_path, work))
+    left = list(tmp_path.rglob(".*.tmp"))
+    assert len(left) == 8
+    assert {path.parent for path in left} == {tmp_path / "a" / "tmp", tmp_path / "b"}
+    store = open_store(tmp_path / "a")
+    assert open_store(tmp_path / "b").stats() == (0, 0)
+    assert not list(tmp_path.rglob(".*.tmp"))
+    (only,) = store.keys()
+    with store.open(only) as reader:
+        assert torch.equal(reader.layer(2)[1], torch.full((2, 64, 8), 100.0))
+    assert list(store.artifacts()) == ["map"]
+    assert store.read_artifact("map") == b"content"
+    assert store.generation == before
+    assert store.namespaces() == {only.namespace: {}}
+
+
+def test_writers_pruners_and_readers_of_a_full_store(tmp_path, spawn):
+    work = """
+    store = open_store(root, budget_bytes=20 * 27_000)
+    spaces = [key(0).namespace]
+    for step in range(60):
+        number = (7 * step + seed) % 40
+        if seed == 0:
+            store.prune([key(n) for n in range(0, 40, 2)], spaces[0])
+            if step % 10 == 0:
+                store.write_artifact("map", b"%d" % step)
+        elif seed == 1:
+            store.put(key(number), cache(number, seed))
+        elif (reader := store.open(key(number))) is not None:
+            with reader:
+                time.sleep(0.002)  # evicted, pruned and replaced meanwhile
+                for index in range(3):
+                    assert float(reader.layer(index)[0].flatten()[-1]) == number * 100 + 1
+        int(store.read_artifact("map") or 0)
+        assert store.stats().nbytes <= 30 * 27_000
+    """
+    finish(spawn(tmp_path, work, workers=4))
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert 0 < open_store(tmp_path).stats().nbytes <= 20 * 27_000
