@@ -1,6 +1,6 @@
 """Stores of chunk caches: contract in `base`, one implementation a file, `open_store` makes one.
 
-Importing this package loads no torch; opening a store does.
+Importing this package loads no torch, nor does looking at what a store holds; opening an entry and putting one do.
 """
 
 from __future__ import annotations
@@ -10,27 +10,50 @@ from pathlib import Path
 
 from blend.store.base import ChunkReader, ChunkStore, StoreStats
 from blend.store.codec import Codec, codec_names, get_codec
+from blend.store.seal import make_seal, read_store_key
 
-__all__ = ["ChunkReader", "ChunkStore", "Codec", "StoreStats", "codec_names", "get_codec", "open_store"]
+__all__ = [
+    "ChunkReader",
+    "ChunkStore",
+    "Codec",
+    "StoreStats",
+    "codec_names",
+    "get_codec",
+    "open_store",
+    "read_store_key",
+]
 
 MEMORY = "memory:"
 
 
 def open_store(
-    location: str | os.PathLike[str], *, codec: str = "native", budget_bytes: int | None = None
+    location: str | os.PathLike[str],
+    *,
+    codec: str = "native",
+    budget_bytes: int | None = None,
+    key: bytes | None = None,
 ) -> ChunkStore:
     """A store in memory (`memory:`) or in a directory, which is made when it does not exist.
 
     codec: how new entries are kept, one of `codec_names()`; "native" keeps the dtype they come in.
     budget_bytes: what all entries may take; the least recently used ones go first.
-    Raises `ConfigError` for an unknown codec or a budget that is not positive, `StoreError` for a directory that is no
-    store, was made by a newer kvblend or cannot be written.
+    key: a secret of at least 16 bytes (see `read_store_key`) that entries and artifacts are sealed with. Whatever was not
+    written with this key counts as damaged then, so that nobody without it can put KV of their own under a model. It is
+    written nowhere. A store in memory has no use for it.
+
+    A directory is closed to other users: new files 0600, new folders 0700, whatever the umask, and a store of this user's
+    that everybody may enter is closed when it is opened. To share one within a group, set the setgid bit on it: what the
+    group may do there (`chmod 2750` read, `chmod 2770` write) it may do with everything written from then on.
+
+    Raises `ConfigError` for an unknown codec, a budget that is not positive or a key that is too short, `StoreError` for a
+    directory that is no store, was made by a newer kvblend or cannot be written. A store that this user may only read is
+    opened all the same.
     """
-    encoding = get_codec(codec)
+    encoding, seal = get_codec(codec), make_seal(key)
     if location == MEMORY:
         from blend.store.memory import MemoryStore
 
         return MemoryStore(encoding, budget_bytes)
     from blend.store.disk import DiskStore
 
-    return DiskStore(Path(location).expanduser(), encoding, budget_bytes)
+    return DiskStore(Path(location).expanduser(), encoding, seal, budget_bytes)

@@ -27,7 +27,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Contiguous CPU tensors under `parts`, which share no memory with the arguments.
+        """Contiguous CPU tensors of three dimensions under `parts`, which share no memory with the arguments.
 
         keys, values: `[kv_heads, tokens, head_dim]` each, on any device.
         Raises `StoreError` when the values do not fit into the encoding.
@@ -57,7 +57,8 @@ class CastCodec(Codec):
     def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Both tensors widened or rounded to `dtype`; no copy without one, or when they have it already."""
         for part in parts.values():
-            if self.name not in ("native", str(part.dtype).removeprefix("torch.")):
+            kept = str(part.dtype).removeprefix("torch.")
+            if self.name not in ("native", kept) or not part.dtype.is_floating_point:
                 raise ValueError(f"codec {self.name!r} does not write {part.dtype}")
         keys, values = parts["k"], parts["v"]
         return (keys, values) if dtype is None else (keys.to(dtype), values.to(dtype))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import threading
 from pathlib import Path
 
 import torch
-import xxhash
 
-from blend.errors import EntryDamagedError, StoreError
+from blend.errors import EntryDamagedError
 from blend.store.base import ChunkReader, copy_layer
-from blend.store.entry import LENGTH, EntryHeader, LayerLayout, PartLayout, as_bytes, decode_header
+from blend.store.entry import as_bytes
+from blend.store.files import StoreFiles
+from blend.store.header import LENGTH, LONGEST, EntryHeader, LayerLayout, PartLayout, decode_header
+from blend.store.seal import Seal
 from blend.types import ChunkKey
 
-_HEADER_GUESS = 16 << 10  # one read for the header of any model with up to about 100 layers
-_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_HEADER_GUESS = 16 << 10  # one read for the header of any model with up to about 80 layers
 
 
 class LayerBuffer:
@@ -28,7 +28,9 @@ class LayerBuffer:
         self.parts = parts
         self.view = as_bytes(buffer)
         self.tensors = {
-            part.name: buffer[part.offset : part.offset + part.nbytes].view(part.dtype).view(part.shape)
+            part.name: buffer[part.offset : part.offset + part.nbytes]
+            .view(getattr(torch, part.type.name))
+            .view(part.shape)
             for part in parts
         }
 
@@ -45,6 +47,53 @@ class Scratch(threading.local):
         return self.buffer
 
 
+class EntryOpener:
+    """Opens the entries of one store."""
+
+    def __init__(self, files: StoreFiles, seal: Seal) -> None:
+        self.files, self.seal, self.scratch = files, seal, Scratch()
+
+    def open(self, path: Path, key: ChunkKey) -> DiskReader | None:
+        """The entry of `key` at `path`, its header verified; None when there is no such file.
+
+        Raises `EntryDamagedError` when it must not be used, `StoreError` when the store cannot be read.
+        """
+        try:
+            descriptor = self.files.open(path)
+        except EntryDamagedError as error:
+            raise damaged(key, str(error)) from None
+        if descriptor is None:
+            return None
+        try:
+            return DiskReader(descriptor, key, self._header(descriptor, key), self)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def _header(self, descriptor: int, key: ChunkKey) -> EntryHeader:
+        try:
+            size = os.fstat(descriptor).st_size
+            raw = os.pread(descriptor, _HEADER_GUESS, 0)
+            end = LENGTH.size + (LENGTH.unpack_from(raw)[0] if len(raw) >= LENGTH.size else 0)
+            if end == LENGTH.size or end > min(size, LONGEST):
+                raise ValueError("it is truncated, or not a chunk cache")
+            if end > len(raw):
+                raw += os.pread(descriptor, end - len(raw), len(raw))
+            return decode_header(raw[:end], key, size, self.seal)
+        except OSError as error:
+            raise self.unreadable(key, "it", error) from None
+        except (ValueError, RecursionError) as error:
+            raise damaged(key, first_line(error)) from None
+
+    def unreadable(self, key: ChunkKey, what: str, error: OSError) -> Exception:
+        """What to raise when an open file cannot be read."""
+        # A network file system says "stale" of an open file that another machine has evicted.
+        failed = self.files.failed("read", error)
+        if error.errno == errno.ESTALE or isinstance(failed, EntryDamagedError):
+            return damaged(key, f"{what} cannot be read: {error.strerror}")
+        return failed
+
+
 class DiskReader(ChunkReader):
     """An open file. Threads may share it; it stays readable when the entry is evicted or replaced meanwhile.
 
@@ -52,17 +101,17 @@ class DiskReader(ChunkReader):
     read is an error like any other.
     """
 
-    def __init__(self, descriptor: int, key: ChunkKey, header: EntryHeader, scratch: Scratch) -> None:
-        self.tokens, self.layers, self.start = header.tokens, header.layers, header.start
+    def __init__(self, descriptor: int, key: ChunkKey, header: EntryHeader, opener: EntryOpener) -> None:
+        self.tokens, self.layers, self.start = header.tokens, len(header.layers), header.start
         self.codec = header.codec.name
         self._descriptor = descriptor
         self._key = key
         self._header = header
-        self._scratch = scratch
+        self._opener = opener
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in memory of their own."""
-        return self._read(index, self._header.dtype, reuse=False)
+        return self._read(index, getattr(torch, self._header.type.name), reuse=False)
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
         """One read into a warm buffer, one hash, one converting copy each."""
@@ -82,21 +131,18 @@ class DiskReader(ChunkReader):
             raise ValueError("the reader is closed")
         if not 0 <= index < self.layers:
             raise IndexError(f"layer {index} of {self.layers}")
-        try:
-            return self._header.layer(index)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise damaged(self._key, f"layer {index} is not described: {error}") from None
+        return self._header.layers[index]
 
     def _read(self, index: int, dtype: torch.dtype | None, *, reuse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        layout = self._layout(index)
+        layout, opener = self._layout(index), self._opener
         try:
-            buffer = self._scratch.take(layout) if reuse else LayerBuffer(layout.parts, layout.nbytes)
+            buffer = opener.scratch.take(layout) if reuse else LayerBuffer(layout.parts, layout.nbytes)
             complete = _read_fully(self._descriptor, buffer.view, layout.offset)
         except OSError as error:
-            raise damaged(self._key, f"layer {index} cannot be read: {error.strerror}") from None
+            raise opener.unreadable(self._key, f"layer {index}", error) from None
         except RuntimeError as error:
-            raise damaged(self._key, f"layer {index} has impossible shapes: {_first_line(error)}") from None
-        if not complete or xxhash.xxh3_128_hexdigest(buffer.view) != layout.checksum:
+            raise damaged(self._key, f"layer {index} has impossible shapes: {first_line(error)}") from None
+        if not complete or not opener.seal.holds(layout.checksum, "layer", buffer.view):
             raise damaged(self._key, f"layer {index} is not what was written")
         return self._decode(index, buffer, dtype)
 
@@ -104,31 +150,11 @@ class DiskReader(ChunkReader):
         try:
             keys, values = self._header.codec.decode(buffer.tensors, dtype)
         except (RuntimeError, ValueError) as error:
-            raise damaged(self._key, f"layer {index} does not decode: {_first_line(error)}") from None
+            raise damaged(self._key, f"layer {index} does not decode: {first_line(error)}") from None
         for tensor in (keys, values):
             if tensor.ndim != 3 or tensor.shape[1] != self.tokens:
                 raise damaged(self._key, f"layer {index} has shape {list(tensor.shape)} for {self.tokens} tokens")
         return keys, values
-
-
-def open_entry(path: Path, key: ChunkKey, scratch: Scratch) -> DiskReader | None:
-    """The entry of `key` at `path`, its header verified; None when there is no such file.
-
-    Raises `EntryDamagedError` when it must not be used.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        if error.errno in _OUT_OF_RESOURCES:
-            raise StoreError(f"cannot open {path}: {error.strerror}; close readers or raise `ulimit -n`") from None
-        raise damaged(key, f"it cannot be opened: {error.strerror}") from None
-    try:
-        return DiskReader(descriptor, key, _read_header(descriptor, key), scratch)
-    except BaseException:
-        os.close(descriptor)
-        raise
 
 
 def damaged(key: ChunkKey, what: str) -> EntryDamagedError:
@@ -136,22 +162,9 @@ def damaged(key: ChunkKey, what: str) -> EntryDamagedError:
     return EntryDamagedError(f"store entry {key.digest[:16]} must be computed again: {what}")
 
 
-def _read_header(descriptor: int, key: ChunkKey) -> EntryHeader:
-    try:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode):
-            raise damaged(key, "it is not a file")
-        raw = os.pread(descriptor, _HEADER_GUESS, 0)
-        end = LENGTH.size + (LENGTH.unpack_from(raw)[0] if len(raw) >= LENGTH.size else 0)
-        if end == LENGTH.size or end > info.st_size:
-            raise damaged(key, "it is truncated, or not a chunk cache")
-        if end > len(raw):
-            raw += os.pread(descriptor, end - len(raw), len(raw))
-        return decode_header(raw[:end], key, info.st_size)
-    except OSError as error:
-        raise damaged(key, f"it cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise damaged(key, str(error)) from None
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return str(error).partition("\n")[0]
 
 
 def _read_fully(descriptor: int, view: memoryview, offset: int) -> bool:
@@ -162,7 +175,3 @@ def _read_fully(descriptor: int, view: memoryview, offset: int) -> bool:
             return False
         done += count
     return True
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

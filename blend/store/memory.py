@@ -6,9 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from blend.store.base import (
     ChunkReader,
@@ -21,6 +19,9 @@ from blend.store.base import (
 from blend.store.codec import Codec
 from blend.store.entry import require_sound
 from blend.types import ChunkCache, ChunkKey
+
+if TYPE_CHECKING:
+    import torch
 
 
 class MemoryEntry(NamedTuple):

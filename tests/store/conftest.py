@@ -1,10 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from store_processes import FORK, PREAMBLE
 
 from blend.store import ChunkStore, open_store
 from blend.types import CacheIdentity, ChunkCache, ChunkKey
@@ -39,3 +43,19 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., 
         return open_store(location, codec=codec, budget_bytes=budget_bytes)
 
     return make
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    processes = []
+
+    def start(root: Path, body: str, workers: int = 1) -> subprocess.Popen[str]:
+        code = PREAMBLE + (FORK if workers > 1 else "") + textwrap.dedent(body)
+        command = [sys.executable, "-c", code, str(root), str(workers)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()

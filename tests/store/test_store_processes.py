@@ -4,65 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 
-import pytest
 import torch
+from store_processes import finish
 
 from blend.store import open_store
-
-PREAMBLE = """
-import os, random, sys, time, torch
-from pathlib import Path
-from blend.store import open_store
-from blend.types import CacheIdentity, ChunkCache
-torch.set_num_threads(1)
-root, seed = Path(sys.argv[1]), 0
-
-def key(number):
-    return CacheIdentity("m", "float32", (1,)).key((number,))
-
-def cache(number, writer=0, tokens=64):
-    # Every element says which entry and which writer it belongs to.
-    return ChunkCache(*[tuple(torch.full((2, tokens, 8), float(number * 100 + writer)) for _ in range(3))] * 2, start=1)
-"""
-
-
-# Several processes for the price of one import of torch; each goes on with the body under a seed of its own.
-FORK = """
-children = []
-for seed in range(int(sys.argv[2])):
-    children.append(os.fork())
-    if children[-1] == 0:
-        break
-else:
-    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
-"""
-
-
-@pytest.fixture
-def spawn():
-    processes = []
-
-    def start(root, body, workers=1):
-        code = PREAMBLE + (FORK if workers > 1 else "") + textwrap.dedent(body)
-        command = [sys.executable, "-c", code, str(root), str(workers)]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
-def finish(process):
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out.split()
 
 
 def test_concurrent_writers_readers_and_evictors(tmp_path, spawn):
@@ -83,13 +30,13 @@ def test_concurrent_writers_readers_and_evictors(tmp_path, spawn):
             assert int(mark) // 100 == other and int(mark) % 100 < 4, mark
             assert all(bool((t == mark).all()) for pair in layers for t in pair)
             read += 1
-    print(read)
+    sys.stdout.write(f"{read}\\n")  # in one piece, four processes share the pipe
     """
     reads = finish(spawn(tmp_path, work, workers=4))
     assert len(reads) == 4
     assert all(int(count) > 10 for count in reads)
     assert list((tmp_path / "tmp").iterdir()) == []
-    assert open_store(tmp_path).stats().entries >= 1
+    assert 0 < open_store(tmp_path).stats().nbytes <= 1.5 * 9 * 27_000
 
 
 def test_opening_one_new_store_at_the_same_time(tmp_path, spawn):
@@ -152,3 +99,75 @@ def test_writers_killed_at_random_moments(tmp_path, spawn):
             with store.open(key) as reader:
                 first = reader.layer(0)[0]
                 assert all(torch.equal(reader.layer(i)[1], first) for i in range(3))
+
+
+def test_killed_between_the_file_and_its_place(tmp_path, spawn):
+    """Of an entry, of an artifact, of a new store's manifest, and while a folder that was in the way is removed."""
+    work = """
+    def die(*args, **kwargs):
+        os.kill(os.getpid(), 9)
+
+    def killed(call, *names):
+        child = os.fork()
+        if child == 0:
+            for holder, name in names:
+                setattr(holder, name, die)
+            call()
+        assert os.waitpid(child, 0)[1] == 9
+
+    import shutil
+    store = open_store(root / "a")
+    store.put(key(1), cache(1))
+    store.write_artifact("map", b"content")
+    before = store.generation
+    moved = (Path, "replace")
+    killed(lambda: store.put(key(1), cache(1, writer=3)), moved)
+    killed(lambda: store.put(key(2), cache(2)), moved)
+    killed(lambda: store.write_artifact("map", b"new"), moved)
+    killed(lambda: store.write_artifact("other", b"new"), moved)
+    killed(lambda: store.advance(), moved)
+    killed(lambda: store.describe("abc", {"model": "tiny"}), moved)
+    killed(lambda: open_store(root / "b"), moved)
+    (root / "a" / "artifacts" / "full" / "of").mkdir(parents=True)
+    killed(lambda: store.delete_artifact("full"), (shutil, "rmtree"))
+    print(before)
+    """
+    (before,) = finish(spawn(tmp_path, work))
+    left = list(tmp_path.rglob(".*.tmp"))
+    assert len(left) == 8
+    assert {path.parent for path in left} == {tmp_path / "a" / "tmp", tmp_path / "b"}
+    store = open_store(tmp_path / "a")
+    assert open_store(tmp_path / "b").stats() == (0, 0)
+    assert not list(tmp_path.rglob(".*.tmp"))
+    (only,) = store.keys()
+    with store.open(only) as reader:
+        assert torch.equal(reader.layer(2)[1], torch.full((2, 64, 8), 100.0))
+    assert list(store.artifacts()) == ["map"]
+    assert store.read_artifact("map") == b"content"
+    assert store.generation == before
+    assert store.namespaces() == {only.namespace: {}}
+
+
+def test_writers_pruners_and_readers_of_a_full_store(tmp_path, spawn):
+    work = """
+    store = open_store(root, budget_bytes=20 * 27_000)
+    spaces = [key(0).namespace]
+    for step in range(60):
+        number = (7 * step + seed) % 40
+        if seed == 0:
+            store.prune([key(n) for n in range(0, 40, 2)], spaces[0])
+            if step % 10 == 0:
+                store.write_artifact("map", b"%d" % step)
+        elif seed == 1:
+            store.put(key(number), cache(number, seed))
+        elif (reader := store.open(key(number))) is not None:
+            with reader:
+                time.sleep(0.002)  # evicted, pruned and replaced meanwhile
+                for index in range(3):
+                    assert float(reader.layer(index)[0].flatten()[-1]) == number * 100 + 1
+        int(store.read_artifact("map") or 0)
+        assert store.stats().nbytes <= 30 * 27_000
+    """
+    finish(spawn(tmp_path, work, workers=4))
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert 0 < open_store(tmp_path).stats().nbytes <= 20 * 27_000

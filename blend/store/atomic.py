@@ -1,0 +1,110 @@
+"""Files that come to their place whole, and the removal of what killed writers left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import stat
+import time
+import uuid
+import zlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+STALE_AFTER_S = 3600.0
+_HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
+_NAME = re.compile(r"\.(?P<host>[0-9a-f]{8})-(?P<pid>[0-9]+)-\w+\.tmp")
+
+
+def _temporary_name() -> str:
+    """A new name that says which process of which machine is at work on it."""
+    return f".{_HOST}-{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp"
+
+
+def write_atomically(
+    path: Path, blobs: Iterable[bytes | memoryview], tmp: Path, mode: int, placing: AbstractContextManager[None]
+) -> None:
+    """Write `blobs` to `path` so that it holds the old content or the new, whenever the process or the machine stops.
+
+    `tmp` is a directory of the same file system. Raises OSError and leaves nothing behind.
+    """
+    part = tmp / _temporary_name()
+    try:
+        with open(part, "xb", buffering=0, opener=_private) as file:
+            os.fchmod(file.fileno(), mode)
+            for blob in blobs:
+                _write_fully(file.fileno(), memoryview(blob))
+            os.fsync(file.fileno())
+        with placing:
+            _place(part, path, tmp)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _place(part: Path, path: Path, tmp: Path) -> None:
+    try:
+        part.replace(path)
+    except IsADirectoryError as error:
+        set_aside(path, tmp, error)
+        part.replace(path)
+
+
+def set_aside(path: Path, tmp: Path, error: OSError) -> None:
+    """Remove the folder at `path`, which came of no store; raises `error` when there is something else."""
+    if path.is_symlink() or not path.is_dir():
+        raise error
+    aside = tmp / _temporary_name()
+    # The slash: should another process have replaced the folder by a file by now, that file stays where it is.
+    with suppress(FileNotFoundError, NotADirectoryError):
+        os.rename(f"{path}/", aside)  # noqa: PTH104 - a path object would drop the slash
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed writers left in `folder`: files of dead processes of this machine, and files an hour old.
+
+    What cannot be removed stays: another user's, or of a store that cannot be written.
+    """
+    found: list[Path] = []
+    with suppress(OSError):
+        found.extend(folder.glob(".*.tmp"))
+    for path in found:
+        with suppress(OSError):
+            if not _is_abandoned(path):
+                continue
+            if stat.S_ISDIR(path.lstat().st_mode):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+
+
+def _is_abandoned(path: Path) -> bool:
+    name = _NAME.fullmatch(path.name)
+    if name is None:
+        return False
+    if time.time() - path.lstat().st_mtime > STALE_AFTER_S:
+        return True
+    return name["host"] == _HOST and not _is_alive(int(name["pid"]))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _write_fully(descriptor: int, view: memoryview) -> None:
+    while view.nbytes:
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,216 @@
+"""A store key: whoever does not have it can write no entry and no artifact that is used."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+import torch
+import xxhash
+from forging import forge, header_of, sealed
+
+from blend.errors import ConfigError, EntryDamagedError
+from blend.store import open_store, read_store_key
+from blend.types import ChunkCache
+
+SECRET = b"sixteen bytes at least"
+
+
+def entry_of(store, key):
+    return store.root / "objects" / key.namespace / key.digest[:2] / f"{key.digest}.safetensors"
+
+
+def assert_reads(store, key, cache):
+    with store.open(key) as reader:
+        for index in range(cache.layers):
+            assert torch.equal(reader.layer(index)[0], cache.keys[index])
+            assert torch.equal(reader.layer(index)[1], cache.values[index])
+
+
+def assert_refused(store, key, message):
+    with pytest.raises(EntryDamagedError, match=message):
+        store.open(key)
+    assert key not in store
+
+
+@pytest.mark.parametrize("secret", [SECRET, SECRET * 3, os.urandom(64), os.urandom(65), os.urandom(5000)])
+def test_what_was_written_with_the_key_is_read_with_it(tmp_path, key, cache, secret):
+    store = open_store(tmp_path, key=secret)
+    store.put(key(1), cache())
+    store.write_artifact("map", b"content")
+    again = open_store(tmp_path, key=bytes(secret))
+    assert_reads(again, key(1), cache())
+    assert again.read_artifact("map") == b"content"
+
+
+@pytest.mark.parametrize("other", [None, SECRET + b"x", SECRET[:-1], b"another key of some bytes", SECRET * 4])
+def test_another_key_or_none(tmp_path, key, cache, other):
+    store = open_store(tmp_path, key=SECRET)
+    store.put(key(1), cache())
+    store.write_artifact("map", b"content")
+    foreign = open_store(tmp_path, key=other)
+    said = "with a store key" if other is None else "was not written with this store key"
+    assert_refused(foreign, key(1), said)
+    with pytest.raises(EntryDamagedError, match=said):
+        foreign.read_artifact("map")
+    foreign.put(key(1), cache(1))
+    foreign.write_artifact("map", b"new")
+    assert_reads(foreign, key(1), cache(1))
+    assert_refused(store, key(1), "was not written with this store key")
+    with pytest.raises(EntryDamagedError, match="was not written with this store key"):
+        store.read_artifact("map")
+
+
+def test_a_long_key_and_its_beginning_differ(tmp_path, key, cache):
+    long = os.urandom(80)
+    open_store(tmp_path, key=long).put(key(1), cache())
+    for other in (long[:64], long[:79], long + b"x"):
+        assert_refused(open_store(tmp_path, key=other), key(1), "store key")
+
+
+def test_without_a_key_files_are_as_they_were(tmp_path, key, cache):
+    store = open_store(tmp_path)
+    store.put(key(1), cache())
+    store.write_artifact("map", b"content")
+    raw = entry_of(store, key(1)).read_bytes()
+    header, end = header_of(raw), 8 + int.from_bytes(raw[:8], "little")
+    assert header["__metadata__"]["checksum"] == xxhash.xxh3_128_hexdigest(raw[:8] + raw[8 + 29 + 32 : end])
+    begin, end = header["000.k"]["data_offsets"][0], header["000.v"]["data_offsets"][1]
+    data = raw[8 + int.from_bytes(raw[:8], "little") :]
+    assert header["__metadata__"]["checksums"].split(",")[0] == xxhash.xxh3_128_hexdigest(data[begin:end])
+    digest = xxhash.xxh3_128_hexdigest(b"map\ncontent").encode()
+    assert (tmp_path / "artifacts" / "map").read_bytes() == b"kvblend artifact 1 " + digest + b"\ncontent"
+
+
+def test_who_has_no_key_cannot_change_an_entry(tmp_path, key, cache):
+    """The checksums of the forgery are right; they are no keyed digests."""
+    store = open_store(tmp_path, key=SECRET)
+    store.put(key(1), cache())
+    path = entry_of(store, key(1))
+    raw = path.read_bytes()
+
+    def other_data(header, data):
+        changed = bytes(len(data))
+        ends = [(header[f"{n:03d}.k"]["data_offsets"][0], header[f"{n:03d}.v"]["data_offsets"][1]) for n in range(3)]
+        sums = [xxhash.xxh3_128_hexdigest(changed[begin:end]) for begin, end in ends]
+        header["__metadata__"]["checksums"] = ",".join(sums)
+        return changed
+
+    for forged in (forge(raw, other_data), forge(raw, None), sealed(header_of(raw), b"")):
+        path.write_bytes(forged)
+        assert_refused(store, key(1), "was not written with this store key")
+
+
+def test_an_entry_is_bound_to_its_key_and_every_layer_to_its_place(tmp_path, key, cache):
+    store = open_store(tmp_path, key=SECRET)
+    put = cache(layers=2)
+    put = type(put)((put.keys[0], put.keys[0] + 1), (put.values[0], put.values[0] + 1), put.start)
+    store.put(key(1), put)
+    raw = entry_of(store, key(1)).read_bytes()
+    other = entry_of(store, key(2))
+    other.parent.mkdir(exist_ok=True)
+    other.write_bytes(raw)
+    assert_refused(store, key(2), "another key")
+    # Both layers are as long, and genuine.
+    start = 8 + int.from_bytes(raw[:8], "little")
+    half = (len(raw) - start) // 2
+    entry_of(store, key(1)).write_bytes(raw[:start] + raw[start + half :] + raw[start : start + half])
+    with store.open(key(1)) as reader:
+        for index in range(2):
+            with pytest.raises(EntryDamagedError, match=f"layer {index} is not what was written"):
+                reader.layer(index)
+
+
+def test_layers_of_two_entries_are_not_exchanged(tmp_path, key, cache):
+    store = open_store(tmp_path, key=SECRET)
+    paths = []
+    for number in (1, 2):
+        store.put(key(number), cache(number))
+        paths.append(entry_of(store, key(number)))
+    one, two = (path.read_bytes() for path in paths)
+    start = 8 + int.from_bytes(one[:8], "little")
+    paths[0].write_bytes(one[:start] + two[start:])
+    with store.open(key(1)) as reader, pytest.raises(EntryDamagedError, match="layer 0"):
+        reader.layer(0)
+    # Nor with the other's header: its digests name the other entry.
+    paths[0].write_bytes(two)
+    assert_refused(store, key(1), "another key")
+
+
+def test_an_artifact_is_bound_to_its_name(tmp_path):
+    store = open_store(tmp_path, key=SECRET)
+    store.write_artifact("one", b"content")
+    (tmp_path / "artifacts" / "two").write_bytes((tmp_path / "artifacts" / "one").read_bytes())
+    with pytest.raises(EntryDamagedError, match="store key"):
+        store.read_artifact("two")
+
+
+def test_a_digest_for_one_purpose_is_none_for_another(tmp_path, key, cache):
+    """Who may write artifacts, through the program, must not get digests of layers made that way."""
+    store = open_store(tmp_path, key=SECRET)
+    content = bytearray(b"x\n" + bytes(range(1, 159)))
+    keys, values = torch.frombuffer(content, dtype=torch.float32).reshape(2, 1, 5, 4)
+    store.put(key(1), ChunkCache((keys,), (values,), 0))
+    (layer,) = header_of(entry_of(store, key(1)).read_bytes())["__metadata__"]["checksums"].split(",")
+    store.write_artifact("x", bytes(content[2:]))
+    assert layer.encode() not in (tmp_path / "artifacts" / "x").read_bytes()
+
+
+def test_the_key_is_written_nowhere(tmp_path, key, cache):
+    secret = os.urandom(70)
+    store = open_store(tmp_path, key=secret)
+    store.put(key(1), cache())
+    store.write_artifact("map", b"content")
+    store.describe("abc", {"model": "tiny"})
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert secret[:16] not in content
+            assert secret[:16].hex().encode() not in content
+    assert secret.hex()[:16] not in repr(vars(store))
+    assert repr(secret)[2:20] not in repr(vars(store))
+
+
+@pytest.mark.parametrize("location", ["memory:", "disk"])
+def test_a_short_key_is_refused(tmp_path, location):
+    for short in (b"", b"fifteen bytes..."[:15]):
+        with pytest.raises(ConfigError, match=r"16 are the least.*urandom"):
+            open_store(location if location == "memory:" else tmp_path / "store", key=short)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_store_in_memory_takes_a_key(key, cache):
+    store = open_store("memory:", key=SECRET)
+    store.put(key(1), cache())
+    assert_reads(store, key(1), cache())
+
+
+def secret_file(path, content, mode=0o600):
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+def test_a_key_out_of_a_file(tmp_path, end):
+    assert read_store_key(secret_file(tmp_path / "key", SECRET + end)) == SECRET
+    assert read_store_key(str(secret_file(tmp_path / "bytes", bytes(range(100)) + end))) == bytes(range(100))
+
+
+def test_a_key_file_of_no_use(tmp_path):
+    for content in (b"", b"\n", b"too short\n"):
+        with pytest.raises(ConfigError, match=r"key has \d+ bytes, 16 are the least.*urandom"):
+            read_store_key(secret_file(tmp_path / "key", content))
+    with pytest.raises(ConfigError, match="longer than"):
+        read_store_key(secret_file(tmp_path / "key", bytes(1 << 20)))
+    for path in (tmp_path, tmp_path / "nowhere", tmp_path / "key" / "below"):
+        with pytest.raises(ConfigError, match=r"cannot be read.*name a file"):
+            read_store_key(path)
+
+
+def test_a_key_that_everyone_may_read_is_warned_of(tmp_path):
+    path = secret_file(tmp_path / "key", SECRET, 0o644)
+    with pytest.warns(UserWarning, match="chmod 600"):
+        assert read_store_key(path) == SECRET
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644

@@ -1,0 +1,143 @@
+"""Nobody but its owner gets into a store, unless its group was let in on purpose."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import contextmanager
+
+import pytest
+
+from blend.errors import StoreError
+from blend.store import open_store
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@contextmanager
+def umask(bits):
+    before = os.umask(bits)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def fill(store, key, cache):
+    """Everything that can be in a store."""
+    store.put(key(1), cache())
+    store.describe("abc", {"model": "tiny"})
+    store.write_artifact("map", b"content")
+    with store.writing():
+        pass
+
+
+@pytest.mark.parametrize("bits", [0o000, 0o022, 0o077])
+def test_a_new_store_is_its_owners_alone(tmp_path, key, cache, bits):
+    root = tmp_path / "above" / "store"
+    with umask(bits):
+        fill(open_store(root), key, cache)
+    found = [root, *root.rglob("*")]
+    assert {path.name for path in found} >= {
+        "store.json",
+        "objects",
+        "map",
+        "abc.json",
+        "generation",
+        "tmp",
+        ".writing",
+    }
+    for path in found:
+        assert mode(path) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_what_is_being_written_is_closed_as_well(tmp_path, key, cache, monkeypatch):
+    store, seen, write = open_store(tmp_path / "store"), [], os.write
+    monkeypatch.setattr(os, "write", lambda fd, view: seen.append(os.fstat(fd).st_mode & 0o777) or write(fd, view))
+    with umask(0):
+        fill(store, key, cache)
+    assert set(seen) == {0o600}
+
+
+@pytest.mark.parametrize("before", [0o755, 0o775, 0o777, 0o701])
+def test_an_open_store_is_closed_when_it_is_opened(tmp_path, key, cache, before):
+    root = tmp_path / "store"
+    fill(open_store(root), key, cache)
+    for path in (root, *root.rglob("*")):
+        path.chmod(before if path.is_dir() else before & 0o666)
+    fill(open_store(root), lambda _: key(2), cache)
+    assert mode(root) == 0o700
+    for path in root.rglob("*"):
+        if path.is_file() and key(1).digest not in path.name and path.name not in ("store.json", ".writing"):
+            assert mode(path) == 0o600, path
+
+
+@pytest.mark.parametrize("chosen", [0o700, 0o750, 0o770, 0o500, 0o710])
+def test_what_was_closed_on_purpose_stays_as_it_is(tmp_path, chosen):
+    root = tmp_path / "store"
+    open_store(root)
+    root.chmod(chosen)
+    open_store(root)
+    assert mode(root) == chosen
+
+
+@pytest.mark.parametrize(
+    ("root_mode", "then", "folder", "file"),
+    [(0o2750, 0o2750, 0o2750, 0o640), (0o2775, 0o2770, 0o2770, 0o660), (0o2700, 0o2700, 0o2700, 0o600)],
+)
+def test_a_group_that_was_let_in_gets_into_everything(tmp_path, key, cache, root_mode, then, folder, file):
+    root = tmp_path / "store"
+    open_store(root)
+    root.chmod(root_mode)
+    with umask(0o077):
+        fill(open_store(root), key, cache)
+    assert mode(root) == then
+    for path in root.rglob("*"):
+        if path.name != "store.json":
+            assert mode(path) == (folder if path.is_dir() else file), path
+
+
+def test_a_folder_that_is_no_store_is_left_alone(tmp_path):
+    for name, content in (("thesis.txt", "x"), ("store.json", '{"kind": "other", "format": 1}'), ("store.json", "{")):
+        folder = tmp_path / f"{name}{len(content)}"
+        folder.mkdir(mode=0o755)
+        folder.chmod(0o755)
+        (folder / name).write_text(content)
+        with pytest.raises(StoreError):
+            open_store(folder)
+        assert mode(folder) == 0o755
+
+
+def test_a_newer_store_is_left_alone(tmp_path):
+    root = tmp_path / "store"
+    open_store(root)
+    (root / "store.json").write_text('{"kind": "kvblend store", "format": 2}')
+    root.chmod(0o755)
+    with pytest.raises(StoreError, match="upgrade"):
+        open_store(root)
+    assert mode(root) == 0o755
+
+
+def test_a_chmod_that_fails_does_not_matter(tmp_path, key, cache, monkeypatch):
+    root = tmp_path / "store"
+    fill(open_store(root), key, cache)
+    root.chmod(0o755)
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    store = open_store(root)
+    assert key(1) in store
+    assert store.read_artifact("map") == b"content"
+
+
+def test_another_users_store_is_not_closed(tmp_path, key, cache, monkeypatch):
+    root = tmp_path / "store"
+    fill(open_store(root), key, cache)
+    root.chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: root.stat().st_uid + 1)
+    assert key(1) in open_store(root)
+    assert mode(root) == 0o755
