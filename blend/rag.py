@@ -20,7 +20,7 @@ from blend.store import open_store
 from blend.timing import Stopwatch
 from blend.types import PromptLayout
 from blend.weights import resolve_model
-from retrieval import ChunkIndex, LoadedDocuments, RankedChunk, Retriever, load_documents, load_embedder
+from retrieval import ChunkIndex, CurrentIndex, LoadedDocuments, RankedChunk, Retriever, load_documents, load_embedder
 
 if TYPE_CHECKING:
     from blend.store import ChunkStore
@@ -70,7 +70,8 @@ class Answer:
 class Rag:
     """A decoder, a store of chunk caches and an index of chunks, in one directory `store`.
 
-    model: a catalog name, a HuggingFace id or a model directory. Everything heavy is loaded on first use.
+    model: a catalog name, a HuggingFace id or a model directory. budget_bytes, store_key: see `open_store`. Everything heavy is
+    loaded on first use. Threads may ask at the same time, also while one precomputes; what another process precomputes is seen.
     """
 
     def __init__(
@@ -84,9 +85,13 @@ class Rag:
         prompt: PromptConfig | None = None,
         corpus: CorpusConfig | None = None,
         budget_bytes: int | None = None,
+        store_key: bytes | None = None,
         on_fetch: Callable[..., Any] | None = None,
     ) -> None:
         self.root = Path(store).expanduser()
+        self._index = CurrentIndex(self.root / "index")
+        self._retriever: Retriever | None = None
+        self._store_key = store_key
         self.blend_config = blend or BlendConfig()
         self.corpus_config = corpus or CorpusConfig()
         self._prompt_config = prompt or PromptConfig()
@@ -98,12 +103,13 @@ class Rag:
     @property
     def index_dir(self) -> Path:
         """Where the index lies."""
-        return self.root / "index"
+        return self._index.directory
 
     @cached_property
     def store(self) -> ChunkStore:
         """The store of chunk caches."""
-        return open_store(self.root / "kv", codec=self.corpus_config.codec, budget_bytes=self._budget_bytes)
+        codec = self.corpus_config.codec
+        return open_store(self.root / "kv", codec=codec, budget_bytes=self._budget_bytes, key=self._store_key)
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -127,15 +133,18 @@ class Rag:
         """Blended prefill over the store."""
         return Blender(self.decoder, self.store, self.blend_config)
 
-    @cached_property
+    @property
     def index(self) -> ChunkIndex:
-        """The chunks of the corpus. Raises `RetrievalError` where none was precomputed."""
-        return ChunkIndex.load(self.index_dir)
+        """The chunks of the corpus as they are now. Raises `RetrievalError` where none was precomputed."""
+        return self._index.get()
 
-    @cached_property
+    @property
     def retriever(self) -> Retriever:
         """The search over the index. Raises `RetrievalError` as `index` does, and when another embedder made it."""
-        return Retriever(self.index, self.embedder)
+        index, held = self.index, self._retriever
+        if held is None or held.index is not index:
+            self._retriever = held = Retriever(index, self.embedder)
+        return held
 
     def precompute(
         self,
@@ -150,8 +159,6 @@ class Rag:
         store is opened before any model is loaded, so that mistakes show at once.
         """
         loaded = documents if isinstance(documents, LoadedDocuments) else load_documents(documents)
-        for stale in ("index", "retriever", "blender"):
-            self.__dict__.pop(stale, None)
         store = self.store
         done = precompute(
             loaded,
@@ -172,6 +179,7 @@ class Rag:
             anew=mostly_new,
             progress=lambda at, total: progress("calibrate", at, total),
         )
+        store.advance()
         return done
 
     def warm_up(self, *, compare: bool = False) -> None:

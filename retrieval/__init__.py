@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from retrieval.chunking import Chunk, chunk_documents, render_chunk
     from retrieval.corpus_stdlib import write_stdlib_corpus
+    from retrieval.current import CurrentIndex
     from retrieval.document import Document, LoadedDocuments, SkippedDocument
     from retrieval.embedders import Embedder, load_embedder
     from retrieval.errors import RetrievalError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Chunk",
     "ChunkIndex",
+    "CurrentIndex",
     "Document",
     "Embedder",
     "IndexUpdate",
@@ -42,6 +44,7 @@ __all__ = [
 
 _HOMES = {
     "chunking": ("Chunk", "chunk_documents", "render_chunk"),
+    "current": ("CurrentIndex",),
     "corpus_stdlib": ("write_stdlib_corpus",),
     "document": ("Document", "LoadedDocuments", "SkippedDocument"),
     "embedders": ("Embedder", "load_embedder"),

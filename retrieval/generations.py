@@ -107,6 +107,14 @@ def read_generation(directory: Path) -> Generation:
     raise IndexDamagedError(f"the index in {directory} lacks files that it names; {_REMEDY}")
 
 
+def manifest_digest(directory: Path) -> str:
+    """What changes whenever another generation becomes the current one; empty where there is none, or none to be read."""
+    try:
+        return _sha256((directory / MANIFEST).read_bytes())
+    except OSError:  # reading the index says what is wrong
+        return ""
+
+
 class _Manifest(NamedTuple):
     embedder: str
     dimension: int

@@ -6,6 +6,7 @@ What can be checked without a model is checked while the command line is parsed.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from blend.cli.values import NAME, STORE, TEXT, number
+from blend.cli.values import NAME, PLACE, STORE, TEXT, number
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, DeviationOf, MaskMode, Norm, QueryRows, Rule
 from blend.limits import LAYER_BANDS, LAYERS_IN_WORDS, NUMBERS, numbered_layers, shown
 from blend.select import SELECTORS
@@ -65,11 +66,18 @@ def _corpus(name: str, words: str, kind: Any = None) -> Callable[[F], F]:
 
 
 store_option = _shared("--store", type=STORE, default=Path(".kvblend"), help="Directory of chunk caches and index.")
+store_key_option = _shared(
+    "--store-key",
+    type=PLACE,
+    default=None,
+    help="File with a secret of 16 bytes or more that seals the store's entries; others' are then not used.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
 _COMMON = (
     _shared("--model", type=NAME, default=DEFAULT_MODEL, help="Catalog name, HuggingFace id or model directory."),
     store_option,
+    store_key_option,
     _shared("--device", type=TEXT, default="auto", callback=_known_device, help="auto, cpu, cuda or cuda:N."),
     _shared("--dtype", type=click.Choice(_DTYPES), default="auto", help="What the model computes in."),
     _corpus("codec", "How caches are kept.", click.Choice(codec_names())),
@@ -135,7 +143,7 @@ _TOP_K = _corpus("top_k", "Chunks to retrieve.")
 
 
 def common(function: F) -> F:
-    """--model, --store, --device, --dtype, --codec, --store-budget."""
+    """--model, --store, --store-key, --device, --dtype, --codec, --store-budget."""
     return _apply(_COMMON, function)
 
 
@@ -181,6 +189,7 @@ def open_rag(options: dict[str, Any]) -> Rag:
     from blend.cli.early import check_model
 
     check(options)
+    key = store_key(options)
     check_model(options["model"])
     note(f"Loading {options['model']} ...")
     from blend.rag import Rag
@@ -194,6 +203,7 @@ def open_rag(options: dict[str, Any]) -> Rag:
         blend=_pick(BlendConfig, options),
         corpus=_pick(CorpusConfig, options),
         budget_bytes=int(budget * 1e9) if budget is not None else None,
+        store_key=key,
         on_fetch=show_fetch,
     )
 
@@ -204,9 +214,22 @@ def open_corpus(options: dict[str, Any]) -> Rag:
 
     check(options)
     index = ChunkIndex.load(options["store"] / "index")
-    rag = open_rag({**options, "embedder": options.get("embedder") or index.embedder})
-    rag.index = index
-    return rag
+    return open_rag({**options, "embedder": options.get("embedder") or index.embedder})
+
+
+def store_key(options: dict[str, Any]) -> bytes | None:
+    """The key that entries are sealed with, out of the file that --store-key names; None without one."""
+    from blend.cli.console import note
+    from blend.store import read_store_key
+
+    path = options.get("store_key")
+    if path is None:
+        return None
+    with warnings.catch_warnings(record=True, action="always") as told:
+        key = read_store_key(path)
+    for warning in told:
+        note(str(warning.message))
+    return key
 
 
 def _pick(kind: type[Any], options: dict[str, Any]) -> Any:

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 @click.command("store")
 @options.store_option
+@options.store_key_option
 @click.option(
     "--clear", is_flag=True, help="Remove every chunk cache (the index stays; caches are computed again on use)."
 )
 @options.json_option
-def command(store: Path, clear: bool, as_json: bool) -> None:
+def command(store: Path, store_key: Path | None, clear: bool, as_json: bool) -> None:
     """Show which models a store holds caches for, and how many."""
     from blend.cli.console import print_json, say
     from blend.errors import StoreError
@@ -28,7 +29,7 @@ def command(store: Path, clear: bool, as_json: bool) -> None:
 
     if not (store / "kv").is_dir():
         raise StoreError(f"{store} holds no chunk caches; make some with `blend precompute PATH --store {store}`")
-    caches = open_store(store / "kv")
+    caches = open_store(store / "kv", key=options.store_key({"store_key": store_key}))
     if clear:
         for key in list(caches.keys()):
             caches.delete(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event, active_count
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from cases import SELECTORS, cache_chunks, make_layout
 from models import FAMILIES as MODELS
 from models import build, decoder, tokenizer
 
-from blend import Rag
+from blend import BlendConfig, CorpusConfig, Rag
 from blend.blender import Blender
 from blend.model.decoder import Decoder
 from blend.model.full_prefill import full_prefill
@@ -112,3 +112,86 @@ def test_answers_with_comparison_from_four_threads(tmp_path: Path) -> None:
         together = list(pool.map(lambda q: rag.answer(q, compare=True, max_new_tokens=6), questions * 2))
     for got, expected in zip(together, alone * 2, strict=True):
         assert (got.text, got.full.text) == (expected.text, expected.full.text)
+
+
+def _write(folder: Path, names: tuple[str, ...]) -> None:
+    for old in folder.glob("*.md"):
+        old.unlink()
+    for name in names:
+        lines = (f"The {name} number {n} opened in {1800 + n}. Its bell weighs {n * 7} kilograms." for n in range(12))
+        (folder / f"{name}.md").write_text("\n\n".join(lines))
+
+
+def test_answers_while_the_corpus_is_precomputed_anew(tmp_path: Path) -> None:
+    """Chunks, caches, stand-in and maps change under running requests: no error, and what full prefill would answer."""
+    documents, corpora = (
+        tmp_path / "documents",
+        [("harbour", "mill"), ("mill", "quarry"), ("harbour", "quarry", "mill")],
+    )
+    documents.mkdir()
+    _write(documents, corpora[0])
+    rag = Rag(
+        tmp_path / "store",
+        model=str(
+            save_tiny_model(tmp_path / "model", "The harbour mill quarry number opened in. Its bell weighs kilograms.")
+        ),
+        device="cpu",
+        corpus=CorpusConfig(chunk_tokens=64, top_k=3, stand_in_tokens=96),
+        blend=BlendConfig(ratio=1.0),
+    )
+    rag.precompute([documents])
+    rag.warm_up(compare=True)
+    done = Event()
+
+    def ask(number: int) -> int:
+        asked = 0
+        while not done.is_set() or not asked:
+            answer = rag.answer(
+                f"Which bell hangs in mill number {number + asked % 3}?", compare=True, max_new_tokens=4
+            )
+            assert answer.text == answer.full.text
+            asked += 1
+        return asked
+
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(ask, number) for number in range(3)]
+        try:
+            for corpus in corpora[1:]:
+                _write(documents, corpus)
+                rag.precompute([documents])
+        finally:
+            done.set()
+        assert all(asked.result() for asked in asking)
+    found = {hit.chunk.document_id for hit in rag.answer("The quarry number 5?", top_k=40, max_new_tokens=1).chunks}
+    assert found == {f"{name}.md" for name in corpora[-1]}
+
+
+def test_another_process_changes_the_corpus_of_a_running_one(tmp_path: Path) -> None:
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    _write(documents, ("harbour",))
+    model = str(save_tiny_model(tmp_path / "model", "The harbour quarry number opened in. Its bell weighs kilograms."))
+    running, other = (Rag(tmp_path / "store", model=model, device="cpu") for _ in range(2))
+    running.precompute([documents])
+    before = running.answer("Which bell?", max_new_tokens=2)
+    _write(documents, ("quarry",))
+    other.precompute([documents])
+    after = running.answer("Which bell?", max_new_tokens=2)
+    assert {hit.chunk.document_id for hit in before.chunks} == {"harbour.md"}
+    assert {hit.chunk.document_id for hit in after.chunks} == {"quarry.md"}
+    assert all(after.blend.hits)
+
+
+def test_many_answers_leave_nothing_behind(tmp_path: Path) -> None:
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    _write(documents, ("harbour",))
+    model = str(save_tiny_model(tmp_path / "model", "The harbour number opened in. Its bell weighs kilograms."))
+    rag = Rag(tmp_path / "store", model=model, device="cpu")
+    rag.precompute([documents])
+    counts = []
+    for _ in range(3):
+        for number in range(15):
+            rag.answer(f"Which bell hangs in harbour {number}?", compare=number % 5 == 0, max_new_tokens=3)
+        counts.append((len(list(Path("/proc/self/fd").iterdir())), active_count()))
+    assert counts[0] == counts[1] == counts[2]
