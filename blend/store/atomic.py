@@ -34,7 +34,8 @@ def write_atomically(
     part = tmp / _temporary_name()
     try:
         with open(part, "xb", buffering=0, opener=_private) as file:
-            os.fchmod(file.fileno(), mode)
+            with suppress(OSError):  # a file system without permissions; the file is not wider than it was opened
+                os.fchmod(file.fileno(), mode)
             for blob in blobs:
                 _write_fully(file.fileno(), memoryview(blob))
             os.fsync(file.fileno())

@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from blend.errors import EntryDamagedError, StoreError
@@ -164,7 +164,8 @@ class StoreFiles:
                 raise
             path.unlink()
             path.mkdir(0o700)
-        path.chmod(self._folder_mode())
+        with suppress(OSError):  # a file system without permissions
+            path.chmod(self._folder_mode())
 
 
 def unusable(root: Path, error: OSError, doing: str = "written") -> StoreError:

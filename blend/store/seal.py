@@ -55,8 +55,9 @@ class Checksum(Seal):
 class KeyedDigest(Seal):
     """BLAKE2b with a key (RFC 7693): who does not have it can make no digest that holds.
 
-    About 0.5 GB/s a core where the checksum has 30, so that it is what loading takes its time for; the copies of a layer
-    that no key is asked for run at some GB/s. The key is in the memory of this process only.
+    It costs time: 0.5 GB/s, where the checksum runs at 30. Layers of 1 MB are read, verified and copied at 0.3 GB/s with
+    a key and at 2 GB/s without one (one thread of a server processor, files in memory).
+    The key is in the memory of this process only.
     """
 
     foreign = "it is not what was written, or it was not written with this store key"

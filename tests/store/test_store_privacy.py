@@ -129,9 +129,12 @@ def test_a_chmod_that_fails_does_not_matter(tmp_path, key, cache, monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "chmod", refuse)
+    monkeypatch.setattr(os, "fchmod", refuse)
     store = open_store(root)
     assert key(1) in store
     assert store.read_artifact("map") == b"content"
+    fill(store, lambda _: key(7, "model-b"), cache)
+    assert key(7, "model-b") in store
 
 
 def test_another_users_store_is_not_closed(tmp_path, key, cache, monkeypatch):
