@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,12 +12,15 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from blend.errors import PromptError
 
+KV = tuple[torch.Tensor, torch.Tensor]
+
 
 class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
     """Keys and values of one layer in buffers of `capacity` rows, of which the first `length` are in use.
 
     Buffers are `[batch, kv_heads, capacity, head_dim]`, allocated at the first write (heads and dims are only known then).
-    While `rows` is set, `update` writes the fresh KV to these positions; otherwise it appends, as decoding does.
+    While `rows` is set, `update` writes the fresh KV to these positions; otherwise it appends, as decoding does. on_rows:
+    called with the positions and the fresh KV before they are written there.
     """
 
     is_sliding = False
@@ -25,6 +31,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.capacity = capacity
         self.length = 0
         self.rows: Rows | None = None
+        self.on_rows: Callable[[torch.Tensor, KV], None] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate both buffers after the shapes, dtype and device of the first states."""
@@ -45,6 +52,8 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         if self.rows is None:
             self._append(key_states, value_states)
         else:
+            if self.on_rows is not None:
+                self.on_rows(self.rows.positions, (key_states, value_states))
             self.rows.write(self.keys, key_states)
             self.rows.write(self.values, value_states)
             self.length = max(self.length, self.rows.total)
@@ -134,6 +143,22 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """Make the next updates write to these rows; None goes back to appending."""
         for layer in self.layers:
             layer.rows = rows
+
+    @contextmanager
+    def watched(self, see: Callable[[int, torch.Tensor, BlendedCache, KV], None]) -> Iterator[None]:
+        """Call `see` with a layer, the positions of rows, this cache and their fresh KV, before each write to rows in place."""
+        for index, layer in enumerate(self.layers):
+            layer.on_rows = partial(self._seen, see, index)
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.on_rows = None
+
+    def _seen(
+        self, see: Callable[[int, torch.Tensor, BlendedCache, KV], None], index: int, rows: torch.Tensor, fresh: KV
+    ) -> None:
+        see(index, rows, self, fresh)
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` rows in every layer; at least half as much again where buffers must grow."""

@@ -16,6 +16,7 @@ LAYERS = (
     ("blend.precompute",),
     ("blend.decoding", "blend.reference", "blend.blender"),
     ("blend.calibration", "blend.library"),
+    ("blend.map_fit", "blend.map_check"),
     ("blend.context_map",),
     ("blend.encode", "blend.assemble", "blend.recompute", "blend.stand_in"),
     ("blend.select", "blend.decoder"),
