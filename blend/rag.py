@@ -252,7 +252,7 @@ class Rag:
     def _remember(self, blend: Blend) -> tuple[str, ...]:
         """Store what was missing. A store that cannot be written must not cost the answer."""
         mend = "answered without it; `blend precompute` makes it again"
-        lacking = tuple(f"{mend}: {problem}" for problem in blend.artifact_problems)
+        lacking = (*blend.notes, *(f"{mend}: {problem}" for problem in blend.artifact_problems))
         try:
             self.blender.remember(blend)
         except StoreError as error:

@@ -14,10 +14,11 @@ docs/selection.md has the measurements.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -31,66 +32,131 @@ if TYPE_CHECKING:
 POSITION_FEATURES = 8
 
 
+class Bounds(NamedTuple):
+    """What the rows seen in fitting reached, in one layer; nothing is predicted beyond.
+
+    reach: the largest distance of a row, by the map's gauge. keys, values: the largest norms of what a row's keys and values
+    gained.
+    """
+
+    reach: float
+    keys: float
+    values: float
+
+
 @dataclass(frozen=True, eq=False)
 class LayerMap:
     """The map of one layer, float32. `inputs` is the width of a row's keys and values together.
 
-    centre, scale: `[inputs]`. down: `[inputs + POSITION_FEATURES, rank]`. up: `[rank, inputs]`.
+    centre, scale: `[inputs]`. down: `[inputs + POSITION_FEATURES, rank]`. up: `[rank, inputs]`. gauge: `[inputs +
+    POSITION_FEATURES, any]`; the norm of a row's product with it is about its Mahalanobis distance from the rows seen in
+    fitting. keys: how many of the inputs are keys.
     """
 
     centre: torch.Tensor
     scale: torch.Tensor
     down: torch.Tensor
     up: torch.Tensor
+    gauge: torch.Tensor
+    bounds: Bounds
+    keys: int
 
     def predict(self, rows: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """What each row `[rows, inputs]` gains, `[rows, inputs]`; features: `[rows, POSITION_FEATURES]`."""
+        return self.hidden(rows, features) @ self.up
+
+    def hidden(self, rows: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """What `up` makes a gain of, `[rows, rank]`, shrunk for rows that are unlike those seen in fitting (`shares`)."""
         weight, bias = self._folded
-        hidden = torch.addmm(bias, features, self.down[self.centre.shape[0] :])
-        return hidden.addmm_(rows, weight) @ self.up
+        both = torch.addmm(bias, features, self._position).addmm_(rows, weight)
+        hidden, distance = both[:, : self.up.shape[0]], both[:, self.up.shape[0] :].norm(dim=1)
+        norms = [(hidden @ gram * hidden).sum(1).clamp_min(0).sqrt() for gram in self._grams]
+        return hidden * shares(distance / self.bounds.reach, norms, self.bounds[1:])[:, None]
 
     @cached_property
     def _folded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Centre and scale inside the first factor, so that a prediction passes over the rows once."""
-        weight = self.down[: self.centre.shape[0]] / self.scale[:, None]
-        return weight, -(self.centre @ weight)
+        """Centre and scale inside the factors, so that a prediction passes over the rows once."""
+        both = torch.cat((self.down, self.gauge), dim=1)[: self.centre.shape[0]].double()
+        weight = both / self.scale[:, None].double()
+        return weight.float(), -(self.centre.double() @ weight).float()
+
+    @cached_property
+    def _position(self) -> torch.Tensor:
+        return torch.cat((self.down, self.gauge), dim=1)[self.centre.shape[0] :]
+
+    @cached_property
+    def _grams(self) -> tuple[torch.Tensor, ...]:
+        """For keys and values `[rank, rank]`, by which the norm of a gain follows from `hidden`."""
+        return tuple(part @ part.T for part in (self.up[:, : self.keys], self.up[:, self.keys :]))
+
+
+def shares(distance: torch.Tensor, norms: Sequence[torch.Tensor], most: Sequence[float | torch.Tensor]) -> torch.Tensor:
+    """How much of what is predicted for rows they are to gain, `[rows]`.
+
+    distance: from the rows seen in fitting, relative to the farthest of those. A row no farther keeps all, one twice as far
+    none. norms: of the keys' and the values' gains as predicted; neither may be larger than the largest that was seen, `most`.
+    """
+    share = (2 - distance).clamp(0, 1)
+    for size, limit in zip(norms, most, strict=True):
+        share = share.minimum((limit / size.clamp_min(1e-20)).clamp_max(1))
+    return share
+
+
+class Added(NamedTuple):
+    """What a map added to a prompt: `hidden[layer]` `[rows, rank]`, or None, for the sorted context positions `rows`."""
+
+    map: ContextMap
+    rows: torch.Tensor
+    hidden: tuple[torch.Tensor | None, ...]
 
 
 @dataclass(frozen=True)
 class ContextMap:
-    """One map a layer; None where nothing is to be added. extent: most tokens before a chunk that it was fitted on."""
+    """One map a layer; None where nothing is to be added.
+
+    before, length: the most tokens before a chunk and in a chunk that it was fitted on; further ones count as those.
+    """
 
     layers: tuple[LayerMap | None, ...]
-    extent: int
+    before: int
+    length: int
 
-    def apply(self, decoder: Decoder, cache: BlendedCache, layout: PromptLayout, rows: torch.Tensor) -> None:
+    def apply(self, decoder: Decoder, cache: BlendedCache, layout: PromptLayout, rows: torch.Tensor) -> Added:
         """Add to the stored KV at `rows`, sorted int64 positions of context rows `[rows]`, what the map predicts."""
-        if rows.shape[0] == 0:
-            return
-        features = position_features(layout, rows, self.extent)
+        features = position_features(layout, rows, self.before, self.length)
         first, last = int(rows[0]), int(rows[-1])
         index = slice(first, last + 1) if last - first + 1 == rows.shape[0] else rows
+        added: list[torch.Tensor | None] = []
         for layer, rotation, part in zip(cache.layers, decoder.rotations, self.layers, strict=True):
             if part is None:
+                added.append(None)
                 continue
             keys, values = layer.keys[:, :, index], layer.values[:, :, index]
-            gain = part.predict(rows_of(keys, values, rotation, rows), features)
-            for turn, buffer, states, added in (
-                (rotation.keys, layer.keys, keys, gain[:, : width_of(keys)]),
-                (rotation.values, layer.values, values, gain[:, width_of(keys) :]),
+            hidden = part.hidden(rows_of(keys, values, rotation, rows), features)
+            added.append(hidden)
+            gain = hidden @ part.up
+            for turn, buffer, states, mine in (
+                (rotation.keys, layer.keys, keys, gain[:, : part.keys]),
+                (rotation.values, layer.values, values, gain[:, part.keys :]),
             ):
-                spread = added.reshape(rows.shape[0], *states.shape[1::2]).transpose(0, 1)[None].contiguous()
+                spread = mine.reshape(rows.shape[0], *states.shape[1::2]).transpose(0, 1)[None].contiguous()
                 buffer[:, :, index] += (spread if turn.inv_freq is None else turn.apply(spread, rows)).to(buffer.dtype)
+        return Added(self, rows, tuple(added))
 
     def to_bytes(self) -> bytes:
         """As a store keeps it: a safetensors file."""
         from safetensors.torch import save
 
-        tensors = {"layers": torch.tensor(len(self.layers)), "extent": torch.tensor(self.extent)}
+        tensors = {name: torch.tensor(value) for name, value in zip(_COUNTS, self._counts, strict=True)}
         for index, part in enumerate(self.layers):
             if part is not None:
                 tensors |= {f"{index}.{name}": getattr(part, name).contiguous().cpu() for name in _FACTORS}
+                tensors |= {f"{index}.bounds": torch.tensor(part.bounds), f"{index}.keys": torch.tensor(part.keys)}
         return save(tensors)
+
+    @property
+    def _counts(self) -> tuple[int, int, int]:
+        return len(self.layers), self.before, self.length
 
     @classmethod
     def from_bytes(cls, content: bytes, device: torch.device) -> ContextMap:
@@ -100,60 +166,64 @@ class ContextMap:
 
         try:
             tensors = {name: tensor.to(device) for name, tensor in load(content).items()}
-            depth, extent = int(tensors["layers"]), int(tensors["extent"])
-            return cls(tuple(_layer_of(tensors, index) for index in range(depth)), extent)
-        except (SafetensorError, KeyError, RuntimeError) as error:
+            depth, before, length = (int(tensors[name]) for name in _COUNTS)
+            return cls(tuple(_layer_of(tensors, index) for index in range(depth)), before, length)
+        except (SafetensorError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"it is no context map ({str(error).partition(chr(10))[0]})") from None
 
-    def require_fit(self, widths: Sequence[int]) -> None:
-        """Raise ValueError unless layer i's rows are `widths[i]` numbers wide, keys and values together."""
-        found = [None if part is None else part.centre.shape[0] for part in self.layers]
-        if len(found) != len(widths) or any(f not in (None, w) for f, w in zip(found, widths, strict=False)):
+    def require_fit(self, rotations: Sequence[LayerRotation]) -> None:
+        """Raise ValueError unless every layer's rows are as wide as these layers' keys and values."""
+        shapes = [(rotation.width, math.prod(rotation.key_shape)) for rotation in rotations]
+        found = [None if part is None else (part.centre.shape[0], part.keys) for part in self.layers]
+        if len(found) != len(shapes) or any(f not in (None, s) for f, s in zip(found, shapes, strict=False)):
             raise ValueError("it was measured on a model of another shape")
 
 
-_FACTORS = ("centre", "scale", "down", "up")
+_COUNTS = ("layers", "before", "length")
+_FACTORS = ("centre", "scale", "down", "up", "gauge")
 
 
 def _layer_of(tensors: Mapping[str, torch.Tensor], index: int) -> LayerMap | None:
     if f"{index}.up" not in tensors:
         return None
-    part = LayerMap(*(tensors[f"{index}.{name}"] for name in _FACTORS))
+    bounds, keys = Bounds(*tensors[f"{index}.bounds"].tolist()), int(tensors[f"{index}.keys"])
+    part = LayerMap(*(tensors[f"{index}.{name}"] for name in _FACTORS), bounds, keys)
     (inputs,), rank = part.centre.shape, part.up.shape[0]
-    shapes = [tuple(getattr(part, name).shape) for name in _FACTORS]
-    sound = shapes == [(inputs,), (inputs,), (inputs + POSITION_FEATURES, rank), (rank, inputs)]
-    if not sound or any(getattr(part, name).dtype != torch.float32 for name in _FACTORS):
+    factors = [getattr(part, name) for name in _FACTORS]
+    both = inputs + POSITION_FEATURES
+    shapes = [(inputs,), (inputs,), (both, rank), (rank, inputs), (both, *part.gauge.shape[1:])]
+    if [tuple(factor.shape) for factor in factors] != shapes or any(f.dtype != torch.float32 for f in factors):
         raise ValueError(f"layer {index} of the context map has impossible shapes")
+    numbers = torch.stack([*(factor.abs().sum() for factor in factors), part.up.new_tensor(bounds).sum()])
+    if not (numbers.isfinite().all() and (part.scale > 0).all() and min(bounds) >= 0 < part.bounds.reach):
+        raise ValueError(f"layer {index} of the context map has impossible numbers")
     return part
 
 
-def position_features(layout: PromptLayout, rows: torch.Tensor, extent: int | None = None) -> torch.Tensor:
+def position_features(
+    layout: PromptLayout, rows: torch.Tensor, before: int | None = None, length: int | None = None
+) -> torch.Tensor:
     """Where context rows stand, fp32 `[rows, POSITION_FEATURES]`.
 
     A constant; the log of how much longer the row's context is than it was alone; the log of what stands before the chunk; and
-    how near the row is to the start of its chunk. extent: what stands before a chunk counts as at most so many tokens.
+    how near the row is to the start of its chunk. before, length: what stands before a chunk, and before a row in its chunk,
+    counts as at most so many tokens.
     """
     start = layout.chunk_starts(rows)
-    local = (rows - start).float()
-    before = (start - len(layout.prefix)).float()
-    before = before if extent is None else before.clamp_max(float(extent))
+    local = (rows - start).float().clamp_max(math.inf if length is None else length - 1)
+    ahead = (start - len(layout.prefix)).float().clamp_max(math.inf if before is None else before)
     near = [local == 0, local == 1, (local > 1) & (local < 4)]
     return torch.stack(
         (
             torch.ones_like(local),
-            ((before + local + 1) / (local + 1)).log(),
-            (before + 1).log(),
+            ((ahead + local + 1) / (local + 1)).log(),
+            (ahead + 1).log(),
             *(place.float() for place in near),
             (-local / 8).exp(),
             (-local / 32).exp(),
         ),
         dim=1,
     )
-
-
-def width_of(states: torch.Tensor) -> int:
-    """Numbers a row of `[batch, heads, rows, head_dim]` has over all heads."""
-    return int(states.shape[1] * states.shape[3])
 
 
 def rows_of(keys: torch.Tensor, values: torch.Tensor, rotation: LayerRotation, rows: torch.Tensor) -> torch.Tensor:

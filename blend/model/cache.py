@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +15,15 @@ from blend.errors import PromptError
 if TYPE_CHECKING:
     from blend.model.rows import ForwardPass, Run
 
+KV = tuple[torch.Tensor, torch.Tensor]
+
 
 class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
     """Keys and values of one layer in buffers of `capacity` rows, of which the first `length` are in use.
 
     Buffers are `[batch, kv_heads, capacity, head_dim]`, allocated at the first write (heads and dims are only known then).
-    `update` appends, as decoding through transformers does; `write_rows` and `write_run` write anywhere.
+    `update` appends, as decoding through transformers does; `write_rows` and `write_run` write anywhere. on_rows:
+    called with the positions and the fresh KV before rows are written in place.
     """
 
     is_sliding = False
@@ -27,6 +33,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         super().__init__()
         self.capacity = capacity
         self.length = 0
+        self.on_rows: Callable[[torch.Tensor, KV], None] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate both buffers after the shapes, dtype and device of the first states."""
@@ -51,6 +58,8 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """Put KV `[batch, kv_heads, rows, head_dim]` at the rows of `run` and return views of all `length` rows."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
+        if self.on_rows is not None:
+            self.on_rows(run.positions, (keys, values))
         run.write(self.keys, keys)
         run.write(self.values, values)
         self.length = max(self.length, run.stop)
@@ -119,6 +128,22 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def __init__(self, layers: int, capacity: int) -> None:
         super().__init__(layers=[BlendedLayer(capacity) for _ in range(layers)])
+
+    @contextmanager
+    def watched(self, see: Callable[[int, torch.Tensor, BlendedCache, KV], None]) -> Iterator[None]:
+        """Call `see` with a layer, the positions of rows, this cache and their fresh KV, before each write to rows in place."""
+        for index, layer in enumerate(self.layers):
+            layer.on_rows = partial(self._seen, see, index)
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.on_rows = None
+
+    def _seen(
+        self, see: Callable[[int, torch.Tensor, BlendedCache, KV], None], index: int, rows: torch.Tensor, fresh: KV
+    ) -> None:
+        see(index, rows, self, fresh)
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` rows in every layer; at least half as much again where buffers must grow."""

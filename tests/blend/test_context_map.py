@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import torch
 from cases import cache_chunks, make_layout
 
 from blend.blender import Blender
-from blend.chunks import fit_correction
-from blend.chunks.correction import ContextMap, LayerMap, position_features
-from blend.chunks.fit_correction import _LayerFit
+from blend.chunks import regression
+from blend.chunks.correction import Bounds, ContextMap, LayerMap, position_features
+from blend.chunks.regression import LayerRows, fit_layer
 from blend.config import BlendConfig
 from blend.model.full_prefill import full_prefill
 from blend.store import open_store
@@ -62,30 +63,32 @@ def test_the_map_brings_stored_kv_of_its_corpus_closer_to_full_recompute(family:
     assert errors[1] < 0.95 * errors[0]
 
 
+def rows_seen(stored: torch.Tensor, gain: torch.Tensor, keys: int, groups: int = 4, **more: torch.Tensor) -> LayerRows:
+    """Rows of as many groups of chunks, each seen once, with features of no meaning but a constant."""
+    count = stored.shape[0]
+    features = torch.randn(count, 8, generator=torch.Generator().manual_seed(9))
+    features[:, 0] = 1.0
+    found = {"features": features, "group": torch.arange(count) * groups // count, "turn": torch.zeros(count).long()}
+    return LayerRows(stored=stored, gain=gain, keys=keys, covered=1.0, **{**found, **more})
+
+
 def test_a_linear_relation_is_found_and_unpredictable_parts_are_left_alone() -> None:
     draw = torch.Generator().manual_seed(0)
-    rows, features = torch.randn(400, 24, generator=draw) * 3 + 5, torch.randn(400, 8, generator=draw)
-    features[:, 0] = 1.0
-    truth = torch.randn(24, 10, generator=draw)
-    gain = torch.cat((rows @ truth + features[:, :1], torch.randn(400, 14, generator=draw)), dim=1)
-    fit = _LayerFit(rows, 8, keys=10)
-    fit.add(rows[:300], features[:300], gain[:300], held_out=False)
-    fit.add(rows[300:], features[300:], gain[300:], held_out=True)
-    found = fit.solve()
-    predicted = found.predict(rows, features)
-    assert (predicted[:, :10] - gain[:, :10]).square().sum() < 0.02 * (
-        gain[:, :10] - gain[:, :10].mean(0)
-    ).square().sum()
+    rows = torch.randn(400, 24, generator=draw) * 3 + 5
+    linear = rows @ torch.randn(24, 10, generator=draw) + 1.0
+    gain = torch.cat((linear, torch.randn(400, 14, generator=draw)), dim=1)
+    seen = rows_seen(rows, gain, keys=10)
+    found = fit_layer(seen)
+    predicted = found.predict(rows, seen.features)
+    spread = linear - linear.mean(0)
+    assert (predicted[:, :10] - linear).square().sum() < 0.02 * spread.square().sum()
     assert not predicted[:, 10:].any()
 
 
 def test_noise_gives_no_map() -> None:
     draw = torch.Generator().manual_seed(0)
-    rows, features, gain = (torch.randn(40, width, generator=draw) for width in (24, 8, 24))
-    fit = _LayerFit(rows, 8, keys=12)
-    fit.add(rows[:30], features[:30], gain[:30], held_out=False)
-    fit.add(rows[30:], features[30:], gain[30:], held_out=True)
-    assert fit.solve() is None
+    rows, gain = (torch.randn(40, 24, generator=draw) for _ in range(2))
+    assert fit_layer(rows_seen(rows, gain, keys=12)) is None
 
 
 def test_the_factors_are_those_of_the_whole_regression_where_the_rank_allows() -> None:
@@ -93,30 +96,26 @@ def test_the_factors_are_those_of_the_whole_regression_where_the_rank_allows() -
     import numpy as np
 
     draw = torch.Generator().manual_seed(0)
-    rows, features = torch.randn(500, 20, generator=draw), torch.randn(500, 8, generator=draw)
+    rows = torch.randn(500, 20, generator=draw)
     gain = rows @ torch.randn(20, 20, generator=draw) + 0.1 * torch.randn(500, 20, generator=draw)
-    fit = _LayerFit(rows, 8, keys=10)
-    fit.add(rows[:400], features[:400], gain[:400], held_out=False)
-    fit.add(rows[400:], features[400:], gain[400:], held_out=True)
-    found = fit.solve()
-    x = np.concatenate([((rows - found.centre) / found.scale).numpy(), features.numpy()], 1).astype(np.float64)
-    penalty = np.diag([min(fit_correction.PENALTIES) * 500] * 20 + [1e-3 * 500] * 8)
+    seen = rows_seen(rows, gain, keys=10)
+    found = fit_layer(seen)
+    x = np.concatenate([((rows - found.centre) / found.scale).numpy(), seen.features.numpy()], 1).astype(np.float64)
+    penalty = np.diag([min(regression.PENALTIES) * 500] * 20 + [1e-3 * 500] * 8)
     weights = np.linalg.solve(x.T @ x + penalty, x.T @ gain.numpy())
-    np.testing.assert_allclose(found.predict(rows, features).numpy(), x @ weights, atol=2e-3)
+    np.testing.assert_allclose(found.predict(rows, seen.features).numpy(), x @ weights, atol=2e-3)
 
 
 def test_wide_kv_goes_through_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit_correction, "WIDEST", 16)
+    monkeypatch.setattr(regression, "WIDEST", 16)
     draw = torch.Generator().manual_seed(0)
-    hidden, features = torch.randn(400, 4, generator=draw), torch.randn(400, 8, generator=draw)
+    hidden = torch.randn(400, 4, generator=draw)
     rows = hidden @ torch.randn(4, 40, generator=draw)
-    fit = _LayerFit(rows, 8, keys=20)
     gain = hidden @ torch.randn(4, 40, generator=draw)
-    fit.add(rows[:300], features[:300], gain[:300], held_out=False)
-    fit.add(rows[300:], features[300:], gain[300:], held_out=True)
-    found = fit.solve()
+    seen = rows_seen(rows, gain, keys=20)
+    found = fit_layer(seen)
     assert found.down.shape[0] == 48
-    assert (found.predict(rows, features) - gain).square().sum() < 0.05 * gain.square().sum()
+    assert (found.predict(rows, seen.features) - gain).square().sum() < 0.05 * gain.square().sum()
 
 
 def test_position_features_by_hand() -> None:
@@ -127,8 +126,9 @@ def test_position_features_by_hand() -> None:
     assert torch.allclose(features[:, 2], torch.full((4,), 4.0).log())
     assert features[:, 3:6].tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]]
     assert torch.allclose(features[:, 6], (-torch.tensor([0.0, 1, 3, 5]) / 8).exp())
-    capped = position_features(layout, torch.tensor([5, 6, 8, 10]), extent=1)
-    assert torch.allclose(capped[:, 1], torch.tensor([2 / 1, 3 / 2, 5 / 4, 7 / 6]).log())
+    capped = position_features(layout, torch.tensor([5, 6, 8, 10]), before=1, length=4)
+    assert torch.allclose(capped[:, 1], torch.tensor([2 / 1, 3 / 2, 5 / 4, 5 / 4]).log())
+    assert torch.equal(capped[2], capped[3])
 
 
 def test_exact_rows_and_the_first_layer_stay_bit_for_bit() -> None:
@@ -166,13 +166,30 @@ def test_it_is_stored_and_measured_once(tmp_path: Path, codec: str) -> None:
     again = Blender(models.decoder("llama"), open_store(tmp_path / "kv", codec=codec))
     assert again.calibrate(layout.prefix, ())
     found, measured = again.context_map(layout.prefix), first.context_map(layout.prefix)
-    assert found.extent == measured.extent > 0
+    assert (found.before, found.length) == (measured.before, measured.length)
+    assert found.before > found.length > 0
     for a, b in zip(found.layers, measured.layers, strict=True):
         assert (a is None) == (b is None)
-        assert a is None or all(torch.equal(getattr(a, n), getattr(b, n)) for n in ("centre", "scale", "down", "up"))
+        assert a is None or (a.keys == b.keys and a.bounds == pytest.approx(b.bounds))
+        assert a is None or all(torch.equal(getattr(a, n), getattr(b, n)) for n in FACTORS)
 
 
-@pytest.mark.parametrize("change", ["depth", "width", "rank", "dtype", "nothing of it"])
+FACTORS = ("centre", "scale", "down", "up", "gauge")
+CHANGES = (
+    "depth",
+    "width",
+    "rank",
+    "dtype",
+    "gauge",
+    "keys",
+    "no reach",
+    "not a number",
+    "scale of 0",
+    "nothing of it",
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_map_of_another_shape_is_reported_and_not_used(change: str) -> None:
     blender, layout = calibrated("llama"), make_layout()
     plain = blender.prefill(layout, config=PLAIN).logits
@@ -186,18 +203,27 @@ def test_a_map_of_another_shape_is_reported_and_not_used(change: str) -> None:
 def _reshaped(found: ContextMap, change: str) -> bytes:
     parts = list(found.layers)
     at = next(index for index, part in enumerate(parts) if part is not None)
+    part = parts[at]
     if change == "nothing of it":
         return b"{}"
     if change == "depth":
-        parts.append(None)
-    elif change == "dtype":
-        parts[at] = replace(parts[at], up=parts[at].up.half())
-    elif change == "rank":
-        parts[at] = replace(parts[at], up=parts[at].up[1:])
-    else:
-        wide = [torch.cat((t, t[..., :1]), -1) for t in (parts[at].centre, parts[at].scale, parts[at].up)]
-        parts[at] = LayerMap(wide[0], wide[1], torch.cat((parts[at].down, parts[at].down[:1])), wide[2])
-    return ContextMap(tuple(parts), found.extent).to_bytes()
+        return replace(found, layers=(*parts, None)).to_bytes()
+    wide = {
+        name: torch.cat((getattr(part, name), getattr(part, name)[..., :1]), -1) for name in ("centre", "scale", "up")
+    }
+    tall = {name: torch.cat((getattr(part, name), getattr(part, name)[:1])) for name in ("down", "gauge")}
+    changed = {
+        "width": {**wide, **tall},
+        "rank": {"up": part.up[1:]},
+        "dtype": {"up": part.up.half()},
+        "gauge": {"gauge": part.gauge[1:]},
+        "keys": {"keys": part.keys + 1},
+        "no reach": {"bounds": part.bounds._replace(reach=0.0)},
+        "not a number": {"bounds": part.bounds._replace(values=math.nan)},
+        "scale of 0": {"scale": part.scale * 0},
+    }[change]
+    parts[at] = replace(part, **changed)
+    return replace(found, layers=tuple(parts)).to_bytes()
 
 
 def test_measuring_anew_replaces_the_map() -> None:
@@ -206,7 +232,7 @@ def test_measuring_anew_replaces_the_map() -> None:
     blender.calibrate(layout.prefix, corpus(40, 10), anew=True)
     after = blender.context_map(layout.prefix)
     assert after is not before
-    assert after.extent != before.extent
+    assert after.before != before.before
 
 
 @pytest.mark.parametrize("chunks", [(), ((5, 6, 7),), ((5, 6, 7), (5, 6, 7))])
@@ -242,9 +268,29 @@ def test_prompts_that_do_not_fit_the_model_are_not_made() -> None:
 
 
 def test_a_layer_map_adds_what_its_formula_says() -> None:
-    down = torch.zeros(10, 1)
-    down[0, 0], down[2, 0] = 1.0, 0.5
-    part = LayerMap(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]), down, torch.tensor([[3.0, -1.0]]))
-    features = torch.zeros(1, 8)
-    features[0, 0] = 1.0
+    part, features = layer_map(Bounds(100.0, 100.0, 100.0))
     assert torch.equal(part.predict(torch.tensor([[5.0, 9.0]]), features), torch.tensor([[7.5, -2.5]]))
+
+
+def layer_map(bounds: Bounds) -> tuple[LayerMap, torch.Tensor]:
+    """A map of one key and one value, whose gauge is the first input, and the features of one row."""
+    down, gauge, features = torch.zeros(10, 1), torch.zeros(10, 1), torch.zeros(1, 8)
+    down[0, 0], down[2, 0], gauge[0, 0], features[0, 0] = 1.0, 0.5, 1.0, 1.0
+    centre, scale, up = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]), torch.tensor([[3.0, -1.0]])
+    return LayerMap(centre, scale, down, up, gauge, bounds, keys=1), features
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        (Bounds(2.0, 100.0, 100.0), [7.5, -2.5]),  # as far as the farthest row seen
+        (Bounds(4 / 3, 100.0, 100.0), [3.75, -1.25]),  # half as far again
+        (Bounds(1.0, 100.0, 100.0), [0.0, 0.0]),  # twice as far
+        (Bounds(100.0, 1.5, 100.0), [1.5, -0.5]),  # a larger gain of keys than any seen
+        (Bounds(100.0, 100.0, 1.25), [3.75, -1.25]),  # of values
+    ],
+)
+def test_what_lies_beyond_the_rows_seen_is_shrunk(bounds: Bounds, expected: list[float]) -> None:
+    part, features = layer_map(bounds)
+    found = part.predict(torch.tensor([[5.0, 9.0]]), features)
+    assert torch.allclose(found, torch.tensor([expected]), atol=1e-5)
