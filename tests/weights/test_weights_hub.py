@@ -1,0 +1,133 @@
+"""A hub on this machine: models come from it when it answers, out of wheels when it does not, and quickly from the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+
+from blend.weights import CATALOG
+from tests.tiny_model import save_tiny_model
+
+ROOT = Path(__file__).parents[2]
+MODEL = CATALOG["smollm2-135m"]
+COMMIT = "0" * 40
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves one model directory under any id. hanging: accepts every request and answers none until it is closed."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder, self.hanging, self.closing, self.asked = folder, False, Event(), list[str]()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        if self.server.hanging:
+            self.server.closing.wait(60)
+            return
+        path, name = self.path.partition("?")[0], self.path.partition("?")[0].rpartition("/")[2]
+        file = self.server.folder / name
+        if path.startswith("/api/models/") and "/tree/" not in path:
+            files = [{"rfilename": file.name} for file in self.server.folder.iterdir()]
+            self._send(json.dumps({"id": "x/y", "sha": COMMIT, "siblings": files, "tags": []}).encode())
+        elif "/resolve/" in path and file.is_file():
+            self._send(file.read_bytes())
+        else:
+            self._send(b"{}", 404, {"X-Error-Code": "EntryNotFound"})
+
+    def _send(self, body: bytes, code: int = 200, more: dict[str, str] | None = None) -> None:
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(body).hexdigest()}"'}
+        self.send_response(code)
+        for key, value in {**headers, "Content-Length": str(len(body)), **(more or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    server = Hub(save_tiny_model(tmp_path / "tiny", "The harbour of the town has a bell."))
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield server
+    server.closing.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def run(code: str, hub: Hub, tmp_path: Path) -> tuple[int, str, str, float]:
+    """A Python process that sees only this hub, an empty cache of its own and no package index."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "KVBLEND_", "PIP_"))}
+    env |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "KVBLEND_CACHE": str(tmp_path / "cache")}
+    env |= {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "HF_HUB_DISABLE_XET": "1"}
+    env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.returncode, done.stdout.strip(), done.stderr, time.monotonic() - begin
+
+
+RESOLVE = f"from blend.weights import resolve_model; print(resolve_model({MODEL.name!r}))"
+LOAD = "from blend import Decoder; print(Decoder.load('some/model', device='cpu').context_length)"
+
+
+def test_a_hub_that_answers_comes_first(hub: Hub, tmp_path: Path) -> None:
+    assert run(RESOLVE, hub, tmp_path)[:2] == (0, MODEL.hub_id)
+
+
+def test_a_hub_that_hangs_is_left_alone_after_two_seconds(hub: Hub, tmp_path: Path) -> None:
+    hub.hanging = True
+    code = (
+        "import time; from blend.weights.hub import answers_for; begin = time.monotonic();"
+        "print(answers_for('x/y'), time.monotonic() - begin < 6)"
+    )
+    assert run(code, hub, tmp_path)[:2] == (0, "False True")
+    ended, _, told, _ = run(RESOLVE, hub, tmp_path)
+    assert ended == 1
+    assert f"cannot download {MODEL.requirements[0]}" in told, "the wheels have their turn"
+
+
+def test_a_model_of_the_hub_is_loaded_once_and_found_without_it(hub: Hub, tmp_path: Path) -> None:
+    code, out, err, _ = run(LOAD, hub, tmp_path)
+    assert (code, out) == (0, "4096"), err
+    hub.hanging = True
+    hub.asked.clear()
+    assert run(LOAD, hub, tmp_path)[:2] == (0, "4096")
+    assert not [path for path in hub.asked if "some/model" in path], "nothing is asked for what is here"
+
+
+def test_an_id_that_is_not_here_fails_in_one_line_and_not_after_a_minute(hub: Hub, tmp_path: Path) -> None:
+    hub.hanging = True
+    code, _, err, seconds = run(LOAD, hub, tmp_path)
+    assert code == 1
+    assert "the hub is out of reach" in err.splitlines()[-1]
+    assert seconds < 45
