@@ -61,6 +61,7 @@ class Registry:
     def model(self) -> CatalogModel:
         return CatalogModel(
             name="tiny",
+            hub_id="nobody/tiny",
             title="Tiny",
             summary="for tests",
             licence="none",
