@@ -33,6 +33,7 @@ _ALIGNMENT = 64
 _OPENING = b'{"__metadata__":{"checksum":"'
 _DIGEST_AT = LENGTH.size + len(_OPENING)
 _LARGEST_SIZE = 1 << 31
+_MOST_PER_TOKEN = 4 << 20  # bytes in one layer: a file as long as it pleases must not fill the memory
 
 
 class PartLayout(NamedTuple):
@@ -121,6 +122,8 @@ def _require_whole(header: EntryHeader, file_size: int) -> None:
     begin, end = header.layers[0].offset, last.offset + last.nbytes
     if end != file_size:
         raise ValueError(f"it holds {file_size - begin} bytes of data, {end - begin} were written")
+    if max(layer.nbytes for layer in header.layers) > header.tokens * _MOST_PER_TOKEN:
+        raise ValueError(f"a layer of it is too large for {header.tokens} tokens")
     if header.tokens == 0 or not header.type.is_floating_point:
         raise ValueError(f"it holds {header.tokens} tokens of {header.type.name}")
 

@@ -203,6 +203,26 @@ def test_a_header_of_any_length_is_not_read(entry, length, monkeypatch):
     path.unlink()
 
 
+def test_a_layer_that_would_fill_the_memory(entry):
+    """Zeros that take no room on the disk, and a header that describes every one of them."""
+    store, path, raw = entry
+    nbytes = 16 * 3 * 2**30
+    ends = [0, nbytes, 2 * nbytes]
+
+    def change(header, data):
+        header["__metadata__"].update(layers="1", checksums="0" * 32)
+        for part, begin, end in zip("kv", ends, ends[1:], strict=False):
+            header[f"000.{part}"] = {"dtype": "F32", "shape": [4, 3, 2**30], "data_offsets": [begin, end]}
+            del header[f"001.{part}"], header[f"002.{part}"]
+        return b""
+
+    path.write_bytes(forge(raw, change))
+    os.truncate(path, path.stat().st_size + ends[-1])
+    with pytest.raises(EntryDamagedError, match="too large for 3 tokens"):
+        store.open(KEY)
+    path.unlink()
+
+
 def test_a_header_that_is_nested_too_deeply(entry):
     store, path, _ = entry
     for nested in ("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000):
