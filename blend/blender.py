@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.chunks.assemble import assemble
-from blend.chunks.correction import Added, ContextMap
-from blend.chunks.correction_check import MapCheck
+from blend.chunks.correction import Added, KVCorrection
+from blend.chunks.correction_check import CorrectionCheck
 from blend.chunks.encode import ChunkEncoder
-from blend.chunks.fit_correction import Source, measure_maps
-from blend.chunks.library import ChunkLibrary, LoadedLibrary, Tokens, Wanted
+from blend.chunks.fit_correction import Source, fit_corrections
+from blend.chunks.library import ChunkLibrary, LoadedLibrary, Tokens, Variant
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.recompute import make_plan, recompute
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
     from blend.model.decoder import Decoder
 
-LEAST_RATIO_UNMAPPED = 0.3  # of rows, where the context map was measured and turns out not to fit a prompt
+LEAST_RATIO_UNCORRECTED = 0.3  # of rows, where the KV correction was measured and turns out not to fit a prompt
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Blend:
     cache: KV of the whole prompt, ready for decoding. logits: of the next token, `[1, vocab]`. first_token: their argmax.
     notes: what was done otherwise than configured, a line each.
     hits: which chunks came out of the store. missing: caches that it should have held. problems: one line for every chunk's
-    entry that had to be refused. artifact_problems: the same for stand-in and context maps, without which it was then blended.
+    entry that had to be refused. artifact_problems: the same for surrogate context and KV corrections, without which it was
+    then blended.
     stages: seconds per stage. ttft_s: seconds from the call to the first token's id on the host.
     bytes_loaded: bytes of stored KV that were read.
     """
@@ -51,7 +52,7 @@ class Blend:
     first_token: int
     selection: Selection
     hits: tuple[bool, ...]
-    missing: tuple[Wanted, ...]
+    missing: tuple[Variant, ...]
     problems: tuple[str, ...]
     artifact_problems: tuple[str, ...]
     notes: tuple[str, ...]
@@ -89,7 +90,7 @@ class Blender:
         self.store = store
         self.config = config or BlendConfig()
         self._libraries: dict[Tokens, ChunkLibrary] = {}
-        self._maps: dict[Tokens, _StoredMap] = {}
+        self._maps: dict[Tokens, _StoredCorrection] = {}
 
     def library(self, prefix: Tokens) -> ChunkLibrary:
         """The caches of chunks behind this prefix, as the store stands now."""
@@ -99,22 +100,22 @@ class Blender:
 
     def encoder(self, prefix: Tokens) -> ChunkEncoder:
         """The encoder of chunks alone behind this prefix; the prefix's own KV is computed when it is first needed."""
-        return self.library(prefix).alone
+        return self.library(prefix).isolated
 
-    def context_map(self, prefix: Tokens, *, company: bool = False) -> ContextMap | None:
-        """The context map for chunks alone or in company, from memory or the store.
+    def correction(self, prefix: Tokens, *, contextual: bool = False) -> KVCorrection | None:
+        """The KV correction for isolated or contextual caches, from memory or the store.
 
-        None where none was measured, none is needed because nothing is computed in company, or it is damaged.
+        None where none was measured, none is needed because nothing is computed in context, or it is damaged.
         """
-        return self._held_map(self.library(prefix), company=company).map
+        return self._held_correction(self.library(prefix), contextual=contextual).map
 
-    def _held_map(self, library: ChunkLibrary, *, company: bool) -> _StoredMap:
-        encoder = library.encoder(company=company)
-        if company and encoder is library.alone:
-            return _StoredMap(None, (), library.generation)
+    def _held_correction(self, library: ChunkLibrary, *, contextual: bool) -> _StoredCorrection:
+        encoder = library.encoder(contextual=contextual)
+        if contextual and encoder is library.isolated:
+            return _StoredCorrection(None, (), library.generation)
         held = self._maps.get(encoder.prefix_tokens)
         if held is None or held.generation != library.generation:
-            self._maps[encoder.prefix_tokens] = held = self._stored_map(encoder, library.generation)
+            self._maps[encoder.prefix_tokens] = held = self._stored_correction(encoder, library.generation)
         return held
 
     def calibrate(
@@ -125,36 +126,39 @@ class Blender:
         anew: bool = False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> bool:
-        """Measure and store the context maps behind `prefix` on prompts made of some of these chunks.
+        """Measure and store the KV corrections behind `prefix` on prompts made of some of these chunks.
 
         Those that are there stay, unless they are to be measured `anew`. progress: called with tokens done and in all. Returns
         whether there is one now. Raises `StoreError` when the store cannot be written.
         """
         library = self.library(prefix)
-        kinds = (False, True) if library.company else (False,)
-        if not anew and all(self._held_map(library, company=company).map for company in kinds):
+        kinds = (False, True) if library.contextual else (False,)
+        if not anew and all(self._held_correction(library, contextual=contextual).map for contextual in kinds):
             return True
-        together = {one.chunk for one in library.wanted(chunks) if one.company}
+        together = {one.chunk for one in library.wanted(chunks) if one.contextual}
         sources = [
-            Source(partial(library.caches, company=company), together.__contains__ if company else lambda chunk: True)
-            for company in kinds
+            Source(
+                partial(library.caches, contextual=contextual),
+                together.__contains__ if contextual else lambda chunk: True,
+            )
+            for contextual in kinds
         ]
-        for company, found in zip(kinds, measure_maps(library.alone, chunks, sources, progress), strict=True):
+        for contextual, found in zip(kinds, fit_corrections(library.isolated, chunks, sources, progress), strict=True):
             if found is not None:
-                name = library.encoder(company=company).identity.correction_name
+                name = library.encoder(contextual=contextual).identity.correction_name
                 self.store.write_artifact(name, found.to_bytes())
-        return any(self.context_map(prefix, company=company) for company in kinds)
+        return any(self.correction(prefix, contextual=contextual) for contextual in kinds)
 
-    def _stored_map(self, encoder: ChunkEncoder, generation: str) -> _StoredMap:
+    def _stored_correction(self, encoder: ChunkEncoder, generation: str) -> _StoredCorrection:
         try:
             content = self.store.read_artifact(encoder.identity.correction_name)
             if content is None:
-                return _StoredMap(None, (), generation)
-            found = ContextMap.from_bytes(content, self.decoder.device)
+                return _StoredCorrection(None, (), generation)
+            found = KVCorrection.from_bytes(content, self.decoder.device)
             found.require_fit(self.decoder.rotations)
         except (EntryDamagedError, ValueError) as error:
-            return _StoredMap(None, (f"the context map cannot be used: {error}",), generation)
-        return _StoredMap(found, (), generation)
+            return _StoredCorrection(None, (f"the KV correction cannot be used: {error}",), generation)
+        return _StoredCorrection(found, (), generation)
 
     def prefill(
         self,
@@ -178,8 +182,8 @@ class Blender:
         library = self.library(layout.prefix)
         watch = watch or Stopwatch(self.decoder.device)
         with watch.stage("load"):
-            loaded = library.load(layout.chunks, company=config.stand_in)
-        first = self._pass(layout, loaded, config, room, watch, mapped=config.context_map)
+            loaded = library.load(layout.chunks, contextual=config.surrogate)
+        first = self._pass(layout, loaded, config, room, watch, mapped=config.correction)
         done = first if first.fits else self._without_map(first, layout, loaded, config, room, watch)
         with watch.stage("first_token"):
             first_token = int(done.logits[0].argmax())
@@ -193,7 +197,7 @@ class Blender:
             hits=loaded.hits,
             missing=loaded.missing,
             problems=loaded.problems,
-            artifact_problems=(*(library.problems if config.stand_in else ()), *first.problems),
+            artifact_problems=(*(library.problems if config.surrogate else ()), *first.problems),
             notes=done.notes,
             stages=dict(watch.stages),
             ttft_s=watch.total(),
@@ -210,14 +214,14 @@ class Blender:
         *,
         mapped: bool,
     ) -> _Pass:
-        """Put the stored chunks in place, with or without the context map, and recompute."""
+        """Put the stored chunks in place, with or without the KV correction, and recompute."""
         with watch.stage("reposition"):
-            cache = assemble(self.decoder, layout, loaded.library.alone.prefix, loaded.chunks, room)
+            cache = assemble(self.decoder, layout, loaded.library.isolated.prefix, loaded.chunks, room)
             selector = make_selector(config)
             plan = make_plan(layout, loaded.hits, selector, config.ratio, self.decoder.device)
             mapping = mapped and not isinstance(plan.selector, All)
-            maps = self.map_rows(cache, layout, loaded, plan.inexact) if mapping else MappedRows((), ())
-        check = MapCheck(self.decoder, maps.added)
+            maps = self.correct_rows(cache, layout, loaded, plan.stale) if mapping else MappedRows((), ())
+        check = CorrectionCheck(self.decoder, maps.added)
         with cache.watched(check.see) if maps.added else nullcontext():
             logits, selection = recompute(self.decoder, cache, plan, mask=config.mask, watch=watch)
         return _Pass(cache, logits, selection, check.score() >= 0, maps.problems)
@@ -231,29 +235,29 @@ class Blender:
         room: int,
         watch: Stopwatch,
     ) -> _Pass:
-        """Once more from the stored values, with more rows: the context map took those seen further from the truth."""
-        more = replace(config, ratio=min(1.0, max(2 * config.ratio, LEAST_RATIO_UNMAPPED)))
+        """Once more from the stored values, with more rows: the KV correction took those seen further from the truth."""
+        more = replace(config, ratio=min(1.0, max(2 * config.ratio, LEAST_RATIO_UNCORRECTED)))
         again = self._pass(layout, loaded, more, room, watch, mapped=False)
         spent = [a + b for a, b in zip(first.selection.rows_per_layer, again.selection.rows_per_layer, strict=True)]
         note = (
-            f"the context map does not fit this prompt: left out, and {more.ratio:.0%} of the rows recomputed instead"
+            f"the KV correction does not fit this prompt: left out, and {more.ratio:.0%} of the rows recomputed instead"
         )
         return again._replace(selection=replace(again.selection, rows_per_layer=tuple(spent)), notes=(note,))
 
-    def map_rows(
+    def correct_rows(
         self, cache: BlendedCache, layout: PromptLayout, loaded: LoadedLibrary, rows: torch.Tensor
     ) -> MappedRows:
-        """Add to the stored KV at `rows` what the context maps predict."""
-        company = torch.zeros(layout.rows, dtype=torch.bool, device=rows.device)
-        for together, span in zip(loaded.company, layout.chunk_spans, strict=True):
-            company[span.start : span.stop] = together
+        """Add to the stored KV at `rows` what the KV corrections predict."""
+        contextual = torch.zeros(layout.rows, dtype=torch.bool, device=rows.device)
+        for together, span in zip(loaded.contextual, layout.chunk_spans, strict=True):
+            contextual[span.start : span.stop] = together
         problems: tuple[str, ...] = ()
         added: tuple[Added, ...] = ()
         for kind in (False, True):
-            mine = rows[company[rows] == kind]
+            mine = rows[contextual[rows] == kind]
             if mine.shape[0] == 0:
                 continue
-            held = self._held_map(loaded.library, company=kind)
+            held = self._held_correction(loaded.library, contextual=kind)
             problems += held.problems
             if held.map is not None:
                 added += (held.map.apply(self.decoder, cache, layout, mine),)
@@ -269,14 +273,14 @@ class Blender:
 
 
 class MappedRows(NamedTuple):
-    """What context maps added to a prompt, and a line for every map that had to be refused."""
+    """What KV corrections added to a prompt, and a line for every map that had to be refused."""
 
     added: tuple[Added, ...]
     problems: tuple[str, ...]
 
 
 class _Pass(NamedTuple):
-    """A prompt put together and recomputed. fits: whether the context map did no harm to the rows where that shows."""
+    """A prompt put together and recomputed. fits: whether the KV correction did no harm to the rows where that shows."""
 
     cache: BlendedCache
     logits: torch.Tensor
@@ -286,9 +290,9 @@ class _Pass(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class _StoredMap(NamedTuple):
+class _StoredCorrection(NamedTuple):
     """What a store held at one generation under a map's name, and the line for one that had to be refused."""
 
-    map: ContextMap | None
+    map: KVCorrection | None
     problems: tuple[str, ...]
     generation: str

@@ -27,10 +27,10 @@ class BlendConfig:
     check_layer, deviation_of, norm: where and how `hkvd` measures deviation. first_k: rows `first_k` takes per chunk at most.
     seed: of `random`. query_layers, query_rows, value_norm: where and how `query_guided` and `mixed` score the question's
     attention (`blend.recompute.query_attention`).
-    rule, prefilter: see `mixed`. chunk_head, chunk_floor, block: how the budget goes to rows by their scores
-    (`blend.select.allotment`); chunk_head None leaves it to the selector. context_map: whether to add to stored chunks
-    what the context map predicts, where the store holds one (`blend.chunks.correction`). stand_in: whether to use caches that
-    were computed in company, where the store holds them (`blend.chunks.library`).
+    rule, prefilter: see `mixed`. chunk_lead, chunk_floor, block: how the budget goes to rows by their scores
+    (`blend.select.allotment`); chunk_lead None leaves it to the selector. correction: whether to add to stored chunks
+    what the KV correction predicts, where the store holds one (`blend.chunks.correction`). surrogate: whether to use
+    caches that were computed behind a surrogate context, where the store holds them (`blend.chunks.library`).
     """
 
     selector: str = "query_guided"
@@ -44,13 +44,13 @@ class BlendConfig:
     query_layers: str = "middle"
     query_rows: QueryRows = "peak"
     value_norm: bool = False
-    chunk_head: int | None = None
+    chunk_lead: int | None = None
     rule: Rule = "product"
     prefilter: float = 0.0
     chunk_floor: float = 0.0
     block: int = 1
-    context_map: bool = True
-    stand_in: bool = True
+    correction: bool = True
+    surrogate: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -85,7 +85,7 @@ class PromptConfig:
 class CorpusConfig:
     """How documents become chunks and how many of them answer a question. Raises `ConfigError` as `BlendConfig` does.
 
-    stand_in_tokens: every chunk's cache is also computed behind so many tokens of other chunks (`blend.chunks.library`);
+    surrogate_tokens: every chunk's cache is also computed behind so many tokens of other chunks (`blend.chunks.library`);
     0 does not.
     """
 
@@ -94,7 +94,7 @@ class CorpusConfig:
     embedder: str = DEFAULT_EMBEDDER
     codec: str = "bfloat16"
     batch_tokens: int = 1024
-    stand_in_tokens: int = 512
+    surrogate_tokens: int = 512
 
     def __post_init__(self) -> None:
         check_fields(self)

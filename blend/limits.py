@@ -56,11 +56,11 @@ NUMBERS = {
     "prefilter": Limits(1, 1000, whole=False, zero=True),
     "check_layer": Limits(1, MOST_LAYERS - 1),  # layer 0's KV never deviates
     "first_k": _ROWS,
-    "chunk_head": Limits(0, MOST_ROWS),
+    "chunk_lead": Limits(0, MOST_ROWS),
     "block": _ROWS,
     "seed": Limits(0, 2**32 - 1),
     "chunk_tokens": Limits(16, MOST_ROWS),  # shorter chunks hold no sentence
-    "stand_in_tokens": Limits(0, MOST_ROWS),
+    "surrogate_tokens": Limits(0, MOST_ROWS),
     "batch_tokens": _ROWS,
     "top_k": Limits(1, 10_000),
     # What only the command line has.

@@ -45,7 +45,7 @@ class Precomputed:
     """What a run did.
 
     documents, chunks: in the corpus now. added, removed: chunks that are new to the index, and gone from it. computed,
-    reused: caches computed now, and found stored; most chunks have two, alone and in company. evicted: caches of the corpus
+    reused: caches computed now, and found stored; most chunks have two, isolated and contextual. evicted: caches of the corpus
     that the store's budget has no room for. tokens, seconds: of the forward passes and the writing of their caches. skipped:
     documents that could not be read, with the reason. rebuilt: why an index that was there could not be built upon, or empty.
     """
@@ -95,15 +95,15 @@ def precompute(
     library = ChunkLibrary(decoder, store, template.prefix, config.batch_tokens)
     ids = list(dict.fromkeys(template.chunk_ids(chunk) for chunk in chunks))
     words = describe_namespace(decoder, template)
-    store.describe(library.alone.identity.namespace, words)
+    store.describe(library.isolated.identity.namespace, words)
     # Before the index forgets them; only its own entries go, a report's stay.
     for gone in {template.chunk_ids(chunk) for chunk in held}.difference(ids):
         library.forget(gone)
     update = update_index(index_dir, chunks, embedder, lambda done, total: progress("embed", done, total))
-    wanted = config.stand_in_tokens
-    library = library.with_stand_in(ids, wanted) if wanted else library.without_stand_in()
-    if library.company:
-        store.describe(library.company.identity.namespace, {**words, "company": "stand-in"})
+    wanted = config.surrogate_tokens
+    library = library.with_surrogate(ids, wanted) if wanted else library.without_surrogate()
+    if library.contextual:
+        store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
     missing = library.missing(ids)
     begin = time.perf_counter()
     tokens = library.compute(missing, lambda done, total: progress("encode", done, total))

@@ -155,8 +155,8 @@ class Rag:
     ) -> Precomputed:
         """Index documents, or those under paths, and compute their chunk caches; see `precompute.precompute`.
 
-        Then the context maps are measured, where the store holds none or most of the corpus is new. Documents are read and the
-        store is opened before any model is loaded, so that mistakes show at once.
+        Then the KV corrections are measured, where the store holds none or most of the corpus is new. Documents are read and
+        the store is opened before any model is loaded, so that mistakes show at once.
         """
         loaded = documents if isinstance(documents, LoadedDocuments) else load_documents(documents)
         store = self.store
@@ -191,8 +191,8 @@ class Rag:
             _ = self.index, self.store
             self.retriever.search("warm up", 1)
             _ = self.blender.encoder(self.template.prefix).prefix
-            for company in (False, True) if self.blend_config.context_map else ():
-                self.blender.context_map(self.template.prefix, company=company)
+            for contextual in (False, True) if self.blend_config.correction else ():
+                self.blender.correction(self.template.prefix, contextual=contextual)
             self._rehearsed = self._rehearse()
         if compare and not self._rehearsed_full:
             full_prefill(self.decoder, self._rehearsed)

@@ -27,14 +27,14 @@ class Plan:
     """What is to be recomputed before the selector has spoken.
 
     candidates: sorted positions of context rows whose stored KV may differ from full recompute. required: rows after the prefix
-    that hold none. inexact: rows that hold stored KV and stand elsewhere than where it was computed. budget: candidates to
+    that hold none. stale: rows that hold stored KV and stand elsewhere than where it was computed. budget: candidates to
     recompute. selector: who chooses them.
     """
 
     layout: PromptLayout
     candidates: torch.Tensor
     required: torch.Tensor
-    inexact: torch.Tensor
+    stale: torch.Tensor
     budget: int
     selector: Selector
 
@@ -53,15 +53,15 @@ def make_plan(
     after_prefix = torch.arange(len(layout.prefix), layout.rows)
     held, required = after_prefix[stored[after_prefix]], after_prefix[~stored[after_prefix]]
     exact_until = layout.chunk_spans[0].stop if hits and hits[0] else 0
-    inexact = held[held >= exact_until]
+    stale = held[held >= exact_until]
     candidates, budget = held, round(ratio * held.shape[0])
     if budget == held.shape[0] or isinstance(selector, All):
         selector, budget = All(), held.shape[0]
     else:
-        candidates = inexact
+        candidates = stale
         budget = min(budget, candidates.shape[0])
         selector = selector if budget else Nothing()
-    return Plan(layout, candidates.to(device), required.to(device), inexact.to(device), budget, selector)
+    return Plan(layout, candidates.to(device), required.to(device), stale.to(device), budget, selector)
 
 
 def recompute(

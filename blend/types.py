@@ -98,12 +98,12 @@ class CacheIdentity:
 
     @property
     def correction_name(self) -> str:
-        """Name of the artifact that holds the context map of this model, dtype and prefix."""
+        """Name of the artifact that holds the KV correction of this model, dtype and prefix."""
         return f"correction-{self.namespace}"
 
     @property
     def surrogate_name(self) -> str:
-        """Name of the artifact that holds the stand-in for chunks in company behind this prefix (`blend.chunks.library`)."""
+        """Name of the artifact that holds the surrogate context behind this prefix (`blend.chunks.library`)."""
         return f"surrogate-{self.namespace}"
 
 

@@ -29,7 +29,7 @@ _DIGITS = 5
 class Analyzed:
     """One prompt: its numbers, and what `prompt_document` made of it (None where only the numbers are kept).
 
-    mapped: whether the blend applied a context map.
+    mapped: whether the blend applied a KV correction.
     """
 
     id: str

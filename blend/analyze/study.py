@@ -47,7 +47,7 @@ class PromptAnalysis:
     """All findings on one prompt; context rows are those of the chunks.
 
     texts, kinds: of each token, see `tokens`. recomputed: sorted positions that the blend computed in every layer. rows_share:
-    computed rows over all rows, summed over layers. mapped: whether the blend applied a context map. attention: of full
+    computed rows over all rows, summed over layers. mapped: whether the blend applied a KV correction. attention: of full
     recompute, one entry a layer. before, after: deviation from full recompute of the cache as stored and moved, and of the
     blended one. scores: what selectors rank by.
     """
@@ -87,7 +87,7 @@ def analyze_prompt(
     library = blender.library(layout.prefix)
     library.compute(library.missing(layout.chunks))
     segments, suffix = Segments.of(layout), torch.arange(layout.context.stop, layout.rows, device=decoder.device)
-    stored, _ = _stored(blender, layout, company=False)
+    stored, _ = _stored(blender, layout, contextual=False)
     reuse_calls = _watch(decoder, layout, suffix, stored)
     blend = blender.prefill(layout, room=0)
     blend_calls = _watch(decoder, layout, blend.selection.rows, blend.cache)
@@ -134,24 +134,24 @@ def _check(decoder: Decoder, layout: PromptLayout, mask: str, head: int | None) 
     decoder.check_length(layout.rows)
 
 
-def _stored(blender: Blender, layout: PromptLayout, *, company: bool) -> tuple[BlendedCache, LoadedLibrary]:
+def _stored(blender: Blender, layout: PromptLayout, *, contextual: bool) -> tuple[BlendedCache, LoadedLibrary]:
     """The stored chunks at the prompt's positions, nothing recomputed."""
     library = blender.library(layout.prefix)
-    loaded = library.load(layout.chunks, company=company)
+    loaded = library.load(layout.chunks, contextual=contextual)
     if not all(loaded.hits):
         why = loaded.problems[0] if loaded.problems else "the store dropped them; give it a larger budget"
         raise PromptError(f"some chunks of the prompt cannot be read back from the store: {why}")
-    return assemble(blender.decoder, layout, library.alone.prefix, loaded.chunks, 0), loaded
+    return assemble(blender.decoder, layout, library.isolated.prefix, loaded.chunks, 0), loaded
 
 
 def _as_ranked(blender: Blender, layout: PromptLayout) -> tuple[BlendedCache, bool]:
-    """The stored chunks as a blend's selector sees them, and whether a context map was applied."""
-    cache, loaded = _stored(blender, layout, company=blender.config.stand_in)
-    kinds = {kind for kind in loaded.company[1:] if blender.context_map(layout.prefix, company=kind)}
-    if not blender.config.context_map or not kinds:
+    """The stored chunks as a blend's selector sees them, and whether a KV correction was applied."""
+    cache, loaded = _stored(blender, layout, contextual=blender.config.surrogate)
+    kinds = {kind for kind in loaded.contextual[1:] if blender.correction(layout.prefix, contextual=kind)}
+    if not blender.config.correction or not kinds:
         return cache, False
     rows = torch.arange(layout.chunk_spans[0].stop, layout.context.stop, device=blender.decoder.device)
-    blender.map_rows(cache, layout, loaded, rows)
+    blender.correct_rows(cache, layout, loaded, rows)
     return cache, True
 
 

@@ -39,7 +39,7 @@ def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def word_kinds(texts: Sequence[str]) -> tuple[int, ...]:
-    """Index into `KINDS` for each token, by the word that it is part of: a cheap stand-in for named entities.
+    """Index into `KINDS` for each token, by the word that it is part of: a cheap proxy for named entities.
 
     A word ends at white space and at punctuation. It is a number when it holds a digit, capitalised when it starts with an
     upper-case letter (at the start of a sentence too).

@@ -1,10 +1,9 @@
-"""The context map: what a chunk's KV gains because something stands before it, predicted from that KV.
+"""The KV correction: what a chunk's KV gains because something stands before it, predicted from that KV.
 
 Most of the difference between a row's KV in context and alone follows from the row itself and from where it stands. One linear
 map a layer, from the row's stored keys and values to that difference, is fitted on a few prompts of the user's own chunks
 (`blend.chunks.fit_correction`), once per model and prefix, and added to stored chunks that do not stand right behind the
-prefix. There is one for chunks computed alone and one for those computed in company (`blend.chunks.library`), which have most
-of it already:
+prefix. There is one for isolated caches and one for contextual caches (`blend.chunks.library`), which have most of it already:
 
     kv(in context) ~ kv + up^T down^T [(kv - centre) / scale, position features]
 
@@ -45,7 +44,7 @@ class Bounds(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class LayerMap:
+class LayerCorrection:
     """The map of one layer, float32. `inputs` is the width of a row's keys and values together.
 
     centre, scale: `[inputs]`. down: `[inputs + POSITION_FEATURES, rank]`. up: `[rank, inputs]`. gauge: `[inputs +
@@ -105,19 +104,19 @@ def shares(distance: torch.Tensor, norms: Sequence[torch.Tensor], most: Sequence
 class Added(NamedTuple):
     """What a map added to a prompt: `hidden[layer]` `[rows, rank]`, or None, for the sorted context positions `rows`."""
 
-    map: ContextMap
+    map: KVCorrection
     rows: torch.Tensor
     hidden: tuple[torch.Tensor | None, ...]
 
 
 @dataclass(frozen=True)
-class ContextMap:
+class KVCorrection:
     """One map a layer; None where nothing is to be added.
 
     before, length: the most tokens before a chunk and in a chunk that it was fitted on; further ones count as those.
     """
 
-    layers: tuple[LayerMap | None, ...]
+    layers: tuple[LayerCorrection | None, ...]
     before: int
     length: int
 
@@ -159,7 +158,7 @@ class ContextMap:
         return len(self.layers), self.before, self.length
 
     @classmethod
-    def from_bytes(cls, content: bytes, device: torch.device) -> ContextMap:
+    def from_bytes(cls, content: bytes, device: torch.device) -> KVCorrection:
         """What `to_bytes` made. Raises ValueError for anything else."""
         from safetensors import SafetensorError
         from safetensors.torch import load
@@ -169,7 +168,7 @@ class ContextMap:
             depth, before, length = (int(tensors[name]) for name in _COUNTS)
             return cls(tuple(_layer_of(tensors, index) for index in range(depth)), before, length)
         except (SafetensorError, KeyError, RuntimeError, TypeError) as error:
-            raise ValueError(f"it is no context map ({str(error).partition(chr(10))[0]})") from None
+            raise ValueError(f"it is no KV correction ({str(error).partition(chr(10))[0]})") from None
 
     def require_fit(self, rotations: Sequence[LayerRotation]) -> None:
         """Raise ValueError unless every layer's rows are as wide as these layers' keys and values."""
@@ -183,20 +182,20 @@ _COUNTS = ("layers", "before", "length")
 _FACTORS = ("centre", "scale", "down", "up", "gauge")
 
 
-def _layer_of(tensors: Mapping[str, torch.Tensor], index: int) -> LayerMap | None:
+def _layer_of(tensors: Mapping[str, torch.Tensor], index: int) -> LayerCorrection | None:
     if f"{index}.up" not in tensors:
         return None
     bounds, keys = Bounds(*tensors[f"{index}.bounds"].tolist()), int(tensors[f"{index}.keys"])
-    part = LayerMap(*(tensors[f"{index}.{name}"] for name in _FACTORS), bounds, keys)
+    part = LayerCorrection(*(tensors[f"{index}.{name}"] for name in _FACTORS), bounds, keys)
     (inputs,), rank = part.centre.shape, part.up.shape[0]
     factors = [getattr(part, name) for name in _FACTORS]
     both = inputs + POSITION_FEATURES
     shapes = [(inputs,), (inputs,), (both, rank), (rank, inputs), (both, *part.gauge.shape[1:])]
     if [tuple(factor.shape) for factor in factors] != shapes or any(f.dtype != torch.float32 for f in factors):
-        raise ValueError(f"layer {index} of the context map has impossible shapes")
+        raise ValueError(f"layer {index} of the KV correction has impossible shapes")
     numbers = torch.stack([*(factor.abs().sum() for factor in factors), part.up.new_tensor(bounds).sum()])
     if not (numbers.isfinite().all() and (part.scale > 0).all() and min(bounds) >= 0 < part.bounds.reach):
-        raise ValueError(f"layer {index} of the context map has impossible numbers")
+        raise ValueError(f"layer {index} of the KV correction has impossible numbers")
     return part
 
 

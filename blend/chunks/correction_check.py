@@ -1,4 +1,4 @@
-"""Whether the context map predicts a prompt at hand: the rows that are recomputed show it for nothing.
+"""Whether the KV correction predicts a prompt at hand: the rows that are recomputed show it for nothing.
 
 The map was judged on chunks of the corpus before; a prompt may still be unlike them. Every recomputed row that held stored KV
 has fresh KV in every layer, to be compared with what was stored and with what the map made of it. Rows count alike, whatever
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from blend.model.decoder import Decoder
 
 
-class MapCheck:
+class CorrectionCheck:
     """Compares while a prompt's rows are recomputed; pass `see` to `BlendedCache.watched`.
 
     added: what the maps did to the prompt.

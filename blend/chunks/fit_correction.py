@@ -1,4 +1,4 @@
-"""Fitting context maps on a few prompts of the user's own chunks.
+"""Fitting KV corrections on a few prompts of the user's own chunks.
 
 A prompt of chunks is prefilled in full once; what its rows gain over their stored KV is what `blend.chunks.correction`
 predicts (`blend.chunks.regression` has the regression). The first chunk of a prompt is exact and shows nothing, so the prompts
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.chunks.assemble import assemble
-from blend.chunks.correction import ContextMap, LayerMap, position_features, rows_of
+from blend.chunks.correction import KVCorrection, LayerCorrection, position_features, rows_of
 from blend.chunks.regression import GROUPS, LayerRows, fit_layer
 from blend.types import ChunkCache, PromptLayout
 
@@ -45,12 +45,12 @@ class Source(NamedTuple):
     holds: Callable[[Tokens], bool]
 
 
-def measure_maps(
+def fit_corrections(
     encoder: ChunkEncoder,
     chunks: Sequence[Sequence[int]],
     sources: Sequence[Source],
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[ContextMap | None]:
+) -> list[KVCorrection | None]:
     """Fit a map for each source of caches, on the same prompts made of these chunks.
 
     None when no prompt of two chunks can be made, or nothing helps. progress: called with tokens done and in all. Costs a full
@@ -91,7 +91,7 @@ class _Seen:
             for parts, rows in zip(held, layers, strict=True):
                 parts.append(rows)
 
-    def solve(self, number: int, source: Source, chunks: Sequence[Tokens]) -> ContextMap | None:
+    def solve(self, number: int, source: Source, chunks: Sequence[Tokens]) -> KVCorrection | None:
         """The map of the source with this number, from 1, or None where none helps in any layer; chunks: all there are."""
         behind = [chunk for prompt in self._prompts for chunk in prompt.chunks[1:] if source.holds(chunk)]
         if len(set(behind)) < 2:  # no chunk could be held out
@@ -101,7 +101,7 @@ class _Seen:
         mine = torch.tensor(
             [source.holds(c) for p in self._prompts for c in p.chunks[1:] for _ in c], device=self._decoder.device
         )
-        fitted: list[LayerMap | None] = [None]  # layer 0 depends on token and position only
+        fitted: list[LayerCorrection | None] = [None]  # layer 0 depends on token and position only
         for index, rotation in enumerate(self._decoder.rotations[1:], 1):
             fresh, stored = (torch.cat(self._held[which][index])[mine] for which in (0, number))
             seen = LayerRows(
@@ -109,7 +109,7 @@ class _Seen:
             )
             fitted.append(fit_layer(seen))
         before = max(p.chunk_spans[-1].start - len(p.prefix) for p in self._prompts)
-        return ContextMap(tuple(fitted), before, max(map(len, behind))) if any(fitted) else None
+        return KVCorrection(tuple(fitted), before, max(map(len, behind))) if any(fitted) else None
 
 
 def deal_prompts(encoder: ChunkEncoder, chunks: Sequence[Tokens]) -> list[PromptLayout]:

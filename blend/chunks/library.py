@@ -1,9 +1,9 @@
 """The chunk caches behind one prefix: which there are, loading them, computing what is missing.
 
-A chunk can have two. *Alone*, it is computed right behind the prefix: what the first chunk of a prompt is, exactly. *In
-company*, it is computed behind the prefix and a stand-in: a few chunks of the corpus, the same for all, in place of whatever a
-prompt will put before the chunk. What a chunk's KV gains because something stands before it is for the most part the same
-whatever that is (docs/selection.md), so this cache is nearer to full recompute in every place but the first.
+A chunk can have two. Its *isolated* cache is computed right behind the prefix: what the first chunk of a prompt is, exactly.
+Its *contextual* cache is computed behind the prefix and a surrogate context: a few chunks of the corpus, the same for all, in place
+of whatever a prompt will put before the chunk. What a chunk's KV gains because something stands before it is for the most part
+the same whatever that is (docs/selection.md), so this cache is nearer to full recompute in every place but the first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.assemble import Expected, load_chunks
 from blend.chunks.encode import ChunkEncoder
-from blend.chunks.surrogate import read_stand_in, write_stand_in
+from blend.chunks.surrogate import read_surrogate, write_surrogate
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
     from blend.store.base import ChunkStore
 
 Tokens = tuple[int, ...]
-LARGEST_SHARE = 8  # one chunk in so many may be in the stand-in: those have no cache in company
+LARGEST_SHARE = 8  # one chunk in so many may be in the surrogate context: those have no contextual cache
 
 
-class Wanted(NamedTuple):
-    """One cache of a chunk: alone, or in company."""
+class Variant(NamedTuple):
+    """One cache of a chunk: isolated or contextual."""
 
     chunk: Tokens
-    company: bool
+    contextual: bool
 
 
 class LoadedLibrary(NamedTuple):
     """What a store gave for the chunks of a prompt.
 
-    library: where it came from. chunks: a cache or None for each. company: whether it is the one in company. problems: a line
-    for every entry that was refused. missing: the caches that would have been used and could not, each once.
+    library: where it came from. chunks: a cache or None for each. contextual: whether it is the contextual one. problems: a
+    line for every entry that was refused. missing: the caches that would have been used and could not, each once.
     """
 
     library: ChunkLibrary
     chunks: tuple[ChunkCache | None, ...]
-    company: tuple[bool, ...]
+    contextual: tuple[bool, ...]
     problems: tuple[str, ...]
-    missing: tuple[Wanted, ...]
+    missing: tuple[Variant, ...]
 
     @property
     def hits(self) -> tuple[bool, ...]:
@@ -53,12 +53,13 @@ class LoadedLibrary(NamedTuple):
 
 
 class ChunkLibrary:
-    """Caches of chunks behind `prefix` (token ids), with the stand-in that the store holds at this moment.
+    """Caches of chunks behind `prefix` (token ids), with the surrogate context that the store holds at this moment.
 
     batch_tokens: see `ChunkEncoder`. before: the library that this one takes the place of; what did not change is shared.
-    stand_in: the chunks that stand in for a prompt's earlier ones; empty where none were chosen. company: the encoder of chunks
-    in company, or None without a stand-in. decided: whether the store knows of a stand-in, or that there is to be none.
-    problems: a line when there is one that must not be used. generation: the store's when all of this was read.
+    surrogate: the chunks that stand in for a prompt's earlier ones; empty where none were chosen. contextual: the encoder of
+    contextual caches, or None without a surrogate context. decided: whether the store knows of a surrogate context, or that
+    there is to be none. problems: a line when there is one that must not be used. generation: the store's when all of this was
+    read.
     """
 
     def __init__(
@@ -72,17 +73,17 @@ class ChunkLibrary:
     ) -> None:
         self.decoder, self.store, self.prefix = decoder, store, prefix
         self._batch_tokens = batch_tokens
-        self.alone: ChunkEncoder = before.alone if before else ChunkEncoder(decoder, prefix, batch_tokens)
+        self.isolated: ChunkEncoder = before.isolated if before else ChunkEncoder(decoder, prefix, batch_tokens)
         self.generation = store.generation  # asked first: what is written while the rest is read shows as a change
-        found = read_stand_in(store, self.alone.identity.surrogate_name, decoder.vocabulary)
-        self.decided, self.stand_in, self.problems = found
-        same = before is not None and before.stand_in == self.stand_in
-        self.company: ChunkEncoder | None = before.company if before and same else self._company()
+        found = read_surrogate(store, self.isolated.identity.surrogate_name, decoder.vocabulary)
+        self.decided, self.surrogate, self.problems = found
+        same = before is not None and before.surrogate == self.surrogate
+        self.contextual: ChunkEncoder | None = before.contextual if before and same else self._contextual()
 
-    def _company(self) -> ChunkEncoder | None:
-        if not self.stand_in:
+    def _contextual(self) -> ChunkEncoder | None:
+        if not self.surrogate:
             return None
-        return ChunkEncoder(self.decoder, (*self.prefix, *chain(*self.stand_in)), self._batch_tokens)
+        return ChunkEncoder(self.decoder, (*self.prefix, *chain(*self.surrogate)), self._batch_tokens)
 
     def renewed(self) -> ChunkLibrary:
         """Itself, or a new library if the store has changed since, by this process or another."""
@@ -91,64 +92,66 @@ class ChunkLibrary:
     def _next(self) -> ChunkLibrary:
         return ChunkLibrary(self.decoder, self.store, self.prefix, self._batch_tokens, before=self)
 
-    def with_stand_in(self, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
-        """With some of these chunks, `tokens` tokens at most, as the stand-in, unless there is one already.
+    def with_surrogate(self, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
+        """With some of these chunks, `tokens` tokens at most, as the surrogate context, unless there is one already.
 
-        The choice is remembered in the store and stays, because caches in company are of use behind it only. Raises
+        The choice is remembered in the store and stays, because contextual caches are of use behind it only. Raises
         `StoreError` when the store cannot be written.
         """
         with self.store.writing():
             now = self._next()
-            if now.stand_in or not (chosen := _choose(now._fitting(chunks, tokens), tokens, len(chunks))):
+            if now.surrogate or not (chosen := _choose(now._fitting(chunks, tokens), tokens, len(chunks))):
                 return now
             return now._decide(chosen)
 
-    def without_stand_in(self) -> ChunkLibrary:
-        """With none, and the caches in company removed. Raises `StoreError` when the store cannot be written."""
+    def without_surrogate(self) -> ChunkLibrary:
+        """With none, and the contextual caches removed. Raises `StoreError` when the store cannot be written."""
         with self.store.writing():
             now = self._next()
-            if now.company is not None:
-                now.store.prune((), now.company.identity.namespace)
+            if now.contextual is not None:
+                now.store.prune((), now.contextual.identity.namespace)
             return now._decide(())
 
     def _decide(self, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
-        write_stand_in(self.store, self.alone.identity.surrogate_name, chosen)
+        write_surrogate(self.store, self.isolated.identity.surrogate_name, chosen)
         return self._next()
 
     def _fitting(self, chunks: Sequence[Tokens], tokens: int) -> list[Tokens]:
-        """Different chunks of which any behind the stand-in still fits the model."""
+        """Different chunks of which any behind the surrogate context still fits the model."""
         longest, context = max(map(len, chunks), default=0), self.decoder.context_length
         room = tokens if context is None else min(tokens, context - len(self.prefix) - longest)
         return [chunk for chunk in dict.fromkeys(chunks) if 0 < len(chunk) <= room]
 
-    def encoder(self, *, company: bool) -> ChunkEncoder:
-        """The encoder of chunks alone or in company; without a stand-in there is only the former."""
-        return (self.company if company else None) or self.alone
+    def encoder(self, *, contextual: bool) -> ChunkEncoder:
+        """The encoder of isolated or contextual caches; without a surrogate context there is only the former."""
+        return (self.contextual if contextual else None) or self.isolated
 
-    def wanted(self, chunks: Sequence[Tokens]) -> list[Wanted]:
-        """Every cache that these chunks should have, each once: first those alone, then those in company."""
+    def wanted(self, chunks: Sequence[Tokens]) -> list[Variant]:
+        """Every cache that these chunks should have, each once: first the isolated ones, then the contextual ones."""
         distinct = list(dict.fromkeys(chunks))
         return [
-            *(Wanted(chunk, company=False) for chunk in distinct),
-            *(Wanted(chunk, company=True) for chunk in distinct if self._has_company(chunk)),
+            *(Variant(chunk, contextual=False) for chunk in distinct),
+            *(Variant(chunk, contextual=True) for chunk in distinct if self._has_contextual(chunk)),
         ]
 
-    def _has_company(self, chunk: Tokens) -> bool:
-        """Whether a chunk has a cache in company: not one that is in the stand-in and would read itself, or does not fit."""
-        if self.company is None or chunk in self.stand_in:
+    def _has_contextual(self, chunk: Tokens) -> bool:
+        """Whether a chunk has a contextual cache: one of the surrogate context has none, it would read itself, nor one too long."""
+        if self.contextual is None or chunk in self.surrogate:
             return False
         context = self.decoder.context_length
-        return context is None or len(self.company.prefix_tokens) + len(chunk) <= context
+        return context is None or len(self.contextual.prefix_tokens) + len(chunk) <= context
 
-    def missing(self, chunks: Sequence[Tokens]) -> list[Wanted]:
+    def missing(self, chunks: Sequence[Tokens]) -> list[Variant]:
         """The caches of these chunks that the store does not hold."""
         return [one for one in self.wanted(chunks) if self.key(one) not in self.store]
 
-    def key(self, wanted: Wanted) -> ChunkKey:
+    def key(self, wanted: Variant) -> ChunkKey:
         """Where the store keeps this cache."""
-        return self.encoder(company=wanted.company).identity.key(wanted.chunk)
+        return self.encoder(contextual=wanted.contextual).identity.key(wanted.chunk)
 
-    def compute(self, wanted: Sequence[Wanted], progress: Callable[[int, int], None] = lambda done, total: None) -> int:
+    def compute(
+        self, wanted: Sequence[Variant], progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> int:
         """Compute and store these caches, each as soon as it is there; the number of their tokens.
 
         Raises `StoreError` when the store cannot be written.
@@ -160,10 +163,10 @@ class ChunkLibrary:
             progress(done, total)
         return total
 
-    def _computed(self, wanted: Sequence[Wanted]) -> Iterator[tuple[Wanted, ChunkCache]]:
+    def _computed(self, wanted: Sequence[Variant]) -> Iterator[tuple[Variant, ChunkCache]]:
         """Each of these caches when it is computed and stored."""
-        for company in (False, True):
-            encoder, mine = self.encoder(company=company), [one for one in wanted if one.company == company]
+        for contextual in (False, True):
+            encoder, mine = self.encoder(contextual=contextual), [one for one in wanted if one.contextual == contextual]
             for index, cache in encoder.encode([one.chunk for one in mine]):
                 self.store.put(self.key(mine[index]), cache)
                 yield mine[index], cache
@@ -173,42 +176,45 @@ class ChunkLibrary:
         for one in self.wanted([chunk]):
             self.store.delete(self.key(one))
 
-    def load(self, chunks: Sequence[Tokens], *, company: bool = True) -> LoadedLibrary:
-        """The best stored cache for every chunk of a prompt, in order: alone for the first, in company for the others.
+    def load(self, chunks: Sequence[Tokens], *, contextual: bool = True) -> LoadedLibrary:
+        """The best stored cache for every chunk of a prompt, in order: isolated for the first, contextual for the others.
 
-        Where that one is missing or damaged the other takes its place. company: whether to use caches in company.
+        Where that one is missing or damaged the other takes its place. contextual: whether to use contextual caches.
         """
-        best = self._best(chunks, company=company)
+        best = self._best(chunks, contextual=contextual)
         found, problems = self._load(best)
         lacking = list(dict.fromkeys(one for one in best if one not in found))
-        spare, more = self._load([Wanted(one.chunk, company=False) for one in lacking if one.company])
-        used = [one if one in found else Wanted(one.chunk, company=False) for one in best]
+        spare, more = self._load([Variant(one.chunk, contextual=False) for one in lacking if one.contextual])
+        used = [one if one in found else Variant(one.chunk, contextual=False) for one in best]
         caches = {**found, **spare}
         unknown = [one.chunk for one in used if one not in caches]
-        lacking += [one for one in self.wanted(unknown) if (company or not one.company) and one not in lacking]
+        lacking += [one for one in self.wanted(unknown) if (contextual or not one.contextual) and one not in lacking]
         return LoadedLibrary(
             self,
             tuple(caches.get(one) for one in used),
-            tuple(one.company for one in used),
+            tuple(one.contextual for one in used),
             (*problems, *more),
             tuple(lacking),
         )
 
-    def _best(self, chunks: Sequence[Tokens], *, company: bool) -> list[Wanted]:
-        return [Wanted(chunk, company and place > 0 and self._has_company(chunk)) for place, chunk in enumerate(chunks)]
+    def _best(self, chunks: Sequence[Tokens], *, contextual: bool) -> list[Variant]:
+        return [
+            Variant(chunk, contextual and place > 0 and self._has_contextual(chunk))
+            for place, chunk in enumerate(chunks)
+        ]
 
-    def _load(self, wanted: Sequence[Wanted]) -> tuple[dict[Wanted, ChunkCache], tuple[str, ...]]:
+    def _load(self, wanted: Sequence[Variant]) -> tuple[dict[Variant, ChunkCache], tuple[str, ...]]:
         loaded = load_chunks(self.store, [self._expected(one) for one in wanted], self.decoder)
         pairs = zip(wanted, loaded.chunks, strict=True)
         return {one: cache for one, cache in pairs if cache is not None}, loaded.problems
 
-    def _expected(self, wanted: Wanted) -> Expected:
-        start = len(self.encoder(company=wanted.company).prefix_tokens)
+    def _expected(self, wanted: Variant) -> Expected:
+        start = len(self.encoder(contextual=wanted.contextual).prefix_tokens)
         return Expected(self.key(wanted), len(wanted.chunk), start)
 
-    def caches(self, chunks: Sequence[Tokens], *, company: bool) -> list[ChunkCache]:
+    def caches(self, chunks: Sequence[Tokens], *, contextual: bool) -> list[ChunkCache]:
         """The best cache for every chunk of a prompt; what the store lacks is computed, and stored as far as it has room."""
-        best, loaded = self._best(chunks, company=company), self.load(chunks, company=company)
+        best, loaded = self._best(chunks, contextual=contextual), self.load(chunks, contextual=contextual)
         computed = dict(self._computed(loaded.missing))
         pairs = zip(best, loaded.chunks, strict=True)
         return [cache for one, held in pairs if (cache := computed.get(one, held)) is not None]

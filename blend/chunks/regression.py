@@ -1,4 +1,4 @@
-"""Fitting the context map of one layer: ridge regression, judged on rows that it has not seen.
+"""Fitting the KV correction of one layer: ridge regression, judged on rows that it has not seen.
 
 The map has the rank `RANK`: of the fitted regression the directions that predict most (reduced-rank regression, Izenman 1975).
 Rows are held out in two ways. Whole chunks: no row of a chunk is on both sides, and no group of them may be predicted worse
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from blend.chunks.correction import POSITION_FEATURES, Bounds, LayerMap, shares
+from blend.chunks.correction import POSITION_FEATURES, Bounds, LayerCorrection, shares
 
 RANK = 32
 GROUPS = 4  # of chunks; each is predicted from the others
@@ -50,7 +50,7 @@ class LayerRows(NamedTuple):
         return slice(0, self.keys), slice(self.keys, None)
 
 
-def fit_layer(seen: LayerRows) -> LayerMap | None:
+def fit_layer(seen: LayerRows) -> LayerCorrection | None:
     """The map of these rows, of two groups at least, or None where none predicts rows held out.
 
     Keys and values have each its own penalty, the one that does best.
@@ -197,7 +197,7 @@ class _Design(NamedTuple):
 
 def _reduced(
     seen: LayerRows, design: _Design, x: torch.Tensor, weights: torch.Tensor, every: _Moments
-) -> LayerMap | None:
+) -> LayerCorrection | None:
     """The map of what is nearest to X @ weights in `RANK` directions, keys and values counting alike, with its bounds."""
     predicted = weights.T @ every.xx @ weights
     scale = torch.ones_like(predicted[0])
@@ -211,7 +211,7 @@ def _reduced(
     most = [seen.gain[:, part].double().norm(dim=1).max() for part in seen.parts]
     bounds = Bounds(*(float(bound) for bound in ((known @ gauge).norm(dim=1).max(), *most)))
     factors = (design.centre, design.scale, down, up, gauge)
-    return LayerMap(*(factor.float().contiguous() for factor in factors), bounds, seen.keys)
+    return LayerCorrection(*(factor.float().contiguous() for factor in factors), bounds, seen.keys)
 
 
 def _signs(rows: int, columns: int, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How a store keeps the stand-in: a small artifact, verified before it is used."""
+"""How a store keeps the surrogate context: a small artifact, verified before it is used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Tokens = tuple[int, ...]
 
 
-class StoredStandIn(NamedTuple):
+class StoredSurrogate(NamedTuple):
     """decided: whether the store holds a choice, of none too. chunks: their token ids. problems: why one is not used."""
 
     decided: bool
@@ -22,18 +22,18 @@ class StoredStandIn(NamedTuple):
     problems: tuple[str, ...] = ()
 
 
-def read_stand_in(store: ChunkStore, name: str, vocabulary: int) -> StoredStandIn:
-    """The stand-in under this name. One that is damaged, or has ids outside of a `vocabulary` of so many, counts as absent."""
+def read_surrogate(store: ChunkStore, name: str, vocabulary: int) -> StoredSurrogate:
+    """The surrogate context under this name; a damaged one, or one with ids beyond a `vocabulary` of so many, counts as absent."""
     try:
         content = store.read_artifact(name)
         if content is None:
-            return StoredStandIn(decided=False)
-        return StoredStandIn(True, _parsed(content, vocabulary))
+            return StoredSurrogate(decided=False)
+        return StoredSurrogate(True, _parsed(content, vocabulary))
     except (EntryDamagedError, ValueError) as error:
-        return StoredStandIn(False, (), (f"the stand-in cannot be used: {error}",))
+        return StoredSurrogate(False, (), (f"the surrogate context cannot be used: {error}",))
 
 
-def write_stand_in(store: ChunkStore, name: str, chunks: Sequence[Tokens]) -> None:
+def write_surrogate(store: ChunkStore, name: str, chunks: Sequence[Tokens]) -> None:
     """Keep these chunks under this name. Raises `StoreError` when the store cannot be written."""
     store.write_artifact(name, json.dumps({"chunks": chunks}).encode())
 

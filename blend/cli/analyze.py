@@ -109,7 +109,7 @@ def _recorded(rag: Rag, records: list[Record]) -> list[tuple[str, str, PromptLay
 
 
 def _calibrate(rag: Rag, records: list[Record], prompts: list[tuple[str, str, PromptLayout]]) -> None:
-    """So that the blend of a question file is what `blend report` measures; a corpus has its context map already."""
+    """So that the blend of a question file is what `blend report` measures; a corpus has its KV correction already."""
     from blend.cli.workload import calibrate
     from blend.eval.evaluator import Evaluator
 
@@ -167,9 +167,9 @@ def _document(
     notes = list(left_out)
     if any(name.endswith("sinks") for name, _ in rag.decoder.model.named_parameters()):
         notes.append("This model gives part of its attention to learned sinks; all shares are of the rest.")
-    if rag.blend_config.context_map and not any(prompt.mapped for prompt in analyzed):
+    if rag.blend_config.correction and not any(prompt.mapped for prompt in analyzed):
         notes.append(
-            "No context map was applied: the store has none that fits these prompts, or no prompt has two chunks."
+            "No KV correction was applied: the store has none that fits these prompts, or no prompt has two chunks."
         )
     facts = RunFacts(
         model=model,

@@ -121,13 +121,13 @@ _BLENDING = (
     _blending("rule", "mixed: how deviation and attention are joined.", click.Choice(get_args(Rule))),
     _blending("prefilter", "mixed: candidates by attention first, this many budgets of them; 0 is off."),
     _blending(
-        "chunk_head",
+        "chunk_lead",
         "All that score rows: rows at the start of every chunk taken first.  [default: 6 with query_guided, else 0]",
     ),
     _blending("chunk_floor", "All that score rows: share of the budget spread evenly over chunks."),
     _blending("block", "All that score rows: rows that are taken together."),
-    _switch("context_map", "Correct stored chunks by the map that precompute measured."),
-    _switch("stand_in", "Use caches that were computed behind a stand-in for other chunks."),
+    _switch("correction", "Correct stored chunks by the map that precompute measured."),
+    _switch("surrogate", "Use caches that were computed behind a surrogate context for other chunks."),
     _blending("seed", "Seed of the random selector."),
 )
 
@@ -135,7 +135,7 @@ _BLENDING = (
 _CHUNKING = (
     _corpus("chunk_tokens", "Longest chunk, in tokens of the model."),
     _corpus(
-        "stand_in_tokens",
+        "surrogate_tokens",
         "Compute every cache also behind so many tokens of other chunks; 0 halves time and store, at more error.",
     ),
 )
@@ -153,7 +153,7 @@ def blending(function: F) -> F:
 
 
 def chunking(function: F) -> F:
-    """--chunk-tokens, --stand-in-tokens and --embedder, of a corpus that is being made."""
+    """--chunk-tokens, --surrogate-tokens and --embedder, of a corpus that is being made."""
     return _apply((*_CHUNKING, _embedder(default=_CORPUS.embedder, show_default=True)), function)
 
 

@@ -16,7 +16,7 @@ _STAGES = {
     "chunk": ("Dividing documents", "documents"),
     "embed": ("Embedding chunks", "chunks"),
     "encode": ("Computing caches", "tokens"),
-    "calibrate": ("Measuring the context map", "tokens"),
+    "calibrate": ("Measuring the KV correction", "tokens"),
 }
 LINE_EVERY_S = 10.0
 FORESEEABLE = 50  # the first of so many parts, with all that happens once, says nothing about how long the others take

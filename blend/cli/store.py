@@ -49,20 +49,21 @@ def command(store: Path, store_key: Path | None, clear: bool, as_json: bool) -> 
 
 def _content(caches: ChunkStore, name: str) -> str:
     """What an artifact is, in words."""
-    from blend.chunks.surrogate import read_stand_in
+    from blend.chunks.surrogate import read_surrogate
 
     if name.startswith("correction-"):
-        return "context map"
+        return "KV correction"
     if not name.startswith("surrogate-"):
         return name
-    found = read_stand_in(caches, name, sys.maxsize)
+    found = read_surrogate(caches, name, sys.maxsize)
     tokens = sum(map(len, found.chunks))
-    return found.problems[0] if found.problems else f"stand-in of {tokens:,} tokens" if tokens else "no stand-in"
+    if found.problems:
+        return found.problems[0]
+    return f"surrogate context of {tokens:,} tokens" if tokens else "no surrogate context"
 
 
 def _held(words: dict[str, Any]) -> str:
-    held = f"{words['caches']:,} caches"
-    return f"{held} in company" if "company" in words else held
+    return f"{words['caches']:,} {'contextual' if 'contextual' in words else 'isolated'} caches"
 
 
 def _describe(words: dict[str, Any]) -> str:

@@ -34,13 +34,13 @@ def load_records(given: dict[str, Any], dataset: Path | None, limit: int | None)
 
 
 def calibrate(rag: Rag, evaluator: Evaluator, records: list[Record]) -> None:
-    """What `blend precompute` does once for documents, for the chunks of these records: a stand-in and context maps.
+    """What `blend precompute` does once for documents, for the chunks of these records: a surrogate context and KV corrections.
 
     Nothing where the store has them, or where the options go without.
     """
-    if rag.blend_config.context_map:
+    if rag.blend_config.correction:
         with stage_progress() as progress:
-            evaluator.calibrate(records, rag.corpus_config.stand_in_tokens, partial(progress, "calibrate"))
+            evaluator.calibrate(records, rag.corpus_config.surrogate_tokens, partial(progress, "calibrate"))
 
 
 def builtin_records(rag: Rag, limit: int) -> list[Record]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from blend.model.decoder import Decoder
 
 FULL = "full"
-PLAIN_REUSE = BlendConfig(selector="none", context_map=False, stand_in=False)
+PLAIN_REUSE = BlendConfig(selector="none", correction=False, surrogate=False)
 
 
 @dataclass(frozen=True)
@@ -88,18 +88,18 @@ class Evaluator:
     def calibrate(
         self,
         records: Sequence[Record],
-        stand_in_tokens: int,
+        surrogate_tokens: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> bool:
-        """Choose a stand-in and measure the context maps on the chunks of these records, where the store holds none.
+        """Choose a surrogate context and measure the KV corrections on the chunks of these records, where the store holds none.
 
         Its prompts are chunks in random order, never a record's own prompt. progress: called with tokens done and in all.
         Returns whether there is a map now.
         """
         chunks = list(dict.fromkeys(self.template.chunk_ids(chunk) for record in records for chunk in record.chunks))
         library = self.blender.library(self.template.prefix)
-        if stand_in_tokens and not library.decided:
-            library.with_stand_in(chunks, stand_in_tokens)
+        if surrogate_tokens and not library.decided:
+            library.with_surrogate(chunks, surrogate_tokens)
         return self.blender.calibrate(self.template.prefix, chunks, progress=progress)
 
     def warm_up(self, record: Record, methods: Sequence[Method]) -> None:

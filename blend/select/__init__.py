@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SELECTORS", "make_selector"]
 
-QUERY_GUIDED_HEAD = (
+QUERY_GUIDED_LEAD = (
     6  # rows of a chunk's head that `query_guided` takes first, if it takes single rows (docs/selection.md)
 )
 
@@ -23,7 +23,7 @@ def _allotment(config: BlendConfig, head: int = 0) -> Allotment:
     """As configured; head: the selector's own, where the configuration leaves it to the selector."""
     from blend.select.allotment import Allotment
 
-    return Allotment(config.block, head if config.chunk_head is None else config.chunk_head, config.chunk_floor)
+    return Allotment(config.block, head if config.chunk_lead is None else config.chunk_lead, config.chunk_floor)
 
 
 def _hkvd(config: BlendConfig) -> Selector:
@@ -43,7 +43,7 @@ def _query_guided(config: BlendConfig) -> Selector:
     from blend.select.query_guided import QueryGuided
     from blend.select.query_score import QueryScore
 
-    head = QUERY_GUIDED_HEAD if config.block == 1 else 0
+    head = QUERY_GUIDED_LEAD if config.block == 1 else 0
     return QueryGuided(QueryScore.of(config), _allotment(config, head))
 
 

@@ -1,4 +1,4 @@
-"""Who gets a selector's budget once rows have scores: single rows or blocks, heads of chunks first, a part to every chunk."""
+"""Who gets a selector's budget once rows have scores: single rows or blocks, leads of chunks first, a part to every chunk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Allotment:
         if self.block > 1:
             scores = _block_scores(scores, evidence, self.block)
         if self.head:
-            scores = _heads_first(scores, evidence, self.head)
+            scores = _leads_first(scores, evidence, self.head)
         if self.floor:
             scores = _floors_first(scores, evidence, self.floor)
         return top_candidates(scores, evidence)
@@ -46,7 +46,7 @@ def _block_scores(scores: torch.Tensor, evidence: Evidence, block: int) -> torch
     return torch.zeros_like(scores).index_add_(0, which, scores)[which]
 
 
-def _heads_first(scores: torch.Tensor, evidence: Evidence, head: int) -> torch.Tensor:
+def _leads_first(scores: torch.Tensor, evidence: Evidence, head: int) -> torch.Tensor:
     """The first rows of every chunk raised above all others."""
     starts = evidence.layout.chunk_starts(evidence.candidates)
     depth = min(head, evidence.budget // 2 // max(1, torch.unique(starts).shape[0]))

@@ -1,4 +1,4 @@
-"""The first rows of every chunk after the first: where chunks computed alone grow attention sinks (EPIC, Hu et al. 2025)."""
+"""The first rows of every chunk after the first: where isolated chunks grow attention sinks (EPIC, Hu et al. 2025)."""
 
 from __future__ import annotations
 

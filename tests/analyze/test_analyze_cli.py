@@ -68,7 +68,7 @@ def test_a_question_file(model: Path, dataset: Path, tmp_path: Path) -> None:
     assert len(document["mean"]["cross"]["full"]) == 4
     assert json.dumps(document["head"]) in page.read_text()
     assert document["readings"]["cross"] in result.stdout
-    again = _run("--dataset", dataset, "--limit", "1", *common, "--no-context-map", "--json", numbers)
+    again = _run("--dataset", dataset, "--limit", "1", *common, "--no-correction", "--json", numbers)
     assert again.exit_code == 0, again.output
     (record,) = json.loads(numbers.read_text())["records"]
     assert not record["mapped"]
@@ -84,7 +84,7 @@ def test_a_prompt_without_a_context_map_is_named(model: Path, tmp_path: Path) ->
     document = json.loads(numbers.read_text())
     assert not document["records"][0]["mapped"]
     assert document["notes"] == [
-        "No context map was applied: the store has none that fits these prompts, or no prompt has two chunks."
+        "No KV correction was applied: the store has none that fits these prompts, or no prompt has two chunks."
     ]
 
 

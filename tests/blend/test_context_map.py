@@ -1,4 +1,4 @@
-"""The context map: a regression from stored KV to KV in context, added only where stored KV is inexact."""
+"""The KV correction: a regression from stored KV to KV in context, added only where stored KV is stale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cases import cache_chunks, make_layout
 
 from blend.blender import Blender
 from blend.chunks import regression
-from blend.chunks.correction import Bounds, ContextMap, LayerMap, position_features
+from blend.chunks.correction import Bounds, KVCorrection, LayerCorrection, position_features
 from blend.chunks.regression import LayerRows, fit_layer
 from blend.config import BlendConfig
 from blend.model.full_prefill import full_prefill
@@ -22,7 +22,7 @@ from blend.types import PromptLayout
 
 FAMILIES = ("llama", "qwen3", "gemma3", "glm4", "deepseek-v3")
 REUSE = BlendConfig(selector="none")
-PLAIN = BlendConfig(selector="none", context_map=False)
+PLAIN = BlendConfig(selector="none", correction=False)
 
 
 def blender_of(name: str, location: str | Path = "memory:", codec: str = "native") -> Blender:
@@ -165,7 +165,7 @@ def test_it_is_stored_and_measured_once(tmp_path: Path, codec: str) -> None:
     first = calibrated("llama", tmp_path / "kv", codec)
     again = Blender(models.decoder("llama"), open_store(tmp_path / "kv", codec=codec))
     assert again.calibrate(layout.prefix, ())
-    found, measured = again.context_map(layout.prefix), first.context_map(layout.prefix)
+    found, measured = again.correction(layout.prefix), first.correction(layout.prefix)
     assert (found.before, found.length) == (measured.before, measured.length)
     assert found.before > found.length > 0
     for a, b in zip(found.layers, measured.layers, strict=True):
@@ -193,14 +193,14 @@ CHANGES = (
 def test_a_map_of_another_shape_is_reported_and_not_used(change: str) -> None:
     blender, layout = calibrated("llama"), make_layout()
     plain = blender.prefill(layout, config=PLAIN).logits
-    name, found = blender.encoder(layout.prefix).identity.correction_name, blender.context_map(layout.prefix)
+    name, found = blender.encoder(layout.prefix).identity.correction_name, blender.correction(layout.prefix)
     blender.store.write_artifact(name, _reshaped(found, change))
     blend = blender.prefill(layout, config=REUSE)
     assert len(blend.artifact_problems) == 1
     assert torch.equal(blend.logits, plain)
 
 
-def _reshaped(found: ContextMap, change: str) -> bytes:
+def _reshaped(found: KVCorrection, change: str) -> bytes:
     parts = list(found.layers)
     at = next(index for index, part in enumerate(parts) if part is not None)
     part = parts[at]
@@ -228,9 +228,9 @@ def _reshaped(found: ContextMap, change: str) -> bytes:
 
 def test_measuring_anew_replaces_the_map() -> None:
     blender, layout = calibrated("llama"), make_layout()
-    before = blender.context_map(layout.prefix)
+    before = blender.correction(layout.prefix)
     blender.calibrate(layout.prefix, corpus(40, 10), anew=True)
-    after = blender.context_map(layout.prefix)
+    after = blender.correction(layout.prefix)
     assert after is not before
     assert after.before != before.before
 
@@ -239,7 +239,7 @@ def test_measuring_anew_replaces_the_map() -> None:
 def test_without_two_chunks_there_is_no_map(chunks: tuple[tuple[int, ...], ...]) -> None:
     blender, layout = blender_of("llama"), make_layout()
     assert not blender.calibrate(layout.prefix, chunks)
-    assert blender.context_map(layout.prefix) is None
+    assert blender.correction(layout.prefix) is None
 
 
 def test_a_damaged_map_is_reported_and_not_used(tmp_path: Path) -> None:
@@ -272,12 +272,12 @@ def test_a_layer_map_adds_what_its_formula_says() -> None:
     assert torch.equal(part.predict(torch.tensor([[5.0, 9.0]]), features), torch.tensor([[7.5, -2.5]]))
 
 
-def layer_map(bounds: Bounds) -> tuple[LayerMap, torch.Tensor]:
+def layer_map(bounds: Bounds) -> tuple[LayerCorrection, torch.Tensor]:
     """A map of one key and one value, whose gauge is the first input, and the features of one row."""
     down, gauge, features = torch.zeros(10, 1), torch.zeros(10, 1), torch.zeros(1, 8)
     down[0, 0], down[2, 0], gauge[0, 0], features[0, 0] = 1.0, 0.5, 1.0, 1.0
     centre, scale, up = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]), torch.tensor([[3.0, -1.0]])
-    return LayerMap(centre, scale, down, up, gauge, bounds, keys=1), features
+    return LayerCorrection(centre, scale, down, up, gauge, bounds, keys=1), features
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The caches behind a prefix: alone for the first chunk of a prompt, in company for the others, whole under any fault."""
+"""The caches behind a prefix: alone for the first chunk of a prompt, contextual for the others, whole under any fault."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dense_reference import assert_close, dense_prefill
 from models import decoder, eager_model
 
 from blend.blender import Blender
-from blend.chunks.library import ChunkLibrary, Wanted
+from blend.chunks.library import ChunkLibrary, Variant
 from blend.config import BlendConfig
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -21,7 +21,7 @@ FAMILIES = ("llama", "gemma3", "glm4", "deepseek-v3")
 LAYOUT = make_layout()
 ALL = BlendConfig(selector="all")
 REUSE = BlendConfig(selector="none")
-AS_STORED = BlendConfig(selector="none", context_map=False, stand_in=False)
+AS_STORED = BlendConfig(selector="none", correction=False, surrogate=False)
 
 
 def corpus(count: int = 24, length: int = 9) -> list[tuple[int, ...]]:
@@ -33,8 +33,8 @@ def filled(name: str = "llama", location: str | Path = "memory:") -> Blender:
     """A blender whose store holds every cache of the prompt's chunks."""
     blender = Blender(decoder(name), open_store(location, codec="native"))
     library = blender.library(LAYOUT.prefix)
-    library = library.with_stand_in(corpus(), 27)
-    assert library.company
+    library = library.with_surrogate(corpus(), 27)
+    assert library.contextual
     library.compute(library.missing(LAYOUT.chunks))
     return blender
 
@@ -42,9 +42,9 @@ def filled(name: str = "llama", location: str | Path = "memory:") -> Blender:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_caches_in_company_are_those_of_the_model_behind_prefix_and_stand_in(name: str) -> None:
     library = filled(name).library(LAYOUT.prefix)
-    before = (*LAYOUT.prefix, *(token for chunk in library.stand_in for token in chunk))
+    before = (*LAYOUT.prefix, *(token for chunk in library.surrogate for token in chunk))
     loaded = library.load(LAYOUT.chunks)
-    assert loaded.company == (False, True, True, True)
+    assert loaded.contextual == (False, True, True, True)
     for chunk, cache, start in zip(LAYOUT.chunks, loaded.chunks, (len(LAYOUT.prefix), *[len(before)] * 3), strict=True):
         dense = dense_prefill(eager_model(name), (*before[:start], *chunk))
         assert cache.start == start
@@ -55,10 +55,10 @@ def test_caches_in_company_are_those_of_the_model_behind_prefix_and_stand_in(nam
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_their_keys_are_moved_back_to_the_prompts_positions(name: str) -> None:
-    """In a prompt that begins with the stand-in itself, what was computed in company is exact."""
+    """In a prompt that begins with the surrogate context itself, what was computed in context is exact."""
     blender = filled(name)
     library = blender.library(LAYOUT.prefix)
-    layout = PromptLayout(LAYOUT.prefix, (*library.stand_in, LAYOUT.chunks[1]), LAYOUT.suffix)
+    layout = PromptLayout(LAYOUT.prefix, (*library.surrogate, LAYOUT.chunks[1]), LAYOUT.suffix)
     library.compute(library.missing(layout.chunks))
     cache = blender.prefill(layout, config=REUSE).cache
     dense = dense_prefill(eager_model(name), layout.token_ids)
@@ -71,12 +71,12 @@ def test_their_keys_are_moved_back_to_the_prompts_positions(name: str) -> None:
 def test_a_prompts_first_chunk_and_full_recompute_are_as_without() -> None:
     blender = filled()
     plain = blender.prefill(LAYOUT, config=AS_STORED).cache
-    company = blender.prefill(LAYOUT, config=REUSE).cache
+    contextual = blender.prefill(LAYOUT, config=REUSE).cache
     first = slice(0, LAYOUT.chunk_spans[0].stop)
     for index in range(len(plain.layers)):
-        for one, other in zip(plain.view(index), company.view(index), strict=True):
+        for one, other in zip(plain.view(index), contextual.view(index), strict=True):
             assert torch.equal(one[:, :, first], other[:, :, first])
-    assert not torch.equal(plain.view(2)[0], company.view(2)[0])
+    assert not torch.equal(plain.view(2)[0], contextual.view(2)[0])
     dense = dense_prefill(eager_model("llama"), LAYOUT.token_ids)
     assert_close(blender.prefill(LAYOUT, config=ALL).logits[0], dense.logits[-1])
 
@@ -85,38 +85,38 @@ def test_the_stand_in_is_part_of_the_corpus_small_and_stays(tmp_path: Path) -> N
     chunks = corpus()
     library = ChunkLibrary(decoder("llama"), open_store(tmp_path), LAYOUT.prefix)
     assert not library.decided
-    library = library.with_stand_in(chunks, 1000)
-    chosen = library.stand_in
+    library = library.with_surrogate(chunks, 1000)
+    chosen = library.surrogate
     assert len(chosen) == len(chunks) // 8
     assert set(chosen) <= set(chunks)
-    again = ChunkLibrary(decoder("llama"), open_store(tmp_path), LAYOUT.prefix).with_stand_in(corpus(80), 10)
-    assert again.stand_in == chosen
-    assert again.company.identity == library.company.identity
-    assert ChunkLibrary(decoder("llama"), open_store(tmp_path), (3, 4)).stand_in == ()
+    again = ChunkLibrary(decoder("llama"), open_store(tmp_path), LAYOUT.prefix).with_surrogate(corpus(80), 10)
+    assert again.surrogate == chosen
+    assert again.contextual.identity == library.contextual.identity
+    assert ChunkLibrary(decoder("llama"), open_store(tmp_path), (3, 4)).surrogate == ()
 
 
 @pytest.mark.parametrize(("count", "tokens"), [(7, 100), (24, 8), (0, 100)])
 def test_a_corpus_may_be_too_small_for_one(count: int, tokens: int) -> None:
-    library = ChunkLibrary(decoder("llama"), open_store("memory:"), LAYOUT.prefix).with_stand_in(corpus(count), tokens)
-    assert library.company is None
-    assert [one.company for one in library.wanted(corpus(count))] == [False] * count
+    library = ChunkLibrary(decoder("llama"), open_store("memory:"), LAYOUT.prefix).with_surrogate(corpus(count), tokens)
+    assert library.contextual is None
+    assert [one.contextual for one in library.wanted(corpus(count))] == [False] * count
 
 
 def test_chunks_of_the_stand_in_and_those_too_long_have_no_company() -> None:
     library = filled().library(LAYOUT.prefix)
     context = library.decoder.context_length
     long = tuple([7] * (context - len(LAYOUT.prefix) - 3))
-    assert library.wanted([*library.stand_in, long]) == [
-        Wanted(chunk, company=False) for chunk in (*library.stand_in, long)
+    assert library.wanted([*library.surrogate, long]) == [
+        Variant(chunk, contextual=False) for chunk in (*library.surrogate, long)
     ]
     empty = ChunkLibrary(library.decoder, open_store("memory:"), LAYOUT.prefix)
-    assert empty.with_stand_in([*corpus(), long], 27).company is None
+    assert empty.with_surrogate([*corpus(), long], 27).contextual is None
 
 
 def test_without_the_cache_in_company_the_one_alone_is_used_and_the_other_made_up_for() -> None:
     blender = filled()
     library = blender.library(LAYOUT.prefix)
-    lost = Wanted(LAYOUT.chunks[2], company=True)
+    lost = Variant(LAYOUT.chunks[2], contextual=True)
     library.store.delete(library.key(lost))
     blend = blender.prefill(LAYOUT, config=REUSE)
     assert blend.hits == (True,) * 4
@@ -140,7 +140,7 @@ def test_a_chunk_that_is_not_stored_gets_both_caches() -> None:
 def test_nothing_in_company_is_asked_for_where_it_is_switched_off() -> None:
     blender = filled()
     library = blender.library(LAYOUT.prefix)
-    library.store.prune((), library.company.identity.namespace)
+    library.store.prune((), library.contextual.identity.namespace)
     assert blender.prefill(LAYOUT, config=AS_STORED).missing == ()
     assert len(blender.prefill(LAYOUT, config=REUSE).missing) == 3
 
@@ -148,15 +148,15 @@ def test_nothing_in_company_is_asked_for_where_it_is_switched_off() -> None:
 def test_a_damaged_cache_in_company_gives_way_to_the_one_alone(tmp_path: Path) -> None:
     blender = filled(location=tmp_path)
     library = blender.library(LAYOUT.prefix)
-    (path,) = tmp_path.rglob(f"{library.key(Wanted(LAYOUT.chunks[1], company=True)).digest}*")
+    (path,) = tmp_path.rglob(f"{library.key(Variant(LAYOUT.chunks[1], contextual=True)).digest}*")
     os.truncate(path, path.stat().st_size - 1)
     blend = blender.prefill(LAYOUT, config=REUSE)
     assert len(blend.problems) == 1
     assert blend.hits == (True,) * 4
     mixed = library.load(LAYOUT.chunks)
-    assert mixed.company == (False, False, True, True)
+    assert mixed.contextual == (False, False, True, True)
     assert blender.remember(blend) == 1
-    assert library.load(LAYOUT.chunks).company == (False, True, True, True)
+    assert library.load(LAYOUT.chunks).contextual == (False, True, True, True)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_damaged_cache_in_company_gives_way_to_the_one_alone(tmp_path: Path) -
 )
 def test_a_stand_in_that_the_model_cannot_have_read_is_reported_and_not_used(tmp_path: Path, content: bytes) -> None:
     library = filled(location=tmp_path).library(LAYOUT.prefix)
-    library.store.write_artifact(library.alone.identity.surrogate_name, content)
+    library.store.write_artifact(library.isolated.identity.surrogate_name, content)
     _assert_answers_from_caches_alone(tmp_path)
 
 
@@ -181,13 +181,13 @@ def test_a_stand_in_that_the_model_cannot_have_read_is_reported_and_not_used(tmp
 def test_a_damaged_stand_in_is_reported_not_used_and_chosen_again(tmp_path: Path, damage: str) -> None:
     library = filled(location=tmp_path).library(LAYOUT.prefix)
     (path,) = (tmp_path / "artifacts").glob("surrogate-*")
-    raw, token = path.read_bytes(), str(library.stand_in[0][0]).encode()
+    raw, token = path.read_bytes(), str(library.surrogate[0][0]).encode()
     changed = raw.replace(b"[[" + token, b"[[" + str((int(token) + 1) % 60).encode(), 1)
     path.write_bytes({"empty": b"", "cut": raw[:-9], "one token": changed}[damage])
     assert path.read_bytes() != raw
     _assert_answers_from_caches_alone(tmp_path)
-    again = ChunkLibrary(library.decoder, open_store(tmp_path), LAYOUT.prefix).with_stand_in(corpus(), 27)
-    assert again.stand_in == library.stand_in
+    again = ChunkLibrary(library.decoder, open_store(tmp_path), LAYOUT.prefix).with_surrogate(corpus(), 27)
+    assert again.surrogate == library.surrogate
     assert again.problems == ()
     assert again.missing(LAYOUT.chunks) == []
 
@@ -209,17 +209,17 @@ def test_a_running_process_takes_up_what_another_one_precomputes(tmp_path: Path)
     blend = running.prefill(LAYOUT, config=REUSE)
     assert blend.hits == (True,) * 4
     assert torch.equal(blend.logits, other.prefill(LAYOUT, config=REUSE).logits)
-    for company in (False, True):
-        assert running.context_map(LAYOUT.prefix, company=company) is not None
+    for contextual in (False, True):
+        assert running.correction(LAYOUT.prefix, contextual=contextual) is not None
 
 
 def test_dropping_the_stand_in_drops_what_depends_on_it() -> None:
     library = filled().library(LAYOUT.prefix)
-    namespace = library.company.identity.namespace
-    without = library.without_stand_in()
+    namespace = library.contextual.identity.namespace
+    without = library.without_surrogate()
     assert list(library.store.keys(namespace)) == []
     assert without.decided
-    assert without.company is None
+    assert without.contextual is None
     assert without.missing(LAYOUT.chunks) == []
 
 
@@ -227,13 +227,13 @@ def test_each_kind_of_cache_has_a_map_of_its_own() -> None:
     blender = filled()
     library = blender.library(LAYOUT.prefix)
     assert blender.calibrate(LAYOUT.prefix, corpus(120, 14))
-    maps = [blender.context_map(LAYOUT.prefix, company=company) for company in (False, True)]
+    maps = [blender.correction(LAYOUT.prefix, contextual=contextual) for contextual in (False, True)]
     assert None not in maps
     assert maps[0] is not maps[1]
     rows = torch.arange(LAYOUT.chunk_spans[1].start, LAYOUT.context.stop)
-    library.store.delete(library.key(Wanted(LAYOUT.chunks[3], company=True)))
+    library.store.delete(library.key(Variant(LAYOUT.chunks[3], contextual=True)))
     got = blender.prefill(LAYOUT, config=REUSE).cache
-    plain = blender.prefill(LAYOUT, config=BlendConfig(selector="none", context_map=False)).cache
+    plain = blender.prefill(LAYOUT, config=BlendConfig(selector="none", correction=False)).cache
     for span, found in zip(LAYOUT.chunk_spans[1:], (maps[1], maps[1], maps[0]), strict=True):
         mine = rows[(rows >= span.start) & (rows < span.stop)]
         expected = plain.clone(0)
@@ -245,14 +245,14 @@ def test_each_kind_of_cache_has_a_map_of_its_own() -> None:
 
 def test_calibration_does_not_need_the_store_to_keep_what_it_computes(tmp_path: Path) -> None:
     """A budget of a few caches, far less than the chunks of one prompt."""
-    one = filled().library(LAYOUT.prefix).caches(corpus(1, 14), company=False)[0].nbytes
+    one = filled().library(LAYOUT.prefix).caches(corpus(1, 14), contextual=False)[0].nbytes
     store = open_store(tmp_path, codec="native", budget_bytes=3 * one)
     blender = Blender(decoder("llama"), store)
-    library = blender.library(LAYOUT.prefix).with_stand_in(corpus(40, 14), 28)
-    chunks = [chunk for chunk in corpus(40, 14) if chunk not in library.stand_in][:8]
-    caches = library.caches(chunks, company=True)
+    library = blender.library(LAYOUT.prefix).with_surrogate(corpus(40, 14), 28)
+    chunks = [chunk for chunk in corpus(40, 14) if chunk not in library.surrogate][:8]
+    caches = library.caches(chunks, contextual=True)
     assert [(cache.tokens, cache.start) for cache in caches] == [
         (14, len(LAYOUT.prefix)),
-        *[(14, len(library.company.prefix_tokens))] * 7,
+        *[(14, len(library.contextual.prefix_tokens))] * 7,
     ]
     assert store.stats().nbytes <= 3 * one

@@ -123,11 +123,9 @@ def _write(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def test_answers_while_the_corpus_is_precomputed_anew(tmp_path: Path) -> None:
-    """Chunks, caches, stand-in and maps change under running requests: no error, and what full prefill would answer."""
-    documents, corpora = (
-        tmp_path / "documents",
-        [("harbour", "mill"), ("mill", "quarry"), ("harbour", "quarry", "mill")],
-    )
+    """Chunks, caches, surrogate context and corrections change under running requests: what full prefill would answer."""
+    documents = tmp_path / "documents"
+    corpora = [("harbour", "mill"), ("mill", "quarry"), ("harbour", "quarry", "mill")]
     documents.mkdir()
     _write(documents, corpora[0])
     rag = Rag(
@@ -136,7 +134,7 @@ def test_answers_while_the_corpus_is_precomputed_anew(tmp_path: Path) -> None:
             save_tiny_model(tmp_path / "model", "The harbour mill quarry number opened in. Its bell weighs kilograms.")
         ),
         device="cpu",
-        corpus=CorpusConfig(chunk_tokens=64, top_k=3, stand_in_tokens=96),
+        corpus=CorpusConfig(chunk_tokens=64, top_k=3, surrogate_tokens=96),
         blend=BlendConfig(ratio=1.0),
     )
     rag.precompute([documents])

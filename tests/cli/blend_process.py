@@ -110,11 +110,11 @@ class Blend:
         return Blend(self.server, self.folder, self.model, store, self._count)
 
 
-def entries(store: Path, kind: str = "alone") -> list[Path]:
-    """The files of all chunk caches "alone" or "in company"; namespaces say what they hold."""
+def entries(store: Path, kind: str = "isolated") -> list[Path]:
+    """The files of all chunk caches "isolated" or "contextual"; namespaces say what they hold."""
     kinds = {path.stem: _kind(path.read_text()) for path in (store / "kv" / "namespaces").glob("*.json")}
     found = (store / "kv" / "objects").rglob("*.safetensors")
-    return sorted(path for path in found if kinds.get(_namespace(store, path), "alone") == kind)
+    return sorted(path for path in found if kinds.get(_namespace(store, path), "isolated") == kind)
 
 
 def _namespace(store: Path, path: Path) -> str:
@@ -122,7 +122,7 @@ def _namespace(store: Path, path: Path) -> str:
 
 
 def _kind(words: str) -> str:
-    return "in company" if '"company"' in words else "alone"
+    return "contextual" if '"contextual"' in words else "isolated"
 
 
 def one_line(text: str) -> str:

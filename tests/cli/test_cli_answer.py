@@ -95,11 +95,11 @@ def test_another_models_store_answers_says_so_and_hits_from_then_on(filled: Blen
 
 def test_a_damaged_cache_is_recomputed_replaced_and_told(filled: Blend) -> None:
     clean = filled("answer", QUESTION, "--json", "--max-new-tokens", "4", "--ratio", "1").json
-    _damage([*entries(filled.store), *entries(filled.store, "in company")])
+    _damage([*entries(filled.store), *entries(filled.store, "contextual")])
     call = ("answer", QUESTION, "--json", "--max-new-tokens", "4", "--ratio", "1", "--top-k", "8")
     hurt, mended = filled(*call), filled(*call)
     assert not any(chunk["hit"] for chunk in hurt.json["chunks"])
-    assert len(hurt.json["problems"]) == 15  # the first chunk is looked for alone, the others in company and then alone
+    assert len(hurt.json["problems"]) == 15  # the first chunk is looked for alone, the others contextual and then alone
     assert hurt.err.count("recomputed and replaced: ") == 15
     assert hurt.json["answer"] == clean["answer"]
     assert all(chunk["hit"] for chunk in mended.json["chunks"])
@@ -107,7 +107,7 @@ def test_a_damaged_cache_is_recomputed_replaced_and_told(filled: Blend) -> None:
 
 
 def test_a_damaged_cache_in_company_is_replaced_and_the_one_alone_used_meanwhile(filled: Blend) -> None:
-    _damage(entries(filled.store, "in company"))
+    _damage(entries(filled.store, "contextual"))
     call = ("answer", QUESTION, "--json", "--max-new-tokens", "2", "--top-k", "8")
     hurt, mended = filled(*call), filled(*call)
     assert all(chunk["hit"] for chunk in hurt.json["chunks"])
@@ -183,9 +183,11 @@ def test_a_damaged_context_map_is_told_and_measured_again(filled: Blend, documen
     call = ("answer", QUESTION, "--json", "--max-new-tokens", "2")
     hurt = filled(*call)
     assert hurt.code == 0
-    assert hurt.err.count("answered without it; `blend precompute` makes it again: the context map cannot be used") == 1
+    assert (
+        hurt.err.count("answered without it; `blend precompute` makes it again: the KV correction cannot be used") == 1
+    )
     assert all(chunk["hit"] for chunk in hurt.json["chunks"])
-    assert filled(*call, "--no-context-map").json["problems"] == []
+    assert filled(*call, "--no-correction").json["problems"] == []
     assert filled("precompute", documents, *CHUNKS, "--json").json["computed"] == 0
     assert all(path.read_bytes() == raw for path, raw in known.items())
     assert filled(*call).json["problems"] == []
@@ -198,7 +200,10 @@ def test_a_damaged_stand_in_is_told_and_chosen_again(filled: Blend, documents: P
     path.write_bytes(damage(known))
     call = ("answer", QUESTION, "--json", "--max-new-tokens", "2")
     hurt = filled(*call)
-    assert hurt.err.count("answered without it; `blend precompute` makes it again: the stand-in cannot be used") == 1
+    assert (
+        hurt.err.count("answered without it; `blend precompute` makes it again: the surrogate context cannot be used")
+        == 1
+    )
     assert len(hurt.json["problems"]) == 1
     assert filled("precompute", documents, *CHUNKS, "--json").json["computed"] == 0
     assert path.read_bytes() == known

@@ -146,7 +146,7 @@ def _refusal(make: Callable[[], object]) -> str | None:
     "wrong",
     [
         {"value_norm": "yes"},
-        {"context_map": 1},
+        {"correction": 1},
         {"selector": None},
         {"query_layers": 5},
         {"query_layers": "0-9999999999"},
@@ -158,7 +158,7 @@ def _refusal(make: Callable[[], object]) -> str | None:
         {"mask": ["exact"]},
         {"seed": -1},
         {"first_k": 2.0},
-        {"chunk_head": True},
+        {"chunk_lead": True},
     ],
     ids=lambda wrong: str(wrong)[:40],
 )
@@ -209,7 +209,7 @@ def test_the_real_command_line(filled: Blend, arguments: tuple[str, ...], told: 
 
 def test_the_largest_values_answer(filled: Blend) -> None:
     """What parses at the upper bound does not blow up later."""
-    most = {"block": 1_000_000, "chunk-head": 1_000_000, "first-k": 1_000_000, "seed": 2**32 - 1, "prefilter": 1000}
+    most = {"block": 1_000_000, "chunk-lead": 1_000_000, "first-k": 1_000_000, "seed": 2**32 - 1, "prefilter": 1000}
     most |= {"top-k": 10_000, "chunk-floor": 1, "store-budget": 1_000_000}
     arguments = [f"--{name}={value}" for name, value in most.items()]
     for selector in ("mixed", "first_k", "random"):

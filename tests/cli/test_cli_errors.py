@@ -35,7 +35,7 @@ UNKNOWN = [
     (("answer", "x", "--store-budget", "inf"), "inf is not a number from"),
     (("precompute",), "Missing argument 'PATHS...'"),
     (("precompute", ".", "--chunk-tokens", "3"), "3 is not a whole number from 16 to 1,000,000"),
-    (("precompute", ".", "--stand-in-tokens", "-1"), "-1 is not a whole number from 0 to "),
+    (("precompute", ".", "--surrogate-tokens", "-1"), "-1 is not a whole number from 0 to "),
     (("report", "--limit", "0"), "0 is not a whole number from 1 to "),
 ]
 

@@ -16,7 +16,7 @@ def _stopped(blend: Blend, number: signal.Signals) -> tuple[Result, int]:
     running = blend.start("precompute", "lots", *CHUNKS)
     running.until(lambda: len(entries(blend.store)) >= 20).send(number)
     result = running.wait()
-    return result, len(entries(blend.store)) + len(entries(blend.store, "in company"))
+    return result, len(entries(blend.store)) + len(entries(blend.store, "contextual"))
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_precompute_stops_and_resumes_with_the_rest(indexed: Blend, number: sign
         assert "run the same command again" in one_line(result.err)
     again = indexed("precompute", "lots", *CHUNKS, "--json").json
     assert again["reused"] == stored
-    everything = len(entries(indexed.store)) + len(entries(indexed.store, "in company"))
+    everything = len(entries(indexed.store)) + len(entries(indexed.store, "contextual"))
     assert again["computed"] == everything - stored > 0
     assert again["added"] == 0
     assert not list((indexed.store / "kv" / "tmp").iterdir())

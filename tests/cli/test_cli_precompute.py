@@ -10,7 +10,7 @@ CHUNKS = ("--chunk-tokens", "64")
 
 
 def test_a_second_run_computes_nothing(filled: Blend, documents: Path) -> None:
-    before = [*entries(filled.store), *entries(filled.store, "in company")]
+    before = [*entries(filled.store), *entries(filled.store, "contextual")]
     stamps = [path.stat().st_ino for path in before]
     found = filled("precompute", documents, *CHUNKS, "--json").json
     assert (found["computed"], found["added"], found["removed"]) == (0, 0, 0)
@@ -124,36 +124,36 @@ def test_a_store_that_cannot_be_written(blend: Blend, documents: Path) -> None:
 
 
 def test_store_lists_and_clears(filled: Blend) -> None:
-    count, company = len(entries(filled.store)), len(entries(filled.store, "in company"))
-    assert 0 < company < count
+    count, contextual = len(entries(filled.store)), len(entries(filled.store, "contextual"))
+    assert 0 < contextual < count
     listed = filled("store", "--json").json
-    assert listed["entries"] == count + company
-    assert sorted(words["caches"] for words in listed["namespaces"]) == [company, count]
+    assert listed["entries"] == count + contextual
+    assert sorted(words["caches"] for words in listed["namespaces"]) == [contextual, count]
     contents = sorted(artifact["content"] for artifact in listed["artifacts"])
-    assert contents[:2] == ["context map"] * 2
-    assert contents[2].startswith("stand-in of ")
+    assert contents[:2] == ["KV correction"] * 2
+    assert contents[2].startswith("surrogate context of ")
     shown = filled("store").out
-    assert f"{count + company} chunk caches" in shown
+    assert f"{count + contextual} chunk caches" in shown
     assert f"{count} caches\n" in shown
-    assert f"{company} caches in company\n" in shown
-    assert shown.count("context map") == 2
-    assert "stand-in of " in shown
+    assert f"{contextual} contextual caches\n" in shown
+    assert shown.count("KV correction") == 2
+    assert "surrogate context of " in shown
     assert "float32, prefix of" in shown
     assert filled("store", "--clear").code == 0
     assert entries(filled.store) == []
     first = filled("answer", "the market", "--json", "--max-new-tokens", "1").json
     assert not any(chunk["hit"] for chunk in first["chunks"])
     assert len(entries(filled.store)) == len(first["chunks"])
-    assert 0 < len(entries(filled.store, "in company")) <= len(first["chunks"])
+    assert 0 < len(entries(filled.store, "contextual")) <= len(first["chunks"])
 
 
 def test_a_corpus_without_a_stand_in(filled: Blend, documents: Path) -> None:
-    size, company = filled("store", "--json").json["bytes"], len(entries(filled.store, "in company"))
-    found = filled("precompute", documents, *CHUNKS, "--stand-in-tokens", "0", "--json").json
+    size, contextual = filled("store", "--json").json["bytes"], len(entries(filled.store, "contextual"))
+    found = filled("precompute", documents, *CHUNKS, "--surrogate-tokens", "0", "--json").json
     assert found["computed"] == 0
     assert found["store"]["bytes"] < 0.6 * size
-    assert entries(filled.store, "in company") == []
-    assert "no stand-in" in filled("store").out
+    assert entries(filled.store, "contextual") == []
+    assert "no surrogate context" in filled("store").out
     again = filled("precompute", documents, *CHUNKS, "--json").json
-    assert again["computed"] == company
+    assert again["computed"] == contextual
     assert again["store"]["bytes"] == size

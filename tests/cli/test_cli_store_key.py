@@ -33,8 +33,8 @@ def test_entries_of_whoever_lacks_the_key_are_told_and_computed_again(
     assert mended.json["problems"] == []
     other = filled(*ANSWER, "--store-key", key_file(tmp_path, "another secret that nobody knows"))
     assert not any(chunk["hit"] for chunk in other.json["chunks"])
-    assert "stand-in of" in filled("store", "--store-key", key).out
-    assert "stand-in of" not in filled("store").out
+    assert "surrogate context of" in filled("store", "--store-key", key).out
+    assert "surrogate context of" not in filled("store").out
 
 
 def test_keys_that_cannot_be_used(filled: Blend, tmp_path: Path) -> None:

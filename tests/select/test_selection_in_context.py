@@ -102,11 +102,11 @@ def test_the_oracle_sees_true_deviation_weighted_by_true_attention(name: str) ->
 @pytest.mark.parametrize("ratio", [0.0, 0.05, 0.15, 0.5, 0.99, 1.0])
 def test_the_ratio_is_a_share_of_cached_context_rows(selector: str, ratio: float) -> None:
     """None of it is spent on a stored first chunk, which is exact where it stands: 20 rows here."""
-    for cached, rows, inexact in ((None, CONTEXT, CONTEXT - 20), ((1, 3), 25, 25), ((0, 2), 21, 1), ((), 0, 0)):
+    for cached, rows, stale in ((None, CONTEXT, CONTEXT - 20), ((1, 3), 25, 25), ((0, 2), 21, 1), ((), 0, 0)):
         blend = blended(decoder("llama"), LAYOUT, BlendConfig(selector=selector, ratio=ratio), cached=cached)
         required = LAYOUT.rows - len(LAYOUT.prefix) - rows
         budget = round(ratio * rows)
-        assert blend.rows_recomputed - required == (rows if budget == rows else min(budget, inexact))
+        assert blend.rows_recomputed - required == (rows if budget == rows else min(budget, stale))
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "gradual", "first_k", "random", "query_guided", "mixed"])

@@ -86,7 +86,7 @@ def test_query_guided_takes_the_rows_with_the_most_attention_over_layers(budget:
     evidence = _evidence(budget)
     assert evidence.query_attention is not None
     scores = [float(evidence.query_attention[:, row].sum()) for row in range(len(CANDIDATES))]
-    assert _select(evidence, "query_guided", chunk_head=0) == _best(scores, CANDIDATES.tolist(), budget)
+    assert _select(evidence, "query_guided", chunk_lead=0) == _best(scores, CANDIDATES.tolist(), budget)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_query_guided_takes_the_heads_of_chunks_first_and_half_of_the_budget_at_
     scores = {row: float(evidence.query_attention[:, row - CANDIDATES[0]].sum()) for row in CANDIDATES.tolist()}
     others = sorted((row for row in scores if row not in heads), key=lambda row: -scores[row])
     expected = sorted((heads + others)[:budget])
-    assert _select(evidence, "query_guided", chunk_head=head) == expected
+    assert _select(evidence, "query_guided", chunk_lead=head) == expected
 
 
 def test_the_oracle_takes_the_rows_with_the_most_weight() -> None:
@@ -135,7 +135,7 @@ def test_mixed_combines_deviation_and_attention(rule: str) -> None:
     assert _select(evidence, "mixed", rule=rule) == _best(scores.tolist(), CANDIDATES.tolist(), 6)
     assert _select(evidence, "mixed", rule=rule) not in (
         _select(evidence, "hkvd"),
-        _select(evidence, "query_guided", chunk_head=0),
+        _select(evidence, "query_guided", chunk_lead=0),
     )
 
 
@@ -188,7 +188,7 @@ def test_a_budget_goes_to_heads_then_floors_then_the_best_blocks(
         taken |= set(others[: max(0, each - len(heads))])
     rest = sorted((row for row in score if row not in taken), key=lambda row: (-score[row], row))
     expected = sorted([*sorted(taken), *rest][:budget])
-    assert _select(evidence, selector, chunk_floor=floor, chunk_head=head, block=block) == expected
+    assert _select(evidence, selector, chunk_floor=floor, chunk_lead=head, block=block) == expected
 
 
 def test_heads_are_taken_by_default_where_the_question_alone_chooses_single_rows() -> None:
@@ -203,8 +203,8 @@ def test_heads_are_taken_by_default_where_the_question_alone_chooses_single_rows
         ("mixed", 1, 0, 6),
         ("hkvd", 1, 0, 6),
     ):
-        assert chosen(selector, block=block) == chosen(selector, block=block, chunk_head=own)
-        assert chosen(selector, block=block) != chosen(selector, block=block, chunk_head=other)
+        assert chosen(selector, block=block) == chosen(selector, block=block, chunk_lead=own)
+        assert chosen(selector, block=block) != chosen(selector, block=block, chunk_lead=other)
 
 
 @pytest.mark.parametrize("k", [None, 1, 2, 100])
@@ -282,7 +282,7 @@ BAD = {
     "norm": ["l3"],
     "rule": ["sum"],
     "block": [0],
-    "chunk_head": [-1],
+    "chunk_lead": [-1],
     "chunk_floor": [2.0],
     "prefilter": [0.5],
 }
