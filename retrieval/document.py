@@ -7,6 +7,17 @@ from typing import Literal, NamedTuple
 Markup = Literal["markdown", "plain"]
 """How headings are marked: as Markdown has them, or as people mark them in plain text, where a `#` may be a comment."""
 
+MAX_HEADING = 160  # characters; a paragraph over a ruler is a heading to Markdown, but to nobody else
+
+
+class Heading(NamedTuple):
+    """A heading outside quotes, lists and code: its level (1 the highest), its words, and the characters it takes."""
+
+    level: int
+    text: str
+    start: int
+    stop: int
+
 
 class Document(NamedTuple):
     r"""One text.

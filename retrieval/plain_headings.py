@@ -12,7 +12,7 @@ from typing import NamedTuple
 from unicodedata import east_asian_width
 
 from retrieval.cleaning import clean_title
-from retrieval.headings import MAX_HEADING, Heading
+from retrieval.document import MAX_HEADING, Heading
 from retrieval.prose import PROMPT, like_code, like_heading, like_prose
 
 _RULE = re.compile(r"^(?:={3,}|-{3,})[ \t]*$", re.MULTILINE)

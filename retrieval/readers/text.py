@@ -6,7 +6,7 @@ import codecs
 import re
 
 from retrieval.cleaning import clean
-from retrieval.headings import markdown_headings
+from retrieval.markdown_headings import markdown_headings
 from retrieval.readers.base import Fault, Part, UnreadableError
 
 _BOMS = (

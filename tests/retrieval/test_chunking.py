@@ -13,7 +13,8 @@ PARAGRAPH = " ".join(f"Sentence number {n} says something about tables." for n i
 
 
 def squeeze(text):
-    return re.sub(r"\s+", "", text)
+    """The text without blanks, and without the control characters that no title has."""
+    return re.sub("[\\s\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]+", "", text)
 
 
 def assert_nothing_lost(text, chunks):
@@ -163,6 +164,14 @@ def test_impossible_limits_are_refused(document, encode):
         chunk_documents([document("text")], encode, 4)
     with pytest.raises(ChunkingError, match="allow more"):
         chunk_documents([document("x")], lambda text: [0] * 50 * len(text), 16)
+
+
+def test_titles_hold_no_control_characters(encode):
+    text = "# He\x1b[31mad\x07ing\u202e\n\n" + "word " * 40 + "\n\nNext\x9b one\n---\n\n" + "word " * 40
+    for markup in ("markdown", "plain"):
+        chunks = chunk_documents([Document("d", "Ti\ntle\x1b[0m \x85\u2067x", text, "d", markup)], encode, 60)
+        assert {chunk.title for chunk in chunks} <= {"Ti tle x", "Ti tle x > Heading", "Ti tle x > Heading > Next one"}
+        assert len({chunk.title for chunk in chunks}) == (2 if markup == "markdown" else 1)
 
 
 def test_no_documents_and_blank_documents_make_no_chunks(document, encode):

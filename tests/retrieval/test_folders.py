@@ -1,0 +1,202 @@
+"""Folders as they are found: deep, looping, too long for the system, and changing while they are read."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from retrieval import readers
+from retrieval.errors import DocumentsError
+from retrieval.loading import load_documents
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def nest(folder, *names):
+    """Folders inside one another, made step by step, as their whole path may be too long for the system."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        for name in names:
+            Path(name).mkdir()
+            os.chdir(name)
+        Path("deep.md").write_text("Far down.")
+    finally:
+        os.chdir(before)
+
+
+def clear(folder, name):
+    """Remove what `nest` made, which pytest could not."""
+    subprocess.run(["rm", "-rf", str(folder / name)], check=True)
+
+
+def reasons(loaded):
+    return {Path(skipped.source).name: skipped.reason for skipped in loaded.skipped}
+
+
+def test_folders_are_walked_at_any_depth(tmp_path):
+    nest(tmp_path, *["d"] * 1100)
+    (tmp_path / "top.md").write_text("Here.")
+    try:
+        loaded = load_documents(tmp_path)
+    finally:
+        clear(tmp_path, "d")
+    assert [(document.id, document.text) for document in loaded.documents] == [
+        ("d/" * 1100 + "deep.md", "Far down."),
+        ("top.md", "Here."),
+    ]
+    assert loaded.skipped == ()
+
+
+def test_paths_too_long_for_the_system_are_skipped(tmp_path):
+    nest(tmp_path, *["long" * 50] * 30)
+    (tmp_path / "top.md").write_text("Here.")
+    try:
+        loaded = load_documents(tmp_path)
+    finally:
+        clear(tmp_path, "long" * 50)
+    assert [document.id for document in loaded.documents] == ["top.md"]
+    assert [skipped.reason for skipped in loaded.skipped] == ["cannot be listed (File name too long)"]
+
+
+def test_a_file_whose_path_is_just_too_long_is_skipped(tmp_path):
+    room = os.pathconf("/", "PC_PATH_MAX") - 4 - len(str(tmp_path))  # a folder of this length can be listed
+    depth, rest = divmod(room - 100, 101)
+    nest(tmp_path, *["x" * 100] * depth, "x" * (rest // 2 + 49), "x" * (100 + rest - rest // 2 - 51))
+    (tmp_path / "top.md").write_text("Here.")
+    try:
+        loaded = load_documents(tmp_path)
+    finally:
+        clear(tmp_path, "x" * 100)
+    assert [document.id for document in loaded.documents] == ["top.md"]
+    assert reasons(loaded) == {"deep.md": "cannot be read (File name too long)"}
+
+
+def test_a_root_that_cannot_be_looked_at_is_one_line(tmp_path):
+    with pytest.raises(DocumentsError, match="cannot be read") as caught:
+        load_documents(tmp_path / ("x" * 300))
+    assert "\n" not in str(caught.value)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(DocumentsError, match="cannot be read"):
+        load_documents(tmp_path / "loop")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DocumentsError, match="no such file or folder"):
+        load_documents(tmp_path / "file" / "below")
+
+
+def test_links_in_circles_and_to_nowhere_are_skipped(tmp_path):
+    (tmp_path / "good.md").write_text("Good.")
+    (tmp_path / "circle.md").symlink_to(tmp_path / "circle.md")
+    (tmp_path / "nowhere.md").symlink_to(tmp_path / "absent")
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "up").symlink_to(tmp_path, target_is_directory=True)
+    loaded = load_documents(tmp_path)
+    assert [document.id for document in loaded.documents] == ["good.md"]
+    assert set(reasons(loaded)) == {"circle.md", "nowhere.md"}
+    assert all(reason.startswith("cannot be read (") for reason in reasons(loaded).values())
+
+
+@pytest.fixture
+def meanwhile(monkeypatch):
+    """Runs something once, when the first file has been read."""
+
+    def arrange(change):
+        read, changes = readers.text.read_text, [change]
+
+        def reading(data, title):
+            if changes:
+                changes.pop()()
+            return read(data, title)
+
+        monkeypatch.setattr(readers.text, "read_text", reading)
+
+    import retrieval.readers.text  # noqa: F401 - so that it can be patched
+
+    return arrange
+
+
+def test_what_goes_or_changes_while_a_folder_is_read_is_skipped(tmp_path, meanwhile):
+    for name in ("1.txt", "2.txt", "3.txt", "4.txt", "5.txt", "sub/6.txt", "sub/deeper/7.txt", "z/8.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"Text {name}")
+
+    def change():
+        (tmp_path / "2.txt").unlink()
+        (tmp_path / "3.txt").write_bytes(b"")
+        (tmp_path / "4.txt").unlink()
+        os.mkfifo(tmp_path / "4.txt")
+        (tmp_path / "5.txt").unlink()
+        (tmp_path / "5.txt").mkdir()
+        subprocess.run(["rm", "-rf", str(tmp_path / "sub")], check=True)
+
+    meanwhile(change)
+    loaded = load_documents(tmp_path)
+    assert [document.id for document in loaded.documents] == ["1.txt", "z/8.txt"]
+    assert reasons(loaded) == {
+        "2.txt": "cannot be read (No such file or directory)",
+        "3.txt": "is empty",
+        "4.txt": "is not a regular file",
+        "5.txt": "is not a regular file",
+        "sub": "cannot be listed (No such file or directory)",
+    }
+
+
+LIMITED = """
+import resource, sys
+sys.path.insert(0, {root!r})
+from retrieval import load_documents
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+loaded = load_documents({folder!r})
+print([document.id for document in loaded.documents], [skipped.reason for skipped in loaded.skipped])
+"""
+
+
+def test_a_file_larger_than_the_memory_is_skipped(tmp_path):
+    (tmp_path / "good.md").write_text("Good.")
+    (tmp_path / "huge.txt").write_bytes(b"x")
+    os.truncate(tmp_path / "huge.txt", 1 << 33)  # takes no room on the disk
+    script = LIMITED.format(root=str(ROOT), folder=str(tmp_path))
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.stdout == "['good.md'] ['is too large for the memory of this machine']\n", run.stderr
+
+
+def test_names_that_are_no_utf_8_are_read_and_told_apart(tmp_path, bag, encode):
+    from retrieval.chunking import chunk_documents
+    from retrieval.index import ChunkIndex, update_index
+
+    folder = os.fsencode(tmp_path / "docs")
+    os.mkdir(folder)  # noqa: PTH102 - pathlib takes no bytes
+    for name in (b"\xff.txt", b"\xfe.txt", b"\\udcff.txt", b"\xe4\xb8\xad.txt", b"\xffempty.md"):
+        with open(os.path.join(folder, name), "wb") as file:  # noqa: PTH118, PTH123
+            file.write(b"" if b"empty" in name else b"Words.")
+    loaded = load_documents(tmp_path / "docs")
+    assert len({document.id for document in loaded.documents}) == 4
+    for words in (field for document in (*loaded.documents, *loaded.skipped) for field in document):
+        words.encode()
+    assert "\\udcfe.txt" in [document.id for document in loaded.documents]
+    chunks = chunk_documents(loaded.documents, encode)
+    update_index(tmp_path / "index", chunks, bag)
+    assert ChunkIndex.load(tmp_path / "index").chunks == chunks
+    with pytest.raises(DocumentsError, match="no readable document") as caught:
+        load_documents(Path(os.fsdecode(os.path.join(folder, b"\xffempty.md"))))  # noqa: PTH118
+    str(caught.value).encode()
+
+
+@pytest.mark.parametrize("name", ["new\nline.txt", "\x1b[31mred\x1b[0m.txt", "\u202etxt.exe.txt", "tab\there.txt"])
+def test_titles_from_file_names_hold_no_control_characters(tmp_path, name):
+    (tmp_path / name).write_text("Words.")
+    (document,) = load_documents(tmp_path).documents
+    assert document.title in {"new line", "red", "txt.exe", "tab here"}
+    assert document.id == name
+
+
+def test_titles_from_inside_documents_hold_no_control_characters(tmp_path):
+    (tmp_path / "a.html").write_text("<title>One\x1b]0;x\x07 \u202etwo</title><p>Words.")
+    (tmp_path / "b.md").write_text("# Three\x1b[1m\x9b four\n\nWords.")
+    (tmp_path / "c.jsonl").write_text('{"title": "Five\\u001b[2J\\u0085six\\nseven", "text": "Words."}')
+    (tmp_path / "d.md").write_text('---\ntitle: "\x1b[1m"\n---\n\nWords.')
+    titles = [document.title for document in load_documents(tmp_path).documents]
+    assert titles == ["One]0;x two", "Three four", "Five six seven", "d"]
