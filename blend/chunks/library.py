@@ -1,9 +1,9 @@
 """The chunk caches behind one prefix: which there are, loading them, computing what is missing.
 
 A chunk can have two. Its *isolated* cache is computed right behind the prefix: what the first chunk of a prompt is, exactly.
-Its *contextual* cache is computed behind the prefix and a surrogate context: a few chunks of the corpus, the same for all, in place
-of whatever a prompt will put before the chunk. What a chunk's KV gains because something stands before it is for the most part
-the same whatever that is (docs/selection.md), so this cache is nearer to full recompute in every place but the first.
+Its *contextual* cache is computed behind the prefix and a surrogate context: a few chunks of the corpus, the same for all, in
+place of whatever a prompt will put before the chunk. What a chunk's KV gains because something stands before it is for the most
+part the same whatever that is (docs/selection.md), so this cache is nearer to full recompute in every place but the first.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ChunkLibrary:
         ]
 
     def _has_contextual(self, chunk: Tokens) -> bool:
-        """Whether a chunk has a contextual cache: one of the surrogate context has none, it would read itself, nor one too long."""
+        """Whether a chunk has a contextual cache; one of the surrogate context would read itself, and one may be too long."""
         if self.contextual is None or chunk in self.surrogate:
             return False
         context = self.decoder.context_length

@@ -23,7 +23,7 @@ class StoredSurrogate(NamedTuple):
 
 
 def read_surrogate(store: ChunkStore, name: str, vocabulary: int) -> StoredSurrogate:
-    """The surrogate context under this name; a damaged one, or one with ids beyond a `vocabulary` of so many, counts as absent."""
+    """The surrogate context under this name; one that is damaged, or has ids of `vocabulary` and beyond, counts as absent."""
     try:
         content = store.read_artifact(name)
         if content is None:
