@@ -86,7 +86,7 @@ class CorpusConfig:
     """How documents become chunks and how many of them answer a question. Raises `ConfigError` as `BlendConfig` does.
 
     surrogate_tokens: every chunk's cache is also computed behind so many tokens of other chunks (`blend.chunks.library`);
-    0 does not.
+    0 does not. surrogate_text: those tokens out of this text instead of chunks of the corpus; empty leaves what the store has.
     """
 
     chunk_tokens: int = 256
@@ -95,6 +95,7 @@ class CorpusConfig:
     codec: str = "bfloat16"
     batch_tokens: int = 1024
     surrogate_tokens: int = 512
+    surrogate_text: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -100,8 +100,7 @@ def precompute(
     for gone in {template.chunk_ids(chunk) for chunk in held}.difference(ids):
         library.forget(gone)
     update = update_index(index_dir, chunks, embedder, lambda done, total: progress("embed", done, total))
-    wanted = config.surrogate_tokens
-    library = library.with_surrogate(ids, wanted) if wanted else library.without_surrogate()
+    library = _with_surrogate(library, ids, template, config)
     if library.contextual:
         store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
     missing = library.missing(ids)
@@ -121,6 +120,16 @@ def precompute(
         skipped=loaded.skipped,
         rebuilt=update.reason,
     )
+
+
+def _with_surrogate(
+    library: ChunkLibrary, ids: list[tuple[int, ...]], template: PromptTemplate, config: CorpusConfig
+) -> ChunkLibrary:
+    if not config.surrogate_tokens:
+        return library.without_surrogate()
+    if config.surrogate_text:
+        return library.with_given_surrogate(tuple(template.encode(config.surrogate_text)[: config.surrogate_tokens]))
+    return library.with_surrogate(ids, config.surrogate_tokens)
 
 
 def _chunks(loaded: LoadedDocuments, template: PromptTemplate, config: CorpusConfig, progress: Progress) -> list[Chunk]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from blend.chunks.assemble import Expected, load_chunks
 from blend.chunks.encode import ChunkEncoder
 from blend.chunks.surrogate import read_surrogate, write_surrogate
+from blend.errors import PromptError
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
@@ -104,13 +105,32 @@ class ChunkLibrary:
                 return now
             return now._decide(chosen)
 
+    def with_given_surrogate(self, tokens: Tokens) -> ChunkLibrary:
+        """With these tokens as the surrogate context; contextual caches behind another one are removed.
+
+        For text that everybody may read: what stands in a contextual cache has read the surrogate context. Raises
+        `PromptError` when it is empty or leaves no room in the model's context, `StoreError` when the store cannot be written.
+        """
+        if not tokens:
+            raise PromptError("the surrogate text is empty; give a paragraph or more")
+        self.decoder.check_length(len(self.prefix) + len(tokens) + 1)
+        with self.store.writing():
+            now = self._next()
+            if now.surrogate == (tokens,):
+                return now
+            now._prune_contextual()
+            return now._decide((tokens,))
+
     def without_surrogate(self) -> ChunkLibrary:
         """With none, and the contextual caches removed. Raises `StoreError` when the store cannot be written."""
         with self.store.writing():
             now = self._next()
-            if now.contextual is not None:
-                now.store.prune((), now.contextual.identity.namespace)
+            now._prune_contextual()
             return now._decide(())
+
+    def _prune_contextual(self) -> None:
+        if self.contextual is not None:
+            self.store.prune((), self.contextual.identity.namespace)
 
     def _decide(self, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
         write_surrogate(self.store, self.isolated.identity.surrogate_name, chosen)

@@ -43,6 +43,21 @@ def _scoring_layers(ctx: click.Context, option: click.Parameter, value: str) -> 
     return value
 
 
+def _text_of(ctx: click.Context, option: click.Parameter, value: Path | None) -> str | None:
+    """The text of a file, read while the command line is parsed."""
+    if value is None:
+        return None
+    try:
+        text = value.read_text(encoding="utf-8")
+    except OSError as error:
+        raise click.BadParameter(f"{value} cannot be read ({error.strerror})", ctx, option) from None
+    except UnicodeDecodeError:
+        raise click.BadParameter(f"{value} is not UTF-8 text; convert it", ctx, option) from None
+    if not text.strip():
+        raise click.BadParameter(f"{value} is empty; give a paragraph or more", ctx, option)
+    return text
+
+
 def _shared(name: str, **attributes: Any) -> Callable[[F], F]:
     """An option that can also be given once and for all, as KVBLEND_<NAME>."""
     variable = f"KVBLEND_{name.removeprefix('--').replace('-', '_').upper()}"
@@ -137,6 +152,12 @@ _CHUNKING = (
     _corpus(
         "surrogate_tokens",
         "Compute every cache also behind so many tokens of other chunks; 0 halves time and store, at more error.",
+    ),
+    click.option(
+        "--surrogate-text",
+        type=PLACE,
+        callback=_text_of,
+        help="File of text to take those tokens from, one that everybody who may ask may read.  [default: the corpus]",
     ),
 )
 _TOP_K = _corpus("top_k", "Chunks to retrieve.")

@@ -14,6 +14,7 @@ from models import decoder, eager_model
 from blend.blender import Blender
 from blend.chunks.library import ChunkLibrary, Variant
 from blend.config import BlendConfig
+from blend.errors import PromptError
 from blend.store import open_store
 from blend.types import PromptLayout
 
@@ -256,3 +257,19 @@ def test_calibration_does_not_need_the_store_to_keep_what_it_computes(tmp_path: 
         *[(14, len(library.contextual.prefix_tokens))] * 7,
     ]
     assert store.stats().nbytes <= 3 * one
+
+
+def test_a_text_that_everybody_may_read_can_be_the_surrogate_context() -> None:
+    library, given = filled().library(LAYOUT.prefix), (9, 8, 7, 6, 5)
+    chosen, before = library.surrogate, library.contextual.identity.namespace
+    now = library.with_given_surrogate(given)
+    assert now.surrogate == (given,)
+    assert now.contextual.prefix_tokens == (*LAYOUT.prefix, *given)
+    assert list(now.store.keys(before)) == []
+    assert not set(chosen) & set(now.surrogate)
+    assert now.with_given_surrogate(given).generation == now.generation
+    assert now.with_surrogate(corpus(), 27).surrogate == (given,)
+    with pytest.raises(PromptError, match="empty"):
+        library.with_given_surrogate(())
+    with pytest.raises(PromptError, match="reads at most"):
+        library.with_given_surrogate((5,) * library.decoder.context_length)

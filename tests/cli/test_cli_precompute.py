@@ -134,7 +134,7 @@ def test_store_lists_and_clears(filled: Blend) -> None:
     assert contents[2].startswith("surrogate context of ")
     shown = filled("store").out
     assert f"{count + contextual} chunk caches" in shown
-    assert f"{count} caches\n" in shown
+    assert f"{count} isolated caches\n" in shown
     assert f"{contextual} contextual caches\n" in shown
     assert shown.count("KV correction") == 2
     assert "surrogate context of " in shown
@@ -157,3 +157,29 @@ def test_a_corpus_without_a_stand_in(filled: Blend, documents: Path) -> None:
     again = filled("precompute", documents, *CHUNKS, "--json").json
     assert again["computed"] == contextual
     assert again["store"]["bytes"] == size
+
+
+def test_a_surrogate_context_out_of_a_file(filled: Blend, documents: Path, tmp_path: Path) -> None:
+    contextual, text = len(entries(filled.store, "contextual")), tmp_path / "neutral.txt"
+    text.write_text("The weather is described here in general words. " * 20)
+    call = ("precompute", documents, *CHUNKS, "--surrogate-text", text, "--surrogate-tokens", "40", "--json")
+    found = filled(*call).json
+    assert contextual <= found["computed"] <= found["chunks"]
+    assert "surrogate context of 40 tokens" in filled("store").out
+    assert filled(*call).json["computed"] == 0
+    assert filled("precompute", documents, *CHUNKS, "--json").json["computed"] == 0
+    assert filled("answer", "the market", "--json", "--max-new-tokens", "1").json["problems"] == []
+
+
+def test_a_surrogate_context_that_cannot_be_read(filled: Blend, documents: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("  \n")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    for name, words in (
+        ("empty", "is empty"),
+        ("latin", "not UTF-8"),
+        ("none", "cannot be read"),
+        (".", "cannot be read"),
+    ):
+        result = filled("precompute", documents, "--surrogate-text", tmp_path / name)
+        assert result.code == 2
+        assert words in one_line(result.err)
