@@ -81,9 +81,12 @@ def precompute(
     index_dir: Path,
     config: CorpusConfig,
     add: bool = False,
+    quick: bool = False,
     progress: Progress = no_progress,
 ) -> Precomputed:
     """Make the corpus hold exactly these documents; with `add`, those and what it held before.
+
+    quick: only one cache a chunk, the isolated one; the next run without it computes the rest.
 
     Raises `RetrievalError` when nothing can be indexed, or when there is an index to add to that cannot be read, and
     `StoreError` when the store cannot be written.
@@ -100,10 +103,11 @@ def precompute(
     for gone in {template.chunk_ids(chunk) for chunk in held}.difference(ids):
         library.forget(gone)
     update = update_index(index_dir, chunks, embedder, lambda done, total: progress("embed", done, total))
-    library = _with_surrogate(library, ids, template, config)
+    if not quick:
+        library = _with_surrogate(library, ids, template, config)
     if library.contextual:
         store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
-    missing = library.missing(ids)
+    missing = [one for one in library.missing(ids) if not (quick and one.contextual)]
     begin = time.perf_counter()
     tokens = library.compute(missing, lambda done, total: progress("encode", done, total))
     seconds = time.perf_counter() - begin
@@ -113,8 +117,8 @@ def precompute(
         added=update.added,
         removed=update.removed,
         computed=len(missing),
-        reused=len(library.wanted(ids)) - len(missing),
-        evicted=len(library.missing(ids)),
+        reused=sum(not (quick and one.contextual) for one in library.wanted(ids)) - len(missing),
+        evicted=sum(not (quick and one.contextual) for one in library.missing(ids)),
         tokens=tokens,
         seconds=seconds,
         skipped=loaded.skipped,

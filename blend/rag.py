@@ -151,12 +151,13 @@ class Rag:
         documents: str | Path | Iterable[str | Path] | LoadedDocuments,
         *,
         add: bool = False,
+        quick: bool = False,
         progress: Progress = no_progress,
     ) -> Precomputed:
         """Index documents, or those under paths, and compute their chunk caches; see `precompute.precompute`.
 
-        Then the KV corrections are measured, where the store holds none or most of the corpus is new. Documents are read and
-        the store is opened before any model is loaded, so that mistakes show at once.
+        Then the KV corrections are measured, where the store holds none or most of the corpus is new; neither with `quick`.
+        Documents are read and the store is opened before any model is loaded, so that mistakes show at once.
         """
         loaded = documents if isinstance(documents, LoadedDocuments) else load_documents(documents)
         store = self.store
@@ -169,18 +170,22 @@ class Rag:
             index_dir=self.index_dir,
             config=self.corpus_config,
             add=add,
+            quick=quick,
             progress=progress,
         )
+        if not quick:
+            self._calibrate(anew=done.computed > done.reused, progress=progress)
+        store.advance()
+        return done
+
+    def _calibrate(self, *, anew: bool, progress: Progress) -> None:
         chunks = [self.template.chunk_ids(chunk) for chunk in self.index.chunks]
-        mostly_new = done.computed > done.reused
         self.blender.calibrate(
             self.template.prefix,
             chunks,
-            anew=mostly_new,
+            anew=anew,
             progress=lambda at, total: progress("calibrate", at, total),
         )
-        store.advance()
-        return done
 
     def warm_up(self, *, compare: bool = False) -> None:
         """Load everything, what can be wrong and is cheap first, and rehearse a question, so that the first is not charged.

@@ -21,10 +21,15 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
 @click.command("precompute")
 @click.argument("paths", nargs=-1, required=True, type=PLACE)
 @click.option("--add", is_flag=True, help="Keep what the store's index holds and add these documents to it.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Only what a first answer needs, one cache a chunk; run again without it for the rest.",
+)
 @options.json_option
 @options.common
 @options.chunking
-def command(paths: tuple[Path, ...], add: bool, as_json: bool, **given: Any) -> None:
+def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **given: Any) -> None:
     """Chunk, index and cache the documents under PATHS: folders or files of .md, .txt, .rst, .html, .pdf or .jsonl.
 
     The corpus becomes exactly these documents; chunks that did not change are not computed again. A run that was stopped
@@ -40,7 +45,7 @@ def command(paths: tuple[Path, ...], add: bool, as_json: bool, **given: Any) -> 
     try:
         _ = rag.store, rag.decoder
         with stage_progress() as progress:
-            done = rag.precompute(documents, add=add, progress=progress)
+            done = rag.precompute(documents, add=add, quick=quick, progress=progress)
     except KeyboardInterrupt:
         raise click.Abort(_RESUME) from None
     _tell(done)

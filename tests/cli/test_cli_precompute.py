@@ -183,3 +183,18 @@ def test_a_surrogate_context_that_cannot_be_read(filled: Blend, documents: Path,
         result = filled("precompute", documents, "--surrogate-text", tmp_path / name)
         assert result.code == 2
         assert words in one_line(result.err)
+
+
+def test_a_quick_run_has_one_cache_a_chunk_and_the_next_one_the_rest(blend: Blend, documents: Path) -> None:
+    quick = blend("precompute", documents, *CHUNKS, "--quick", "--json").json
+    assert (quick["computed"], quick["evicted"]) == (quick["chunks"], 0)
+    assert entries(blend.store, "contextual") == []
+    assert blend("store", "--json").json["artifacts"] == []
+    answer = blend("answer", "the market", "--json", "--max-new-tokens", "1").json
+    assert all(chunk["hit"] for chunk in answer["chunks"])
+    rest = blend("precompute", documents, *CHUNKS, "--json").json
+    assert 0 < rest["computed"] == len(entries(blend.store, "contextual"))
+    assert len(blend("store", "--json").json["artifacts"]) == 3
+    again = blend("precompute", documents, *CHUNKS, "--quick", "--json").json
+    assert again["computed"] == 0
+    assert len(entries(blend.store, "contextual")) == rest["computed"]
