@@ -37,12 +37,11 @@ class Blend:
     """A finished prefill.
 
     cache: KV of the whole prompt, ready for decoding. logits: of the next token, `[1, vocab]`. first_token: their argmax.
-    notes: what was done otherwise than configured, a line each.
     hits: which chunks came out of the store. missing: caches that it should have held. problems: one line for every chunk's
-    entry that had to be refused. artifact_problems: the same for surrogate context and KV corrections, without which it was
-    then blended.
-    stages: seconds per stage. ttft_s: seconds from the call to the first token's id on the host.
-    bytes_loaded: bytes of stored KV that were read.
+    entry that had to be refused. artifact_problems: the same for surrogate context and KV corrections, without which it was then
+    blended. map_fits: False where the KV corrections were left out for this prompt, and more rows recomputed. notes: what was
+    done otherwise than configured, a line each. stages: seconds per stage. ttft_s: seconds from the call to the first
+    token's id on the host. bytes_loaded: bytes of stored KV that were read.
     """
 
     decoder: Decoder
@@ -55,6 +54,7 @@ class Blend:
     missing: tuple[Variant, ...]
     problems: tuple[str, ...]
     artifact_problems: tuple[str, ...]
+    map_fits: bool
     notes: tuple[str, ...]
     stages: Mapping[str, float]
     ttft_s: float
@@ -131,7 +131,7 @@ class Blender:
         Those that are there stay, unless they are to be measured `anew`. progress: called with tokens done and in all. Returns
         whether there is one now. Raises `StoreError` when the store cannot be written.
         """
-        library = self.library(prefix)
+        library, chunks = self.library(prefix), [tuple(chunk) for chunk in chunks]
         kinds = (False, True) if library.contextual else (False,)
         if not anew and all(self._held_correction(library, contextual=contextual).map for contextual in kinds):
             return True
@@ -144,9 +144,11 @@ class Blender:
             for contextual in kinds
         ]
         for contextual, found in zip(kinds, fit_corrections(library.isolated, chunks, sources, progress), strict=True):
+            name = library.encoder(contextual=contextual).identity.correction_name
             if found is not None:
-                name = library.encoder(contextual=contextual).identity.correction_name
                 self.store.write_artifact(name, found.to_bytes())
+            elif anew:  # one of other chunks must not stay
+                self.store.delete_artifact(name)
         return any(self.correction(prefix, contextual=contextual) for contextual in kinds)
 
     def _stored_correction(self, encoder: ChunkEncoder, generation: str) -> _StoredCorrection:
@@ -198,6 +200,7 @@ class Blender:
             missing=loaded.missing,
             problems=loaded.problems,
             artifact_problems=(*(library.problems if config.surrogate else ()), *first.problems),
+            map_fits=first.fits,
             notes=done.notes,
             stages=dict(watch.stages),
             ttft_s=watch.total(),

@@ -15,7 +15,7 @@ from blend.analyze.observe import LayerAttention, observe_layer, observe_rows, t
 from blend.analyze.scores import RowScores, row_scores
 from blend.analyze.segments import Segments
 from blend.analyze.tokens import token_texts, word_kinds
-from blend.blender import Blender
+from blend.blender import Blend, Blender
 from blend.chunks.assemble import assemble
 from blend.chunks.library import LoadedLibrary
 from blend.errors import ConfigError, PromptError
@@ -106,7 +106,7 @@ def analyze_prompt(
     texts = token_texts(decoder.tokenizer, layout.token_ids)
     exchange = _exchange(segments, attention, reuse_calls, blend_calls, np.array(variation))
     before, after = (measure_deviation(cache, exact, layout.context) for cache in (stored, blend.cache))
-    ranked, mapped = _as_ranked(blender, layout)
+    ranked, mapped = _as_ranked(blender, blend)
     return PromptAnalysis(
         layout=layout,
         segments=segments,
@@ -144,11 +144,12 @@ def _stored(blender: Blender, layout: PromptLayout, *, contextual: bool) -> tupl
     return assemble(blender.decoder, layout, library.isolated.prefix, loaded.chunks, 0), loaded
 
 
-def _as_ranked(blender: Blender, layout: PromptLayout) -> tuple[BlendedCache, bool]:
-    """The stored chunks as a blend's selector sees them, and whether a KV correction was applied."""
+def _as_ranked(blender: Blender, blend: Blend) -> tuple[BlendedCache, bool]:
+    """The stored chunks as the blend's selector saw them, and whether a KV correction was applied."""
+    layout = blend.layout
     cache, loaded = _stored(blender, layout, contextual=blender.config.surrogate)
     kinds = {kind for kind in loaded.contextual[1:] if blender.correction(layout.prefix, contextual=kind)}
-    if not blender.config.correction or not kinds:
+    if not blender.config.correction or not kinds or not blend.map_fits:
         return cache, False
     rows = torch.arange(layout.chunk_spans[0].stop, layout.context.stop, device=blender.decoder.device)
     blender.correct_rows(cache, layout, loaded, rows)

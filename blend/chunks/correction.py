@@ -186,15 +186,16 @@ def _layer_of(tensors: Mapping[str, torch.Tensor], index: int) -> LayerCorrectio
     if f"{index}.up" not in tensors:
         return None
     bounds, keys = Bounds(*tensors[f"{index}.bounds"].tolist()), int(tensors[f"{index}.keys"])
-    part = LayerCorrection(*(tensors[f"{index}.{name}"] for name in _FACTORS), bounds, keys)
-    (inputs,), rank = part.centre.shape, part.up.shape[0]
-    factors = [getattr(part, name) for name in _FACTORS]
+    factors = [tensors[f"{index}.{name}"] for name in _FACTORS]
+    centre, scale, down, up, gauge = factors
+    part = LayerCorrection(centre, scale, down, up, gauge, bounds, keys)
+    (inputs,), rank = centre.shape, up.shape[0]
     both = inputs + POSITION_FEATURES
-    shapes = [(inputs,), (inputs,), (both, rank), (rank, inputs), (both, *part.gauge.shape[1:])]
+    shapes = [(inputs,), (inputs,), (both, rank), (rank, inputs), (both, *gauge.shape[1:])]
     if [tuple(factor.shape) for factor in factors] != shapes or any(f.dtype != torch.float32 for f in factors):
         raise ValueError(f"layer {index} of the KV correction has impossible shapes")
-    numbers = torch.stack([*(factor.abs().sum() for factor in factors), part.up.new_tensor(bounds).sum()])
-    if not (numbers.isfinite().all() and (part.scale > 0).all() and min(bounds) >= 0 < part.bounds.reach):
+    numbers = torch.stack([*(factor.abs().sum() for factor in factors), up.new_tensor(bounds).sum()])
+    if not (numbers.isfinite().all() and (scale > 0).all() and min(bounds) >= 0 < bounds.reach):
         raise ValueError(f"layer {index} of the KV correction has impossible numbers")
     return part
 

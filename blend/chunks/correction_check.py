@@ -40,8 +40,11 @@ class CorrectionCheck:
             if part is None or hidden is None or here.shape[0] == 0:
                 continue
             rows = positions[here]
-            off = (new[:, :, here] - old[:, :, rows] for new, old in zip(fresh, cache.view(index), strict=True))
-            left, gain = rows_of(*off, self._decoder.rotations[index], rows), hidden[there] @ part.up
+            keys, values = (
+                new[:, :, here] - old[:, :, rows] for new, old in zip(fresh, cache.view(index), strict=True)
+            )
+            left = rows_of(keys, values, self._decoder.rotations[index], rows)
+            gain = hidden[there] @ part.up
             for mine in (slice(0, part.keys), slice(part.keys, None)):
                 with_map, without = (x[:, mine].square().sum(1) for x in (left, left + gain))
                 score = (without - with_map) / (without + with_map).clamp_min(1e-20)

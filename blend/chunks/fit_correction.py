@@ -17,7 +17,7 @@ import torch
 
 from blend.chunks.assemble import assemble
 from blend.chunks.correction import KVCorrection, LayerCorrection, position_features, rows_of
-from blend.chunks.regression import GROUPS, LayerRows, fit_layer
+from blend.chunks.regression import GROUPS, LayerRows, RowPlaces, fit_layer
 from blend.types import ChunkCache, PromptLayout
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ GROUP = 8  # chunks of a calibration prompt
 PROMPT_TOKENS = 2560  # its tokens at most, where two chunks are not longer
 TOKENS = 8_000  # of all calibration prompts, if the chunks have as many
 MOST_PROMPTS = 32
-TURNS = 2  # of every chunk behind others, as far as TOKENS goes
 
 Tokens = tuple[int, ...]
 
@@ -97,17 +96,15 @@ class _Seen:
         if len(set(behind)) < 2:  # no chunk could be held out
             return None
         covered = len(set(behind)) / sum(map(source.holds, chunks))
-        places = _Places.of(self._prompts, self._decoder.device)
+        places = _places(self._prompts, self._decoder.device)
         mine = torch.tensor(
             [source.holds(c) for p in self._prompts for c in p.chunks[1:] for _ in c], device=self._decoder.device
         )
         fitted: list[LayerCorrection | None] = [None]  # layer 0 depends on token and position only
         for index, rotation in enumerate(self._decoder.rotations[1:], 1):
             fresh, stored = (torch.cat(self._held[which][index])[mine] for which in (0, number))
-            seen = LayerRows(
-                stored, fresh - stored, *(place[mine] for place in places), math.prod(rotation.key_shape), covered
-            )
-            fitted.append(fit_layer(seen))
+            keys = math.prod(rotation.key_shape)
+            fitted.append(fit_layer(LayerRows(stored, fresh - stored, places.at(mine), keys, covered)))
         before = max(p.chunk_spans[-1].start - len(p.prefix) for p in self._prompts)
         return KVCorrection(tuple(fitted), before, max(map(len, behind))) if any(fitted) else None
 
@@ -115,14 +112,14 @@ class _Seen:
 def deal_prompts(encoder: ChunkEncoder, chunks: Sequence[Tokens]) -> list[PromptLayout]:
     """Calibration prompts of these different chunks, the same ones for the same chunks.
 
-    Every chunk has its turns behind a chunk drawn at random, as far as `TOKENS` and `MOST_PROMPTS` go and the model reads two
+    Every chunk has two turns behind a chunk drawn at random, as far as `TOKENS` and `MOST_PROMPTS` go and the model reads two
     chunks.
     """
     draw, prefix = random.Random(0), encoder.prefix_tokens
     context = encoder.decoder.context_length or PROMPT_TOKENS
     limit = min(PROMPT_TOKENS, context - len(prefix))
     pool = draw.sample(chunks, min(len(chunks), GROUP * MOST_PROMPTS))
-    queue = [chunk for _ in range(TURNS) for chunk in draw.sample(pool, len(pool))]
+    queue = [*pool, *reversed(pool)]  # a second turn elsewhere: what stood first behind the lead stands last
     prompts: list[PromptLayout] = []
     while queue and sum(prompt.rows for prompt in prompts) < TOKENS and len(prompts) < MOST_PROMPTS:
         room = context - len(prefix) - len(queue[0])
@@ -147,23 +144,16 @@ def _taken(queue: list[Tokens], lead: Tokens, limit: int) -> list[Tokens]:
     return group
 
 
-class _Places(NamedTuple):
-    """Of every row behind a first chunk: its position features, the group of its chunk, the chunk's turn. See `LayerRows`."""
-
-    features: torch.Tensor
-    group: torch.Tensor
-    turn: torch.Tensor
-
-    @classmethod
-    def of(cls, prompts: Sequence[PromptLayout], device: torch.device) -> _Places:
-        group, turns = _groups(prompts), Counter[Tokens]()
-        numbers: list[tuple[int, int]] = []
-        for chunk in (chunk for prompt in prompts for chunk in prompt.chunks[1:]):
-            numbers += [(group[chunk], turns[chunk])] * len(chunk)
-            turns[chunk] += 1
-        columns = torch.tensor(numbers, device=device).T
-        features = torch.cat([position_features(prompt, _behind(prompt, device)) for prompt in prompts])
-        return cls(features, columns[0], columns[1])
+def _places(prompts: Sequence[PromptLayout], device: torch.device) -> RowPlaces:
+    """Of every row behind a first chunk."""
+    group, turns = _groups(prompts), Counter[Tokens]()
+    numbers: list[tuple[int, int]] = []
+    for chunk in (chunk for prompt in prompts for chunk in prompt.chunks[1:]):
+        numbers += [(group[chunk], turns[chunk])] * len(chunk)
+        turns[chunk] += 1
+    columns = torch.tensor(numbers, device=device).T
+    features = torch.cat([position_features(prompt, _behind(prompt, device)) for prompt in prompts])
+    return RowPlaces(features, columns[0], columns[1])
 
 
 def _groups(prompts: Sequence[PromptLayout]) -> dict[Tokens, int]:

@@ -1,10 +1,11 @@
 """Fitting the KV correction of one layer: ridge regression, judged on rows that it has not seen.
 
-The map has the rank `RANK`: of the fitted regression the directions that predict most (reduced-rank regression, Izenman 1975).
-Rows are held out in two ways. Whole chunks: no row of a chunk is on both sides, and no group of them may be predicted worse
-than by nothing, with the bounds that the map will have. And prompts with the same chunks in another context, because that is
-what a corpus small enough to be fitted whole will ask for. Everything that sums, solves or subtracts runs in float64, and the
-rows themselves are kept, so that no error is a difference of large moments.
+The map has the rank `RANK`: of the fitted regression the directions that predict most (reduced-rank regression,
+Izenman 1975). Rows are held out in two ways. Whole chunks: no row of a chunk is on both sides, and no group of them
+may be predicted much worse than by nothing, with the bounds that the map will have. And prompts with the same chunks
+in another context, because that is what a corpus small enough to be fitted whole will ask for. Everything that sums,
+solves or subtracts runs in float64, and the rows themselves are kept, so that no error is a difference of large
+moments.
 """
 
 from __future__ import annotations
@@ -28,19 +29,32 @@ NOISE = 0.1  # variance, of 1, that any direction of the inputs is taken to have
 NO_HARM = 1.1  # times the error of no map, the most that any group of unseen chunks may have
 
 
+class RowPlaces(NamedTuple):
+    """Where rows of calibration prompts stand.
+
+    features: `[rows, POSITION_FEATURES]`. group, turn: int64 `[rows]`, the group of the row's chunk, and how often the chunk
+    stood behind another before.
+    """
+
+    features: torch.Tensor
+    group: torch.Tensor
+    turn: torch.Tensor
+
+    def at(self, mask: torch.Tensor) -> RowPlaces:
+        """Of these rows only."""
+        return RowPlaces(self.features[mask], self.group[mask], self.turn[mask])
+
+
 class LayerRows(NamedTuple):
     """What one layer shows of the calibration prompts' rows behind their first chunks.
 
-    stored, gain: `[rows, inputs]`, KV as stored (positions taken out) and what full prefill adds. features: `[rows,
-    POSITION_FEATURES]`. group, turn: int64 `[rows]`, the group of the row's chunk, and how often the chunk stood behind another
-    before. keys: how many of the inputs are keys. covered: what share of the chunks there are these prompts show.
+    stored, gain: `[rows, inputs]`, KV as stored (positions taken out) and what full prefill adds. keys: how many of the inputs
+    are keys. covered: what share of the chunks there are these prompts show.
     """
 
     stored: torch.Tensor
     gain: torch.Tensor
-    features: torch.Tensor
-    group: torch.Tensor
-    turn: torch.Tensor
+    places: RowPlaces
     keys: int
     covered: float
 
@@ -56,11 +70,13 @@ def fit_layer(seen: LayerRows) -> LayerCorrection | None:
     Keys and values have each its own penalty, the one that does best.
     """
     design = _Design.of(seen)
-    x, y = torch.cat((design.inputs(seen.stored), seen.features), dim=1).double(), seen.gain.double()
+    x, y = torch.cat((design.inputs(seen.stored), seen.places.features), dim=1).double(), seen.gain.double()
     every = _moments(x, y)
-    unseen = [_HeldOut(seen, x, y, every, seen.group == group) for group in seen.group.unique()]
-    last = int(seen.turn.max())
-    again = [_HeldOut(seen, x, y, every, seen.turn == last)] if last else []
+    unseen = [
+        _HeldOut(seen, x, y, every, seen.places.group == group) for group in sorted(set(seen.places.group.tolist()))
+    ]
+    last = int(seen.places.turn.max())
+    again = [_HeldOut(seen, x, y, every, seen.places.turn == last)] if last else []
     weights = torch.zeros_like(every.xy)
     for index, part in enumerate(seen.parts):
         penalty = _best_penalty(seen, unseen, again, index)
@@ -120,9 +136,9 @@ def _some(rows: torch.Tensor) -> torch.Tensor:
 
 
 class _Moments(NamedTuple):
-    """count: rows. xx: X^T X. xy: X^T Y; float64."""
+    """rows: how many. xx: X^T X. xy: X^T Y; float64."""
 
-    count: torch.Tensor
+    rows: torch.Tensor
     xx: torch.Tensor
     xy: torch.Tensor
 
@@ -133,19 +149,21 @@ def _moments(x: torch.Tensor, y: torch.Tensor) -> _Moments:
 
 def _ridge(moments: _Moments, penalty: float, right: torch.Tensor) -> torch.Tensor:
     """(X^T X + penalty n)^-1 right; the position features are hardly penalised."""
-    weight = torch.full_like(moments.xx[0], penalty) * moments.count
-    weight[-POSITION_FEATURES:] = POSITION_PENALTY * moments.count
-    return torch.cholesky_solve(right, torch.linalg.cholesky(moments.xx + weight.diag()))
+    weight = torch.full_like(moments.xx[0], penalty) * moments.rows
+    weight[-POSITION_FEATURES:] = POSITION_PENALTY * moments.rows
+    solved: torch.Tensor = torch.cholesky_solve(right, torch.linalg.cholesky(moments.xx + weight.diag()))
+    return solved
 
 
 def _covariance(moments: _Moments) -> torch.Tensor:
     """By which a row's distance from the rows seen is measured: their second moments, and `NOISE` in every direction."""
-    return moments.xx / moments.count + NOISE * torch.eye(moments.xx.shape[0]).to(moments.xx)
+    return moments.xx / moments.rows + NOISE * torch.eye(moments.xx.shape[0]).to(moments.xx)
 
 
 def _whitened(factor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Rows whose norms are Mahalanobis distances, `[rows, inputs]`; factor: Cholesky's of the covariance."""
-    return torch.linalg.solve_triangular(factor, x.T, upper=False).T
+    whitened: torch.Tensor = torch.linalg.solve_triangular(factor, x.T, upper=False).T
+    return whitened
 
 
 class _Design(NamedTuple):
@@ -207,11 +225,12 @@ def _reduced(
     best = vectors[:, -RANK:][:, sizes[-RANK:] > 1e-9 * sizes[-1]]
     down, up = design.on_rows((weights / scale) @ best), best.T * scale
     gauge = design.gauge(torch.linalg.cholesky(_covariance(every)))
-    known = torch.cat((design.standardised(seen.stored), seen.features), dim=1)
+    known = torch.cat((design.standardised(seen.stored), seen.places.features), dim=1)
     most = [seen.gain[:, part].double().norm(dim=1).max() for part in seen.parts]
-    bounds = Bounds(*(float(bound) for bound in ((known @ gauge).norm(dim=1).max(), *most)))
-    factors = (design.centre, design.scale, down, up, gauge)
-    return LayerCorrection(*(factor.float().contiguous() for factor in factors), bounds, seen.keys)
+    bounds = Bounds(float((known @ gauge).norm(dim=1).max()), float(most[0]), float(most[1]))
+    centre, scale = design.centre.float(), design.scale.float()
+    down, up, gauge = (factor.float().contiguous() for factor in (down, up, gauge))
+    return LayerCorrection(centre, scale, down, up, gauge, bounds, seen.keys)
 
 
 def _signs(rows: int, columns: int, device: torch.device) -> torch.Tensor:

@@ -14,7 +14,7 @@ from cases import cache_chunks, make_layout
 from blend.blender import Blender
 from blend.chunks import regression
 from blend.chunks.correction import Bounds, KVCorrection, LayerCorrection, position_features
-from blend.chunks.regression import LayerRows, fit_layer
+from blend.chunks.regression import LayerRows, RowPlaces, fit_layer
 from blend.config import BlendConfig
 from blend.model.full_prefill import full_prefill
 from blend.store import open_store
@@ -63,13 +63,13 @@ def test_the_map_brings_stored_kv_of_its_corpus_closer_to_full_recompute(family:
     assert errors[1] < 0.95 * errors[0]
 
 
-def rows_seen(stored: torch.Tensor, gain: torch.Tensor, keys: int, groups: int = 4, **more: torch.Tensor) -> LayerRows:
+def rows_seen(stored: torch.Tensor, gain: torch.Tensor, keys: int, groups: int = 4) -> LayerRows:
     """Rows of as many groups of chunks, each seen once, with features of no meaning but a constant."""
     count = stored.shape[0]
     features = torch.randn(count, 8, generator=torch.Generator().manual_seed(9))
     features[:, 0] = 1.0
-    found = {"features": features, "group": torch.arange(count) * groups // count, "turn": torch.zeros(count).long()}
-    return LayerRows(stored=stored, gain=gain, keys=keys, covered=1.0, **{**found, **more})
+    places = RowPlaces(features, torch.arange(count) * groups // count, torch.zeros(count).long())
+    return LayerRows(stored, gain, places, keys, covered=1.0)
 
 
 def test_a_linear_relation_is_found_and_unpredictable_parts_are_left_alone() -> None:
@@ -79,7 +79,7 @@ def test_a_linear_relation_is_found_and_unpredictable_parts_are_left_alone() -> 
     gain = torch.cat((linear, torch.randn(400, 14, generator=draw)), dim=1)
     seen = rows_seen(rows, gain, keys=10)
     found = fit_layer(seen)
-    predicted = found.predict(rows, seen.features)
+    predicted = found.predict(rows, seen.places.features)
     spread = linear - linear.mean(0)
     assert (predicted[:, :10] - linear).square().sum() < 0.02 * spread.square().sum()
     assert not predicted[:, 10:].any()
@@ -100,10 +100,12 @@ def test_the_factors_are_those_of_the_whole_regression_where_the_rank_allows() -
     gain = rows @ torch.randn(20, 20, generator=draw) + 0.1 * torch.randn(500, 20, generator=draw)
     seen = rows_seen(rows, gain, keys=10)
     found = fit_layer(seen)
-    x = np.concatenate([((rows - found.centre) / found.scale).numpy(), seen.features.numpy()], 1).astype(np.float64)
+    x = np.concatenate([((rows - found.centre) / found.scale).numpy(), seen.places.features.numpy()], 1).astype(
+        np.float64
+    )
     penalty = np.diag([min(regression.PENALTIES) * 500] * 20 + [1e-3 * 500] * 8)
     weights = np.linalg.solve(x.T @ x + penalty, x.T @ gain.numpy())
-    np.testing.assert_allclose(found.predict(rows, seen.features).numpy(), x @ weights, atol=2e-3)
+    np.testing.assert_allclose(found.predict(rows, seen.places.features).numpy(), x @ weights, atol=2e-3)
 
 
 def test_wide_kv_goes_through_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +117,7 @@ def test_wide_kv_goes_through_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = rows_seen(rows, gain, keys=20)
     found = fit_layer(seen)
     assert found.down.shape[0] == 48
-    assert (found.predict(rows, seen.features) - gain).square().sum() < 0.05 * gain.square().sum()
+    assert (found.predict(rows, seen.places.features) - gain).square().sum() < 0.05 * gain.square().sum()
 
 
 def test_position_features_by_hand() -> None:
@@ -233,6 +235,13 @@ def test_measuring_anew_replaces_the_map() -> None:
     after = blender.correction(layout.prefix)
     assert after is not before
     assert after.before != before.before
+
+
+def test_measuring_anew_and_finding_nothing_forgets_the_map() -> None:
+    blender, layout = calibrated("llama"), make_layout()
+    assert not blender.calibrate(layout.prefix, [(5, 6, 7)], anew=True)
+    assert blender.correction(layout.prefix) is None
+    assert blender.prefill(layout, config=REUSE).artifact_problems == ()
 
 
 @pytest.mark.parametrize("chunks", [(), ((5, 6, 7),), ((5, 6, 7), (5, 6, 7))])
