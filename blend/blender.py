@@ -38,9 +38,9 @@ class Blend:
 
     cache: KV of the whole prompt, ready for decoding. logits: of the next token, `[1, vocab]`. first_token: their argmax.
     hits: which chunks came out of the store. missing: caches that it should have held. problems: one line for every chunk's
-    entry that had to be refused. artifact_problems: the same for surrogate context and KV corrections, without which it was then
-    blended. map_fits: False where the KV corrections were left out for this prompt, and more rows recomputed. notes: what was
-    done otherwise than configured, a line each. stages: seconds per stage. ttft_s: seconds from the call to the first
+    entry that had to be refused. artifact_problems: the same for surrogate context and KV corrections, without which it was
+    then blended. correction_fits: False where the KV corrections were left out for this prompt, and more rows recomputed. notes: what
+    was done otherwise than configured, a line each. stages: seconds per stage. ttft_s: seconds from the call to the first
     token's id on the host. bytes_loaded: bytes of stored KV that were read.
     """
 
@@ -54,7 +54,7 @@ class Blend:
     missing: tuple[Variant, ...]
     problems: tuple[str, ...]
     artifact_problems: tuple[str, ...]
-    map_fits: bool
+    correction_fits: bool
     notes: tuple[str, ...]
     stages: Mapping[str, float]
     ttft_s: float
@@ -200,7 +200,7 @@ class Blender:
             missing=loaded.missing,
             problems=loaded.problems,
             artifact_problems=(*(library.problems if config.surrogate else ()), *first.problems),
-            map_fits=first.fits,
+            correction_fits=first.fits,
             notes=done.notes,
             stages=dict(watch.stages),
             ttft_s=watch.total(),

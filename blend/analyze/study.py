@@ -149,7 +149,7 @@ def _as_ranked(blender: Blender, blend: Blend) -> tuple[BlendedCache, bool]:
     layout = blend.layout
     cache, loaded = _stored(blender, layout, contextual=blender.config.surrogate)
     kinds = {kind for kind in loaded.contextual[1:] if blender.correction(layout.prefix, contextual=kind)}
-    if not blender.config.correction or not kinds or not blend.map_fits:
+    if not blender.config.correction or not kinds or not blend.correction_fits:
         return cache, False
     rows = torch.arange(layout.chunk_spans[0].stop, layout.context.stop, device=blender.decoder.device)
     blender.correct_rows(cache, layout, loaded, rows)

@@ -1,4 +1,4 @@
-"""The KV correction does no harm: what it is fitted on, how far it reaches, and that prompts which it does not fit go without."""
+"""The KV correction does no harm: what it is fitted on, how far it reaches, and that prompts it does not fit go without."""
 
 from __future__ import annotations
 
