@@ -40,8 +40,8 @@ class Blend:
     hits: which chunks came out of the store. missing: caches that it should have held. problems: one line for every chunk's
     entry that had to be refused. artifact_problems: the same for surrogate context and KV corrections, without which it was
     then blended. correction_fits: False where the KV corrections were left out for this prompt, and more rows recomputed.
-    notes: what was done otherwise than configured, a line each. stages: seconds per stage. ttft_s: seconds from the call to the first
-    token's id on the host. bytes_loaded: bytes of stored KV that were read.
+    notes: what was done otherwise than configured, a line each. stages: seconds per stage. ttft_s: seconds from the call to
+    the first token's id on the host. bytes_loaded: bytes of stored KV that were read.
     """
 
     decoder: Decoder
