@@ -74,7 +74,7 @@ def test_a_question_file(model: Path, dataset: Path, tmp_path: Path) -> None:
     assert not record["mapped"]
 
 
-def test_a_prompt_without_a_context_map_is_named(model: Path, tmp_path: Path) -> None:
+def test_a_prompt_without_a_correction_is_named(model: Path, tmp_path: Path) -> None:
     numbers, dataset = tmp_path / "numbers.json", tmp_path / "one.jsonl"
     dataset.write_text(json.dumps({"id": "q", "question": "w5 w6", "chunks": [{"title": "", "text": "w7 w8 w9"}]}))
     result = _run(

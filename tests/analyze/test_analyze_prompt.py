@@ -107,7 +107,7 @@ def test_the_scores_rank_rows_as_the_selector_does(selector: str) -> None:
     assert sorted(best) == chosen.tolist()
 
 
-def test_the_context_map_is_part_of_the_blend_and_not_of_reuse() -> None:
+def test_the_correction_is_part_of_the_blend_and_not_of_reuse() -> None:
     blender = Blender(decoder("llama"), open_store("memory:", codec="native"), BlendConfig(selector="none"))
     plain = analyze_prompt(blender, LAYOUT)
     draw = torch.Generator().manual_seed(1)

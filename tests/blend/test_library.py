@@ -41,7 +41,7 @@ def filled(name: str = "llama", location: str | Path = "memory:") -> Blender:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_caches_in_company_are_those_of_the_model_behind_prefix_and_stand_in(name: str) -> None:
+def test_contextual_caches_are_those_of_the_model_behind_prefix_and_surrogate(name: str) -> None:
     library = filled(name).library(LAYOUT.prefix)
     before = (*LAYOUT.prefix, *(token for chunk in library.surrogate for token in chunk))
     loaded = library.load(LAYOUT.chunks)
@@ -82,7 +82,7 @@ def test_a_prompts_first_chunk_and_full_recompute_are_as_without() -> None:
     assert_close(blender.prefill(LAYOUT, config=ALL).logits[0], dense.logits[-1])
 
 
-def test_the_stand_in_is_part_of_the_corpus_small_and_stays(tmp_path: Path) -> None:
+def test_the_surrogate_is_part_of_the_corpus_small_and_stays(tmp_path: Path) -> None:
     chunks = corpus()
     library = ChunkLibrary(decoder("llama"), open_store(tmp_path), LAYOUT.prefix)
     assert not library.decided
@@ -103,7 +103,7 @@ def test_a_corpus_may_be_too_small_for_one(count: int, tokens: int) -> None:
     assert [one.contextual for one in library.wanted(corpus(count))] == [False] * count
 
 
-def test_chunks_of_the_stand_in_and_those_too_long_have_no_company() -> None:
+def test_chunks_of_the_surrogate_and_those_too_long_have_no_contextual_cache() -> None:
     library = filled().library(LAYOUT.prefix)
     context = library.decoder.context_length
     long = tuple([7] * (context - len(LAYOUT.prefix) - 3))
@@ -172,14 +172,14 @@ def test_a_damaged_cache_in_company_gives_way_to_the_one_alone(tmp_path: Path) -
         b"[" * 9999,
     ],
 )
-def test_a_stand_in_that_the_model_cannot_have_read_is_reported_and_not_used(tmp_path: Path, content: bytes) -> None:
+def test_a_surrogate_that_the_model_cannot_have_read_is_reported_and_not_used(tmp_path: Path, content: bytes) -> None:
     library = filled(location=tmp_path).library(LAYOUT.prefix)
     library.store.write_artifact(library.isolated.identity.surrogate_name, content)
     _assert_answers_from_caches_alone(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "one token"])
-def test_a_damaged_stand_in_is_reported_not_used_and_chosen_again(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_surrogate_is_reported_not_used_and_chosen_again(tmp_path: Path, damage: str) -> None:
     library = filled(location=tmp_path).library(LAYOUT.prefix)
     (path,) = (tmp_path / "artifacts").glob("surrogate-*")
     raw, token = path.read_bytes(), str(library.surrogate[0][0]).encode()
@@ -214,7 +214,7 @@ def test_a_running_process_takes_up_what_another_one_precomputes(tmp_path: Path)
         assert running.correction(LAYOUT.prefix, contextual=contextual) is not None
 
 
-def test_dropping_the_stand_in_drops_what_depends_on_it() -> None:
+def test_dropping_the_surrogate_drops_what_depends_on_it() -> None:
     library = filled().library(LAYOUT.prefix)
     namespace = library.contextual.identity.namespace
     without = library.without_surrogate()

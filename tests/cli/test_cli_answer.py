@@ -175,7 +175,7 @@ def test_an_answer_that_meets_the_end_of_the_context(filled: Blend, short_model:
     assert found["cut"]
 
 
-def test_a_damaged_context_map_is_told_and_measured_again(filled: Blend, documents: Path) -> None:
+def test_a_damaged_correction_is_told_and_measured_again(filled: Blend, documents: Path) -> None:
     known = {path: path.read_bytes() for path in (filled.store / "kv" / "artifacts").glob("correction-*")}
     assert len(known) == 2
     for path, raw in known.items():
@@ -194,7 +194,7 @@ def test_a_damaged_context_map_is_told_and_measured_again(filled: Blend, documen
 
 
 @pytest.mark.parametrize("damage", [lambda raw: b"", lambda raw: raw[:-9], lambda raw: raw.replace(b"[[", b"[[1", 1)])
-def test_a_damaged_stand_in_is_told_and_chosen_again(filled: Blend, documents: Path, damage: Damage) -> None:
+def test_a_damaged_surrogate_is_told_and_chosen_again(filled: Blend, documents: Path, damage: Damage) -> None:
     (path,) = (filled.store / "kv" / "artifacts").glob("surrogate-*")
     known = path.read_bytes()
     path.write_bytes(damage(known))

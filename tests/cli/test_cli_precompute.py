@@ -147,7 +147,7 @@ def test_store_lists_and_clears(filled: Blend) -> None:
     assert 0 < len(entries(filled.store, "contextual")) <= len(first["chunks"])
 
 
-def test_a_corpus_without_a_stand_in(filled: Blend, documents: Path) -> None:
+def test_a_corpus_without_a_surrogate(filled: Blend, documents: Path) -> None:
     size, contextual = filled("store", "--json").json["bytes"], len(entries(filled.store, "contextual"))
     found = filled("precompute", documents, *CHUNKS, "--surrogate-tokens", "0", "--json").json
     assert found["computed"] == 0
