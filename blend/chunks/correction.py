@@ -8,7 +8,7 @@ prefix. There is one for isolated caches and one for contextual caches (`blend.c
     kv(in context) ~ kv + up^T down^T [(kv - centre) / scale, position features]
 
 kv is a row's keys, with their position taken out (R(-p) k), and values, all heads side by side.
-docs/selection.md has the measurements.
+docs/study.md has the measurements.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A chunk can have two. Its *isolated* cache is computed right behind the prefix: what the first chunk of a prompt is, exactly.
 Its *contextual* cache is computed behind the prefix and a surrogate context: a few chunks of the corpus, the same for all, in
 place of whatever a prompt will put before the chunk. What a chunk's KV gains because something stands before it is for the most
-part the same whatever that is (docs/selection.md), so this cache is nearer to full recompute in every place but the first.
+part the same whatever that is (docs/study.md), so this cache is nearer to full recompute in every place but the first.
 """
 
 from __future__ import annotations
