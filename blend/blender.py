@@ -224,7 +224,7 @@ class Blender:
             plan = make_plan(layout, loaded.hits, selector, config.ratio, self.decoder.device)
             mapping = mapped and not isinstance(plan.selector, All)
             maps = self.correct_rows(cache, layout, loaded, plan.stale) if mapping else MappedRows((), ())
-        check = CorrectionCheck(self.decoder, maps.added)
+        check = CorrectionCheck(self.decoder, layout, maps.added)
         with cache.watched(check.see) if maps.added else nullcontext():
             logits, selection = recompute(self.decoder, cache, plan, mask=config.mask, watch=watch)
         return _Pass(cache, logits, selection, check.score() >= 0, maps.problems)

@@ -13,6 +13,7 @@ from cases import cache_of
 from blend.blender import LEAST_RATIO_UNCORRECTED, Blend, Blender
 from blend.chunks import regression
 from blend.chunks.correction import Bounds, KVCorrection
+from blend.chunks.correction_check import _nearest
 from blend.chunks.regression import LayerRows, RowPlaces, fit_layer
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
@@ -204,6 +205,40 @@ def test_a_map_that_fits_stays_and_nothing_is_said(ratio: float) -> None:
     kept[blend.selection.rows] = False
     for mine, theirs in zip(cache_of(blend), cache_of(reuse), strict=True):
         assert all(torch.equal(a[:, :, kept], b[:, :, kept]) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("mistral", 0.15), ("gemma3", 0.05), ("qwen2", 0.05)])
+def test_a_map_that_is_right_only_where_chunks_start_is_left_out(name: str, ratio: float) -> None:
+    """Most of the rows recomputed are the first of their chunks: they must not speak for the others."""
+    chunks = texts(8, 90, *[20] * 30)
+    blender = calibrated(chunks, name)
+    layout = PromptLayout(PREFIX, (chunks[0], chunks[1], chunks[2]), SUFFIX)
+    config = replace(GUIDED, ratio=ratio)
+    assert blender.prefill(layout, config=config).map_fits
+    wrong = _right_at_the_start_only(blender.correction(PREFIX))
+    blender.store.write_artifact(blender.encoder(PREFIX).identity.correction_name, wrong.to_bytes())
+    assert errors(blender, layout, correction=True) > 3 * errors(blender, layout, correction=False)
+    assert not blender.prefill(layout, config=config).map_fits
+
+
+def _right_at_the_start_only(found: KVCorrection) -> KVCorrection:
+    layers = []
+    for part in found.layers:
+        if part is not None:
+            down = part.down.clone()
+            shift = 10 * down[: part.centre.shape[0]].square().sum(0).sqrt()
+            down[-8] += shift  # of every row
+            down[-2] -= shift  # of rows near the start: their feature falls from one to nothing
+            part = replace(part, down=down, bounds=Bounds(1e6, 1e6, 1e6))
+        layers.append(part)
+    return replace(found, layers=tuple(layers))
+
+
+def test_a_recomputed_row_speaks_for_those_nearest_to_it() -> None:
+    layout = PromptLayout((1, 2), ((3,) * 10, (4,) * 6, (5,) * 8, (6,) * 5), (7,))
+    # The second chunk stands at 12 to 17, the third at 18 to 25, the last at 26 to 30.
+    rows = torch.tensor([12, 13, 17, 20, 27])
+    assert _nearest(layout, rows).tolist() == [1.0, 2.5, 2.5, 8.0, 5.0]
 
 
 def test_a_share_above_the_least_is_doubled() -> None:
