@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SELECTORS", "make_selector"]
 
-QUERY_GUIDED_LEAD = (
-    6  # rows of a chunk's head that `query_guided` takes first, if it takes single rows (docs/study.md)
-)
+QUERY_GUIDED_LEAD = 6  # rows of a chunk's head that `query_guided` takes first, if it takes single rows (docs/study.md)
 
 
 def _allotment(config: BlendConfig, head: int = 0) -> Allotment:
