@@ -129,7 +129,7 @@ def test_moving_there_and_back_gives_the_key_again_and_never_writes_its_input(na
     shapes = decoder(name).new_cache(4)
     decoder(name).encode_rows(torch.tensor([[3, 4, 5, 6]]), 0, shapes)
     for index, rotation in enumerate(decoder(name).rotations):
-        for turn, part in zip(rotation, shapes.view(index), strict=True):
+        for turn, part in zip((rotation.keys, rotation.values), shapes.view(index), strict=True):
             states = torch.randn(part.shape, generator=generator)
             before = states.clone()
             there = turn.apply(states, 41)
