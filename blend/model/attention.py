@@ -40,19 +40,20 @@ class AttentionCall:
     scale: float | None
     sinks: torch.Tensor | None = None
 
+    @property
+    def _rule(self) -> dict[str, Any]:
+        return {
+            "mode": self.mask,
+            "window": self.window,
+            "softcap": self.softcap,
+            "scale": self.scale,
+            "sinks": self.sinks,
+        }
+
     def output(self) -> torch.Tensor:
         """What the rows get, `[batch, heads, rows, value_dim]` over memory `[batch, rows, heads, value_dim]`."""
-        return selective_attention(
-            self.query,
-            self.key,
-            self.value,
-            self.positions,
-            mode=self.mask,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-            sinks=self.sinks,
-        )
+        out: torch.Tensor = selective_attention(self.query, self.key, self.value, self.positions, **self._rule)
+        return out
 
     def mass(self, *, per_head: bool = False, reduce: Literal["sum", "max"] = "sum") -> torch.Tensor:
         """Attention that each key receives from all rows, fp32 `[batch, keys]`, or `[batch, heads, keys]`.
@@ -63,11 +64,7 @@ class AttentionCall:
             self.query,
             self.key,
             self.positions,
-            mode=self.mask,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-            sinks=self.sinks,
+            **self._rule,
             per_head=per_head,
             reduce=reduce,
         )

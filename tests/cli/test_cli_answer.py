@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from blend_process import SHORT_CONTEXT, Blend, entries, one_line
 
+from blend.chunks.correction import Bounds, KVCorrection
+from blend.store import open_store
 from blend.visible import visible
 
 QUESTION = "When did the glacier open?"
@@ -208,3 +212,17 @@ def test_a_damaged_surrogate_is_told_and_chosen_again(filled: Blend, documents: 
     assert filled("precompute", documents, *CHUNKS, "--json").json["computed"] == 0
     assert path.read_bytes() == known
     assert filled(*call).json["problems"] == []
+
+
+def test_a_correction_that_does_not_fit_the_prompt_is_left_out_and_told(filled: Blend) -> None:
+    store, maps = open_store(filled.store / "kv"), 0
+    for name in [name for name in store.artifacts() if name.startswith("correction-")]:
+        found = KVCorrection.from_bytes(store.read_artifact(name), torch.device("cpu"))
+        layers = [p and replace(p, up=100 * p.up, bounds=Bounds(p.bounds.reach, 1e6, 1e6)) for p in found.layers]
+        store.write_artifact(name, replace(found, layers=tuple(layers)).to_bytes())
+        maps += 1
+    assert maps
+    answer = filled("answer", QUESTION)
+    assert answer.code == 0
+    assert answer.err.count("the KV correction does not fit this prompt: left out, and 30% of the rows recomputed") == 1
+    assert "KV correction" not in filled("answer", QUESTION, "--no-correction").err
