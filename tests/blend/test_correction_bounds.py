@@ -214,11 +214,11 @@ def test_a_map_that_is_right_only_where_chunks_start_is_left_out(name: str, rati
     blender = calibrated(chunks, name)
     layout = PromptLayout(PREFIX, (chunks[0], chunks[1], chunks[2]), SUFFIX)
     config = replace(GUIDED, ratio=ratio)
-    assert blender.prefill(layout, config=config).map_fits
+    assert blender.prefill(layout, config=config).correction_fits
     wrong = _right_at_the_start_only(blender.correction(PREFIX))
     blender.store.write_artifact(blender.encoder(PREFIX).identity.correction_name, wrong.to_bytes())
     assert errors(blender, layout, correction=True) > 3 * errors(blender, layout, correction=False)
-    assert not blender.prefill(layout, config=config).map_fits
+    assert not blender.prefill(layout, config=config).correction_fits
 
 
 def _right_at_the_start_only(found: KVCorrection) -> KVCorrection:

@@ -78,7 +78,7 @@ def test_answers_titles_and_names(hostile: Blend) -> None:
     shown = _harmless(result)
     answer, _, panel = result.out.partition("╭")
     assert re.search(r"\\x[01][0-9a-f]|\\x7f|\\r", answer), answer
-    assert r"\x1b[2J" in panel
+    assert "x1b" not in panel  # titles lose control characters when documents are read
     assert "[bold]loud[/bold]" in re.sub(r"[│\s]", "", panel)
     assert "Loading" in shown
     _harmless(hostile("answer", "-", "-q", *TINY, stdin=f"When {HOSTILE}?"))
