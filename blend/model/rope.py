@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from blend_kernels import rotate_keys
+from blend_kernels import Deltas, rotate_keys
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,10 @@ class Rotation:
     interleaved: bool = False
     offset: int = 0
 
-    def apply(self, states: torch.Tensor, delta: int | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Move `states` `[batch, kv_heads, tokens, head_dim]` by `delta` positions (int, or int64 `[tokens]`).
+    def apply(
+        self, states: torch.Tensor, delta: int | torch.Tensor | Deltas, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Move `states` `[batch, kv_heads, tokens, head_dim]` by `delta` positions (int, or int64 `[tokens]`, or `Deltas`).
 
         Writes to `out` (any dtype, may be a view) when given; never to its input.
         """

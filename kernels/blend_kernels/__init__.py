@@ -3,6 +3,7 @@
     selective_attention   softmax attention of rows at given positions over all keys, no mask in memory
     attention_mass        how much attention each key receives from the given rows
     rotate_keys           rotary keys moved to new positions while they are copied into their slice of a cache
+    Deltas                the moves of many calls of `rotate_keys`, whose tables are made once
     kv_deviation          how far fresh keys and values are from stored ones, row by row
 
 Each runs as a Triton kernel on a GPU and as plain torch elsewhere; both take the same arguments (`backend=` forces
@@ -16,10 +17,12 @@ if TYPE_CHECKING:
     from .deviation_op import kv_deviation
     from .mass_op import attention_mass
     from .rotation_op import rotate_keys
+    from .rotation_plain import Deltas
 
-__all__ = ["attention_mass", "kv_deviation", "rotate_keys", "selective_attention"]
+__all__ = ["Deltas", "attention_mass", "kv_deviation", "rotate_keys", "selective_attention"]
 
 _HOME = {
+    "Deltas": "rotation_plain",
     "attention_mass": "mass_op",
     "kv_deviation": "deviation_op",
     "rotate_keys": "rotation_op",

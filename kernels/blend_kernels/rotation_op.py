@@ -7,14 +7,14 @@ import torch
 from .backend import Backend, choose_backend
 from .checks import FLOATS, WHOLE, check_beside, check_contiguous, require
 from .overlap import share_memory
-from .rotation_plain import Layout, rotate_keys_plain
+from .rotation_plain import Deltas, Layout, rotate_keys_plain
 
 QUANTISED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def rotate_keys(
     k: torch.Tensor,
-    delta: int | torch.Tensor,
+    delta: int | torch.Tensor | Deltas,
     inv_freq: torch.Tensor,
     *,
     interleaved: bool = False,
@@ -27,10 +27,11 @@ def rotate_keys(
 
     k: `[..., kv_heads, tokens, head_dim]`, three or four dimensions, any strides with a contiguous last dimension,
     floating point, or int8 / fp8 with a `scale`.
-    delta: one int, or int64 / int32 `[tokens]` (several chunks in one call); for keys that were never rotated it is the
-    position itself. inv_freq: `[pairs]`, radians per position, at least fp32, on any device; dimensions `rotary_offset` to
-    `rotary_offset + 2 * pairs - 1` turn, the others are copied. interleaved: pairs are (0, 1), (2, 3) instead of (i, i +
-    pairs). A factor that the model puts on cos and sin is part of k already and is not applied.
+    delta: one int, or int64 / int32 `[tokens]` (several chunks in one call), in a `Deltas` where many calls have the same
+    ones; for keys that were never rotated it is the position itself. inv_freq: `[pairs]`, radians per position, at least fp32,
+    on any device; dimensions `rotary_offset` to `rotary_offset + 2 * pairs - 1` turn, the others are copied. interleaved: pairs
+    are (0, 1), (2, 3) instead of (i, i + pairs). A factor that the model puts on cos and sin is part of k already and is not
+    applied.
     scale: floating point, multiplies k before it turns; any shape that broadcasts to k's (`[tokens, 1]`, `[kv_heads, 1, 1]`).
     out: of k's shape, floating point, such as a slice of the blended cache; by default a new tensor in k's dtype (fp32
     when k is quantised). Angles are exact to fp32 however far keys move; products are fp32.
@@ -40,12 +41,13 @@ def rotate_keys(
     """
     layout = Layout(_pairs(inv_freq), rotary_offset, interleaved)
     _check_states(k, layout, scale)
+    steps = delta.values if isinstance(delta, Deltas) else delta
     require(
-        isinstance(delta, int) or (isinstance(delta, torch.Tensor) and tuple(delta.shape) == (k.shape[-2],)),
-        f"delta must be an int or an integer tensor [{k.shape[-2]}], one per token, got {_shape(delta)}",
+        isinstance(steps, int) or (isinstance(steps, torch.Tensor) and tuple(steps.shape) == (k.shape[-2],)),
+        f"delta must be an int or an integer tensor [{k.shape[-2]}], one per token, got {_shape(steps)}",
     )
-    if isinstance(delta, torch.Tensor):
-        check_beside("delta", delta, k, WHOLE)
+    if isinstance(steps, torch.Tensor):
+        check_beside("delta", steps, k, WHOLE)
     if out is None:
         out = torch.empty(k.shape, dtype=torch.float32 if k.dtype in QUANTISED else k.dtype, device=k.device)
     _check_out(out, k)
@@ -54,9 +56,10 @@ def rotate_keys(
     if choose_rotation_backend(k, out, backend) == "triton":
         from .rotation_launch import launch_rotation
 
-        launch_rotation(k, delta, inv_freq, layout, scale, out)
+        launch_rotation(k, steps, inv_freq, layout, scale, out)
     else:
-        rotate_keys_plain(k, delta, inv_freq, layout, scale, out)
+        turns = Deltas(delta) if isinstance(delta, torch.Tensor) else delta
+        rotate_keys_plain(k, turns, inv_freq, layout, scale, out)
     return out
 
 

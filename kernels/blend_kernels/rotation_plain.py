@@ -7,6 +7,25 @@ from typing import NamedTuple
 import torch
 
 
+class Deltas:
+    """By how many positions each token moves, int64 or int32 `[tokens]`.
+
+    Calls that are given the same one share its tables of cos and sin: the layers of a cache all move alike, and making the
+    tables costs more than the rotation itself. The numbers must not change meanwhile.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+        self._made: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def tables(self, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cos and sin of each token's angles, `[tokens, pairs]`."""
+        key = (inv_freq.data_ptr(), dtype)
+        if key not in self._made:  # with the frequencies, so that their address stays taken
+            self._made[key] = (inv_freq, *_tables(self.values, inv_freq, dtype))
+        return self._made[key][1:]
+
+
 class Layout(NamedTuple):
     """Which dimensions turn: `2 * pairs` of them from `offset` on; pairs are neighbours when interleaved, else halves."""
 
@@ -29,7 +48,7 @@ class Layout(NamedTuple):
 @torch.no_grad()
 def rotate_keys_plain(
     k: torch.Tensor,
-    delta: int | torch.Tensor,
+    delta: int | Deltas,
     inv_freq: torch.Tensor,
     layout: Layout,
     scale: torch.Tensor | None,
@@ -38,7 +57,7 @@ def rotate_keys_plain(
     """Write k, dequantised and turned by `delta * inv_freq`, to `out`; arguments are checked."""
     compute = torch.promote_types(out.dtype, torch.float32)
     states = k.to(compute) if scale is None else k.to(compute) * scale.to(compute)
-    cos, sin = _tables(delta, inv_freq, compute)
+    cos, sin = delta.tables(inv_freq, compute) if isinstance(delta, Deltas) else _tables(delta, inv_freq, compute)
     (first, second), (to_first, to_second) = layout.split(states), layout.split(out)
     to_first.copy_(torch.mul(first, cos).addcmul_(second, sin, value=-1))
     to_second.copy_(torch.mul(second, cos).addcmul_(first, sin))
