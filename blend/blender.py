@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from blend.chunks.assemble import assemble
-from blend.chunks.correction import Added, KVCorrection
+from blend.chunks.assemble import Assembly
+from blend.chunks.correction import KVCorrection
 from blend.chunks.correction_check import CorrectionCheck
 from blend.chunks.encode import ChunkEncoder
 from blend.chunks.fit_correction import Source, fit_corrections
-from blend.chunks.library import ChunkLibrary, LoadedLibrary, Tokens, Variant
+from blend.chunks.library import ChunkLibrary, OpenLibrary, Tokens, Variant
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.recompute import make_plan, recompute
@@ -183,12 +183,15 @@ class Blender:
         self.decoder.check_length(layout.rows)
         library = self.library(layout.prefix)
         watch = watch or Stopwatch(self.decoder.device)
-        with watch.stage("load"):
-            loaded = library.load(layout.chunks, contextual=config.surrogate)
-        first = self._pass(layout, loaded, config, room, watch, mapped=config.correction)
-        done = first if first.fits else self._without_map(first, layout, loaded, config, room, watch)
+        run = partial(self._pass, layout, room=room, watch=watch)
+        try:
+            first = run(library.open, config, corrected=config.correction)
+        except EntryDamagedError:  # found while a layer was read: once more, with everything verified beforehand
+            first = run(library.open_sound, config, corrected=config.correction)
+        done = first if first.fits else _without_correction(first, config, partial(run, library.open_sound))
         with watch.stage("first_token"):
             first_token = int(done.logits[0].argmax())
+        opened = done.opened
         return Blend(
             decoder=self.decoder,
             layout=layout,
@@ -196,75 +199,50 @@ class Blender:
             logits=done.logits,
             first_token=first_token,
             selection=done.selection,
-            hits=loaded.hits,
-            missing=loaded.missing,
-            problems=loaded.problems,
+            hits=opened.hits,
+            missing=opened.missing,
+            problems=opened.problems,
             artifact_problems=(*(library.problems if config.surrogate else ()), *first.problems),
             correction_fits=first.fits,
             notes=done.notes,
             stages=dict(watch.stages),
             ttft_s=watch.total(),
-            bytes_loaded=sum(chunk.nbytes for chunk in {id(c): c for c in loaded.chunks if c}.values()),
+            bytes_loaded=opened.nbytes,
         )
 
     def _pass(
         self,
         layout: PromptLayout,
-        loaded: LoadedLibrary,
+        opened_by: Callable[..., OpenLibrary],
         config: BlendConfig,
+        *,
         room: int,
         watch: Stopwatch,
-        *,
-        mapped: bool,
+        corrected: bool,
     ) -> _Pass:
         """Put the stored chunks in place, with or without the KV correction, and recompute."""
-        with watch.stage("reposition"):
-            cache = assemble(self.decoder, layout, loaded.library.isolated.prefix, loaded.chunks, room)
-            selector = make_selector(config)
-            plan = make_plan(layout, loaded.hits, selector, config.ratio, self.decoder.device)
-            mapping = mapped and not isinstance(plan.selector, All)
-            maps = self.correct_rows(cache, layout, loaded, plan.stale) if mapping else MappedRows((), ())
-        check = CorrectionCheck(self.decoder, layout, maps.added)
-        with cache.watched(check.see) if maps.added else nullcontext():
-            logits, selection = recompute(self.decoder, cache, plan, mask=config.mask, watch=watch)
-        return _Pass(cache, logits, selection, check.score() >= 0, maps.problems)
+        with watch.stage("load"):
+            opened = opened_by(layout.chunks, contextual=config.surrogate)
+        with closing(opened):
+            with watch.stage("reposition"):
+                plan = make_plan(layout, opened.hits, make_selector(config), config.ratio, self.decoder.device)
+                adding = corrected and not isinstance(plan.selector, All)
+                found = self.corrections(opened) if adding else Corrections((), ())
+                prefix = opened.library.isolated.prefix
+                assembly = Assembly(self.decoder, layout, prefix, opened.readers, room, found.of_chunks, watch)
+            check = CorrectionCheck(self.decoder, layout, assembly.added)
+            with assembly, assembly.cache.watched(check.see) if assembly.added else nullcontext():
+                logits, selection = recompute(self.decoder, assembly.cache, plan, mask=config.mask, watch=watch)
+        return _Pass(assembly.cache, logits, selection, check.score() >= 0, found.problems, opened)
 
-    def _without_map(
-        self,
-        first: _Pass,
-        layout: PromptLayout,
-        loaded: LoadedLibrary,
-        config: BlendConfig,
-        room: int,
-        watch: Stopwatch,
-    ) -> _Pass:
-        """Once more from the stored values, with more rows: the KV correction took those seen further from the truth."""
-        more = replace(config, ratio=min(1.0, max(2 * config.ratio, LEAST_RATIO_UNCORRECTED)))
-        again = self._pass(layout, loaded, more, room, watch, mapped=False)
-        spent = [a + b for a, b in zip(first.selection.rows_per_layer, again.selection.rows_per_layer, strict=True)]
-        note = (
-            f"the KV correction does not fit this prompt: left out, and {more.ratio:.0%} of the rows recomputed instead"
-        )
-        return again._replace(selection=replace(again.selection, rows_per_layer=tuple(spent)), notes=(note,))
-
-    def correct_rows(
-        self, cache: BlendedCache, layout: PromptLayout, loaded: LoadedLibrary, rows: torch.Tensor
-    ) -> MappedRows:
-        """Add to the stored KV at `rows` what the KV corrections predict."""
-        contextual = torch.zeros(layout.rows, dtype=torch.bool, device=rows.device)
-        for together, span in zip(loaded.contextual, layout.chunk_spans, strict=True):
-            contextual[span.start : span.stop] = together
-        problems: tuple[str, ...] = ()
-        added: tuple[Added, ...] = ()
-        for kind in (False, True):
-            mine = rows[contextual[rows] == kind]
-            if mine.shape[0] == 0:
-                continue
-            held = self._held_correction(loaded.library, contextual=kind)
-            problems += held.problems
-            if held.map is not None:
-                added += (held.map.apply(self.decoder, cache, layout, mine),)
-        return MappedRows(added, problems)
+    def corrections(self, opened: OpenLibrary) -> Corrections:
+        """The KV correction of each chunk of a prompt as it is stored; none for the first, which is exact where it stands."""
+        kinds = {one.contextual for one in opened.used[1:]}
+        held = {kind: self._held_correction(opened.library, contextual=kind) for kind in sorted(kinds)}
+        of_chunks = [
+            held[one.contextual].map if place and hit else None for place, (one, hit) in enumerate(opened.pairs)
+        ]
+        return Corrections(tuple(of_chunks), tuple(line for one in held.values() for line in one.problems))
 
     def remember(self, blend: Blend) -> int:
         """Compute and store the caches that `blend` missed, so that the next prompt hits; how many chunks they are of.
@@ -275,10 +253,10 @@ class Blender:
         return len({wanted.chunk for wanted in blend.missing})
 
 
-class MappedRows(NamedTuple):
-    """What KV corrections added to a prompt, and a line for every map that had to be refused."""
+class Corrections(NamedTuple):
+    """For each chunk of a prompt what is to be added to it, or None; a line for every KV correction that had to be refused."""
 
-    added: tuple[Added, ...]
+    of_chunks: tuple[KVCorrection | None, ...]
     problems: tuple[str, ...]
 
 
@@ -290,7 +268,17 @@ class _Pass(NamedTuple):
     selection: Selection
     fits: bool
     problems: tuple[str, ...]
+    opened: OpenLibrary
     notes: tuple[str, ...] = ()
+
+
+def _without_correction(first: _Pass, config: BlendConfig, run: Callable[..., _Pass]) -> _Pass:
+    """Once more from the stored values, with more rows: the KV correction took those seen further from the truth."""
+    more = replace(config, ratio=min(1.0, max(2 * config.ratio, LEAST_RATIO_UNCORRECTED)))
+    again = run(more, corrected=False)
+    spent = [a + b for a, b in zip(first.selection.rows_per_layer, again.selection.rows_per_layer, strict=True)]
+    note = f"the KV correction does not fit this prompt: left out, and {more.ratio:.0%} of the rows recomputed instead"
+    return again._replace(selection=replace(again.selection, rows_per_layer=tuple(spent)), notes=(note,))
 
 
 class _StoredCorrection(NamedTuple):

@@ -17,7 +17,6 @@ from blend.analyze.segments import Segments
 from blend.analyze.tokens import token_texts, word_kinds
 from blend.blender import Blend, Blender
 from blend.chunks.assemble import assemble
-from blend.chunks.library import LoadedLibrary
 from blend.errors import ConfigError, PromptError
 from blend.model.attention import AttentionCall
 from blend.types import PromptLayout
@@ -134,26 +133,25 @@ def _check(decoder: Decoder, layout: PromptLayout, mask: str, head: int | None) 
     decoder.check_length(layout.rows)
 
 
-def _stored(blender: Blender, layout: PromptLayout, *, contextual: bool) -> tuple[BlendedCache, LoadedLibrary]:
-    """The stored chunks at the prompt's positions, nothing recomputed."""
+def _stored(
+    blender: Blender, layout: PromptLayout, *, contextual: bool, corrected: bool = False
+) -> tuple[BlendedCache, bool]:
+    """The stored chunks at the prompt's positions, nothing recomputed, and whether a KV correction was added."""
     library = blender.library(layout.prefix)
-    loaded = library.load(layout.chunks, contextual=contextual)
-    if not all(loaded.hits):
-        why = loaded.problems[0] if loaded.problems else "the store dropped them; give it a larger budget"
+    opened = library.open_sound(layout.chunks, contextual=contextual)
+    if not all(opened.hits):
+        opened.close()
+        why = opened.problems[0] if opened.problems else "the store dropped them; give it a larger budget"
         raise PromptError(f"some chunks of the prompt cannot be read back from the store: {why}")
-    return assemble(blender.decoder, layout, library.isolated.prefix, loaded.chunks, 0), loaded
+    corrections = blender.corrections(opened).of_chunks if corrected else ()
+    assembly = assemble(blender.decoder, layout, library.isolated.prefix, opened.readers, corrections)
+    return assembly.cache, bool(assembly.added)
 
 
 def _as_ranked(blender: Blender, blend: Blend) -> tuple[BlendedCache, bool]:
     """The stored chunks as the blend's selector saw them, and whether a KV correction was applied."""
-    layout = blend.layout
-    cache, loaded = _stored(blender, layout, contextual=blender.config.surrogate)
-    kinds = {kind for kind in loaded.contextual[1:] if blender.correction(layout.prefix, contextual=kind)}
-    if not blender.config.correction or not kinds or not blend.correction_fits:
-        return cache, False
-    rows = torch.arange(layout.chunk_spans[0].stop, layout.context.stop, device=blender.decoder.device)
-    blender.correct_rows(cache, layout, loaded, rows)
-    return cache, True
+    corrected = blender.config.correction and blend.correction_fits
+    return _stored(blender, blend.layout, contextual=blender.config.surrogate, corrected=corrected)
 
 
 def _watch(

@@ -1,32 +1,28 @@
-"""Load and concatenate: from chunk caches in a store to one cache whose keys stand at the prompt's positions."""
+"""Concatenate: from open store entries to one cache whose keys stand at the prompt's positions, filled as layers are needed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from blend.chunks.correction import Added, KVCorrection, position_features
+from blend.chunks.loader import LayerLoader, StagedChunk, StagedLayer
 from blend.errors import EntryDamagedError
-from blend.model.cache import BlendedCache
+from blend.model.cache import BlendedLayer
 from blend.model.rope import Rotation
-from blend.store.base import ChunkStore
-from blend.types import ChunkCache, ChunkKey, PromptLayout
+from blend.store.base import ChunkReader, ChunkStore
+from blend.timing import Stopwatch
+from blend.types import ChunkCache, ChunkKey, PromptLayout, Span
+from blend_kernels import Deltas
 
 if TYPE_CHECKING:
+    from blend.model.admission import LayerRotation
     from blend.model.decoder import Decoder
-
-
-class LoadedChunks(NamedTuple):
-    """One entry a chunk of the prompt: its cache, or None for a miss; and one line for every entry that was refused."""
-
-    chunks: tuple[ChunkCache | None, ...]
-    problems: tuple[str, ...]
-
-    @property
-    def hits(self) -> tuple[bool, ...]:
-        """Which chunks came out of the store."""
-        return tuple(chunk is not None for chunk in self.chunks)
 
 
 class Expected(NamedTuple):
@@ -37,71 +33,254 @@ class Expected(NamedTuple):
     start: int
 
 
-def load_chunks(store: ChunkStore, wanted: Sequence[Expected], decoder: Decoder) -> LoadedChunks:
-    """Read and verify every layer of every chunk. A damaged entry becomes a miss and a line in `problems`.
+class OpenChunks(NamedTuple):
+    """One reader for each chunk asked for, or None for a miss; and one line for every entry that was refused."""
 
-    An entry whose place or shapes are not those of this decoder's cache counts as damaged, whatever its checksums say.
-    Raises `StoreError` when the store cannot be read: that is an outage, not a miss.
+    readers: tuple[ChunkReader | None, ...]
+    problems: tuple[str, ...]
+
+
+def open_chunks(
+    store: ChunkStore, wanted: Sequence[Expected], layers: int, refused: Mapping[ChunkKey, str] | None = None
+) -> OpenChunks:
+    """Open these entries. A damaged one becomes a miss and a line in `problems`; so does one whose place is not as expected.
+
+    Layers are verified when they are read. layers: of the decoder. refused: entries known to be damaged already, with the line
+    that says so. Raises `StoreError` when the store cannot be read: that is an outage, not a miss.
     """
-    loaded: dict[ChunkKey, ChunkCache | None] = {}
-    problems = []
+    readers: list[ChunkReader | None] = []
+    problems: dict[ChunkKey, str] = {}
     for one in wanted:
-        if one.key in loaded:
-            continue
-        try:
-            loaded[one.key] = _load(store, one, decoder)
-        except EntryDamagedError as error:
-            loaded[one.key] = None
-            problems.append(str(error))
-    return LoadedChunks(tuple(loaded[one.key] for one in wanted), tuple(problems))
+        reader = None
+        if one.key in (refused or {}):
+            problems[one.key] = (refused or {})[one.key]
+        elif one.key not in problems:
+            try:
+                reader = _open(store, one, layers)
+            except EntryDamagedError as error:
+                problems[one.key] = str(error)
+        readers.append(reader)
+    return OpenChunks(tuple(readers), tuple(problems.values()))
 
 
-def _load(store: ChunkStore, wanted: Expected, decoder: Decoder) -> ChunkCache | None:
+def _open(store: ChunkStore, wanted: Expected, layers: int) -> ChunkReader | None:
     reader = store.open(wanted.key)
     if reader is None:
         return None
-    with reader:
-        found, needed = (reader.tokens, reader.layers, reader.start), (wanted.tokens, len(decoder.layers), wanted.start)
-        if found != needed:
-            raise _unfit(wanted, f"holds {found[0]} tokens in {found[1]} layers from position {found[2]}, not {needed}")
-        pairs = [reader.layer(index) for index in range(reader.layers)]
-    for index, (pair, layer) in enumerate(zip(pairs, decoder.rotations, strict=True)):
-        for tensor, (heads, width) in zip(pair, (layer.key_shape, layer.value_shape), strict=True):
-            if tensor.shape != (heads, wanted.tokens, width) or tensor.dtype != decoder.dtype:
-                raise _unfit(wanted, f"has {tensor.dtype} {list(tensor.shape)} in layer {index}, not this model's")
-    return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), reader.start)
+    found, needed = (reader.tokens, reader.layers, reader.start), (wanted.tokens, layers, wanted.start)
+    if found == needed:
+        return reader
+    reader.close()
+    raise EntryDamagedError(
+        f"store entry {wanted.key.digest[:16]} must be computed again: it holds {found[0]} tokens in {found[1]} layers from "
+        f"position {found[2]}, not {needed}"
+    )
 
 
-def _unfit(wanted: Expected, what: str) -> EntryDamagedError:
-    return EntryDamagedError(f"store entry {wanted.key.digest[:16]} must be computed again: it {what}")
+class HeldChunk(ChunkReader):
+    """A chunk cache in memory, read as an entry of a store is."""
+
+    def __init__(self, cache: ChunkCache) -> None:
+        self.tokens, self.layers, self.start = cache.tokens, cache.layers, cache.start
+        self._cache = cache
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cache's own tensors."""
+        return self._cache.keys[index], self._cache.values[index]
+
+
+class Assembly:
+    """A cache with the prefix in place and the stored chunks on their way; use it in a `with`, inside which all are needed.
+
+    prefix: its KV. readers: an open entry for each chunk of the prompt, or None; they are closed at the end. room: rows to
+    reserve for decoding. corrections: for each chunk what is to be added to it, or None. watch: waiting for the store counts as
+    its stage "load", putting in place as "reposition"; not on a GPU, where both happen beside other work.
+    cache: keys stand at the prompt's positions; a layer is filled when it is first used, and what of it is not what was written
+    raises `EntryDamagedError` there. Rows of missing chunks and of the suffix are left unwritten. added: what each correction
+    added, filled with the layers.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        layout: PromptLayout,
+        prefix: ChunkCache,
+        readers: Sequence[ChunkReader | None],
+        room: int = 0,
+        corrections: Sequence[KVCorrection | None] = (),
+        watch: Stopwatch | None = None,
+    ) -> None:
+        self._decoder, self._device = decoder, decoder.device
+        self.cache = decoder.new_cache(layout.rows + room)
+        self._watch = watch if self._device.type == "cpu" else None
+        self._stretches, self.added = _stretches(layout, readers, corrections or (None,) * len(readers), self._device)
+        base = layout.context.start
+        chunks = [
+            StagedChunk(reader, Span(span.start - base, span.stop - base))
+            for reader, span in zip(readers, layout.chunk_spans, strict=True)
+            if reader is not None
+        ]
+        self._base = base
+        self._loader = LayerLoader(chunks, layout.context.length, decoder.rotations, decoder.dtype, self._device)
+        self._next = 0
+        for index, layer in enumerate(self.cache.layers):
+            layer.write_run(0, prefix.keys[index][None], prefix.values[index][None])
+            layer.length = layout.rows
+            layer.on_use = partial(self._fill, index)
+        self._stream = _side_stream(self._device)
+
+    def __enter__(self) -> Assembly:
+        self._loader.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.cache.settle()
+        finally:
+            self._loader.close()
+
+    def _fill(self, index: int) -> None:
+        """Put a layer in place; those before it first, because they are read in order."""
+        for earlier in self.cache.layers[self._next : index]:
+            earlier.settle()
+        self._next = index + 1
+        if not self._stretches:
+            return
+        with self._stage("load"):
+            staged = self._loader.take(index)
+        with self._stage("reposition"):
+            used = self._put(index, staged)
+        self._loader.hand_back(index, used)
+
+    def _stage(self, name: str) -> AbstractContextManager[None]:
+        return self._watch.stage(name) if self._watch is not None else nullcontext()
+
+    def _put(self, index: int, staged: StagedLayer) -> torch.cuda.Event | None:
+        """Into the cache; on a GPU beside its other work, which waits for it in turn."""
+        layer, rotation = self.cache.layers[index], self._decoder.rotations[index]
+        if self._stream is None:
+            for stretch in self._stretches:
+                stretch.put(layer, staged, rotation, index, self._base)
+            return None
+        now = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            moved = StagedLayer(*(states.to(self._device, non_blocking=True) for states in staged))
+            used: torch.cuda.Event = self._stream.record_event()
+            for stretch in self._stretches:
+                stretch.put(layer, moved, rotation, index, self._base)
+        now.wait_stream(self._stream)
+        for hidden in (hidden for added in self.added for hidden in added.parts[index]):
+            hidden.record_stream(now)
+        return used
 
 
 def assemble(
-    decoder: Decoder, layout: PromptLayout, prefix: ChunkCache, chunks: Sequence[ChunkCache | None], room: int
-) -> BlendedCache:
-    """A cache with the prefix and every given chunk in place, keys moved to the prompt's positions.
-
-    Rows of missing chunks and of the suffix are left unwritten. room: further rows to reserve for decoding.
-    """
-    cache = decoder.new_cache(layout.rows + room)
-    for index, layer in enumerate(cache.layers):
-        layer.write_run(0, prefix.keys[index][None], prefix.values[index][None])
-        rotation = decoder.rotations[index]
-        for chunk, span in zip(chunks, layout.chunk_spans, strict=True):
-            if chunk is None:
-                continue
-            delta = span.start - chunk.start
-            keys, values = (
-                t[None].to(layer.device, non_blocking=True) for t in (chunk.keys[index], chunk.values[index])
-            )
-            _move(rotation.keys, keys, delta, layer.keys[:, :, span.start : span.stop])
-            _move(rotation.values, values, delta, layer.values[:, :, span.start : span.stop])
-        layer.length = layout.rows
-    return cache
+    decoder: Decoder,
+    layout: PromptLayout,
+    prefix: ChunkCache,
+    readers: Sequence[ChunkReader | None],
+    corrections: Sequence[KVCorrection | None] = (),
+) -> Assembly:
+    """An `Assembly` with everything in place."""
+    with Assembly(decoder, layout, prefix, readers, 0, corrections) as done:
+        done.cache.settle()
+    return done
 
 
-def _move(rotation: Rotation, states: torch.Tensor, delta: int, out: torch.Tensor) -> None:
+def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream of its own for what is put in place, which begins when the cache's buffers are there."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
+
+
+class _Stretch:
+    """Neighbouring chunks of a prompt to which the same is added; shifts: for each its rows and by how much it moves."""
+
+    def __init__(self, shifts: Sequence[tuple[Span, int]]) -> None:
+        self.span, self._shifts = Span(shifts[0][0].start, shifts[-1][0].stop), shifts
+
+    def put(self, layer: BlendedLayer, staged: StagedLayer, rotation: LayerRotation, index: int, base: int) -> None:
+        """Write the layer's KV at its positions; base: the prompt's row that is the first of `staged`."""
+        for span, delta in self._shifts:
+            for turn, states, buffer in _parts(layer, staged, rotation, span, base):
+                _move(turn, states, delta, buffer)
+
+
+class _CorrectedStretch(_Stretch):
+    """Chunks to which a KV correction adds; added: what it adds to the prompt, taken down layer by layer."""
+
+    def __init__(self, layout: PromptLayout, shifts: Sequence[tuple[Span, int]], added: Added) -> None:
+        super().__init__(shifts)
+        there = torch.arange(*self.span, device=added.rows.device)
+        moved = torch.cat([there.new_full((span.length,), delta) for span, delta in shifts])
+        self._back, self._there, self._added = Deltas(moved - there), Deltas(there), added
+        self._features = position_features(layout, there, added.map.before, added.map.length)
+
+    def put(self, layer: BlendedLayer, staged: StagedLayer, rotation: LayerRotation, index: int, base: int) -> None:
+        """Take positions out, add what the correction predicts, and turn to the prompt's positions."""
+        part = self._added.map.layers[index]
+        if part is None:
+            super().put(layer, staged, rotation, index, base)
+            return
+        parts = _parts(layer, staged, rotation, self.span, base)
+        keys, values = (_still(turn, states, self._back)[0] for turn, states, _ in parts)
+        self._added.parts[index].append(part.add(keys, values, self._features))
+        for (turn, _, buffer), states in zip(parts, (keys, values), strict=True):
+            turn.apply(states[None], self._there, out=buffer)
+
+
+def _still(turn: Rotation, states: torch.Tensor, back: Deltas) -> torch.Tensor:
+    """Positions taken out, fp32; of states that never had any the same tensor, if it is fp32 already."""
+    if turn.inv_freq is None:
+        return states.float()
+    return turn.apply(states, back, out=torch.empty(states.shape, dtype=torch.float32, device=states.device))
+
+
+def _parts(
+    layer: BlendedLayer, staged: StagedLayer, rotation: LayerRotation, span: Span, base: int
+) -> list[tuple[Rotation, torch.Tensor, torch.Tensor]]:
+    """Of the keys, then the values, at these rows: how they turn, as stored, where they go; `[1, kv_heads, rows, head_dim]`."""
+    here, there = slice(span.start - base, span.stop - base), slice(*span)
+    return [
+        (rotation.keys, staged.keys[None, :, here], layer.keys[:, :, there]),
+        (rotation.values, staged.values[None, :, here], layer.values[:, :, there]),
+    ]
+
+
+def _move(turn: Rotation, states: torch.Tensor, delta: int, out: torch.Tensor) -> None:
     if delta == 0:
         out.copy_(states)
     else:
-        rotation.apply(states, delta, out=out)
+        turn.apply(states, delta, out=out)
+
+
+def _stretches(
+    layout: PromptLayout,
+    readers: Sequence[ChunkReader | None],
+    corrections: Sequence[KVCorrection | None],
+    device: torch.device,
+) -> tuple[list[_Stretch], tuple[Added, ...]]:
+    """The chunks that are there, neighbours with the same correction together; and what every correction will have added."""
+    groups: list[tuple[KVCorrection | None, list[tuple[Span, int]]]] = []
+    for reader, span, correction in zip(readers, layout.chunk_spans, corrections, strict=True):
+        if reader is None or not span.length:
+            continue
+        shift = (span, span.start - reader.start)
+        if groups and groups[-1][0] is correction and groups[-1][1][-1][0].stop == span.start:
+            groups[-1][1].append(shift)
+        else:
+            groups.append((correction, [shift]))
+    added: dict[int, Added] = {}
+    for correction in {id(one): one for one, _ in groups if one is not None}.values():
+        rows = [torch.arange(*span, device=device) for one, shifts in groups if one is correction for span, _ in shifts]
+        added[id(correction)] = Added(correction, torch.cat(rows))
+    stretches = [
+        _Stretch(shifts) if one is None else _CorrectedStretch(layout, shifts, added[id(one)]) for one, shifts in groups
+    ]
+    return stretches, tuple(added.values())

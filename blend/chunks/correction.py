@@ -25,8 +25,6 @@ from blend.types import PromptLayout
 
 if TYPE_CHECKING:
     from blend.model.admission import LayerRotation
-    from blend.model.cache import BlendedCache
-    from blend.model.decoder import Decoder
 
 POSITION_FEATURES = 8
 
@@ -67,7 +65,26 @@ class LayerCorrection:
     def hidden(self, rows: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """What `up` makes a gain of, `[rows, rank]`, shrunk for rows that are unlike those seen in fitting (`shares`)."""
         weight, bias = self._folded
-        both = torch.addmm(bias, features, self._position).addmm_(rows, weight)
+        return self._shrunk(torch.addmm(bias, features, self._position).addmm_(rows, weight))
+
+    def add(self, keys: torch.Tensor, values: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """Add to KV what each row gains, head by head and in place; what `hidden` says of these rows, `[rows, rank]`.
+
+        keys, values: `[kv_heads, rows, head_dim]` each, fp32, positions taken out.
+        """
+        weight, bias = self._folded
+        heads = [*keys, *values]
+        widths = [head.shape[1] for head in heads]
+        both = torch.addmm(bias, features, self._position)
+        for head, mine in zip(heads, torch.split(weight, widths), strict=True):
+            both.addmm_(head, mine)
+        hidden = self._shrunk(both)
+        for head, mine in zip(heads, torch.split(self.up, widths, dim=1), strict=True):
+            head.addmm_(hidden, mine)
+        return hidden
+
+    def _shrunk(self, both: torch.Tensor) -> torch.Tensor:
+        """`hidden`, from it unshrunk and the row's distance by the gauge, side by side."""
         hidden, distance = both[:, : self.up.shape[0]], both[:, self.up.shape[0] :].norm(dim=1)
         norms = [(hidden @ gram * hidden).sum(1).clamp_min(0).sqrt() for gram in self._grams]
         return hidden * shares(distance / self.bounds.reach, norms, self.bounds[1:])[:, None]
@@ -101,12 +118,21 @@ def shares(distance: torch.Tensor, norms: Sequence[torch.Tensor], most: Sequence
     return share
 
 
-class Added(NamedTuple):
-    """What a map added to a prompt: `hidden[layer]` `[rows, rank]`, or None, for the sorted context positions `rows`."""
+class Added:
+    """What a correction adds to a prompt, layer by layer as the prompt's cache is filled.
 
-    map: KVCorrection
-    rows: torch.Tensor
-    hidden: tuple[torch.Tensor | None, ...]
+    map: the correction. rows: sorted positions of the context rows that it adds to. parts: for each layer the results of
+    `LayerCorrection.add` for these rows, in order.
+    """
+
+    def __init__(self, correction: KVCorrection, rows: torch.Tensor) -> None:
+        self.map, self.rows = correction, rows
+        self.parts: tuple[list[torch.Tensor], ...] = tuple([] for _ in correction.layers)
+
+    def hidden(self, layer: int) -> torch.Tensor | None:
+        """`[rows, rank]`, or None where nothing is added in this layer."""
+        parts = self.parts[layer]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None
 
 
 @dataclass(frozen=True)
@@ -119,28 +145,6 @@ class KVCorrection:
     layers: tuple[LayerCorrection | None, ...]
     before: int
     length: int
-
-    def apply(self, decoder: Decoder, cache: BlendedCache, layout: PromptLayout, rows: torch.Tensor) -> Added:
-        """Add to the stored KV at `rows`, sorted int64 positions of context rows `[rows]`, what the map predicts."""
-        features = position_features(layout, rows, self.before, self.length)
-        first, last = int(rows[0]), int(rows[-1])
-        index = slice(first, last + 1) if last - first + 1 == rows.shape[0] else rows
-        added: list[torch.Tensor | None] = []
-        for layer, rotation, part in zip(cache.layers, decoder.rotations, self.layers, strict=True):
-            if part is None:
-                added.append(None)
-                continue
-            keys, values = layer.keys[:, :, index], layer.values[:, :, index]
-            hidden = part.hidden(rows_of(keys, values, rotation, rows), features)
-            added.append(hidden)
-            gain = hidden @ part.up
-            for turn, buffer, states, mine in (
-                (rotation.keys, layer.keys, keys, gain[:, : part.keys]),
-                (rotation.values, layer.values, values, gain[:, part.keys :]),
-            ):
-                spread = mine.reshape(rows.shape[0], *states.shape[1::2]).transpose(0, 1)[None].contiguous()
-                buffer[:, :, index] += (spread if turn.inv_freq is None else turn.apply(spread, rows)).to(buffer.dtype)
-        return Added(self, rows, tuple(added))
 
     def to_bytes(self) -> bytes:
         """As a store keeps it: a safetensors file."""

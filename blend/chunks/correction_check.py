@@ -44,7 +44,7 @@ class CorrectionCheck:
         if not any(index in layers for layers in self._layers):
             return
         for added, layers, sample in zip(self._added, self._layers, self._samples(positions), strict=True):
-            part, hidden = added.map.layers[index], added.hidden[index]
+            part, hidden = added.map.layers[index], added.hidden(index)
             if part is None or hidden is None or index not in layers or sample.rows.shape[0] == 0:
                 continue
             keys, values = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from blend.chunks.assemble import assemble
+from blend.chunks.assemble import HeldChunk, assemble
 from blend.chunks.correction import KVCorrection, LayerCorrection, position_features, rows_of
 from blend.chunks.regression import GROUPS, LayerRows, RowPlaces, fit_layer
 from blend.types import ChunkCache, PromptLayout
@@ -61,8 +61,8 @@ def fit_corrections(
     for number, layout in enumerate(prompts):
         held = [seen.flat(_together(encoder, layout), layout)]
         for source in sources:
-            stored = assemble(encoder.decoder, layout, encoder.prefix, source.caches(layout.chunks), room=0)
-            held.append(seen.flat(stored, layout))
+            readers = [HeldChunk(cache) for cache in source.caches(layout.chunks)]
+            held.append(seen.flat(assemble(encoder.decoder, layout, encoder.prefix, readers).cache, layout))
         seen.add(held)
         progress(sum(prompt.rows for prompt in prompts[: number + 1]), sum(prompt.rows for prompt in prompts))
     return [seen.solve(number, source, distinct) for number, source in enumerate(sources, 1)]
@@ -176,6 +176,6 @@ def _behind(layout: PromptLayout, device: torch.device) -> torch.Tensor:
 def _together(encoder: ChunkEncoder, layout: PromptLayout) -> BlendedCache:
     """A prompt's KV computed in one piece."""
     decoder, start = encoder.decoder, len(layout.prefix)
-    cache = assemble(decoder, layout, encoder.prefix, [None] * len(layout.chunks), room=0)
+    cache = assemble(decoder, layout, encoder.prefix, [None] * len(layout.chunks)).cache
     decoder.encode_rows(torch.tensor([layout.token_ids[start:]], device=decoder.device), start, cache)
     return cache

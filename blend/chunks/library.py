@@ -9,14 +9,17 @@ part the same whatever that is (docs/study.md), so this cache is nearer to full 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.chunks.assemble import Expected, load_chunks
+import torch
+
+from blend.chunks.assemble import Expected, open_chunks
 from blend.chunks.encode import ChunkEncoder
 from blend.chunks.surrogate import read_surrogate, write_surrogate
-from blend.errors import PromptError
+from blend.errors import EntryDamagedError, PromptError
+from blend.store.base import ChunkReader
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
@@ -34,23 +37,52 @@ class Variant(NamedTuple):
     contextual: bool
 
 
-class LoadedLibrary(NamedTuple):
-    """What a store gave for the chunks of a prompt.
+class OpenLibrary(NamedTuple):
+    """What a store has for the chunks of a prompt.
 
-    library: where it came from. chunks: a cache or None for each. contextual: whether it is the contextual one. problems: a
-    line for every entry that was refused. missing: the caches that would have been used and could not, each once.
+    library: where it came from. used: for each chunk the cache that is used. readers: its open entry, or None. problems: a line
+    for every entry that was refused. missing: the caches that would have been used and could not, each once.
     """
 
     library: ChunkLibrary
-    chunks: tuple[ChunkCache | None, ...]
-    contextual: tuple[bool, ...]
+    used: tuple[Variant, ...]
+    readers: tuple[ChunkReader | None, ...]
     problems: tuple[str, ...]
     missing: tuple[Variant, ...]
 
     @property
     def hits(self) -> tuple[bool, ...]:
-        """Which chunks came out of the store."""
-        return tuple(chunk is not None for chunk in self.chunks)
+        """Which chunks are in the store."""
+        return tuple(reader is not None for reader in self.readers)
+
+    @property
+    def pairs(self) -> list[tuple[Variant, bool]]:
+        """For each chunk the cache that is used, and whether it is there."""
+        return list(zip(self.used, self.hits, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV of all chunks that are there, each once, in the decoder's dtype."""
+        decoder = self.library.decoder
+        rows = sum(len(one.chunk) for one, hit in dict(self.pairs).items() if hit)
+        return rows * sum(layer.width for layer in decoder.rotations) * decoder.dtype.itemsize
+
+    def damaged(self) -> dict[ChunkKey, str]:
+        """Read everything; a line for every entry that is not what was written, under its key."""
+        found: dict[ChunkKey, str] = {}
+        for reader, one in zip(self.readers, self.used, strict=True):
+            try:
+                if reader is not None:
+                    _read(reader, self.library.decoder)
+            except EntryDamagedError as error:
+                found[self.library.key(one)] = str(error)
+        return found
+
+    def close(self) -> None:
+        """Close all entries."""
+        for reader in self.readers:
+            if reader is not None:
+                reader.close()
 
 
 class ChunkLibrary:
@@ -196,26 +228,35 @@ class ChunkLibrary:
         for one in self.wanted([chunk]):
             self.store.delete(self.key(one))
 
-    def load(self, chunks: Sequence[Tokens], *, contextual: bool = True) -> LoadedLibrary:
+    def open(
+        self, chunks: Sequence[Tokens], *, contextual: bool = True, refused: Mapping[ChunkKey, str] | None = None
+    ) -> OpenLibrary:
         """The best stored cache for every chunk of a prompt, in order: isolated for the first, contextual for the others.
 
-        Where that one is missing or damaged the other takes its place. contextual: whether to use contextual caches.
+        Where that one is missing or damaged the other takes its place. contextual: whether to use contextual caches. refused:
+        see `open_chunks`. Close what is returned; layers are verified when they are read.
         """
         best = self._best(chunks, contextual=contextual)
-        found, problems = self._load(best)
-        lacking = list(dict.fromkeys(one for one in best if one not in found))
-        spare, more = self._load([Variant(one.chunk, contextual=False) for one in lacking if one.contextual])
-        used = [one if one in found else Variant(one.chunk, contextual=False) for one in best]
-        caches = {**found, **spare}
-        unknown = [one.chunk for one in used if one not in caches]
-        lacking += [one for one in self.wanted(unknown) if (contextual or not one.contextual) and one not in lacking]
-        return LoadedLibrary(
-            self,
-            tuple(caches.get(one) for one in used),
-            tuple(one.contextual for one in used),
-            (*problems, *more),
-            tuple(lacking),
-        )
+        readers, problems = self._open(best, refused)
+        lacking = dict.fromkeys(one for one, reader in zip(best, readers, strict=True) if reader is None)
+        places = [place for place, one in enumerate(best) if one in lacking and one.contextual]
+        spare, more = self._open([Variant(best[place].chunk, contextual=False) for place in places], refused)
+        for place, reader in zip(places, spare, strict=True):
+            readers[place] = reader
+        used = [Variant(one.chunk, contextual=False) if one in lacking else one for one in best]
+        unknown = [one.chunk for one, reader in zip(used, readers, strict=True) if reader is None]
+        lacking |= dict.fromkeys(one for one in self.wanted(unknown) if contextual or not one.contextual)
+        lines = dict.fromkeys((*problems, *more))
+        return OpenLibrary(self, tuple(used), tuple(readers), tuple(lines), tuple(lacking))
+
+    def open_sound(self, chunks: Sequence[Tokens], *, contextual: bool = True) -> OpenLibrary:
+        """As `open`, with every layer read and found to be what was written."""
+        opened = self.open(chunks, contextual=contextual)
+        refused = opened.damaged()
+        if not refused:
+            return opened
+        opened.close()
+        return self.open(chunks, contextual=contextual, refused=refused)
 
     def _best(self, chunks: Sequence[Tokens], *, contextual: bool) -> list[Variant]:
         return [
@@ -223,10 +264,12 @@ class ChunkLibrary:
             for place, chunk in enumerate(chunks)
         ]
 
-    def _load(self, wanted: Sequence[Variant]) -> tuple[dict[Variant, ChunkCache], tuple[str, ...]]:
-        loaded = load_chunks(self.store, [self._expected(one) for one in wanted], self.decoder)
-        pairs = zip(wanted, loaded.chunks, strict=True)
-        return {one: cache for one, cache in pairs if cache is not None}, loaded.problems
+    def _open(
+        self, wanted: Sequence[Variant], refused: Mapping[ChunkKey, str] | None
+    ) -> tuple[list[ChunkReader | None], tuple[str, ...]]:
+        expected = [self._expected(one) for one in wanted]
+        found = open_chunks(self.store, expected, len(self.decoder.layers), refused)
+        return list(found.readers), found.problems
 
     def _expected(self, wanted: Variant) -> Expected:
         start = len(self.encoder(contextual=wanted.contextual).prefix_tokens)
@@ -234,10 +277,28 @@ class ChunkLibrary:
 
     def caches(self, chunks: Sequence[Tokens], *, contextual: bool) -> list[ChunkCache]:
         """The best cache for every chunk of a prompt; what the store lacks is computed, and stored as far as it has room."""
-        best, loaded = self._best(chunks, contextual=contextual), self.load(chunks, contextual=contextual)
-        computed = dict(self._computed(loaded.missing))
-        pairs = zip(best, loaded.chunks, strict=True)
-        return [cache for one, held in pairs if (cache := computed.get(one, held)) is not None]
+        best, opened = self._best(chunks, contextual=contextual), self.open_sound(chunks, contextual=contextual)
+        try:
+            held = [None if reader is None else _read(reader, self.decoder) for reader in opened.readers]
+        finally:
+            opened.close()
+        computed = dict(self._computed(opened.missing))
+        return [cache for one, mine in zip(best, held, strict=True) if (cache := computed.get(one, mine)) is not None]
+
+
+def _read(reader: ChunkReader, decoder: Decoder) -> ChunkCache:
+    pairs = [_read_layer(reader, index, decoder) for index in range(reader.layers)]
+    return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), reader.start)
+
+
+def _read_layer(reader: ChunkReader, index: int, decoder: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = decoder.rotations[index]
+    keys, values = (
+        torch.empty((heads, reader.tokens, width), dtype=decoder.dtype)
+        for heads, width in (shape.key_shape, shape.value_shape)
+    )
+    reader.read_into(index, keys, values)
+    return keys, values
 
 
 def _choose(chunks: Sequence[Tokens], tokens: int, corpus: int) -> tuple[Tokens, ...]:

@@ -23,7 +23,8 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     Buffers are `[batch, kv_heads, capacity, head_dim]`, allocated at the first write (heads and dims are only known then).
     `update` appends, as decoding through transformers does; `write_rows` and `write_run` write anywhere. on_rows:
-    called with the positions and the fresh KV before rows are written in place.
+    called with the positions and the fresh KV before rows are written in place. on_use: called once, before the buffers are
+    first read or written to in place: stored KV that is still on its way is put there then.
     """
 
     is_sliding = False
@@ -34,6 +35,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.capacity = capacity
         self.length = 0
         self.on_rows: Callable[[torch.Tensor, KV], None] | None = None
+        self.on_use: Callable[[], None] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate both buffers after the shapes, dtype and device of the first states."""
@@ -42,6 +44,25 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.values = self._buffer(value_states)
         self.is_initialized = True
 
+    def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Make the buffers, if there are none, for states like these `[batch, kv_heads, any, head_dim]`."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+
+    def settle(self) -> None:
+        """Let what was waiting for the first use happen now."""
+        waiting, self.on_use = self.on_use, None
+        if waiting is not None:
+            waiting()
+
+    def blank(self, rows: torch.Tensor) -> None:
+        """Zero the KV at these positions, now or when stored KV has been put in place."""
+        if self.on_use is not None:
+            self.on_use = partial(_both, self.on_use, partial(self.blank, rows))
+        elif self.is_initialized and rows.shape[0]:
+            self.keys.index_fill_(2, rows, 0)
+            self.values.index_fill_(2, rows, 0)
+
     def _buffer(self, states: torch.Tensor) -> torch.Tensor:
         return states.new_empty((*states.shape[:2], self.capacity, states.shape[3]))
 
@@ -49,15 +70,15 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append KV `[batch, kv_heads, rows, head_dim]` and return views of all `length` rows."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        self.settle()
+        self.allocate(key_states, value_states)
         self._append(key_states, value_states)
         return self.view()
 
     def write_rows(self, run: Run, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put KV `[batch, kv_heads, rows, head_dim]` at the rows of `run` and return views of all `length` rows."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
+        self.settle()
+        self.allocate(keys, values)
         if self.on_rows is not None:
             self.on_rows(run.positions, (keys, values))
         run.write(self.keys, keys)
@@ -67,12 +88,12 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the rows in use, `[batch, kv_heads, length, head_dim]`; writable views."""
+        self.settle()
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def write_run(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put stored KV `[batch, kv_heads, n, head_dim]` at rows `start ... start + n - 1`."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
+        self.allocate(keys, values)
         stop = start + keys.shape[2]
         self.keys[:, :, start:stop] = keys
         self.values[:, :, start:stop] = values
@@ -88,6 +109,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def grow(self, capacity: int) -> None:
         """Move to larger buffers."""
+        self.settle()
         old_keys, old_values, self.capacity = self.keys, self.values, capacity
         if not self.is_initialized:
             return
@@ -154,9 +176,12 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def blank(self, rows: torch.Tensor) -> None:
         """Zero the KV at these positions in every layer, where it was never written."""
         for layer in self.layers:
-            if layer.is_initialized and rows.shape[0]:
-                layer.keys.index_fill_(2, rows, 0)
-                layer.values.index_fill_(2, rows, 0)
+            layer.blank(rows)
+
+    def settle(self) -> None:
+        """Put everything in place that waits for the first use of its layer."""
+        for layer in self.layers:
+            layer.settle()
 
     def view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, rows in use, `[batch, kv_heads, length, head_dim]`; writable views."""
@@ -169,6 +194,7 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def clone(self, room: int = 0) -> BlendedCache:
         """An independent copy of the rows in use, with capacity for `room` more."""
+        self.settle()
         copy = BlendedCache(len(self.layers), self.get_seq_length() + room)
         for mine, theirs in zip(self.layers, copy.layers, strict=True):
             theirs.lazy_initialization(mine.keys, mine.values)
@@ -176,6 +202,11 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             theirs.values[:, :, : mine.length] = mine.values[:, :, : mine.length]
             theirs.length = mine.length
         return copy
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 class PassCache(Cache):  # type: ignore[misc]  # transformers is untyped here

@@ -10,7 +10,7 @@ from cases import SELECTORS, STORES, cache_chunks, cache_of, make_layout, make_s
 from models import CORE, FAMILIES, LAYERS, decoder
 
 from blend.blender import Blend, Blender
-from blend.chunks.assemble import Expected, assemble, load_chunks
+from blend.chunks.assemble import Expected, assemble, open_chunks
 from blend.config import BlendConfig
 from blend.model.generate import generate
 from blend.types import PromptLayout
@@ -23,8 +23,8 @@ def _before(blender: Blender, layout: PromptLayout) -> Parts:
     encoder = blender.encoder(layout.prefix)
     start = len(layout.prefix)
     wanted = [Expected(encoder.identity.key(chunk), len(chunk), start) for chunk in layout.chunks]
-    loaded = load_chunks(blender.store, wanted, blender.decoder)
-    cache = assemble(blender.decoder, layout, encoder.prefix, loaded.chunks, room=0)
+    opened = open_chunks(blender.store, wanted, LAYERS)
+    cache = assemble(blender.decoder, layout, encoder.prefix, opened.readers).cache
     return [torch.cat(cache.view(index), -1) for index in range(LAYERS)]
 
 

@@ -12,7 +12,8 @@ from dense_reference import assert_close, dense_prefill
 from models import decoder, eager_model
 
 from blend.blender import Blender
-from blend.chunks.library import ChunkLibrary, Variant
+from blend.chunks.correction import position_features, rows_of
+from blend.chunks.library import ChunkLibrary, OpenLibrary, Variant
 from blend.config import BlendConfig
 from blend.errors import PromptError
 from blend.store import open_store
@@ -40,16 +41,23 @@ def filled(name: str = "llama", location: str | Path = "memory:") -> Blender:
     return blender
 
 
+def kinds(opened: OpenLibrary) -> list[bool]:
+    return [one.contextual for one in opened.used]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_contextual_caches_are_those_of_the_model_behind_prefix_and_surrogate(name: str) -> None:
     library = filled(name).library(LAYOUT.prefix)
     before = (*LAYOUT.prefix, *(token for chunk in library.surrogate for token in chunk))
-    loaded = library.load(LAYOUT.chunks)
-    assert loaded.contextual == (False, True, True, True)
-    for chunk, cache, start in zip(LAYOUT.chunks, loaded.chunks, (len(LAYOUT.prefix), *[len(before)] * 3), strict=True):
+    opened = library.open(LAYOUT.chunks)
+    assert kinds(opened) == [False, True, True, True]
+    for chunk, reader, start in zip(
+        LAYOUT.chunks, opened.readers, (len(LAYOUT.prefix), *[len(before)] * 3), strict=True
+    ):
         dense = dense_prefill(eager_model(name), (*before[:start], *chunk))
-        assert cache.start == start
-        for keys, values, (dense_keys, dense_values) in zip(cache.keys, cache.values, dense.layers, strict=True):
+        assert reader.start == start
+        for index, (dense_keys, dense_values) in enumerate(dense.layers):
+            keys, values = reader.layer(index)
             assert_close(keys, dense_keys[0, :, start:])
             assert_close(values, dense_values[0, :, start:])
 
@@ -154,10 +162,9 @@ def test_a_damaged_cache_in_company_gives_way_to_the_one_alone(tmp_path: Path) -
     blend = blender.prefill(LAYOUT, config=REUSE)
     assert len(blend.problems) == 1
     assert blend.hits == (True,) * 4
-    mixed = library.load(LAYOUT.chunks)
-    assert mixed.contextual == (False, False, True, True)
+    assert kinds(library.open(LAYOUT.chunks)) == [False, False, True, True]
     assert blender.remember(blend) == 1
-    assert library.load(LAYOUT.chunks).contextual == (False, True, True, True)
+    assert kinds(library.open(LAYOUT.chunks)) == [False, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -237,11 +244,12 @@ def test_each_kind_of_cache_has_a_map_of_its_own() -> None:
     plain = blender.prefill(LAYOUT, config=BlendConfig(selector="none", correction=False)).cache
     for span, found in zip(LAYOUT.chunk_spans[1:], (maps[1], maps[1], maps[0]), strict=True):
         mine = rows[(rows >= span.start) & (rows < span.stop)]
-        expected = plain.clone(0)
-        found.apply(blender.decoder, expected, LAYOUT, mine)
-        for index in range(len(got.layers)):
-            for one, other in zip(got.view(index), expected.view(index), strict=True):
-                assert_close(one[:, :, mine], other[:, :, mine])
+        features = position_features(LAYOUT, mine, found.before, found.length)
+        for index, (part, turn) in enumerate(zip(found.layers, blender.decoder.rotations, strict=True)):
+            still, there = (
+                rows_of(*(kv[:, :, mine] for kv in cache.view(index)), turn, mine) for cache in (plain, got)
+            )
+            assert_close(there, still if part is None else still + part.predict(still, features))
 
 
 def test_calibration_does_not_need_the_store_to_keep_what_it_computes(tmp_path: Path) -> None:

@@ -1,0 +1,179 @@
+"""Stored layers are read ahead of the forward pass that needs them: it waits for no more than its next layer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from cases import cache_chunks, cache_of, make_layout
+from models import LAYERS, decoder
+
+from blend.blender import Blender
+from blend.chunks import loader
+from blend.config import BlendConfig
+from blend.errors import StoreError
+from blend.model.decoder import Decoder
+from blend.store import ChunkStore, open_store
+from blend.store.base import ChunkReader
+from blend.types import ChunkKey
+
+LAYOUT = make_layout()
+Before = Callable[[int], None]
+
+
+class Seen(ChunkReader):
+    """A reader that calls before each layer it reads."""
+
+    def __init__(self, reader: ChunkReader, before: Before) -> None:
+        self.tokens, self.layers, self.start = reader.tokens, reader.layers, reader.start
+        self.reader, self.before, self.closed = reader, before, False
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.before(index)
+        return self.reader.layer(index)
+
+    def close(self) -> None:
+        self.closed = True
+        self.reader.close()
+
+
+def watched(store: ChunkStore, monkeypatch: pytest.MonkeyPatch, before: Before) -> list[Seen]:
+    """Every reader that the store opens from now on."""
+    opened: list[Seen] = []
+    plain = store.open
+
+    def open_seen(key: ChunkKey) -> Seen | None:
+        reader = plain(key)
+        if reader is None:
+            return None
+        opened.append(Seen(reader, before))
+        return opened[-1]
+
+    monkeypatch.setattr(store, "open", open_seen)
+    return opened
+
+
+@contextmanager
+def layers_done(dec: Decoder) -> Iterator[list[int]]:
+    """Decoder layers whose forward pass has ended."""
+    done: list[int] = []
+    handles = [
+        layer.register_forward_hook(lambda module, args, out, index=index: done.append(index))
+        for index, layer in enumerate(dec.layers)
+    ]
+    try:
+        yield done
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def filled(folder: Path | None = None, name: str = "llama") -> Blender:
+    blender = Blender(decoder(name), open_store("memory:" if folder is None else folder, codec="native"))
+    cache_chunks(blender, LAYOUT)
+    return blender
+
+
+@pytest.mark.parametrize("selector", ["none", "query_guided", "first_k", "hkvd"])
+def test_a_layer_is_computed_while_later_ones_are_still_to_be_read(
+    selector: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store holds the last layer back until the first one has been computed: all at once beforehand would wait for ever."""
+    blender, config = filled(), BlendConfig(selector, ratio=0.3)
+    expected = blender.prefill(LAYOUT, config=config)
+    first = threading.Event()
+    waited: list[bool] = []
+
+    def before(layer: int) -> None:
+        if layer == LAYERS - 1:
+            waited.append(first.wait(60))
+
+    watched(blender.store, monkeypatch, before)
+    handle = blender.decoder.layers[0].register_forward_hook(lambda *_: first.set())
+    try:
+        blend = blender.prefill(LAYOUT, config=config)
+    finally:
+        handle.remove()
+    assert waited == [True] * len(LAYOUT.chunks)
+    assert torch.equal(blend.logits, expected.logits)
+    assert torch.equal(blend.selection.rows, expected.selection.rows)
+    for one, other in zip(cache_of(blend), cache_of(expected), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_the_next_layers_are_read_meanwhile_and_no_more_of_them_than_there_are_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loader, "AHEAD", 2)
+    blender = filled()
+    reached = [threading.Event() for _ in range(LAYERS)]
+    ahead: list[int] = []
+    with layers_done(blender.decoder) as done:
+
+        def before(layer: int) -> None:
+            reached[layer].set()
+            ahead.append(layer - len(done))
+
+        watched(blender.store, monkeypatch, before)
+        # The first layer does not end before the second one is being read.
+        handle = blender.decoder.layers[0].register_forward_hook(lambda *_: reached[1].wait(60) and None)
+        try:
+            blender.prefill(LAYOUT, config=BlendConfig("none"))
+        finally:
+            handle.remove()
+    assert reached[1].is_set()
+    assert max(ahead) <= 2, "a layer is being computed, its buffer may be free already; two more are read"
+
+
+def test_an_outage_in_the_middle_is_raised_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blender = filled(tmp_path)
+
+    def before(layer: int) -> None:
+        if layer == 2:
+            raise StoreError("the network is down")
+
+    opened = watched(blender.store, monkeypatch, before)
+    files = open_files()
+    for _ in range(3):
+        with pytest.raises(StoreError, match="the network is down"):
+            blender.prefill(LAYOUT)
+    assert all(reader.closed for reader in opened)
+    assert open_files() == files
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvblend-loader")]
+    monkeypatch.undo()
+    assert blender.prefill(LAYOUT).hits == (True,) * len(LAYOUT.chunks)
+
+
+def test_damage_in_the_last_layer_costs_one_more_attempt_and_no_wrong_row(tmp_path: Path) -> None:
+    blender = filled(tmp_path)
+    whole = filled(tmp_path / "whole")
+    for chunk in LAYOUT.chunks[1:3]:
+        key = blender.encoder(LAYOUT.prefix).identity.key(chunk)
+        (path,) = (tmp_path / "objects").rglob(f"{key.digest}*")
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        whole.store.delete(key)
+    blend, expected = blender.prefill(LAYOUT), whole.prefill(LAYOUT)
+    assert blend.hits == expected.hits == (True, False, False, True)
+    assert len(blend.problems) == 2
+    assert torch.equal(blend.logits, expected.logits)
+
+
+def test_threads_end_with_the_prefill(tmp_path: Path) -> None:
+    blender = filled(tmp_path)
+    before, files = threading.active_count(), open_files()
+    for selector in ("none", "query_guided", "all"):
+        blender.prefill(LAYOUT, config=BlendConfig(selector))
+    assert threading.active_count() == before
+    assert open_files() == files
