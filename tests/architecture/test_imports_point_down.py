@@ -145,7 +145,7 @@ def test_files_come_to_their_place_through_one_writer_a_package() -> None:
                 moves = node.func.attr == "replace" and len(node.args) == 1
                 if moves or node.func.attr in {"mkstemp", "NamedTemporaryFile"}:
                     movers.add(module)
-    assert movers == {"blend.files", "retrieval.generations"}
+    assert movers == {"blend.files", "retrieval.generations", "blend_kernels.tuning"}
 
 
 def test_kernels_is_a_source_root_and_no_package() -> None:
