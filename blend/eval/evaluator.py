@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -18,7 +18,7 @@ from blend.eval.report import Measurement
 from blend.model.full_prefill import FullPrefill, full_prefill
 from blend.model.generate import Continuable, generate, teacher_forced_logits
 from blend.prompt import PromptTemplate
-from blend.timing import Stopwatch
+from blend.timing import Progress, Stopwatch, no_progress
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:
@@ -89,11 +89,11 @@ class Evaluator:
         self,
         records: Sequence[Record],
         surrogate_tokens: int,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        progress: Progress = no_progress,
     ) -> bool:
         """Choose a surrogate context and measure the KV corrections on the chunks of these records, where the store holds none.
 
-        Its prompts are chunks in random order, never a record's own prompt. progress: called with tokens done and in all.
+        Its prompts are chunks in random order, never a record's own prompt. progress: of the stage "calibrate".
         Returns whether there is a map now.
         """
         chunks = list(dict.fromkeys(self.template.chunk_ids(chunk) for record in records for chunk in record.chunks))

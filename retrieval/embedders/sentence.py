@@ -46,7 +46,7 @@ class SentenceEmbedder(Embedder):
             batch = order[start : start + self._batch_size]
             vectors[batch] = self._encode(self._model.encode_document, [texts[index] for index in batch])
             if progress:
-                progress(start + len(batch), len(texts))
+                progress("embed", start + len(batch), len(texts))
         return vectors
 
     def embed_query(self, text: str) -> npt.NDArray[np.float32]:
