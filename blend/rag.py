@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blend.blender import Blend, Blender
-from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
+from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, PromptConfig
 from blend.errors import PromptError, StoreError
 from blend.model.decoder import Decoder, pick_device
 from blend.model.full_prefill import full_prefill
@@ -25,8 +25,6 @@ from retrieval import ChunkIndex, CurrentIndex, LoadedDocuments, RankedChunk, Re
 if TYPE_CHECKING:
     from blend.store import ChunkStore
     from retrieval import Embedder
-
-DEFAULT_STORE = ".kvblend"
 
 
 @dataclass(frozen=True)
@@ -214,7 +212,7 @@ class Rag:
         question: str,
         *,
         top_k: int | None = None,
-        max_new_tokens: int = 128,
+        max_new_tokens: int = ANSWER_TOKENS,
         compare: bool = False,
         on_text: OnText | None = None,
         **options: Any,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.blender import Blend, Blender
-from blend.config import BlendConfig
+from blend.config import REPORT_TOKENS, BlendConfig
 from blend.eval.dataset import Record
 from blend.eval.metrics import exact_match, kl_divergence, rouge_l, top1_agreement, value_recall, word_f1
 from blend.eval.report import Measurement
@@ -48,7 +48,7 @@ class Evaluator:
     """
 
     def __init__(
-        self, blender: Blender, template: PromptTemplate, *, max_new_tokens: int = 32, repeats: int = 1
+        self, blender: Blender, template: PromptTemplate, *, max_new_tokens: int = REPORT_TOKENS, repeats: int = 1
     ) -> None:
         self.blender = blender
         self.decoder: Decoder = blender.decoder

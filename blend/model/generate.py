@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def generate(
     prefilled: Continuable,
     prompt_ids: Sequence[int],
     *,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = ANSWER_TOKENS,
     on_text: OnText | None = None,
     **options: Any,
 ) -> Generation:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from blend.errors import WeightsError
 from blend.timing import Progress, no_progress
-from blend.weights.catalog import CATALOG, DEFAULT_MODEL, CatalogModel
+from blend.weights.catalog import CATALOG, CatalogModel
 from blend.weights.fetch import fetch, is_ready
 from blend.weights.gguf import convert_gguf, require_converter
 from blend.weights.hub import answers_for, is_cached
 
-__all__ = ["CATALOG", "DEFAULT_MODEL", "CatalogModel", "cache_root", "resolve_model"]
+__all__ = ["CATALOG", "CatalogModel", "cache_root", "resolve_model"]
 
 
 def resolve_model(

@@ -136,6 +136,29 @@ def test_only_the_driver_registers_attention_and_nothing_is_patched_on_import() 
     assert users == {"blend.model.driver"}
 
 
+def test_a_default_is_written_once() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id.startswith("DEFAULT_"):
+                homes.setdefault(node.id, []).append(module)
+            elif isinstance(node, ast.FunctionDef):
+                for name in _literal_defaults(node.args) & {"max_new_tokens", "max_tokens", "chunk_tokens", "top_k"}:
+                    homes.setdefault(name, []).extend([module, "a signature"])
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
+def _literal_defaults(arguments: ast.arguments) -> set[str]:
+    placed = [*arguments.posonlyargs, *arguments.args][
+        len(arguments.posonlyargs + arguments.args) - len(arguments.defaults) :
+    ]
+    pairs = [
+        *zip(placed, arguments.defaults, strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
+    return {each.arg for each, default in pairs if isinstance(default, ast.Constant) and default.value is not None}
+
+
 def test_files_come_to_their_place_through_one_writer_a_package() -> None:
     """`path.replace(target)` has one argument, the method of texts two; `mkstemp` is how drafts are made by hand."""
     movers = set()

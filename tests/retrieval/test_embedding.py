@@ -16,7 +16,7 @@ packaged = pytest.mark.skipif(
 def minilm():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
-        return load_embedder()
+        return load_embedder("minilm")
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_the_nearest_sentence_is_the_nearest_in_meaning(minilm):
 @packaged
 def test_loading_is_silent_and_leaves_logging_as_it_was(offline, capfd):
     level = logging.getLogger("transformers").level
-    load_embedder().embed(["x"])
+    load_embedder("minilm").embed(["x"])
     assert capfd.readouterr() == ("", "")
     assert logging.getLogger("transformers").level == level
 
