@@ -22,7 +22,7 @@ LAYERS = (
     ("blend.store", "blend.weights", "blend.prompt"),
     ("blend.types", "blend.config", "blend.timing", "blend.plain_text"),
     ("blend.limits",),
-    ("blend.errors", "blend.visible", "blend.files", "blend"),
+    ("blend.errors", "blend.visible", "blend.files", "blend.version", "blend"),
 )
 ROOMS_OF_MANY_JOBS = ("blend.model", "blend.chunks", "blend.eval")
 
@@ -56,6 +56,15 @@ def test_imports_point_down_only() -> None:
         if here not in (there, "blend") and RANK[here] >= RANK[there]:
             wrong.append(f"{entry.module} -> {entry.target}")
     assert not wrong
+
+
+def test_no_module_imports_the_root_package() -> None:
+    """It is the public surface, made of them; `blend.version` holds what they share with it."""
+    assert {
+        entry.module
+        for entry in imports()
+        if entry.target in ("blend", "retrieval", "blend_kernels") and top(entry.module) == entry.target
+    } == set()
 
 
 # A factory that loads an implementation of the contract beside it when it is asked for one.

@@ -1,6 +1,6 @@
 import json
-import os
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
