@@ -7,23 +7,21 @@ left as found.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from threading import Lock, RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blend.config import MaskMode
-from blend.model.attention import AttentionCall, row_attention
+from blend.model.attention import AttentionCall
 from blend.model.cache import Halt, PassCache
 from blend.model.narrowing import narrowing_hooks
 from blend.model.rows import ForwardPass, Narrowing, RowRequest, running
-
-ATTENTION_NAME = "kvblend_rows"
+from blend.model.switch import AttentionSwitch
 
 _LOCKS: WeakKeyDictionary[torch.nn.Module, AbstractContextManager[bool]] = WeakKeyDictionary()
 _LOCKS_LOCK = Lock()
@@ -45,10 +43,9 @@ class RowDriver:
     def __init__(self, model: Any, layers: torch.nn.ModuleList) -> None:
         self.model = model
         self.layers = layers
-        found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
         self.lock = _lock_of(model)
         self.one_copy: bool | None = None
-        self._configs = [c for c in found.values() if hasattr(c, "_attn_implementation")]
+        self._switch = AttentionSwitch(model)
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +93,7 @@ class RowDriver:
         cache = PassCache(forward, len(self.layers), halt_at)
         with ExitStack() as stack:
             stack.enter_context(self.lock)
-            stack.enter_context(self._attention_installed())
+            stack.enter_context(self._switch.installed())
             stack.enter_context(running(forward))
             stack.callback(self._learn, forward)
             stack.enter_context(suppress(Halt))
@@ -129,16 +126,3 @@ class RowDriver:
                 raise Halt((call.key, call.value))
 
         self.run([replace(request, observe=observe_and_halt)])
-
-    @contextmanager
-    def _attention_installed(self) -> Iterator[None]:
-        """Route attention through `row_attention`, and restore what was there afterwards."""
-        ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, row_attention)
-        before = [config._attn_implementation for config in self._configs]
-        try:
-            for config in self._configs:
-                config._attn_implementation_internal = ATTENTION_NAME
-            yield
-        finally:
-            for config, name in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = name

@@ -18,9 +18,11 @@ def narrowing_hooks(layers: torch.nn.ModuleList, forward: ForwardPass, cache: Pa
     narrower = _Narrower(sum(forward.counts))
     wanted = sorted({narrowing.layer for request in forward.requests for narrowing in request.narrowings})
 
-    def before_layer(index: int) -> Callable[..., Any]:
+    def cut(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return narrower.cut(args, kwargs)
+
+    def choose_at(index: int) -> Callable[..., Any]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            args, kwargs = narrower.cut(args, kwargs)
             for turn in range(_turns(forward, index)):
                 fresh = _probe(module, args, kwargs, cache.layers[index])
                 narrower.keep(_choose(forward, index, turn, fresh))
@@ -29,10 +31,11 @@ def narrowing_hooks(layers: torch.nn.ModuleList, forward: ForwardPass, cache: Pa
 
         return hook
 
+    # Other hooks of a layer see rows that fit together: cutting comes before them, and choosing after they had their say.
     handles = [
-        layers[index].register_forward_pre_hook(before_layer(index), with_kwargs=True)
-        for index in range(wanted[0], len(layers))
+        layer.register_forward_pre_hook(cut, with_kwargs=True, prepend=True) for layer in list(layers)[wanted[0] + 1 :]
     ]
+    handles += [layers[index].register_forward_pre_hook(choose_at(index), with_kwargs=True) for index in wanted]
     try:
         yield
     finally:
@@ -60,7 +63,11 @@ def _choose(forward: ForwardPass, layer: int, turn: int, fresh: FreshKV) -> torc
 
 
 def _probe(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], held: PassLayer) -> FreshKV:
-    """The layer's fresh KV of all rows still there; nothing is written, and its attention and MLP do not run."""
+    """The layer's fresh KV of all rows still there; nothing is written, and its attention and MLP do not run.
+
+    `forward` and no call: the layer's own hooks had their say on these arguments and would change them twice. Hooks of modules
+    inside the layer do run, once here and once for the rows that are kept.
+    """
     held.probing = True
     try:
         module.forward(*args, **kwargs)

@@ -88,7 +88,7 @@ def test_the_kernels_have_few_doors() -> None:
 
 DOORS = {
     "transformers": {
-        "blend.model.driver",
+        "blend.model.switch",
         "blend.model.cache",
         "blend.model.decoder",
         "blend.model.fingerprint",
@@ -140,9 +140,9 @@ def test_the_store_knows_neither_transformers_nor_the_decoder() -> None:
     assert ours <= {"blend.store", "blend.types", "blend.errors", "blend.config", "blend.files"}
 
 
-def test_only_the_driver_registers_attention_and_nothing_is_patched_on_import() -> None:
+def test_only_the_switch_registers_attention_and_nothing_is_patched_on_import() -> None:
     users = {m for m, path in modules().items() if "ALL_ATTENTION_FUNCTIONS" in path.read_text(encoding="utf-8")}
-    assert users == {"blend.model.driver"}
+    assert users == {"blend.model.switch"}
 
 
 def test_a_default_is_written_once() -> None:
