@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from blend.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from blend.blender import Blend, Blender
     from blend.chunks.encode import ChunkEncoder
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from blend.store import open_store
     from blend.types import ChunkCache, ChunkKey, PromptLayout, Selection
 
-__version__ = "0.1.0"
 
 _HOMES = {
     "Answer": "blend.rag",

@@ -22,7 +22,7 @@ from blend.recompute import make_plan, recompute
 from blend.select import make_selector
 from blend.select.controls import All
 from blend.store.base import ChunkStore
-from blend.timing import Stopwatch
+from blend.timing import Progress, Stopwatch, no_progress
 from blend.types import PromptLayout, Selection
 
 if TYPE_CHECKING:
@@ -124,11 +124,11 @@ class Blender:
         chunks: Sequence[Tokens],
         *,
         anew: bool = False,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        progress: Progress = no_progress,
     ) -> bool:
         """Measure and store the KV corrections behind `prefix` on prompts made of some of these chunks.
 
-        Those that are there stay, unless they are to be measured `anew`. progress: called with tokens done and in all. Returns
+        Those that are there stay, unless they are to be measured `anew`. progress: of the stage "calibrate". Returns
         whether there is one now. Raises `StoreError` when the store cannot be written.
         """
         library, chunks = self.library(prefix), [tuple(chunk) for chunk in chunks]
@@ -143,7 +143,8 @@ class Blender:
             )
             for contextual in kinds
         ]
-        for contextual, found in zip(kinds, fit_corrections(library.isolated, chunks, sources, progress), strict=True):
+        fits = fit_corrections(library.isolated, chunks, sources, partial(progress, "calibrate"))
+        for contextual, found in zip(kinds, fits, strict=True):
             name = library.encoder(contextual=contextual).identity.correction_name
             if found is not None:
                 self.store.write_artifact(name, found.to_bytes())

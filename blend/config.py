@@ -16,6 +16,9 @@ QueryRows = Literal["peak", "sum"]
 
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
 DEFAULT_EMBEDDER = "minilm"
+DEFAULT_STORE = ".kvblend"
+# Longest answers, in tokens: of a question, and of each of a report's, which are marked against short gold answers.
+ANSWER_TOKENS, REPORT_TOKENS = 128, 32
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ use, and a next run that computes only those.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from blend.chunks.library import ChunkLibrary
 from blend.config import CorpusConfig
 from blend.prompt import PromptTemplate, render_chunk
 from blend.store.base import ChunkStore
+from blend.timing import Progress, no_progress
 from retrieval import (
     Chunk,
     ChunkIndex,
@@ -30,14 +30,6 @@ from retrieval.errors import IndexMissingError
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
     from retrieval import Embedder
-
-Progress = Callable[[str, int, int], None]
-"""Called with a stage ("chunk" in documents, "embed" in chunks, "encode" and "calibrate" in tokens), how much is done, and how
-much in all."""
-
-
-def no_progress(stage: str, done: int, total: int) -> None:
-    """Show nothing."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +94,7 @@ def precompute(
     # Before the index forgets them; only its own entries go, a report's stay.
     for gone in {template.chunk_ids(chunk) for chunk in held}.difference(ids):
         library.forget(gone)
-    update = update_index(index_dir, chunks, embedder, lambda done, total: progress("embed", done, total))
+    update = update_index(index_dir, chunks, embedder, progress)
     if not quick:
         library = _with_surrogate(library, ids, template, config)
     if library.contextual:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blend.blender import Blend, Blender
-from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
+from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, PromptConfig
 from blend.errors import PromptError, StoreError
 from blend.model.decoder import Decoder, pick_device
 from blend.model.full_prefill import full_prefill
 from blend.model.generate import Generation, OnText, generate
-from blend.precompute import Precomputed, Progress, no_progress, precompute
+from blend.precompute import Precomputed, precompute
 from blend.prompt import PromptTemplate
 from blend.store import open_store
-from blend.timing import Stopwatch
+from blend.timing import Progress, Stopwatch, no_progress
 from blend.types import PromptLayout
 from blend.weights import resolve_model
 from retrieval import ChunkIndex, CurrentIndex, LoadedDocuments, RankedChunk, Retriever, load_documents, load_embedder
@@ -25,8 +25,6 @@ from retrieval import ChunkIndex, CurrentIndex, LoadedDocuments, RankedChunk, Re
 if TYPE_CHECKING:
     from blend.store import ChunkStore
     from retrieval import Embedder
-
-DEFAULT_STORE = ".kvblend"
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Rag:
         corpus: CorpusConfig | None = None,
         budget_bytes: int | None = None,
         store_key: bytes | None = None,
-        on_fetch: Callable[..., Any] | None = None,
+        on_fetch: Progress = no_progress,
     ) -> None:
         self.root = Path(store).expanduser()
         self._index = CurrentIndex(self.root / "index")
@@ -180,12 +178,7 @@ class Rag:
 
     def _calibrate(self, *, anew: bool, progress: Progress) -> None:
         chunks = [self.template.chunk_ids(chunk) for chunk in self.index.chunks]
-        self.blender.calibrate(
-            self.template.prefix,
-            chunks,
-            anew=anew,
-            progress=lambda at, total: progress("calibrate", at, total),
-        )
+        self.blender.calibrate(self.template.prefix, chunks, anew=anew, progress=progress)
 
     def warm_up(self, *, compare: bool = False) -> None:
         """Load everything, what can be wrong and is cheap first, and rehearse a question, so that the first is not charged.
@@ -219,7 +212,7 @@ class Rag:
         question: str,
         *,
         top_k: int | None = None,
-        max_new_tokens: int = 128,
+        max_new_tokens: int = ANSWER_TOKENS,
         compare: bool = False,
         on_text: OnText | None = None,
         **options: Any,

@@ -1,9 +1,9 @@
-"""A stopwatch for the stages of a blended prefill."""
+"""The stages of work: how long those of a blended prefill take, and how far those before it are."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,17 @@ if TYPE_CHECKING:
     import torch
 
 STAGES = ("retrieve", "load", "reposition", "select", "recompute", "first_token")
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage, how much of it is done, and how much there is in all.
+
+Of a precompute: "chunk" in documents, "embed" in chunks, "encode" and "calibrate" in tokens. Of a fetch of weights: "download"
+in parts, and "wait", "verify" and "convert", one step each.
+"""
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Show nothing."""
 
 
 class Stopwatch:

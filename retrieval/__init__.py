@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retrieval.chunking import Chunk, chunk_documents, render_chunk
+    from retrieval.chunking import Chunk, chunk_documents
     from retrieval.corpus_stdlib import write_stdlib_corpus
     from retrieval.current import CurrentIndex
     from retrieval.document import Document, LoadedDocuments, SkippedDocument
@@ -37,13 +37,12 @@ __all__ = [
     "chunk_documents",
     "load_documents",
     "load_embedder",
-    "render_chunk",
     "update_index",
     "write_stdlib_corpus",
 ]
 
 _HOMES = {
-    "chunking": ("Chunk", "chunk_documents", "render_chunk"),
+    "chunking": ("Chunk", "chunk_documents"),
     "current": ("CurrentIndex",),
     "corpus_stdlib": ("write_stdlib_corpus",),
     "document": ("Document", "LoadedDocuments", "SkippedDocument"),

@@ -18,7 +18,6 @@ from retrieval.document import Document
 from retrieval.errors import ChunkingError
 from retrieval.passages import Passage, PassageComposer, Region
 
-DEFAULT_MAX_TOKENS = 256
 LEAST_MAX_TOKENS = 16
 LEAST_WINDOW = 1 << 14  # characters
 
@@ -42,16 +41,11 @@ class Chunk:
     tokens: int
 
 
-def render_chunk(title: str, text: str) -> str:
-    """A chunk as it stands in a prompt: title, blank line, text, blank line."""
-    return f"{title}\n\n{text}\n\n" if title else f"{text}\n\n"
-
-
 def chunk_documents(
     documents: Iterable[Document],
     encode: Encode,
-    max_tokens: int = DEFAULT_MAX_TOKENS,
-    render: Render = render_chunk,
+    max_tokens: int,
+    render: Render,
 ) -> tuple[Chunk, ...]:
     """All chunks of all documents, in order, `len(encode(render(title, text))) <= max_tokens` for each.
 

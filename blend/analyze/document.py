@@ -18,7 +18,7 @@ from blend.analyze.readings import readings
 from blend.analyze.sparsity import MASSES, THRESHOLDS
 from blend.analyze.tokens import KINDS
 from blend.config import BlendConfig
-from blend.eval.report.output import whole_file
+from blend.eval.report.output import write_whole
 from blend.visible import json_text
 
 FORMAT = 1
@@ -125,5 +125,4 @@ def plain(value: object) -> Any:
 def write_json(document: Mapping[str, Any], path: str | Path) -> None:
     """Write the document to `path`, whole or not at all; `ConfigError` when it cannot be written."""
     text = json_text(document, allow_nan=False)
-    with whole_file(Path(path)) as draft:
-        draft.write_text(text + "\n", encoding="utf-8")
+    write_whole(Path(path), f"{text}\n".encode())

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from blend.eval.report.output import whole_file
+from blend.eval.report.output import write_whole
 from blend.visible import json_text, visible
 
 _PLACEHOLDER = re.compile(r"@([A-Z_]+)@")
@@ -39,9 +39,7 @@ def page_text(document: Mapping[str, Any]) -> str:
 
 def write_page(document: Mapping[str, Any], path: str | Path) -> None:
     """Write the page to `path`, whole or not at all; `ConfigError` when it cannot be written."""
-    text = page_text(document)
-    with whole_file(Path(path)) as draft:
-        draft.write_text(text, encoding="utf-8")
+    write_whole(Path(path), page_text(document).encode())
 
 
 def _asset(name: str) -> str:

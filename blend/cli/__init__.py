@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from blend import __version__
 from blend.cli.ending import PipeClosedError, exit_code_of
+from blend.version import __version__
 
 _COMMANDS = {
     "analyze": "Show attention, KV deviation and what blending restores, as a page.",

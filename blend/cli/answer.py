@@ -9,6 +9,7 @@ import click
 
 from blend.cli import options
 from blend.cli.values import TEXT, number
+from blend.config import ANSWER_TOKENS
 from blend.errors import PromptError
 from blend.limits import LONGEST_QUESTION, is_text
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @click.command("answer")
 @click.argument("question", type=TEXT)
-@number("--max-new-tokens", "max_new_tokens", "Longest answer.", default=128, show_default=True)
+@number("--max-new-tokens", "max_new_tokens", "Longest answer.", default=ANSWER_TOKENS, show_default=True)
 @click.option("--compare", is_flag=True, help="Also answer after full prefill of the same token ids.")
 @click.option("-q", "--quiet", is_flag=True, help="Print the answer and nothing else.")
 @options.json_option

@@ -21,8 +21,6 @@ from blend.visible import json_text, visible
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from blend.weights import FetchProgress
-
 ANSWER_KEEPS = "\n\t"
 _FETCH = {
     "wait": "Waiting for another process that fetches the same weights",
@@ -81,11 +79,11 @@ def print_wide(console: Console, renderable: RenderableType, columns: int) -> No
         _Console(highlight=False, stderr=console.stderr, width=columns).print(renderable)
 
 
-def show_fetch(step: FetchProgress) -> None:
+def show_fetch(stage: str, done: int, total: int) -> None:
     """One line a step of a weights download."""
-    count = f" {step.done + 1} of {step.total}" if step.stage == "download" and step.done < step.total else ""
-    if step.stage != "download" or count:
-        note(f"{_FETCH[step.stage]}{count} ...")
+    count = f" {done + 1} of {total}" if stage == "download" and done < total else ""
+    if stage != "download" or count:
+        note(f"{_FETCH[stage]}{count} ...")
 
 
 def seconds(value: float) -> str:

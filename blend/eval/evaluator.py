@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.blender import Blend, Blender
-from blend.config import BlendConfig
+from blend.config import REPORT_TOKENS, BlendConfig
 from blend.eval.dataset import Record
+from blend.eval.floor import copy_bandwidth, floor_seconds
 from blend.eval.metrics import exact_match, kl_divergence, rouge_l, top1_agreement, value_recall, word_f1
 from blend.eval.report import Measurement
 from blend.model.full_prefill import FullPrefill, full_prefill
 from blend.model.generate import Continuable, generate, teacher_forced_logits
 from blend.prompt import PromptTemplate
-from blend.timing import Stopwatch
+from blend.timing import Progress, no_progress
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Evaluator:
     """
 
     def __init__(
-        self, blender: Blender, template: PromptTemplate, *, max_new_tokens: int = 32, repeats: int = 1
+        self, blender: Blender, template: PromptTemplate, *, max_new_tokens: int = REPORT_TOKENS, repeats: int = 1
     ) -> None:
         self.blender = blender
         self.decoder: Decoder = blender.decoder
@@ -89,11 +90,11 @@ class Evaluator:
         self,
         records: Sequence[Record],
         surrogate_tokens: int,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        progress: Progress = no_progress,
     ) -> bool:
         """Choose a surrogate context and measure the KV corrections on the chunks of these records, where the store holds none.
 
-        Its prompts are chunks in random order, never a record's own prompt. progress: called with tokens done and in all.
+        Its prompts are chunks in random order, never a record's own prompt. progress: of the stage "calibrate".
         Returns whether there is a map now.
         """
         chunks = list(dict.fromkeys(self.template.chunk_ids(chunk) for record in records for chunk in record.chunks))
@@ -200,23 +201,3 @@ def _measurement(
         task=record.task or "",
         **fidelity,
     )
-
-
-def floor_seconds(compute_s: float, load_s: float, layers: int) -> float:
-    """The least time a blended prefill can take: its share of compute, plus loading that compute cannot hide.
-
-    One layer can be computed while the next one loads; the first layer's load is always waited for.
-    """
-    return compute_s + max(load_s / layers, load_s - compute_s)
-
-
-def copy_bandwidth(device: torch.device, nbytes: int = 64 << 20) -> float:
-    """Measured bytes per second of a copy in the device's memory, median of five."""
-    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = []
-    for _ in range(5):
-        watch = Stopwatch(device)
-        target.copy_(source)
-        seconds.append(watch.total())
-    return nbytes / median(seconds)

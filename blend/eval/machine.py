@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import cast
 
-import blend
+from blend.version import __version__
 
 # What is reported, and the distributions that provide it.
 _PACKAGES = {
@@ -77,7 +77,7 @@ def describe_machine() -> Machine:
 
 def _versions() -> dict[str, str | None]:
     found = {name: _version(distributions) for name, distributions in _PACKAGES.items()}
-    return {"kvblend": blend.__version__, **found}
+    return {"kvblend": __version__, **found}
 
 
 def _version(distributions: tuple[str, ...]) -> str | None:

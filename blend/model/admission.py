@@ -8,16 +8,15 @@ A model that fails is refused with the reason; nothing is assumed from its name.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from blend.errors import BlendError, UnsupportedModelError
+from blend.model.cache import BlendedCache
+from blend.model.driver import RowDriver
 from blend.model.rope import Rotation, find_rotation
-from blend.model.rows import Narrowing
-
-if TYPE_CHECKING:
-    from blend.model.decoder import Decoder
+from blend.model.rows import Narrowing, RowRequest
 
 PROBE_TOKENS = 12
 PROBE_DELTA = 37
@@ -49,66 +48,68 @@ class LayerRotation(NamedTuple):
         return self.key_shape[0] * self.key_shape[1] + self.value_shape[0] * self.value_shape[1]
 
 
-def admit(decoder: Decoder) -> tuple[LayerRotation, ...]:
-    """Rotations of all layers. Raises `UnsupportedModelError` when the model cannot be blended."""
-    _check_layer_kinds(decoder)
-    ids = _probe_ids(decoder)
+def admit(driver: RowDriver, config: Any, name: str) -> tuple[LayerRotation, ...]:
+    """Rotations of all layers. config: the model's, of its text part. name: how messages call the model.
+
+    Raises `UnsupportedModelError` when the model cannot be blended.
+    """
+    _check_layer_kinds(config, name)
+    ids = _probe_ids(driver)
     try:
         with torch.inference_mode():
-            here, logits = _native_forward(decoder, ids, 0)
-            there, _ = _native_forward(decoder, ids, PROBE_DELTA)
+            here, logits = _native_forward(driver, ids, 0)
+            there, _ = _native_forward(driver, ids, PROBE_DELTA)
     except BlendError:
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{decoder.name}: its forward pass takes no position ids or returns no cache ({error}); "
+            f"{name}: its forward pass takes no position ids or returns no cache ({error}); "
             "use full prefill for this model"
         ) from error
-    rotations = tuple(_rotations(decoder, here, there))
-    _check_driving(decoder, ids, logits)
+    rotations = tuple(_rotations(driver, name, here, there))
+    _check_driving(driver, name, ids, logits)
     return rotations
 
 
-def _tolerance(decoder: Decoder) -> float:
-    return _TOLERANCE.get(decoder.dtype, _HALF_TOLERANCE)
+def _tolerance(driver: RowDriver) -> float:
+    return _TOLERANCE.get(driver.dtype, _HALF_TOLERANCE)
 
 
-def _check_layer_kinds(decoder: Decoder) -> None:
-    kinds = set(getattr(decoder.config, "layer_types", None) or ()) - _ATTENTION_KINDS
+def _check_layer_kinds(config: Any, name: str) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_KINDS
     if kinds:
         raise UnsupportedModelError(
-            f"{decoder.name} has layers of type {', '.join(sorted(kinds))}, whose state is not a KV cache of single tokens; "
+            f"{name} has layers of type {', '.join(sorted(kinds))}, whose state is not a KV cache of single tokens; "
             "use full prefill for this model"
         )
 
 
-def _probe_ids(decoder: Decoder) -> torch.Tensor:
-    vocabulary = decoder.vocabulary
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocabulary // 8, vocabulary // 2, (1, PROBE_TOKENS), generator=generator).to(decoder.device)
+def _probe_ids(driver: RowDriver) -> torch.Tensor:
+    vocabulary, generator = driver.vocabulary, torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary // 8, vocabulary // 2, (1, PROBE_TOKENS), generator=generator).to(driver.device)
 
 
-def _native_forward(decoder: Decoder, ids: torch.Tensor, start: int) -> tuple[Any, torch.Tensor]:
+def _native_forward(driver: RowDriver, ids: torch.Tensor, start: int) -> tuple[Any, torch.Tensor]:
     """The model's own forward pass of `ids` at positions `start...`: its cache and the last row's logits."""
     positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-    out = decoder.driver.run_whole(input_ids=ids, position_ids=positions, use_cache=True)
+    out = driver.run_whole(input_ids=ids, position_ids=positions, use_cache=True)
     if out.past_key_values is None:
         raise ValueError("use_cache=True gave no cache")
     return out.past_key_values, out.logits[:, -1]
 
 
-def _rotations(decoder: Decoder, here: Any, there: Any) -> list[LayerRotation]:
-    frequencies = _frequencies(decoder.model)
+def _rotations(driver: RowDriver, name: str, here: Any, there: Any) -> list[LayerRotation]:
+    frequencies = _frequencies(driver.model)
     found = []
-    for index in range(len(decoder.layers)):
+    for index in range(len(driver.layers)):
         turns: list[Rotation] = []
         shapes: list[tuple[int, int]] = []
         for part in ("keys", "values"):
             before, after = getattr(here.layers[index], part), getattr(there.layers[index], part)
-            rotation = find_rotation(before.float(), after.float(), PROBE_DELTA, frequencies, _tolerance(decoder))
+            rotation = find_rotation(before.float(), after.float(), PROBE_DELTA, frequencies, _tolerance(driver))
             if rotation is None:
                 raise UnsupportedModelError(
-                    f"{decoder.name}: the {part} of layer {index} cannot be moved to another position by any known rotation "
+                    f"{name}: the {part} of layer {index} cannot be moved to another position by any known rotation "
                     "(learned absolute positions, or an encoding that depends on length); use full prefill for this model"
                 )
             turns.append(rotation)
@@ -128,27 +129,27 @@ def _frequencies(model: Any) -> list[torch.Tensor]:
     return found
 
 
-def _check_driving(decoder: Decoder, ids: torch.Tensor, logits: torch.Tensor) -> None:
+def _check_driving(driver: RowDriver, name: str, ids: torch.Tensor, logits: torch.Tensor) -> None:
     """Blended prefill of all rows, then of scattered rows over the exact cache, against the model's own logits."""
     total = ids.shape[1]
     positions = torch.arange(total, device=ids.device)
     scattered = positions[[1, 2, total // 2, total - 1]]
     try:
-        cache = decoder.new_cache(total)
-        every = decoder.prefill_rows(ids, positions, cache, total=total)
-        narrowings = [Narrowing(1, lambda keys, values: scattered)] if len(decoder.layers) > 1 else []
-        some = decoder.prefill_rows(ids, positions, cache, total=total, narrowings=narrowings)
+        cache = BlendedCache(len(driver.layers), total)
+        narrowing = (Narrowing(1, lambda keys, values: scattered),) if len(driver.layers) > 1 else ()
+        every = driver.prefill([RowRequest(ids, positions, cache)])
+        some = driver.prefill([RowRequest(ids, positions, cache, narrowing)])
     except BlendError:
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{decoder.name}: its attention cannot be driven over chosen rows ({type(error).__name__}: {error}); "
+            f"{name}: its attention cannot be driven over chosen rows ({type(error).__name__}: {error}); "
             "use full prefill for this model"
         ) from error
     scale = logits.abs().amax().clamp_min(1e-6)
     difference = max(((x - logits).abs().amax() / scale).item() for x in (every, some))
-    if not difference <= _tolerance(decoder):
+    if not difference <= _tolerance(driver):
         raise UnsupportedModelError(
-            f"{decoder.name}: blended prefill differs from the model's own forward pass by {difference:.1%}; "
+            f"{name}: blended prefill differs from the model's own forward pass by {difference:.1%}; "
             "use full prefill for this model"
         )

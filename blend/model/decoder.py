@@ -6,7 +6,6 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ class Decoder:
         self.config = model.config.get_text_config(decoder=True)
         self.layers = _decoder_layers(model, self.config)
         self.driver = RowDriver(model, self.layers)
-        self.rotations: tuple[LayerRotation, ...] = admit(self)
+        self.rotations: tuple[LayerRotation, ...] = admit(self.driver, self.config, name)
 
     @classmethod
     def load(cls, location: str, *, name: str | None = None, device: str = "auto", dtype: str = "auto") -> Decoder:
@@ -77,17 +76,17 @@ class Decoder:
     @property
     def device(self) -> torch.device:
         """Where the model computes."""
-        return torch.device(self.model.device)
+        return self.driver.device
 
     @property
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
-        return self.model.dtype  # type: ignore[no-any-return]
+        return self.driver.dtype
 
     @property
     def vocabulary(self) -> int:
         """How many token ids there are."""
-        return int(self.model.get_input_embeddings().weight.shape[0])
+        return self.driver.vocabulary
 
     @property
     def context_length(self) -> int | None:
@@ -127,7 +126,6 @@ class Decoder:
         """An empty cache with room for `capacity` rows."""
         return BlendedCache(len(self.layers), capacity)
 
-    @torch.inference_mode()
     def prefill_rows(
         self,
         token_ids: torch.Tensor,
@@ -146,20 +144,9 @@ class Decoder:
         request = RowRequest(token_ids, positions, cache, tuple(narrowings))
         return self.prefill([request], mask=mask)
 
-    @torch.inference_mode()
     def prefill(self, requests: Sequence[RowRequest], *, mask: MaskMode = "exact") -> torch.Tensor:
-        """Compute the rows of several prompts in one forward pass; next-token logits of each, `[prompts, vocab]`.
-
-        What each gets is what it gets alone. In the last layer all rows get their KV, but only the last one of each prompt goes
-        through attention and MLP: nothing reads the others' output.
-        """
-        out = self.driver.run([self._ending_in_one_row(request) for request in requests], mask=mask)
-        logits: torch.Tensor = out.logits
-        return logits[:, -1] if len(requests) == 1 else logits[0]
-
-    def _ending_in_one_row(self, request: RowRequest) -> RowRequest:
-        last = Narrowing(len(self.layers) - 1, lambda keys, values: request.positions[-1:], keep_kv=True)
-        return replace(request, narrowings=(*request.narrowings, last)) if request.positions.shape[0] > 1 else request
+        """Compute the rows of several prompts in one forward pass, see `RowDriver.prefill`; logits `[prompts, vocab]`."""
+        return self.driver.prefill(requests, mask=mask)
 
     @torch.inference_mode()
     def append(self, token_ids: torch.Tensor, cache: BlendedCache) -> torch.Tensor:

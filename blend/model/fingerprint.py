@@ -7,7 +7,6 @@ model that somebody built or changed in memory, the digest of its parameters.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import xxhash
 
+from blend.files import write_atomically
 from blend.weights import cache_root
 
 CACHED = ".kvblend-digests.json"
@@ -88,10 +88,8 @@ def _read(place: Path) -> dict[str, str]:
 def _keep(digests: Mapping[str, str], places: tuple[Path, ...]) -> None:
     """In the first place that can be written; a machine that has none reads the files at every start."""
     for place in places:
-        draft = place.with_name(f"{place.name}.{os.getpid()}.part")
         with suppress(OSError):
             if place is not places[0]:
                 place.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps(digests))
-            draft.replace(place)
+            write_atomically(place, [json.dumps(digests).encode()], mode=None, durable=False)
             return

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from blend.errors import ConfigError
+from blend.config import ANSWER_TOKENS
+from blend.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
 
+SUPPORTED = ">=5.14,<6"  # of transformers, as the distribution requires it
 OnText = Callable[[str], None]
 
 
@@ -50,7 +54,7 @@ def generate(
     prefilled: Continuable,
     prompt_ids: Sequence[int],
     *,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = ANSWER_TOKENS,
     on_text: OnText | None = None,
     **options: Any,
 ) -> Generation:
@@ -61,6 +65,7 @@ def generate(
     """
     if any((options.get(name) or 1) != 1 for name in ("num_beams", "num_return_sequences")):
         raise ConfigError("one sequence a prompt: num_beams and num_return_sequences must be 1")
+    _require_custom_generate()
     begin = time.perf_counter()
     ids = torch.tensor([list(prompt_ids)], device=decoder.device)
     out = decoder.model.generate(
@@ -82,11 +87,13 @@ def _decoding_loop(decoder: Decoder, prefilled: Continuable, on_text: OnText | N
     def loop(
         model: Any,
         input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
         **_: Any,
     ) -> torch.Tensor:
+        if logits_processor is None or stopping_criteria is None or generation_config is None:
+            raise _unknown_generate()
         logits = prefilled.logits
         while True:
             scores = logits_processor(input_ids, logits.float())
@@ -102,6 +109,20 @@ def _decoding_loop(decoder: Decoder, prefilled: Continuable, on_text: OnText | N
         return input_ids
 
     return loop
+
+
+def _require_custom_generate() -> None:
+    from transformers import GenerationMixin
+
+    if "custom_generate" not in inspect.signature(GenerationMixin.generate).parameters:
+        raise _unknown_generate()
+
+
+def _unknown_generate() -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"transformers {version('transformers')} does not hand over decoding as kvblend needs it; "
+        f"install a version that it is made for: pip install 'transformers{SUPPORTED}'"
+    )
 
 
 def _choose(scores: torch.Tensor, sample: bool) -> torch.Tensor:

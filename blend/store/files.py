@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from blend.errors import EntryDamagedError, StoreError
-from blend.store.atomic import set_aside, write_atomically
+from blend.files import set_aside, write_atomically
 
 MANIFEST = "store.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -17,7 +17,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from blend.errors import EntryDamagedError, StoreError
-from blend.store.atomic import sweep, write_atomically
+from blend.files import sweep, write_atomically
 from blend.store.files import MANIFEST, StoreFiles, unusable
 
 STORE_FORMAT = 1

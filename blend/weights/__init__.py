@@ -10,16 +10,17 @@ import sys
 from pathlib import Path
 
 from blend.errors import WeightsError
-from blend.weights.catalog import CATALOG, DEFAULT_MODEL, CatalogModel
-from blend.weights.fetch import FetchProgress, Progress, fetch, is_ready
+from blend.timing import Progress, no_progress
+from blend.weights.catalog import CATALOG, CatalogModel
+from blend.weights.fetch import fetch, is_ready
 from blend.weights.gguf import convert_gguf, require_converter
 from blend.weights.hub import answers_for, is_cached
 
-__all__ = ["CATALOG", "DEFAULT_MODEL", "CatalogModel", "FetchProgress", "Progress", "cache_root", "resolve_model"]
+__all__ = ["CATALOG", "CatalogModel", "cache_root", "resolve_model"]
 
 
 def resolve_model(
-    name_or_path: str | os.PathLike[str], *, cache_dir: Path | None = None, progress: Progress | None = None
+    name_or_path: str | os.PathLike[str], *, cache_dir: Path | None = None, progress: Progress = no_progress
 ) -> Path | str:
     """What `from_pretrained` takes for `name_or_path`.
 
@@ -36,7 +37,7 @@ def resolve_model(
         models = (cache_dir or cache_root()) / "models"
         if not is_ready(model, models) and (is_cached(model.hub_id) or answers_for(model.hub_id)):
             return model.hub_id
-        return fetch(model, models, require=require_converter, convert=convert_gguf, progress=progress or _silent)
+        return fetch(model, models, require=require_converter, convert=convert_gguf, progress=progress)
     if path.exists() or isinstance(name_or_path, Path) or str(name_or_path).startswith((".", "/", "~")):
         choices = ", ".join(CATALOG)
         raise WeightsError(f"{name_or_path} is no model directory: pass one, or a HuggingFace id, or one of {choices}")
@@ -50,7 +51,3 @@ def cache_root() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "kvblend"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvblend"
-
-
-def _silent(step: FetchProgress) -> None:
-    """Report nothing."""

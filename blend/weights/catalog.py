@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DEFAULT_MODEL = "qwen2.5-coder-0.5b"
+from blend.config import DEFAULT_MODEL
 
 
 @dataclass(frozen=True)

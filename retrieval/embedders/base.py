@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-Progress = Callable[[int, int], None]
-"""Called with (texts done, texts in all) after every batch."""
+Progress = Callable[[str, int, int], None]
+"""Called with the stage, "embed", texts done and texts in all, after every batch."""
 
 
 class Embedder(ABC):

@@ -26,7 +26,7 @@ HUB_TIMEOUT = 10.0  # seconds
 class SentenceEmbedder(Embedder):
     """A sentence-transformers model. Texts longer than the model's window are embedded by their beginning."""
 
-    def __init__(self, name: str = PACKAGED, device: str = "cpu", batch_size: int = 32) -> None:
+    def __init__(self, name: str, device: str, batch_size: int) -> None:
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else name
         self._batch_size = batch_size
         self._model = _load(_location(name), device)
@@ -46,7 +46,7 @@ class SentenceEmbedder(Embedder):
             batch = order[start : start + self._batch_size]
             vectors[batch] = self._encode(self._model.encode_document, [texts[index] for index in batch])
             if progress:
-                progress(start + len(batch), len(texts))
+                progress("embed", start + len(batch), len(texts))
         return vectors
 
     def embed_query(self, text: str) -> npt.NDArray[np.float32]:

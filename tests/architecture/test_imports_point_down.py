@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from graphlib import TopologicalSorter
 
@@ -21,7 +22,7 @@ LAYERS = (
     ("blend.store", "blend.weights", "blend.prompt"),
     ("blend.types", "blend.config", "blend.timing", "blend.plain_text"),
     ("blend.limits",),
-    ("blend.errors", "blend.visible", "blend"),
+    ("blend.errors", "blend.visible", "blend.files", "blend.version", "blend"),
 )
 ROOMS_OF_MANY_JOBS = ("blend.model", "blend.chunks", "blend.eval")
 
@@ -57,6 +58,15 @@ def test_imports_point_down_only() -> None:
     assert not wrong
 
 
+def test_no_module_imports_the_root_package() -> None:
+    """It is the public surface, made of them; `blend.version` holds what they share with it."""
+    assert {
+        entry.module
+        for entry in imports()
+        if entry.target in ("blend", "retrieval", "blend_kernels") and top(entry.module) == entry.target
+    } == set()
+
+
 # A factory that loads an implementation of the contract beside it when it is asked for one.
 FACTORIES = {("retrieval.embedders", "retrieval.embedders.sentence")}
 
@@ -78,7 +88,7 @@ def test_the_kernels_have_few_doors() -> None:
 
 DOORS = {
     "transformers": {
-        "blend.model.driver",
+        "blend.model.switch",
         "blend.model.cache",
         "blend.model.decoder",
         "blend.model.fingerprint",
@@ -127,12 +137,47 @@ def test_kernels_import_only_torch_and_triton() -> None:
 def test_the_store_knows_neither_transformers_nor_the_decoder() -> None:
     assert _outside("blend.store") <= {"torch", "xxhash", "filelock", "numpy"}
     ours = {_unit(e.target) for e in imports() if e.module.startswith("blend.store") and top(e.target) == "blend"}
-    assert ours <= {"blend.store", "blend.types", "blend.errors", "blend.config"}
+    assert ours <= {"blend.store", "blend.types", "blend.errors", "blend.config", "blend.files"}
 
 
-def test_only_the_driver_registers_attention_and_nothing_is_patched_on_import() -> None:
+def test_only_the_switch_registers_attention_and_nothing_is_patched_on_import() -> None:
     users = {m for m, path in modules().items() if "ALL_ATTENTION_FUNCTIONS" in path.read_text(encoding="utf-8")}
-    assert users == {"blend.model.driver"}
+    assert users == {"blend.model.switch"}
+
+
+def test_a_default_is_written_once() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id.startswith("DEFAULT_"):
+                homes.setdefault(node.id, []).append(module)
+            elif isinstance(node, ast.FunctionDef):
+                for name in _literal_defaults(node.args) & {"max_new_tokens", "max_tokens", "chunk_tokens", "top_k"}:
+                    homes.setdefault(name, []).extend([module, "a signature"])
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
+def _literal_defaults(arguments: ast.arguments) -> set[str]:
+    placed = [*arguments.posonlyargs, *arguments.args][
+        len(arguments.posonlyargs + arguments.args) - len(arguments.defaults) :
+    ]
+    pairs = [
+        *zip(placed, arguments.defaults, strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
+    return {each.arg for each, default in pairs if isinstance(default, ast.Constant) and default.value is not None}
+
+
+def test_files_come_to_their_place_through_one_writer_a_package() -> None:
+    """`path.replace(target)` has one argument, the method of texts two; `mkstemp` is how drafts are made by hand."""
+    movers = set()
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                moves = node.func.attr == "replace" and len(node.args) == 1
+                if moves or node.func.attr in {"mkstemp", "NamedTemporaryFile"}:
+                    movers.add(module)
+    assert movers == {"blend.files", "retrieval.generations", "blend_kernels.tuning"}
 
 
 def test_kernels_is_a_source_root_and_no_package() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from blend_kernels.aot_pairs import covering
+from aot.pairs import covering
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "aot_report"
 ESSENTIAL = "|".join(

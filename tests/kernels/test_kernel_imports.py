@@ -1,7 +1,9 @@
 """In processes of their own: what an import loads."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +38,18 @@ def test_unknown_names_are_attribute_errors():
 
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = blend_kernels.nothing
+
+
+def test_what_the_package_holds_is_what_its_ops_need():
+    """Tools of the repository stay out of the wheel: every module is reached from the public ops."""
+    import blend_kernels
+
+    folder = Path(blend_kernels.__file__).parent
+    modules = {path.stem: path for path in folder.glob("*.py")}
+    reached, waiting = set(), ["__init__", "attention_op", "mass_op", "rotation_op", "deviation_op"]
+    while waiting:
+        name = waiting.pop()
+        reached.add(name)
+        imported = [n.module for n in ast.walk(ast.parse(modules[name].read_text())) if isinstance(n, ast.ImportFrom)]
+        waiting += [found for found in imported if found in modules and found not in reached]
+    assert reached == set(modules)

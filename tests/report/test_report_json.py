@@ -1,5 +1,6 @@
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,15 +90,15 @@ def test_a_place_that_cannot_be_written_is_one_line_and_leaves_nothing(report, t
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("step", ["write_text", "replace"])
-def test_a_failed_write_keeps_the_old_file(report, tmp_path, monkeypatch, step):
+@pytest.mark.parametrize(("owner", "step"), [(os, "write"), (Path, "replace")])
+def test_a_failed_write_keeps_the_old_file(report, tmp_path, monkeypatch, owner, step):
     path = tmp_path / "out.json"
     path.write_text("old")
 
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, step, fail)
+    monkeypatch.setattr(owner, step, fail)
     with pytest.raises(ConfigError, match="No space left on device"):
         write_json(report, path)
     monkeypatch.undo()

@@ -22,7 +22,7 @@ class BagOfWords(Embedder):
                 vectors[row, zlib.crc32(word.encode()) % self.dimension] += 1
             vectors[row] /= max(np.linalg.norm(vectors[row]), 1e-9)
             if progress:
-                progress(row + 1, len(texts))
+                progress("embed", row + 1, len(texts))
         return vectors
 
 

@@ -53,10 +53,10 @@ def test_update_embeds_only_what_is_new(tmp_path, bag):
     assert update_index(tmp_path, chunks("a", "b", "c"), bag)[:3] == (3, 0, 0)
     bag.embedded.clear()
     ticks = []
-    update = update_index(tmp_path, chunks("d", "c", "a"), bag, lambda done, total: ticks.append((done, total)))
+    update = update_index(tmp_path, chunks("d", "c", "a"), bag, lambda *step: ticks.append(step))
     assert update == (1, 2, 1, "")
     assert bag.embedded == ["Title\nd"]
-    assert ticks == [(1, 1)]
+    assert ticks == [("embed", 1, 1)]
     index = ChunkIndex.load(tmp_path)
     assert texts(index) == ["d", "c", "a"]
     np.testing.assert_array_equal(index.vectors(), bag.embed(["Title\nd", "Title\nc", "Title\na"]))

@@ -3,8 +3,8 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rendered import chunk_documents, render
 
-from retrieval.chunking import chunk_documents, render_chunk
 from retrieval.document import Document
 from retrieval.errors import ChunkingError
 from retrieval.headings import find_headings
@@ -50,7 +50,7 @@ def test_no_chunk_is_too_long_and_no_text_is_lost(text, max_tokens):
     chunks = chunk_documents([Document("d", "Zz", text, "d")], words_and_signs, max_tokens)
     for chunk in chunks:
         assert chunk.text.strip()
-        assert chunk.tokens == len(words_and_signs(render_chunk(chunk.title, chunk.text))) <= max_tokens
+        assert chunk.tokens == len(words_and_signs(render(chunk.title, chunk.text))) <= max_tokens
     assert_nothing_lost(text, chunks)
     assert len({chunk.id for chunk in chunks}) == len(chunks)
     assert chunks == chunk_documents([Document("d", "Zz", text, "d")], words_and_signs, max_tokens)
@@ -60,7 +60,7 @@ def test_no_chunk_is_too_long_and_no_text_is_lost(text, max_tokens):
 @given(st.text(min_size=1, max_size=300), st.text(max_size=200))
 def test_any_title_and_any_text_keep_the_limit(text, title):
     for chunk in chunk_documents([Document("d", title, text, "d")], words_and_signs, 20):
-        assert len(words_and_signs(render_chunk(chunk.title, chunk.text))) <= 20
+        assert len(words_and_signs(render(chunk.title, chunk.text))) <= 20
 
 
 def test_a_trained_byte_pair_tokenizer():
@@ -72,7 +72,7 @@ def test_a_trained_byte_pair_tokenizer():
     bpe.train_from_iterator([PARAGRAPH], trainer)
     text = "\n\n".join(f"# Part {n}\n\n{PARAGRAPH * (1 + n % 3)}" for n in range(9)) + "\n\n" + "日本語の文。" * 90
     chunks = chunk_documents([Document("d", "Doc", text, "d")], lambda t: bpe.encode(t).ids, 64)
-    assert max(len(bpe.encode(render_chunk(c.title, c.text)).ids) for c in chunks) <= 64
+    assert max(len(bpe.encode(render(c.title, c.text)).ids) for c in chunks) <= 64
     assert squeeze("".join(c.text for c in chunks)).endswith(squeeze("日本語の文。" * 90)[-20:])
 
 

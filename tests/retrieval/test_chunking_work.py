@@ -2,8 +2,8 @@
 
 import pytest
 import semantic_text_splitter
+from rendered import chunk_documents
 
-from retrieval.chunking import chunk_documents
 from retrieval.document import Document
 from retrieval.headings import find_headings
 

@@ -164,7 +164,8 @@ def test_a_file_larger_than_the_memory_is_skipped(tmp_path):
 
 
 def test_names_that_are_no_utf_8_are_read_and_told_apart(tmp_path, bag, encode):
-    from retrieval.chunking import chunk_documents
+    from rendered import chunk_documents
+
     from retrieval.index import ChunkIndex, update_index
 
     folder = os.fsencode(tmp_path / "docs")

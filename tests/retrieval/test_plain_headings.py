@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from rendered import chunk_documents
 
-from retrieval.chunking import chunk_documents
 from retrieval.document import Document
 from retrieval.headings import find_headings
 from retrieval.loading import load_documents

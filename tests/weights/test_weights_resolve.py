@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from blend.config import DEFAULT_MODEL
 from blend.errors import WeightsError
-from blend.weights import CATALOG, DEFAULT_MODEL, cache_root, resolve_model
+from blend.weights import CATALOG, cache_root, resolve_model
 
 
 def test_a_directory_is_itself(tmp_path):

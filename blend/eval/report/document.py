@@ -9,7 +9,7 @@ from pathlib import Path
 
 from blend.eval.bootstrap import Bounds, Interval
 from blend.eval.report.measurement import QUALITY_METRICS, Measurement
-from blend.eval.report.output import whole_file
+from blend.eval.report.output import write_whole
 from blend.eval.report.summary import MethodSummary, Report
 from blend.visible import json_text
 
@@ -49,8 +49,7 @@ def report_document(report: Report) -> dict[str, object]:
 def write_json(report: Report, path: str | Path) -> None:
     """Write `report_document` to `path`, replacing it whole or not at all; `ConfigError` when it cannot be written."""
     text = json_text(report_document(report), indent=2, allow_nan=False, default=str)
-    with whole_file(Path(path)) as draft:
-        draft.write_text(text + "\n", encoding="utf-8")
+    write_whole(Path(path), f"{text}\n".encode())
 
 
 def _methods(summaries: tuple[MethodSummary, ...]) -> dict[str, object]:

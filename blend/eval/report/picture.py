@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import ConfigError
 from blend.eval.report.labels import place_labels
-from blend.eval.report.output import whole_file
+from blend.eval.report.output import write_whole
 from blend.eval.report.summary import MethodSummary, Report
 from blend.visible import visible
 
@@ -54,10 +55,12 @@ def write_picture(report: Report, path: str | Path) -> None:
         import matplotlib as mpl
     except ImportError as error:
         raise ConfigError("the picture needs matplotlib: pip install 'kvblend[report]'") from error
+    kind, drawn = path.suffix.lower(), BytesIO()
     # Fixed ids and no date: the same report gives the same file.
-    with mpl.rc_context({"svg.hashsalt": "kvblend", "font.size": 9.5}), whole_file(path) as draft:
-        metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
-        _draw(report).savefig(draft, dpi=160, metadata=metadata)
+    with mpl.rc_context({"svg.hashsalt": "kvblend", "font.size": 9.5}):
+        metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(kind)
+        _draw(report).savefig(drawn, format=kind[1:], dpi=160, metadata=metadata)
+    write_whole(path, drawn.getvalue())
 
 
 def _draw(report: Report) -> Figure:

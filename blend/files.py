@@ -10,8 +10,9 @@ import stat
 import time
 import uuid
 import zlib
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from io import FileIO
 from pathlib import Path
 
 STALE_AFTER_S = 3600.0
@@ -25,31 +26,63 @@ def _temporary_name() -> str:
 
 
 def write_atomically(
-    path: Path, blobs: Iterable[bytes | memoryview], tmp: Path, mode: int, placing: AbstractContextManager[None]
+    path: Path,
+    blobs: Iterable[bytes | memoryview],
+    tmp: Path | None = None,
+    mode: int | None = 0o600,
+    placing: AbstractContextManager[None] | None = None,
+    *,
+    durable: bool = True,
 ) -> None:
     """Write `blobs` to `path` so that it holds the old content or the new, whenever the process or the machine stops.
 
-    `tmp` is a directory of the same file system. Raises OSError and leaves nothing behind.
+    tmp: a folder of the same file system to write in, which also takes a folder that stands in the place; without it the file
+    is written beside `path`, and a folder there is an error. mode: the file's permissions; None leaves them to the umask.
+    placing: held while the finished file comes to its place. durable: whether it must be on the disk before that; without, a
+    machine that stops may leave an empty file. Raises OSError and leaves nothing behind.
     """
-    part = tmp / _temporary_name()
-    try:
-        with open(part, "xb", buffering=0, opener=_private) as file:
-            with suppress(OSError):  # a file system without permissions; the file is not wider than it was opened
-                os.fchmod(file.fileno(), mode)
+    with _part(tmp or path.parent) as part:
+        with _created(part, mode) as file:
             for blob in blobs:
                 _write_fully(file.fileno(), memoryview(blob))
-            os.fsync(file.fileno())
-        with placing:
+            if durable:
+                os.fsync(file.fileno())
+        with placing or nullcontext():
             _place(part, path, tmp)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
-def _place(part: Path, path: Path, tmp: Path) -> None:
+def check_creatable(folder: Path) -> None:
+    """Raise OSError where `write_atomically` could not make a file in `folder`."""
+    with _part(folder) as part, _created(part, 0o600):
+        pass
+
+
+@contextmanager
+def _part(folder: Path) -> Iterator[Path]:
+    """A name for a new file, which is removed at the end unless it was moved."""
+    part = folder / _temporary_name()
+    try:
+        yield part
+    finally:
+        with suppress(OSError):
+            part.unlink()
+
+
+def _created(part: Path, mode: int | None) -> FileIO:
+    allowed = 0o666 if mode is None else 0o600
+    file = open(part, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, allowed))  # noqa: SIM115
+    if mode is not None:
+        with suppress(OSError):  # a file system without permissions; the file is not wider than it was opened
+            os.fchmod(file.fileno(), mode)
+    return file
+
+
+def _place(part: Path, path: Path, tmp: Path | None) -> None:
     try:
         part.replace(path)
     except IsADirectoryError as error:
+        if tmp is None:
+            raise
         set_aside(path, tmp, error)
         part.replace(path)
 
@@ -100,10 +133,6 @@ def _is_alive(pid: int) -> bool:
     except (OSError, OverflowError):
         return True
     return True
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _write_fully(descriptor: int, view: memoryview) -> None:

@@ -1,0 +1,18 @@
+"""Chunking for tests, with a way to render chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from retrieval import chunking
+from retrieval.document import Document
+
+
+def render(title: str, text: str) -> str:
+    return f"{title}\n\n{text}\n\n" if title else f"{text}\n\n"
+
+
+def chunk_documents(
+    documents: Iterable[Document], encode: chunking.Encode, max_tokens: int = 256, render: chunking.Render = render
+) -> tuple[chunking.Chunk, ...]:
+    return chunking.chunk_documents(documents, encode, max_tokens, render)
