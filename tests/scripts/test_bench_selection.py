@@ -116,6 +116,22 @@ def test_show_names_what_is_lacking(measured: Path) -> None:
     assert "no record has full, published and all of oracle" in shown.stderr
 
 
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        (("--task", "poetry"), 6, "no set has a record to measure"),
+        (("--shard", "2/2"), 2, "shard is '2/2'"),
+    ],
+)
+def test_a_mistake_ends_in_one_line(measured: Path, more: tuple[str, str], code: int, said: str) -> None:
+    options = ("--model", measured / "tiny", "--out", measured / "x.jsonl", "--stores", measured / "stores", *more)
+    done = script("run", measured / "questions.jsonl", *options)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (measured / "x.jsonl").exists()
+
+
 def test_profile_names_the_layers_that_find_the_rows(measured: Path) -> None:
     sets = [measured / "questions.jsonl", measured / "meetings.jsonl"]
     found = script("profile", *sets, "--model", measured / "tiny", "--stores", measured / "stores", "--records", "2")

@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from blend.errors import ConfigError, PromptError
+from blend.errors import ConfigError, DatasetError, PromptError
 from blend.eval.dataset import Record
 from blend.eval.evaluator import Method
 from blend.eval.metrics import word_f1
 from blend.eval.selection.methods import Methods, methods
 from blend.eval.selection.naming import FULL
 from blend.eval.selection.row import Key, Row, append_rows, read_rows, row_of
-from blend.eval.selection.workload import Setting, Workload, load_decoder, load_workloads
+from blend.eval.selection.workload import APART, Setting, Workload, load_decoder, load_workloads
 
 ROUND = 4  # records of a set before the next set has its turn
 
@@ -41,13 +41,17 @@ class Shard:
 def run(setting: Setting, out: Path, *, group: str, records: int, shard: Shard) -> Iterator[str]:
     """Measure a group of methods on the first so many records of each set; a line on each record when it is in the file.
 
-    What the file holds is not measured again. Raises `ConfigError` for an unknown group, and as `read_rows`, `load_decoder`
-    and `Workload` do.
+    What the file holds is not measured again. Raises `DatasetError` where no set has a record to measure, and as `methods`,
+    `read_rows`, `load_decoder` and `Workload` do.
     """
     done = {row.key for row in read_rows(out)}
     decoder = load_decoder(setting)
     wanted = methods(group, len(decoder.layers))
     workloads = load_workloads(setting, decoder)
+    if not any(workload.records for workload in workloads):
+        raise DatasetError(
+            f"no set has a record to measure; the last {APART} of each are kept apart, and --task chooses"
+        )
     first = shard.first(len(workloads))
     for start in range(0, records, ROUND):
         for workload in (*workloads[first:], *workloads[:first]):

@@ -72,9 +72,10 @@ def mean_kl_over_sets(by_set: BySet) -> float | None:
     return mean_where_defined(mean_kl(records.values()) for records in by_set.values())
 
 
-def median_kl(rows: Iterable[Row]) -> float:
-    """Median KL over records; an undefined one counts as none."""
-    return median(row.kl or 0.0 for row in rows)
+def median_kl(rows: Iterable[Row]) -> float | None:
+    """Median KL over records; None where none is defined."""
+    found = [row.kl for row in rows if row.kl is not None]
+    return median(found) if found else None
 
 
 def ratio_interval(by_set: BySet, base: BySet, resamples: int = 2000) -> Interval | None:
@@ -90,8 +91,8 @@ def kl_interval(rows: Sequence[Row], sets: Iterable[str], resamples: int = 1000)
 
 
 def gold_interval(rows: Iterable[Row], full: BySet, resamples: int = 2000) -> Interval | None:
-    """Agreement with gold of these rows less that of full recompute on the same records; None where it has none."""
-    found = [(row.gold, full[row.set][row.id].gold) for row in rows]
+    """Agreement with gold of these rows less that of full recompute on the same records; None where they share none."""
+    found = [(row.gold, full[row.set][row.id].gold) for row in rows if row.id in full.get(row.set, {})]
     pairs = [(mine, theirs) for mine, theirs in found if mine is not None and theirs is not None]
     if not pairs:
         return None
@@ -99,7 +100,8 @@ def gold_interval(rows: Iterable[Row], full: BySet, resamples: int = 2000) -> In
 
 
 def _kl_pairs(mine: Mapping[str, Row], base: Mapping[str, Row]) -> _Sample:
-    return np.array([(row.kl, base[i].kl) for i, row in mine.items() if i in base], dtype=np.float64)
+    pairs = [(row.kl, base[i].kl) for i, row in mine.items() if i in base]
+    return np.array([pair for pair in pairs if None not in pair], dtype=np.float64)
 
 
 def _ratio_of_means(samples: Sequence[_Sample]) -> float:

@@ -37,7 +37,7 @@ class Summary:
     method: str
     sets: tuple[SetSummary, ...]
     kl: float | None
-    median_kl: float
+    median_kl: float | None
     to_baseline: Interval | None
     top1: float | None
     f1_full: float | None
@@ -98,14 +98,14 @@ def _set_summary(name: str, mine: stats.BySet, full: stats.BySet) -> SetSummary:
 
 def gaps(rows: Iterable[Row]) -> Iterator[Gap]:
     """A gap for each task that the sets name and each method between plain reuse and full recompute."""
-    by_task: defaultdict[str, defaultdict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    by_task: defaultdict[str, defaultdict[str, dict[tuple[str, str], float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         if row.task and row.gold is not None:
-            by_task[row.task][row.method][row.id] = row.gold
+            by_task[row.task][row.method][row.set, row.id] = row.gold
     for task, found in sorted(by_task.items()):
         full, reuse = found.pop(FULL, {}), found.pop(REUSE, {})
         for method, mine in found.items():
-            ids = [i for i in mine if i in full and i in reuse]
-            if ids:
-                means = (mean(source[i] for i in ids) for source in (full, reuse, mine))
-                yield Gap(task, method, len(ids), *means)
+            shared = [record for record in mine if record in full and record in reuse]
+            if shared:
+                means = (mean(source[record] for record in shared) for source in (full, reuse, mine))
+                yield Gap(task, method, len(shared), *means)
