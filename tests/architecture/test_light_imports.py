@@ -33,6 +33,7 @@ LIGHT = (
     "blend.eval",
     "blend.eval.selection",
     "blend.eval.selection.methods",
+    "blend.eval.small_corpora",
     "blend.types",
     "blend.store",
     "blend.select",
