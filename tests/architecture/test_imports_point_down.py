@@ -100,7 +100,7 @@ DOORS = {
     "faiss": {"retrieval.index"},
     "sentence_transformers": {"retrieval.embedders.sentence"},
     "triton": {"blend_kernels"},
-    "matplotlib": {"blend.eval.report"},
+    "matplotlib": {"blend.eval.report", "blend.eval.selection"},
     "rouge_score": {"blend.eval.metrics"},
     "gguf": {"blend.weights"},
     "click": {"blend.cli"},

@@ -6,28 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from blend.eval.selection.row import read_rows
 from tests.tiny_model import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bench_selection"
-GROUPS = ("base", "finalists", "parts", "frontier", "layers", "screen")
-
-
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    loader = SourceFileLoader("bench_selection", str(SCRIPT))
-    spec = spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
 
 
 def script(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -101,14 +89,16 @@ def test_what_is_measured_is_not_measured_again(measured: Path) -> None:
     assert (measured / "r.jsonl").read_text() == before
 
 
-def test_a_line_that_a_kill_cut_short_is_measured_again(measured: Path, bench: Any) -> None:
-    whole = (measured / "r.jsonl").read_text()
-    lost = json.loads(whole.splitlines()[-1])
-    (measured / "r.jsonl").write_text(whole[:-20])
+def test_after_a_line_that_a_kill_cut_short_no_other_is_lost(measured: Path) -> None:
+    """Where full recompute of the last record was cut short, the next run measures that record, on lines of their own."""
+    whole = read_rows(measured / "r.jsonl")
+    lines = (measured / "r.jsonl").read_text().splitlines(keepends=True)
+    assert json.loads(lines[-5])["method"] == "full"
+    (measured / "r.jsonl").write_text("".join(lines[:-5]) + lines[-5][:-20])
     assert again(measured).returncode == 0
-    found = bench.read(measured / "r.jsonl")
-    same = [r for r in found if all(r[k] == lost[k] for k in ("set", "id", "method"))]
-    assert [r["kl"] for r in same] == [pytest.approx(lost["kl"], abs=1e-6)]
+    found = {row.key: row.kl for row in read_rows(measured / "r.jsonl")}
+    assert found == {row.key: pytest.approx(row.kl, abs=1e-6) for row in whole}
+    assert script("show", measured / "r.jsonl").returncode == 0
 
 
 def test_show_prints_tables_and_draws(measured: Path, tmp_path: Path) -> None:
@@ -121,38 +111,25 @@ def test_show_prints_tables_and_draws(measured: Path, tmp_path: Path) -> None:
 
 def test_show_names_what_is_lacking(measured: Path) -> None:
     shown = script("show", measured / "r.jsonl", "--paired", "oracle")
-    assert shown.returncode == 1
+    assert shown.returncode == 2
+    assert shown.stderr.count("\n") == 1
     assert "no record has full, published and all of oracle" in shown.stderr
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_names_say_the_ratio(bench: Any, group: str) -> None:
-    """The picture and the tables read the ratio of a method from its name."""
-    for name, config in bench.methods(group, 24).items():
-        if config.selector not in ("none", "all") or " %" in name:
-            said = bench.ratio_of(name)[1]
-            assert said == (0 if config.selector == "none" else round(config.ratio * 100)), name
-
-
-@pytest.mark.parametrize("layers", [12, 24, 30, 32])
-def test_bands_are_layers_of_the_model(bench: Any, layers: int) -> None:
-    from blend.select.query_score import scoring_layers
-
-    for config in bench.methods("layers", layers).values():
-        assert len(scoring_layers(config.query_layers, layers)) >= layers // 6
-
-
-def test_summaries_are_judged_by_rouge(bench: Any) -> None:
-    row = {"f1": 0.5, "rouge_l": 0.25, "task": "summarize-query"}
-    assert bench.to_gold(row) == 0.25
-    assert bench.to_gold({**row, "task": "qa"}) == 0.5
-
-
-def test_the_interval_of_a_ratio_pairs_records(bench: Any) -> None:
-    """A method with half the baseline's KL on every record has a ratio of one half, and no spread."""
-    base = {"s": {str(n): {"kl": 0.1 * (n + 1)} for n in range(10)}}
-    mine = {"s": {i: {"kl": row["kl"] / 2} for i, row in base["s"].items()}}
-    assert bench.ratio_interval(mine, base) == "0.50 [0.50,0.50]"
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        (("--task", "poetry"), 6, "no set has a record to measure"),
+        (("--shard", "2/2"), 2, "shard is '2/2'"),
+    ],
+)
+def test_a_mistake_ends_in_one_line(measured: Path, more: tuple[str, str], code: int, said: str) -> None:
+    options = ("--model", measured / "tiny", "--out", measured / "x.jsonl", "--stores", measured / "stores", *more)
+    done = script("run", measured / "questions.jsonl", *options)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (measured / "x.jsonl").exists()
 
 
 def test_profile_names_the_layers_that_find_the_rows(measured: Path) -> None:

@@ -1,0 +1,127 @@
+"""Rows -> tables and points of the picture, against lines worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from selection_rows import row
+
+from blend.errors import ConfigError, DatasetError
+from blend.eval.selection.picture import families, write_frontier
+from blend.eval.selection.row import append_rows, read_rows
+from blend.eval.selection.show import show
+from blend.eval.selection.summary import gaps
+from blend.eval.selection.tables import gap_lines, markdown_tables, text_table
+
+FULL = [row("full", str(n), 0.0, top1=1.0, f1=0.6, ttft_s=8.0, select_s=0.0, share=1.0, f1_full=1.0) for n in (1, 2)]
+BASE = [row("published", str(n), 0.4, f1=0.3) for n in (1, 2)]
+QUERY = [row("query", str(n), 0.1, f1=0.5) for n in (1, 2)]
+REUSE = [row("reuse", str(n), 0.8, f1=0.2, select_s=0.0, ttft_s=0.5, share=0.05) for n in (1, 2)]
+ROWS = [*REUSE, *BASE, *QUERY, *FULL]
+
+
+def words(line: str) -> str:
+    """A line without its columns."""
+    return " ".join(line.split())
+
+
+def test_the_text_table_begins_with_the_lowest_kl() -> None:
+    head, *lines = text_table(ROWS)
+    assert words(head) == "method s mean KL median to published top-1 F1=full gold - full rows TTFT x select"
+    assert [line.split()[0] for line in lines] == ["full", "query", "published", "reuse"]
+    expected = "query 0.100 n=2 0.100 0.100 0.25 [0.25,0.25] 0.50 0.75 -0.100 [-0.10, -0.10] 25.0% 4.0 5.0%"
+    assert words(lines[1]) == expected
+
+
+def test_a_set_that_a_method_lacks_is_a_dash() -> None:
+    *_, reuse = text_table([*ROWS, row("query", "1", 0.2, set="t"), row("full", "1", 0.0, set="t")])
+    assert reuse.split()[:5] == ["reuse", "0.800", "n=2", "-", "n=0"]
+
+
+def test_the_gap_between_reuse_and_full_is_closed_by_a_share() -> None:
+    """From 0.2 to 0.6: 0.5 closes three quarters, 0.3 one quarter."""
+    assert {gap.method: gap.closed for gap in gaps(ROWS)} == pytest.approx({"published": 0.25, "query": 0.75})
+    lines = list(gap_lines(ROWS))
+    assert words(lines[1]) == "qa query n=2 full 0.60 reuse 0.20 it 0.50 75% of the gap"
+    narrow = [row(one.method, one.id, one.kl, f1=0.5) for one in ROWS]
+    assert [line[-15:] for line in gap_lines(narrow)] == ["no gap to close"] * 2
+
+
+def test_records_of_one_name_in_two_sets_are_two_records() -> None:
+    """Both sets count from 1 and name the same task; full recompute and plain reuse differ between them."""
+    other = [row(one.method, one.id, one.kl, set="t", f1=0.0 if one.method == "reuse" else 1.0) for one in ROWS]
+    found = {gap.method: gap for gap in gaps([*ROWS, *other])}
+    assert found["query"].records == 4
+    assert (found["query"].full, found["query"].reuse, found["query"].mine) == pytest.approx((0.8, 0.1, 0.75))
+
+
+def test_markdown_has_the_methods_asked_for() -> None:
+    lines = list(markdown_tables([*FULL, *BASE, *QUERY], ["query"]))
+    assert lines[:4] == ["", "| KL | s (2) |", "|---|--:|", "| query | 0.100 |"]
+    assert lines[4:8] == ["", "| gold, difference to full | s (2) |", "|---|--:|", "| query | -0.100 [-0.10, -0.10] |"]
+    full = (
+        "| full | 0.000 | 0.00 [0.00,0.00] | 0.000 | 1.00 | 1.00 | 0.60 | +0.000 [+0.00, +0.00] | 100% | 1.0x | 0.0% |"
+    )
+    query = (
+        "| query | 0.100 | 0.25 [0.25,0.25] | 0.100 | 0.50 | 0.75 | 0.50 | -0.100 [-0.10, -0.10] | 25% | 4.0x | 5.0% |"
+    )
+    assert lines[11:] == [full, query]
+
+
+def test_a_record_without_full_recompute_is_in_no_difference() -> None:
+    _, *lines = text_table([*ROWS, row("query", "3", 0.1, f1=0.9)])
+    assert "n=3" in lines[1]
+    assert "-0.100 [-0.10, -0.10]" in lines[1]
+
+
+def test_a_record_without_answer_tokens_has_no_part_in_kl() -> None:
+    """Full recompute ended at once: nothing to compare along, which is no agreement."""
+    *_, reuse = text_table([*ROWS, row("reuse", "3", None), row("published", "3", None), row("full", "3", 0.0)])
+    assert reuse.split()[:7] == ["reuse", "0.800", "n=3", "0.800", "0.800", "2.00", "[2.00,2.00]"]
+
+
+def test_ratios_of_a_method_are_one_line_of_the_picture() -> None:
+    rows = [*ROWS, *(row("query 5 %", str(n), 0.2, share=0.1, ttft_s=1.0) for n in (1, 2)), row("all", "1", 0.0)]
+    found = families(rows)
+    assert list(found) == ["query", "published", "reuse"]
+    assert [(point.percent, point.rows, point.ttft) for point in found["query"]] == [
+        (5, pytest.approx(10.0), pytest.approx(12.5)),
+        (15, pytest.approx(25.0), pytest.approx(25.0)),
+    ]
+    assert found["query"][1].kl == pytest.approx(0.1)
+
+
+def test_the_last_line_of_a_key_counts_and_another_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    assert read_rows(path) == []
+    append_rows(path, [QUERY[0], QUERY[1]])
+    append_rows(path, [row("query", "1", 0.7)])
+    assert [one.kl for one in read_rows(path)] == [0.7, 0.1]
+    with path.open("a") as file:
+        file.write('{"question": "Who?"}\n')
+    with pytest.raises(DatasetError, match=r"r\.jsonl: a line lacks model, set"):
+        read_rows(path)
+    with pytest.raises(DatasetError, match="cannot be read"):
+        read_rows(tmp_path)
+
+
+def test_every_model_has_tables_and_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    append_rows(path, ROWS)
+    append_rows(path, [row(one.method, one.id, one.kl, model="org/other") for one in ROWS])
+    lines = list(show(path, picture=tmp_path / "p.png"))
+    assert [lines[index + 1] for index, line in enumerate(lines) if not line] == ["m", "org/other"]
+    assert sorted(file.name for file in tmp_path.glob("*.png")) == ["p-m.png", "p-org_other.png"]
+    assert (tmp_path / "p-org_other.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(ConfigError, match="a picture ends in one of"):
+        write_frontier("m", ROWS, tmp_path / "p.txt")
+
+
+def test_sets_that_hold_nothing_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    with pytest.raises(DatasetError, match="holds no results"):
+        list(show(path))
+    append_rows(path, ROWS)
+    with pytest.raises(ConfigError, match=r"holds no results of u; it has s"):
+        list(show(path, sets=["u"]))
