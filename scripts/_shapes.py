@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from blend import Decoder, PromptLayout
 
+STORES = ("memory", "host", "disk", "disk-cold")  # where the caches may lie, in the order in which they are measured
 PREFIX, SUFFIX = 40, 64  # tokens before the first chunk, and of the question with what the chat template puts behind it
 # Longer than any prompt here: what the position limit of the real model is plays no part in its cost.
 LONGEST = 1 << 18
@@ -135,15 +136,17 @@ def free_host_bytes() -> int | None:
 
 
 def why_not(name: str, tokens: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why prompts of so many tokens do not fit this machine, or None where they do."""
+    """Why prompts of so many tokens do not fit the device's memory, or None where they do.
+
+    What a GPU machine has of other memory is not asked: some give it out as it is used.
+    """
     import torch
 
     shape = SHAPES[name]
-    needed, stored = (size(tokens, dtype.itemsize) for size in (shape.device_bytes, shape.store_bytes))
-    free_here = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    if free_here is not None and needed > free_here:
-        return f"needs about {needed / 2**30:.0f} GiB on the GPU, {free_here / 2**30:.0f} GiB are free"
-    host, free = stored + (0 if device.type == "cuda" else needed), free_host_bytes()
-    if free is not None and host > free:
-        return f"needs about {host / 2**30:.0f} GiB of memory, {free / 2**30:.0f} GiB are free"
-    return None
+    needed = shape.device_bytes(tokens, dtype.itemsize)
+    if device.type == "cuda":
+        where, free = "on the GPU", torch.cuda.mem_get_info(device)[0]
+    else:
+        needed += shape.store_bytes(tokens, dtype.itemsize)
+        where, free = "of memory", free_host_bytes() or needed
+    return f"needs about {needed / 2**30:.1f} GiB {where}, {free / 2**30:.1f} GiB are free" if needed > free else None

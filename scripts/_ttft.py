@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from _results import Results, Row
 from _rows import about, against, merged
-from _shapes import SHAPES, random_decoder, random_ids, random_layout, why_not
+from _shapes import SHAPES, STORES, random_decoder, random_ids, random_layout, why_not
 from _stores import (
     HostStore,
     copy_rate,
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from blend.model.decoder import Decoder
     from blend.types import PromptLayout
 
-STORES = ("memory", "host", "disk", "disk-cold")
 METHODS = {
     "reuse": PLAIN_REUSE,
     "query_guided 5 %": BlendConfig(selector="query_guided", ratio=0.05),
@@ -108,7 +107,7 @@ class Bench:
         """The rows that are to be measured."""
         held = [self.results.find("ttft", self.plan.key(tokens, *names)) for names in self.plan.rows(tokens)]
         pairs = zip(self.plan.rows(tokens), held, strict=True)
-        return [names for names, row in pairs if not (self.resume and row and "ttft_s" in row)]
+        return [names for names, row in pairs if not (self.resume and row)]
 
     def _measure(self, tokens: int) -> None:
         lacking, plan = self._lacking(tokens), self.plan
