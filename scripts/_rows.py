@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from _results import Row
 
-from blend.blender import Blend
-from blend.eval.evaluator import floor_seconds
+if TYPE_CHECKING:
+    from blend.blender import Blend
 
 _STAGES = ("load", "reposition", "select", "recompute")
 
@@ -38,6 +38,8 @@ def merged(rows: list[Row]) -> Row:
 
 def against(full: float | None, seconds: float, row: Mapping[str, Any], rate: float, layers: int) -> Row:
     """Speed-up over full prefill, and what is above the floor; nothing where full prefill has no time."""
+    from blend.eval.evaluator import floor_seconds
+
     if full is None:
         return {"bandwidth": rate}
     floor = floor_seconds(row["rows_share"] * full, row["bytes_loaded"] / rate, layers)
