@@ -45,10 +45,13 @@ def render_chunk(chunk: TextChunk) -> str:
 class PromptTemplate:
     """Turns a question and chunks into a `PromptLayout`.
 
-    tokenizer: a HuggingFace tokenizer; without a chat template the prompt is plain text.
+    tokenizer: a HuggingFace tokenizer; without a chat template the prompt is plain text. Raises `PromptError` for None: a
+    decoder without a tokenizer takes a `PromptLayout` of token ids.
     """
 
     def __init__(self, tokenizer: Any, config: PromptConfig | None = None) -> None:
+        if tokenizer is None:
+            raise PromptError("this decoder has no tokenizer: put the prompt together as a PromptLayout of token ids")
         self.config = config or PromptConfig()
         self._tokenizer = tokenizer
         self._text = TextTokenizer(tokenizer)

@@ -63,7 +63,9 @@ CORE = {
 WIDE = {
     "qwen3-moe": _family("Qwen3Moe", head_dim=HEAD_DIM, num_experts=4, **_EXPERTS),
     "mixtral": _family("Mixtral", num_local_experts=4, num_experts_per_tok=2),
-    "gemma2": _family("Gemma2", query_pre_attn_scalar=HEAD_DIM, attn_logit_softcapping=2.0, **_LOCAL),
+    "gemma2": _family(
+        "Gemma2", attn_implementation="eager", query_pre_attn_scalar=HEAD_DIM, attn_logit_softcapping=2.0, **_LOCAL
+    ),
     "gemma3": _family("Gemma3Text", model="Gemma3ForCausalLM", query_pre_attn_scalar=HEAD_DIM, **_LOCAL),
     "phi3": _family("Phi3"),
     "phi": _family("Phi", partial_rotary_factor=0.5),

@@ -1,4 +1,4 @@
-"""The decoder: a HuggingFace causal language model with its tokenizer, admitted by a check instead of by its name."""
+"""The decoder: a HuggingFace causal language model and its tokenizer, admitted by a check instead of by its name."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ _NOT_COMPUTED = ("_name_or_path", "transformers_version", "architectures", "dtyp
 class Decoder:
     """A decoder that blended prefill can drive.
 
-    model: a HuggingFace causal LM in eval mode. tokenizer: its tokenizer. name: how messages call it. weights: a digest of the
-    weights; by default their own is computed when it is first needed.
+    model: a HuggingFace causal LM in eval mode. tokenizer: its tokenizer; None where prompts are token ids, and no text is
+    asked for. name: how messages call it. weights: a digest of the weights; by default their own is computed when it is first
+    needed.
     Raises `UnsupportedModelError`, with the reason, for a model whose keys cannot be moved or whose attention cannot be driven.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, name: str = "model", *, weights: str | None = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, name: str = "model", *, weights: str | None = None) -> None:
         self.model = model.eval()
         self._weights = weights
         self.tokenizer = tokenizer

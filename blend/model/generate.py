@@ -36,7 +36,10 @@ class Continuable(Protocol):
 
 @dataclass(frozen=True)
 class Generation:
-    """An answer. token_ids: without the prompt. seconds: decoding time, the first token's choice included."""
+    """An answer. text: empty where the decoder has no tokenizer. token_ids: without the prompt.
+
+    seconds: decoding time, the first token's choice included.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -61,8 +64,11 @@ def generate(
     """Decode from a prefilled prompt, greedily unless `options` (those of `model.generate`) say otherwise.
 
     on_text: called with each piece of text as soon as it is final. The prompt is not run again: the first token comes from
-    `prefilled.logits`. Raises `ConfigError` for options that ask for several sequences.
+    `prefilled.logits`. Raises `ConfigError` for options that ask for several sequences, and for `on_text` of a decoder
+    without a tokenizer.
     """
+    if on_text is not None and decoder.tokenizer is None:
+        raise ConfigError("this decoder has no tokenizer to make text with: leave out on_text, and read token_ids")
     if any((options.get(name) or 1) != 1 for name in ("num_beams", "num_return_sequences")):
         raise ConfigError("one sequence a prompt: num_beams and num_return_sequences must be 1")
     _require_custom_generate()
@@ -76,8 +82,8 @@ def generate(
         **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **options},
     )
     answer = out[0, ids.shape[1] :].tolist()
-    text = decoder.tokenizer.decode(answer, skip_special_tokens=True).strip()
-    return Generation(text, tuple(answer), time.perf_counter() - begin)
+    text = decoder.tokenizer.decode(answer, skip_special_tokens=True) if decoder.tokenizer is not None else ""
+    return Generation(text.strip(), tuple(answer), time.perf_counter() - begin)
 
 
 def _decoding_loop(decoder: Decoder, prefilled: Continuable, on_text: OnText | None) -> Callable[..., torch.Tensor]:

@@ -229,3 +229,21 @@ def test_without_a_gpu_it_says_what_to_run(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main() == 2
     assert "scripts/bench_cpu_attention" in capsys.readouterr().err
+
+
+def test_lines_that_are_there_stay_and_the_others_are_measured(bench: Any, results: dict, tmp_path: Path) -> None:
+    """Whatever a killed run lost: lines of every table, beside what other scripts put into the file."""
+    file, measured = tmp_path / "b.json", []
+    kept = {name: [line for line in results[name] if line.get("share") != "decode"] for name in ("attention", "dense")}
+    ops = [line for line in results["ops"] if line["shape"]]
+    file.write_text(json.dumps({**results, **kept, "ops": ops, "ttft": [1]}))
+    bench.milliseconds = lambda run: measured.append(run()) or 2.0
+    again = bench.run(["small"], [KEYS], {"flex"}, file, resume=True)
+    assert [line["ms"] for line in again["attention"]] == [1.0] * 5 + [2.0]
+    assert [line["ms"] for line in again["ops"]] == [1.0] * 2 + [2.0] * 6
+    assert again["ttft"] == [1]
+    assert json.loads(file.read_text()) == again
+    measured.clear()
+    assert bench.run(["small"], [KEYS], {"flex"}, file, resume=True) == again
+    assert not measured
+    assert bench.run(["small"], [KEYS], {"flex", "sdpa"}, file)["attention"][0]["ms"] == 2.0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import ConfigError
-from blend.eval.report.output import whole_file
+from blend.eval.report.output import write_whole
 from blend.eval.report.picture import SUFFIXES
 from blend.eval.selection.naming import FULL, ratio_of
 from blend.eval.selection.row import Row
@@ -48,8 +49,9 @@ def write_frontier(model: str, rows: Sequence[Row], path: Path) -> None:
         raise ConfigError("the picture needs matplotlib: pip install 'kvblend[report]'") from error
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     _draw(figure, model, rows)
-    with whole_file(path) as draft:
-        figure.savefig(draft, dpi=130)
+    drawn = BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:] or "png", dpi=130)
+    write_whole(path, drawn.getvalue())
 
 
 def families(rows: Sequence[Row]) -> dict[str, list[Point]]:

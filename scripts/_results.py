@@ -1,0 +1,71 @@
+"""The one JSON file of benchmark rows that several commands, and commands that were stopped, write to together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+Row = dict[str, Any]
+
+
+class Results:
+    """Rows in lists under names, and whatever else the file holds.
+
+    file: read when it exists, and complete again after every `put`; None keeps the rows in memory. Raises SystemExit, with
+    one line, for a file that is none of these.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+        self.held: dict[str, Any] = _read(file) if file is not None and file.exists() else {}
+
+    def rows(self, table: str) -> list[Row]:
+        """The rows under this name."""
+        found: list[Row] = self.held.setdefault(table, [])
+        return found
+
+    def find(self, table: str, key: Mapping[str, object]) -> Row | None:
+        """The row that says the same as `key` about everything in it."""
+        return next((row for row in self.rows(table) if all(row.get(k) == v for k, v in key.items())), None)
+
+    def put(self, table: str, key: Mapping[str, object], row: Mapping[str, object]) -> None:
+        """Write a row in place of the one with this key, or behind the others."""
+        old, new = self.find(table, key), {**key, **row}
+        if old is None:
+            self.rows(table).append(new)
+        else:
+            self.rows(table)[self.rows(table).index(old)] = new
+        self.save()
+
+    def save(self) -> None:
+        """Write the file, whole at any moment."""
+        if self.file is None:
+            return
+        draft = self.file.with_name(f".{self.file.name}.{os.getpid()}.part")
+        draft.write_text(json.dumps(self.held, indent=1), encoding="utf-8")
+        draft.replace(self.file)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        held = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{file} holds no results ({str(error).splitlines()[0]}): name another file") from None
+    if not isinstance(held, dict):
+        raise SystemExit(f"{file} holds no results: name another file")
+    return held
+
+
+def code_digest() -> str:
+    """Of all code that a figure depends on, so that a file shows which rows were measured with the same."""
+    digest = hashlib.sha256()
+    for folder in ("blend", "kernels", "scripts"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts and path.suffix in ("", ".py"):
+                digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]

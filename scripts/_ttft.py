@@ -1,0 +1,259 @@
+"""Time to first token of one shape with random weights: methods and stores, each row written as soon as it is measured."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from _results import Results, Row
+from _rows import about, against, merged
+from _shapes import SHAPES, STORES, random_decoder, random_ids, random_layout, why_not
+from _stores import (
+    HostStore,
+    copy_rate,
+    drop_page_cache,
+    file_system,
+    fill,
+    lacks_room,
+    move,
+    placement,
+    read_rate,
+)
+from blend.blender import Blender
+from blend.config import BlendConfig
+from blend.eval.evaluator import PLAIN_REUSE
+from blend.model.full_prefill import full_prefill
+from blend.store import ChunkStore, open_store
+from blend.store.disk import DiskStore
+
+if TYPE_CHECKING:
+    from blend.model.decoder import Decoder
+    from blend.types import PromptLayout
+
+METHODS = {
+    "reuse": PLAIN_REUSE,
+    "query_guided 5 %": BlendConfig(selector="query_guided", ratio=0.05),
+    "query_guided 15 %": BlendConfig(selector="query_guided", ratio=0.15),
+    "hkvd 15 %": BlendConfig(selector="hkvd", ratio=0.15),
+}
+FULL = "full"
+RANDOM = "random weights: times, bytes and memory mean something, answers and which rows a selector finds do not"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured at one shape. device, dtype: as torch names them. folder: where the disk store is made."""
+
+    shape: str
+    device: torch.device
+    dtype: torch.dtype
+    chunk_tokens: int
+    codec: str
+    correction: str
+    rounds: int
+    stores: tuple[str, ...]
+    folder: Path
+
+    def key(self, tokens: int, store: str, method: str) -> dict[str, object]:
+        """What tells a row from others: everything that its meaning depends on."""
+        return {
+            "shape": self.shape,
+            "tokens": tokens,
+            "store": store,
+            "method": method,
+            "device": self.device.type,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "chunk_tokens": self.chunk_tokens,
+            "codec": self.codec,
+            "correction": self.correction,
+        }
+
+    def rows(self, tokens: int) -> list[tuple[str, str]]:
+        """Store and method of every row at this length; full prefill has no store."""
+        return [("", FULL), *((store, method) for store in self.stores for method in METHODS)]
+
+
+class Bench:
+    """Measures a plan into `results`; with `resume` the rows that are there stay as they are."""
+
+    def __init__(self, plan: Plan, results: Results, *, resume: bool) -> None:
+        self.plan, self.results, self.resume = plan, results, resume
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """Made when the first row needs it."""
+        return random_decoder(self.plan.shape, self.plan.device, self.plan.dtype)
+
+    def run(self, lengths: Iterable[int]) -> list[Row]:
+        """The rows of these lengths, measured now or before."""
+        found = []
+        for tokens in lengths:
+            if self._lacking(tokens):
+                self._measure(tokens)
+            keys = [self.plan.key(tokens, *names) for names in self.plan.rows(tokens)]
+            found += [row for key in keys if (row := self.results.find("ttft", key))]
+        return found
+
+    def _lacking(self, tokens: int) -> list[tuple[str, str]]:
+        """The rows that are to be measured."""
+        held = [self.results.find("ttft", self.plan.key(tokens, *names)) for names in self.plan.rows(tokens)]
+        pairs = zip(self.plan.rows(tokens), held, strict=True)
+        return [names for names, row in pairs if not (self.resume and row)]
+
+    def _measure(self, tokens: int) -> None:
+        lacking, plan = self._lacking(tokens), self.plan
+        reason = None if "decoder" in self.__dict__ else why_not(plan.shape, tokens, plan.device, plan.dtype)
+        if reason:
+            self._skip(tokens, lacking, reason)
+            return
+        layout = random_layout(SHAPES[plan.shape].vocab_size, tokens, plan.chunk_tokens)
+        if ("", FULL) in lacking:
+            self._full(layout, tokens)
+        lacking = self._lacking(tokens) if self.resume else [names for names in lacking if names[0]]
+        if any(store for store, _ in lacking):
+            self._stored(layout, tokens, lacking)
+
+    def _skip(self, tokens: int, rows: Iterable[tuple[str, str]], reason: str) -> None:
+        """Say in the rows why they have no figures."""
+        say(f"{self.plan.shape}, {tokens} tokens: {reason}")
+        for names in rows:
+            self.results.put("ttft", self.plan.key(tokens, *names), {"why_not": reason})
+
+    def _full(self, layout: PromptLayout, tokens: int) -> None:
+        def prefill() -> tuple[float, Row]:
+            done = full_prefill(self.decoder, layout)
+            return done.ttft_s, {"wrong": None if bool(done.logits.isfinite().all()) else "logits are not finite"}
+
+        self._row(tokens, ("", FULL), layout, prefill, lambda seconds, row: {"speedup": 1.0})
+
+    def _stored(self, layout: PromptLayout, tokens: int, lacking: list[tuple[str, str]]) -> None:
+        """Fill a store in memory, then measure store after store, each emptied into the next."""
+        vocabulary, size = SHAPES[self.plan.shape].vocab_size, self.plan.chunk_tokens
+        others = [random_ids(vocabulary, size, 100 + number) for number in range(16)]
+        store = open_store("memory:", codec=self.plan.codec)
+        fill(self.decoder, store, layout, others, self.plan.correction)
+        where = placement(store)
+        for name in STORES:
+            methods = [method for wanted, method in lacking if wanted == name]
+            if not methods:
+                continue
+            reason = self._why_no_store(name, where, store.stats().nbytes)
+            if reason:
+                self._skip(tokens, [(name, method) for method in methods], reason)
+                continue
+            store = self._moved(store, name)
+            self._methods(Place.of(name, store, self.plan, where), store, layout, tokens, methods)
+        if isinstance(store, DiskStore):
+            _empty(store)
+
+    def _why_no_store(self, name: str, where: str, nbytes: int) -> str | None:
+        if name == "host" and where == "memory":
+            return "the memory store's own caches lie in ordinary memory here: its rows say the same"
+        return lacks_room(self.plan.folder, nbytes) if name == "disk" else None
+
+    def _moved(self, store: ChunkStore, name: str) -> ChunkStore:
+        """The store that rows of this name are measured with, holding everything that `store` did."""
+        if name == "memory" or isinstance(store, DiskStore):
+            return store
+        target = HostStore() if name == "host" else open_store(self.plan.folder, codec=self.plan.codec)
+        move(store, target)
+        return target
+
+    def _methods(
+        self, place: Place, store: ChunkStore, layout: PromptLayout, tokens: int, methods: Iterable[str]
+    ) -> None:
+        blender = Blender(self.decoder, store)
+        full = (self.results.find("ttft", self.plan.key(tokens, "", FULL)) or {}).get("ttft_s")
+        for method in methods:
+            config = METHODS[method]
+            if self.plan.correction == "off":
+                config = replace(config, correction=False)
+
+            def prefill(config: BlendConfig = config) -> tuple[float, Row]:
+                if place.cold and not drop_page_cache(self.plan.folder):
+                    raise NotColdError
+                blend = blender.prefill(layout, config=config)
+                return blend.ttft_s, about(blend)
+
+            def figures(seconds: float, row: Row) -> Row:
+                return {"held": place.held, **against(full, seconds, row, place.rate, len(self.decoder.layers))}
+
+            self._row(tokens, (place.name, method), layout, prefill, figures)
+
+    def _row(
+        self,
+        tokens: int,
+        names: tuple[str, str],
+        layout: PromptLayout,
+        prefill: Callable[[], tuple[float, Row]],
+        figures: Callable[[float, Row], Row],
+    ) -> None:
+        """Warm up once, time the rounds, write the row. Nothing of one run is alive in the next."""
+        say(f"{self.plan.shape}, {tokens} tokens, {', '.join(filter(None, names))}")
+        cuda = self.plan.device.type == "cuda"
+        try:
+            _alone(prefill)
+            if cuda:
+                torch.cuda.reset_peak_memory_stats(self.plan.device)
+            runs = [_alone(prefill) for _ in range(self.plan.rounds)]
+        except torch.OutOfMemoryError:
+            self._skip(tokens, [names], "out of GPU memory")
+        except NotColdError:
+            self._skip(tokens, [names], "this file system does not forget files when it is asked to")
+        else:
+            seconds, row = [seconds for seconds, _ in runs], merged([row for _, row in runs])
+            row |= {"ttft_s": median(seconds), "all_s": seconds, "prompt": layout.rows, **figures(median(seconds), row)}
+            row["peak_bytes"] = torch.cuda.max_memory_allocated(self.plan.device) if cuda else None
+            row["when"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            self.results.put("ttft", self.plan.key(tokens, *names), row)
+        if cuda:
+            torch.cuda.empty_cache()
+
+
+class NotColdError(Exception):
+    """The page cache still holds what it was asked to forget."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the caches lie. held: in words. rate: bytes a second at which they can come to the device."""
+
+    name: str
+    held: str
+    rate: float
+    cold: bool
+
+    @classmethod
+    def of(cls, name: str, store: ChunkStore, plan: Plan, where: str) -> Place:
+        """By measuring it, for the store `name`; where: the memory store's `placement`."""
+        if not name.startswith("disk"):
+            held = where if name == "memory" else placement(store)
+            return cls(name, held, copy_rate(held, plan.device), False)
+        cold = name == "disk-cold"
+        rate = min(read_rate(plan.folder, cold=cold), copy_rate("memory", plan.device))
+        return cls(name, f"{file_system(plan.folder)}, {'cold' if cold else 'in the page cache'}", rate, cold)
+
+
+def _alone(prefill: Callable[[], tuple[float, Row]]) -> tuple[float, Row]:
+    """One run, after everything that an earlier one left is gone."""
+    gc.collect()
+    return prefill()
+
+
+def _empty(store: ChunkStore) -> None:
+    for key in list(store.keys()):
+        store.delete(key)
+
+
+def say(line: str) -> None:
+    """To whoever waits; results go to standard output."""
+    print(line, file=sys.stderr, flush=True)
