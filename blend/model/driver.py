@@ -19,6 +19,7 @@ import torch
 from blend.config import MaskMode
 from blend.model.attention import AttentionCall
 from blend.model.cache import Halt, PassCache
+from blend.model.few_rows import FewRows, worth_it
 from blend.model.narrowing import narrowing_hooks
 from blend.model.rows import ForwardPass, Narrowing, RowRequest, running
 from blend.model.switch import AttentionSwitch
@@ -97,6 +98,8 @@ class RowDriver:
             stack.enter_context(running(forward))
             stack.callback(self._learn, forward)
             stack.enter_context(suppress(Halt))
+            if worth_it(forward.token_ids.numel(), self.device, self.dtype):
+                stack.enter_context(FewRows())
             if any(request.narrowings for request in requests):
                 stack.enter_context(narrowing_hooks(self.layers, forward, cache))
             return self.model(
