@@ -173,11 +173,10 @@ class Blender:
         """Prefill a prompt from stored chunks.
 
         room: tokens to reserve for decoding. watch: a stopwatch that runs since the query's arrival, if it came earlier.
-        Raises `PromptError` when the prompt does not fit the model, `ConfigError` for an unknown selector. Damaged store
-        entries are recomputed, never raised.
+        Raises `PromptError` when the prompt does not fit the model, `ConfigError` for a selector that breaks its contract.
+        Damaged store entries are recomputed, never raised.
         """
         config = config or self.config
-        make_selector(config)  # an unknown one is refused before anything is read
         if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows)
@@ -220,7 +219,7 @@ class Blender:
         """Put the stored chunks in place, with or without the KV correction, and recompute."""
         with watch.stage("reposition"):
             cache = assemble(self.decoder, layout, loaded.library.isolated.prefix, loaded.chunks, room)
-            selector = make_selector(config)
+            selector = make_selector(config.selector)
             plan = make_plan(layout, loaded.hits, selector, config.ratio, self.decoder.device)
             mapping = mapped and not isinstance(plan.selector, All)
             maps = self.correct_rows(cache, layout, loaded, plan.stale) if mapping else MappedRows((), ())

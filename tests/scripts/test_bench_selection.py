@@ -129,17 +129,21 @@ def test_show_names_what_is_lacking(measured: Path) -> None:
 def test_names_say_the_ratio(bench: Any, group: str) -> None:
     """The picture and the tables read the ratio of a method from its name."""
     for name, config in bench.methods(group, 24).items():
-        if config.selector not in ("none", "all") or " %" in name:
+        selector = config.plain()["selector"]
+        if selector not in ("none", "all") or " %" in name:
             said = bench.ratio_of(name)[1]
-            assert said == (0 if config.selector == "none" else round(config.ratio * 100)), name
+            assert said == (0 if selector == "none" else round(config.ratio * 100)), name
 
 
 @pytest.mark.parametrize("layers", [12, 24, 30, 32])
 def test_bands_are_layers_of_the_model(bench: Any, layers: int) -> None:
+    from blend.select import QueryGuided
     from blend.select.query_score import scoring_layers
 
-    for config in bench.methods("layers", layers).values():
-        assert len(scoring_layers(config.query_layers, layers)) >= layers // 6
+    found = [c.selector for c in bench.methods("layers", layers).values() if isinstance(c.selector, QueryGuided)]
+    assert len(found) > 8
+    for selector in found:
+        assert len(scoring_layers(selector.layers, layers)) >= layers // 6
 
 
 def test_summaries_are_judged_by_rouge(bench: Any) -> None:
@@ -163,5 +167,5 @@ def test_profile_names_the_layers_that_find_the_rows(measured: Path) -> None:
     shares = [[float(share) for share in line.split()[1:]] for line in table]
     assert [line.split()[0] for line in table] == ["questions", "meetings", "mean"]
     assert all(0.0 < share <= 1.0 for line in shares for share in line)
-    chosen = [int(layer) for layer in option.removeprefix("--query-layers ").split(",")]
+    chosen = [int(layer) for layer in option.removeprefix("--selector query_guided:layers=").split("+")]
     assert sorted(shares[-1][layer] for layer in chosen) == sorted(shares[-1])[-len(chosen) :]
