@@ -70,9 +70,7 @@ def test_hkvd_takes_the_rows_that_deviate_most(parts: str, norm: str, budget: in
 
 
 def test_the_deviations_measured_are_different_ones() -> None:
-    found = {
-        tuple(_select(_evidence(5), "hkvd", of=p, norm=n)) for p in ("v", "k", "kv") for n in ("l2", "l1")
-    }
+    found = {tuple(_select(_evidence(5), "hkvd", of=p, norm=n)) for p in ("v", "k", "kv") for n in ("l2", "l1")}
     assert len(found) > 3
 
 
