@@ -28,9 +28,8 @@ def command(as_json: bool) -> None:
         if parameters(kind):
             say(f"{'':14}{defaults(kind)}")
     say()
-    for name, words in MEANINGS.items():
-        kind = next(kind for kind in SELECTORS.values() if name in {field.name for field in parameters(kind)})
-        say(f"{name:14}{words}  [{allowed(kind, name)}]")
+    for name, words, values in explained():
+        say(f"{name:14}{words}  [{values}]")
 
 
 def listed() -> list[dict[str, object]]:
@@ -43,3 +42,9 @@ def listed() -> list[dict[str, object]]:
         }
         for name, kind in SELECTORS.items()
     ]
+
+
+def explained() -> list[tuple[str, str, str]]:
+    """Every parameter's name, what it means and what it may be."""
+    kinds = {field.name: kind for kind in SELECTORS.values() for field in parameters(kind)}
+    return [(name, words, allowed(kinds[name], name)) for name, words in MEANINGS.items()]

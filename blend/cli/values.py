@@ -31,19 +31,6 @@ class Number(click.ParamType):  # type: ignore[type-arg]  # generic in newer cli
             self.fail(str(error), param, ctx)
 
 
-class _Selector(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
-    """A spec of a selector, checked as far as it can be without a model."""
-
-    name = "spec"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The spec without what is at its default anyway."""
-        try:
-            return make_selector(value).spec
-        except ConfigError as error:
-            self.fail(f"{error}; `blend selectors` lists all", param, ctx)
-
-
 class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
     """Text in UTF-8, whatever the locale: Python holds bytes that are not in the locale's encoding as surrogates."""
 
@@ -65,6 +52,19 @@ class _Name(_Text):
         if not value.strip():
             self.fail("the name is empty", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class _Selector(_Text):
+    """A spec of a selector, checked as far as it can be without a model."""
+
+    name = "spec"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The spec without what is at its default anyway."""
+        try:
+            return make_selector(super().convert(value, param, ctx)).spec
+        except ConfigError as error:
+            self.fail(f"{error}; `blend selectors` lists all", param, ctx)
 
 
 class _Place(click.Path):
