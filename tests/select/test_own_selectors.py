@@ -110,7 +110,7 @@ def test_needs_of_another_type_are_refused() -> None:
         def needs(self, layers: int) -> Any:
             return (0,)
 
-    with pytest.raises(ConfigError, match="selector Odd: its needs are .* return a blend.Needs"):
+    with pytest.raises(ConfigError, match=r"selector Odd: its needs are .* return a blend\.Needs"):
         blended(decoder("llama"), LAYOUT, BlendConfig(Odd(lambda rows, budget: rows)))
 
 
