@@ -18,6 +18,7 @@ import pytest
 from blend_process import REPOSITORY, Blend
 
 from blend.select import SELECTORS, make_selector
+from blend.select.parameters import MEANINGS
 
 COMMANDS = ("analyze", "answer", "corpus", "env", "models", "precompute", "report", "selectors", "store")
 HEAVY = ("torch", "transformers", "faiss", "triton", "sentence_transformers", "numpy", "rich")
@@ -185,10 +186,12 @@ def test_selectors_describe_themselves(blend: Blend) -> None:
 
 @pytest.mark.parametrize("command", ["answer", "report", "analyze"])
 def test_few_options(blend: Blend, command: str) -> None:
-    """What single selectors take is in their spec."""
+    """What single selectors take is in their spec, and there alone."""
     told = blend(command, "--help").out
     assert "--selector SPEC" in told
-    assert len(re.findall(r"^  -", told, re.MULTILINE)) <= 20
+    names = re.findall(r"^  (?:-., )?--([a-z-]+)", told, re.MULTILINE)
+    assert 15 < len(names) <= 21
+    assert not {name.replace("-", "_") for name in names} & set(MEANINGS)
 
 
 def test_corpus_feeds_precompute(blend: Blend) -> None:
