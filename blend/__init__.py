@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from blend.model.generate import Generation, generate
     from blend.prompt import PromptTemplate
     from blend.rag import Answer, Rag
+    from blend.select import Evidence, Needs, Selector
     from blend.store import open_store
     from blend.types import ChunkCache, ChunkKey, PromptLayout, Selection
 
@@ -34,12 +35,15 @@ _HOMES = {
     "ChunkKey": "blend.types",
     "CorpusConfig": "blend.config",
     "Decoder": "blend.model.decoder",
+    "Evidence": "blend.select",
     "Generation": "blend.model.generate",
+    "Needs": "blend.select",
     "PromptConfig": "blend.config",
     "PromptLayout": "blend.types",
     "PromptTemplate": "blend.prompt",
     "Rag": "blend.rag",
     "Selection": "blend.types",
+    "Selector": "blend.select",
     "generate": "blend.model.generate",
     "open_store": "blend.store",
 }
@@ -55,12 +59,15 @@ __all__ = [
     "ChunkKey",
     "CorpusConfig",
     "Decoder",
+    "Evidence",
     "Generation",
+    "Needs",
     "PromptConfig",
     "PromptLayout",
     "PromptTemplate",
     "Rag",
     "Selection",
+    "Selector",
     "generate",
     "open_store",
 ]

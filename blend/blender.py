@@ -174,11 +174,10 @@ class Blender:
         """Prefill a prompt from stored chunks.
 
         room: tokens to reserve for decoding. watch: a stopwatch that runs since the query's arrival, if it came earlier.
-        Raises `PromptError` when the prompt does not fit the model, `ConfigError` for an unknown selector. Damaged store
-        entries are recomputed, never raised.
+        Raises `PromptError` when the prompt does not fit the model, `ConfigError` for a selector that breaks its contract.
+        Damaged store entries are recomputed, never raised.
         """
         config = config or self.config
-        make_selector(config)  # an unknown one is refused before anything is read
         if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows)
@@ -226,7 +225,7 @@ class Blender:
             opened = opened_by(layout.chunks, contextual=config.surrogate)
         with closing(opened):
             with watch.stage("reposition"):
-                plan = make_plan(layout, opened.hits, make_selector(config), config.ratio, self.decoder.device)
+                plan = make_plan(layout, opened.hits, make_selector(config.selector), config.ratio, self.decoder.device)
                 adding = corrected and not isinstance(plan.selector, All)
                 found = self.corrections(opened) if adding else Corrections((), ())
                 prefix = opened.library.isolated.prefix

@@ -1,7 +1,7 @@
 """Everything that kvblend raises on purpose.
 
     BlendError
-    ├── ConfigError             an option outside its range, an unknown selector, codec or model name
+    ├── ConfigError             an option outside its range, an unknown name, a selector that breaks its contract
     ├── PromptError             a prompt that cannot be laid out or does not fit the model's context
     ├── UnsupportedModelError   a decoder whose keys cannot be moved or whose attention cannot be driven
     ├── WeightsError            weights that cannot be fetched, or do not match their checksum
@@ -20,7 +20,7 @@ class BlendError(Exception):
 
 
 class ConfigError(BlendError, ValueError):
-    """An option outside its range or an unknown name."""
+    """An option outside its range, an unknown name, or a selector that breaks its contract."""
 
     exit_code = 2
 

@@ -6,9 +6,11 @@ The upper bounds are far beyond any model and machine; they keep a slip of the f
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, fields
+from dataclasses import fields
+from functools import cache
 from numbers import Integral, Real
-from typing import Any, NamedTuple, cast
+from types import NoneType
+from typing import Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from blend.errors import ConfigError
 
@@ -16,7 +18,7 @@ MOST_ROWS = 1_000_000
 MOST_LAYERS = 10_000
 LONGEST_QUESTION = 1_000_000  # characters
 LAYER_BANDS = ("all", "middle", "upper")
-LAYERS_IN_WORDS = f"{', '.join(LAYER_BANDS)}, or layers such as 4-9 or 3,7,12-15"
+LAYERS_IN_WORDS = f"{', '.join(LAYER_BANDS)}, or layers such as 4-9 or 3+7+12-15"
 _LAYER_RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _LONGEST_SHOWN = 40
 
@@ -41,6 +43,16 @@ class Limits(NamedTuple):
         """The range in words: 1 to 1,000,000."""
         return f"{'0, or ' if self.zero else ''}{_written(self.low)} to {_written(self.high)}"
 
+    def parsed(self, text: str) -> int | float:
+        """The number that a text is, as Python reads it. Raises `ConfigError` for another text or a number out of the range."""
+        try:
+            number: int | float = int(text) if self.whole else float(text)
+        except (ValueError, OverflowError):
+            raise ConfigError(self.refusal(text)) from None
+        if not self.hold(number):
+            raise ConfigError(self.refusal(number))
+        return number
+
     def refusal(self, value: object) -> str:
         """Why a value is none of them, with what would be."""
         kind = "a whole number" if self.whole else "a number"
@@ -52,13 +64,18 @@ _SHARE = Limits(0, 1, whole=False)
 
 NUMBERS = {
     "ratio": _SHARE,
-    "chunk_floor": _SHARE,
+    # Parameters of selectors.
+    "floor": _SHARE,
     "prefilter": Limits(1, 1000, whole=False, zero=True),
     "check_layer": Limits(1, MOST_LAYERS - 1),  # layer 0's KV never deviates
-    "first_k": _ROWS,
-    "chunk_lead": Limits(0, MOST_ROWS),
+    "k": _ROWS,
+    "lead": Limits(0, MOST_ROWS),
     "block": _ROWS,
     "seed": Limits(0, 2**32 - 1),
+    # Where a selector chooses, and how many budgets of rows it keeps there.
+    "layer": Limits(0, MOST_LAYERS - 1),
+    "factor": Limits(0, 1000, whole=False),
+    # How a corpus is made and asked.
     "chunk_tokens": Limits(16, MOST_ROWS),  # shorter chunks hold no sentence
     "surrogate_tokens": Limits(0, MOST_ROWS),
     "batch_tokens": _ROWS,
@@ -68,25 +85,46 @@ NUMBERS = {
     "store_budget": Limits(1e-6, 1e6, whole=False),
     "limit": Limits(1, 100_000),
     "repeats": Limits(1, 1000),
-    "layer": Limits(0, MOST_LAYERS - 1),
     "head": Limits(0, MOST_LAYERS - 1),
 }
 """Every option that is a number, by its name."""
 
 
 def check_fields(config: Any) -> None:
-    """Raise `ConfigError` for a field of a configuration that is not of its default's type, or a number out of its range."""
+    """Raise `ConfigError` for a field of a dataclass that is not what its annotation and its name allow.
+
+    A number within `NUMBERS`, one of a `Literal`, text, yes or no, `layers` as `is_layers` has them, None where the
+    annotation has it. Fields of other types are left alone.
+    """
+    kinds = _kinds(type(config))  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
     for field in fields(config):
-        value = getattr(config, field.name)
-        if value is None and field.default is None:
+        value, kind = getattr(config, field.name), kinds[field.name]
+        if (value is None and NoneType in get_args(kind)) or not (told := _refusal(field.name, value, kind)):
             continue
-        if field.name in NUMBERS:
-            if not NUMBERS[field.name].hold(value):
-                raise ConfigError(f"{field.name}: {NUMBERS[field.name].refusal(value)}")
-        elif field.default is not MISSING and not isinstance(value, type(field.default)):
-            raise ConfigError(f"{field.name} is {shown(value)}; give a {type(field.default).__name__}")
-        elif isinstance(value, str) and not is_text(value):
-            raise ConfigError(f"{field.name} is {shown(value)}, which is not UTF-8 text")
+        raise ConfigError(f"{field.name}{told}")
+
+
+@cache  # reading annotations takes longer than everything else here
+def _kinds(owner: type) -> dict[str, Any]:
+    return get_type_hints(owner)
+
+
+def _refusal(name: str, value: object, kind: Any) -> str:
+    """What is wrong with a field's value, empty when nothing is."""
+    if name in NUMBERS:
+        return "" if NUMBERS[name].hold(value) else f": {NUMBERS[name].refusal(value)}"
+    if get_origin(kind) is Literal:
+        known = isinstance(value, str) and value in get_args(kind)
+        return "" if known else f" is {shown(value)}; choose one of {', '.join(get_args(kind))}"
+    if kind not in (str, bool):
+        return ""
+    if not isinstance(value, kind):
+        return f" is {shown(value)}; give a {kind.__name__}"
+    if isinstance(value, str) and not is_text(value):
+        return f" is {shown(value)}, which is not UTF-8 text"
+    if name == "layers" and isinstance(value, str) and not is_layers(value):
+        return f" is {shown(value)}; choose {LAYERS_IN_WORDS}"
+    return ""
 
 
 def is_text(value: str) -> bool:
@@ -94,13 +132,18 @@ def is_text(value: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
+def is_layers(text: str) -> bool:
+    """Whether a text names layers: one of `LAYER_BANDS`, or numbers and runs of them."""
+    return text in LAYER_BANDS or bool(numbered_layers(text))
+
+
 def numbered_layers(text: str) -> tuple[int, ...]:
-    """Layers written as numbers and runs, such as "3,7,12-15", ascending and each once.
+    """Layers written as numbers and runs, such as "3+7+12-15", ascending and each once.
 
     Nothing where the text is something else, or names a layer beyond `MOST_LAYERS`: no text makes a longer tuple than that.
     """
     runs = []
-    for part in text.split(","):
+    for part in text.split("+"):
         run = _LAYER_RUN.fullmatch(part)
         first, last = (int(run[1]), int(run[2] or run[1])) if run else (1, 0)
         if not first <= last < MOST_LAYERS:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from blend.config import MaskMode
-from blend.model.attention import AttentionCall
 from blend.model.rows import Narrowing
-from blend.select.base import KV, Evidence, Selector, Step
-from blend.select.controls import All, Nothing
-from blend.select.query_score import QueryScore, scoring_layers
+from blend.select import All, Evidence, Nothing, QueryScore, Selector, Step
+from blend.select.base import KV
+from blend.select.contract import needs_of, rows_of
+from blend.select.evidence import query_attention, true_weight
 from blend.timing import Stopwatch
 from blend.types import PromptLayout, Selection
 
@@ -70,12 +70,12 @@ def recompute(
     """Fill `cache` with fresh KV of the selected rows; next-token logits `[1, vocab]` and the selection made.
 
     Time goes to the stages select, recompute and first_token of `watch`. Raises `ConfigError` when the selector needs a layer
-    that the decoder does not have.
+    that the decoder does not have, or breaks its contract (`blend.select.contract`).
     """
     depth = len(decoder.layers)
-    needs = plan.selector.needs(depth)
+    needs = needs_of(plan.selector, depth)
     with watch.stage("select"):
-        asked = query_attention(decoder, cache, plan, needs.query, mask) if needs.query else None
+        asked = _asked(decoder, cache, plan, needs.query) if needs.query else None
         truth = true_weight(decoder, cache, plan.layout) if needs.truth else None
     choice = _Choice(plan, cache, asked, truth, watch)
     for step in (s for s in needs.steps if s.layer == 0):
@@ -88,75 +88,9 @@ def recompute(
     return logits, Selection(choice.rows, choice.rows_per_layer(depth))
 
 
-def query_attention(
-    decoder: Decoder, cache: BlendedCache, plan: Plan, score: QueryScore, mask: MaskMode = "exact"
-) -> torch.Tensor:
-    """Attention of the suffix rows over the stored caches, summed over heads, fp32 `[scored layers, rows of the prompt]`.
-
-    With rows "sum" all that they give a row. With "peak" the most that any of them gives it in each head, and what the
-    last of them gives it, which is where the answer starts; both count alike over the context. In sums, what one head seeks out
-    drowns in what all its rows touch: the chunk that resembles the question takes the budget of the one that answers.
-
-    Uncached rows hold nothing yet: they get no part in it. The suffix rows' KV is written, and written again by the recompute.
-    Raises `ConfigError` for layers that the decoder does not have.
-    """
-    layers = scoring_layers(score.layers, len(decoder.layers))
-    layout, scored, ends = plan.layout, list[torch.Tensor](), list[torch.Tensor]()
-    suffix = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
-    uncached = plan.required[plan.required < layout.context.stop]
-
-    def observe(call: AttentionCall) -> None:
-        if call.layer in layers:
-            scored.append(_over_heads(call, score, "max" if score.rows == "peak" else "sum"))
-            if score.rows == "peak":
-                end = replace(call, query=call.query[:, :, -1:], positions=call.positions[-1:])
-                ends.append(_over_heads(end, score, "sum"))
-
-    cache.blank(uncached)
-    ids = torch.tensor([layout.suffix], device=decoder.device)
-    decoder.watch_attention(ids, suffix, cache, observe, total=layout.rows, last_layer=layers[-1])
-    attention = torch.stack(scored)
-    if ends:
-        last, context = torch.stack(ends), slice(layout.context.start, layout.context.stop)
-        attention += last * (attention[:, context].sum() / last[:, context].sum().clamp_min(1e-20))
-    return attention
-
-
-def true_weight(decoder: Decoder, cache: BlendedCache, layout: PromptLayout) -> torch.Tensor:
-    """How much each row's stored KV costs the question, from a full prefill, fp32 `[rows of the prompt]`.
-
-    Over all layers, the attention that the suffix rows give the row under full recompute, times how far its stored KV is from
-    the recomputed: the norm of the difference, keys and values each relative to the layer's mean squared norm.
-    """
-    exact, mass = decoder.new_cache(layout.rows), list[torch.Tensor]()
-    suffix = slice(layout.context.stop, None)
-
-    def observe(call: AttentionCall) -> None:
-        asked = replace(call, query=call.query[:, :, suffix], positions=call.positions[suffix])
-        mass.append(asked.mass()[0])
-
-    every = torch.arange(layout.rows, device=decoder.device)
-    decoder.watch_attention(
-        torch.tensor([layout.token_ids], device=decoder.device), every, exact, observe, total=layout.rows
-    )
-    weight = torch.zeros(layout.rows, device=decoder.device)
-    for layer, attention in enumerate(mass):
-        far = torch.zeros_like(weight)
-        for true, stored in zip(exact.view(layer), cache.view(layer), strict=True):
-            size = true[0].float().square().sum((0, 2)).mean()
-            far += (true - stored)[0].float().square().sum((0, 2)) / size
-        weight += attention * far.sqrt()
-    return weight
-
-
-def _over_heads(call: AttentionCall, score: QueryScore, reduce: Literal["sum", "max"]) -> torch.Tensor:
-    """What each key receives in a head, joined over rows, summed over heads; weighted by the norm of the value if so wanted."""
-    heads = call.mass(per_head=True, reduce=reduce)[0]
-    if not score.value_norm:
-        return heads.sum(0)
-    norm = torch.linalg.vector_norm(call.value[0].float(), dim=-1)
-    grouped = heads.view(norm.shape[0], -1, norm.shape[1]).sum(1)
-    return torch.sum(grouped * norm, dim=0)
+def _asked(decoder: Decoder, cache: BlendedCache, plan: Plan, score: QueryScore) -> torch.Tensor:
+    uncached = plan.required[plan.required < plan.layout.context.stop]
+    return query_attention(decoder, cache, plan.layout, score, uncached)
 
 
 class _Choice:
@@ -178,7 +112,7 @@ class _Choice:
     def narrow(self, step: Step, fresh: KV | None) -> torch.Tensor:
         """The rows to keep from `step` on; `fresh` is the KV of all rows still there, `[1, kv_heads, rows, head_dim]`."""
         with self._watch.stage("select"):
-            self._candidates = self._plan.selector.select(self._evidence(step, fresh))
+            self._candidates = rows_of(self._plan.selector, self._evidence(step, fresh))
             self.rows = torch.cat((self._candidates, self._plan.required)).sort().values
         self._history.append((step.layer, self.rows.shape[0]))
         return self.rows

@@ -13,8 +13,7 @@ from models import VOCABULARY
 from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
-from blend.select import SELECTORS as SELECTOR_FACTORIES
-from blend.select.base import Evidence, Selector
+from blend.select import Evidence, HighDeviation, QueryGuided, Random, Selector, make_selector
 from blend.store import ChunkStore, open_store
 from blend.types import PromptLayout
 
@@ -23,18 +22,16 @@ PREFIX, CHUNKS, SUFFIX = 5, (20, 13, 1, 12), 7
 
 SELECTORS = {
     "hkvd": BlendConfig("hkvd", ratio=0.3),
-    "hkvd-k-l1": BlendConfig("hkvd", ratio=0.2, deviation_of="k", norm="l1"),
-    "hkvd-kv-layer-2": BlendConfig("hkvd", ratio=0.2, deviation_of="kv", check_layer=2),
+    "hkvd-k-l1": BlendConfig("hkvd:of=k,norm=l1", ratio=0.2),
+    "hkvd-kv-layer-2": BlendConfig(HighDeviation(check_layer=2, of="kv"), ratio=0.2),
     "first_k": BlendConfig(selector="first_k", ratio=0.25),
-    "first_4": BlendConfig(selector="first_k", first_k=4, ratio=0.5),
-    "random": BlendConfig(selector="random", ratio=0.3, seed=3),
+    "first_4": BlendConfig("first_k:k=4", ratio=0.5),
+    "random": BlendConfig(Random(3), ratio=0.3),
     "gradual": BlendConfig(selector="gradual", ratio=0.3),
     "query_guided": BlendConfig(selector="query_guided", ratio=0.3),
-    "query_guided-values": BlendConfig(
-        selector="query_guided", ratio=0.3, query_layers="all", value_norm=True, block=3
-    ),
-    "mixed": BlendConfig(selector="mixed", ratio=0.3, chunk_floor=0.5),
-    "mixed-prefilter": BlendConfig(selector="mixed", ratio=0.2, rule="zsum", prefilter=2.0, check_layer=2),
+    "query_guided-values": BlendConfig(QueryGuided("all", value_norm=True, block=3), ratio=0.3),
+    "mixed": BlendConfig("mixed:floor=0.5", ratio=0.3),
+    "mixed-prefilter": BlendConfig("mixed:check_layer=2,rule=zsum,prefilter=2", ratio=0.2),
     "oracle": BlendConfig(selector="oracle", ratio=0.2),
     "all": BlendConfig(selector="all"),
     "none": BlendConfig(selector="none"),
@@ -106,21 +103,15 @@ def recorded(
 ) -> Recorded:
     """Like `blended`, listening to the selector."""
     seen: list[tuple[Evidence, torch.Tensor]] = []
-    factory = SELECTOR_FACTORIES[config.selector]
+    kind = type(make_selector(config.selector))
+    select = kind.select
 
-    def listened(options: BlendConfig) -> Selector:
-        selector = factory(options)
-        select = selector.select
-
-        def spy(evidence: Evidence) -> torch.Tensor:
-            seen.append((evidence, select(evidence)))
-            return seen[-1][1]
-
-        selector.select = spy  # type: ignore[method-assign]
-        return selector
+    def spy(selector: Selector, evidence: Evidence) -> torch.Tensor:
+        seen.append((evidence, select(selector, evidence)))
+        return seen[-1][1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SELECTOR_FACTORIES, config.selector, listened)
+        patch.setattr(kind, "select", spy)
         blend = blended(decoder, layout, config, cached=cached, store=store)
     return Recorded(blend, [evidence for evidence, _ in seen], _rows_by_layer(blend, seen))
 

@@ -63,7 +63,7 @@ def analysis_document(prompts: Sequence[Analyzed], facts: RunFacts) -> dict[str,
         "model": facts.model,
         "workload": facts.workload,
         "command": facts.command,
-        "config": asdict(facts.config),
+        "config": facts.config.plain(),
         "notes": list(facts.notes),
         "axes": {
             "thresholds": THRESHOLDS,

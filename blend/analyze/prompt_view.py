@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from blend.analyze.tokens import KINDS
+from blend.select import make_selector
 from blend.select.query_score import scoring_layers
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def prompt_document(
     takes the one of the middle layers whose rows give most to other chunks.
     """
     views = score_views(analysis)
-    ranked = _RANKED_BY.get(config.selector)
+    ranked = _RANKED_BY.get(make_selector(config.selector).name)
     shown = ranked or "before"
     return {
         **identity,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from blend.recompute import make_plan, query_attention
-from blend.select.controls import Nothing
+from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector
+from blend.select.evidence import query_attention
+from blend.select.hkvd import deviation
 from blend.select.mixed import combine
-from blend.select.query_score import QueryScore, scoring_layers
-from blend_kernels import kv_deviation
+from blend.select.query_score import scoring_layers
 
 if TYPE_CHECKING:
     from blend.config import BlendConfig
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class RowScores:
     """One number a context row, `[context rows]` each, and where they were taken.
 
-    deviation: distance of stored from fresh KV at `check_layer`, as `hkvd` is configured. question: attention of the suffix
-    rows over the stored caches in `layers`, as `query_guided` is. both: combined as `mixed` does.
+    deviation: distance of stored from fresh KV at `check_layer`, as `hkvd` measures it. question: attention of the suffix
+    rows over the stored caches in `layers`, as `query_guided` does. both: combined as `mixed` does. Each with the parameters
+    of the configured selector where it measures the same, and else with the defaults.
     """
 
     deviation: np.ndarray
@@ -43,16 +44,18 @@ def row_scores(
 
     Where all rows run up to the check layer, fresh KV there is that of full recompute. Writes the suffix rows of `stored`.
     """
-    check = min(config.check_layer, len(decoder.layers) - 1)
+    selector = make_selector(config.selector)
+    measure = selector if isinstance(selector, HighDeviation | Mixed) else HighDeviation()
+    score = selector if isinstance(selector, QueryGuided | Mixed) else QueryGuided()
+    check = min(measure.check_layer, len(decoder.layers) - 1)
     context = slice(layout.context.start, layout.context.stop)
     new, old = ([part[:, :, context] for part in cache.view(check)] for cache in (exact, stored))
-    norm: Literal["l2sq", "l1"] = "l2sq" if config.norm == "l2" else "l1"
-    deviation = kv_deviation(new[0], old[0], new[1], old[1], norm=norm, parts=config.deviation_of)[0]
-    plan = make_plan(layout, (True,) * len(layout.chunks), Nothing(), 0.0, decoder.device)
-    layers = scoring_layers(config.query_layers, len(decoder.layers))
-    attention = query_attention(decoder, stored, plan, QueryScore.of(config))[:, context].sum(0)
-    both = combine(deviation, attention, config.rule)
-    return RowScores(_array(deviation), _array(attention), _array(both), check, layers)
+    far = deviation((new[0], new[1]), (old[0], old[1]), measure.of, measure.norm)
+    asked = QueryScore(score.layers, score.rows, score.value_norm)
+    attention = query_attention(decoder, stored, layout, asked)[:, context].sum(0)
+    both = combine(far, attention, selector.rule if isinstance(selector, Mixed) else "product")
+    layers = scoring_layers(score.layers, len(decoder.layers))
+    return RowScores(_array(far), _array(attention), _array(both), check, layers)
 
 
 def _array(values: torch.Tensor) -> np.ndarray:

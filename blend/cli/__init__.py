@@ -21,6 +21,7 @@ _COMMANDS = {
     "models": "List the models whose weights need no hub.",
     "precompute": "Chunk, index and cache documents.",
     "report": "Measure speed and quality against full recompute.",
+    "selectors": "List the selectors and their parameters.",
     "store": "Show what a store holds.",
 }
 

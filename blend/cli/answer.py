@@ -44,7 +44,7 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
             say()
         _tell(answer, rag)
     if as_json:
-        print_json(answer_document(answer, given["model"], rag.blend_config.selector, rag.blend_config.ratio))
+        print_json(answer_document(answer, given["model"], given["selector"], rag.blend_config.ratio))
     elif not quiet:
         from blend.cli.panel import answer_panel
 

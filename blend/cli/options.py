@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from blend.cli.values import NAME, PLACE, STORE, TEXT, number
-from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, DeviationOf, MaskMode, Norm, QueryRows, Rule
-from blend.limits import LAYER_BANDS, LAYERS_IN_WORDS, NUMBERS, numbered_layers, shown
-from blend.select import SELECTORS
+from blend.cli.values import NAME, PLACE, SELECTOR, STORE, TEXT, number
+from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, MaskMode
+from blend.limits import NUMBERS, shown
 from blend.store import codec_names
 
 if TYPE_CHECKING:
@@ -34,12 +33,6 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 def _known_device(ctx: click.Context, option: click.Parameter, value: str) -> str:
     if not _DEVICE.fullmatch(value):
         raise click.BadParameter(f"{shown(value)} is none of auto, cpu, cuda or cuda:N", ctx, option)
-    return value
-
-
-def _scoring_layers(ctx: click.Context, option: click.Parameter, value: str) -> str:
-    if value not in LAYER_BANDS and not numbered_layers(value):
-        raise click.BadParameter(f"{shown(value)} is none of {LAYERS_IN_WORDS}", ctx, option)
     return value
 
 
@@ -64,16 +57,16 @@ def _shared(name: str, **attributes: Any) -> Callable[[F], F]:
     return click.option(name, envvar=variable, show_envvar=True, **{"show_default": True, **attributes})
 
 
-def _field(source: BlendConfig | CorpusConfig, name: str, words: str, kind: Any, **attributes: Any) -> Callable[[F], F]:
+def _field(source: BlendConfig | CorpusConfig, name: str, words: str, kind: Any) -> Callable[[F], F]:
     """An option named like a field of a configuration, with its default; a number has the field's limits."""
     flag, default = f"--{name.replace('_', '-')}", getattr(source, name)
     if name in NUMBERS:
-        return number(flag, name, words, default=default, show_default=default is not None)
-    return click.option(flag, type=kind, default=default, show_default=default is not None, help=words, **attributes)
+        return number(flag, name, words, default=default, show_default=True)
+    return click.option(flag, type=kind, default=default, show_default=True, help=words)
 
 
-def _blending(name: str, words: str, kind: Any = None, **attributes: Any) -> Callable[[F], F]:
-    return _field(_BLEND, name, words, kind, **attributes)
+def _blending(name: str, words: str, kind: Any = None) -> Callable[[F], F]:
+    return _field(_BLEND, name, words, kind)
 
 
 def _corpus(name: str, words: str, kind: Any = None) -> Callable[[F], F]:
@@ -112,38 +105,13 @@ def _switch(name: str, words: str) -> Callable[[F], F]:
 
 
 _BLENDING = (
-    _blending("selector", "Which rows to recompute.", click.Choice(list(SELECTORS))),
+    _blending("selector", "Who chooses the rows to recompute; see `blend selectors`.", SELECTOR),
     _blending("ratio", "Share of context rows to recompute."),
     _blending(
         "mask", "What a row sees: up to its position, or as published systems do.", click.Choice(get_args(MaskMode))
     ),
-    _blending("check_layer", "Where deviation is measured."),
-    _blending("deviation_of", "Which deviation.", click.Choice(get_args(DeviationOf))),
-    _blending("norm", "How deviation is measured.", click.Choice(get_args(Norm))),
-    _blending("first_k", "first_k: most rows a chunk.  [default: what the ratio allows]"),
-    _blending(
-        "query_layers",
-        "query_guided, mixed: layers that score; all, middle, upper, or such as 4-9 or 3,7,12-15.",
-        TEXT,
-        callback=_scoring_layers,
-    ),
-    _blending(
-        "query_rows",
-        "query_guided, mixed: the peak of the question's attention over its rows, or the sum.",
-        click.Choice(get_args(QueryRows)),
-    ),
-    _blending("value_norm", "query_guided, mixed: weight attention by the norm of the value it reads.", is_flag=True),
-    _blending("rule", "mixed: how deviation and attention are joined.", click.Choice(get_args(Rule))),
-    _blending("prefilter", "mixed: candidates by attention first, this many budgets of them; 0 is off."),
-    _blending(
-        "chunk_lead",
-        "All that score rows: rows at the start of every chunk taken first.  [default: 6 with query_guided, else 0]",
-    ),
-    _blending("chunk_floor", "All that score rows: share of the budget spread evenly over chunks."),
-    _blending("block", "All that score rows: rows that are taken together."),
     _switch("correction", "Correct stored chunks by the map that precompute measured."),
     _switch("surrogate", "Use caches that were computed behind a surrogate context for other chunks."),
-    _blending("seed", "Seed of the random selector."),
 )
 
 
@@ -169,7 +137,7 @@ def common(function: F) -> F:
 
 
 def blending(function: F) -> F:
-    """--selector, --ratio, --mask and what single selectors take."""
+    """--selector, --ratio, --mask, --correction, --surrogate."""
     return _apply(_BLENDING, function)
 
 

@@ -112,7 +112,7 @@ def _summarise(rag: Rag, measured: list[Measurement], dataset: Path | None, give
     from blend.eval.machine import describe_machine
     from blend.eval.report import RunInfo, summarise
 
-    config = {"blend": asdict(rag.blend_config), "corpus": asdict(rag.corpus_config), "model": given["model"]}
+    config = {"blend": rag.blend_config.plain(), "corpus": asdict(rag.corpus_config), "model": given["model"]}
     info = RunInfo(
         model=given["model"],
         workload=dataset.name if dataset else "built-in questions",

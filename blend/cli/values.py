@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
+from blend.errors import ConfigError
 from blend.limits import NUMBERS, Limits, is_text, shown
+from blend.select import make_selector
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,12 +26,9 @@ class Number(click.ParamType):  # type: ignore[type-arg]  # generic in newer cli
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
         """Parsed as Python does."""
         try:
-            found: int | float = int(value) if self.limits.whole else float(value)
-        except (ValueError, OverflowError):
-            self.fail(self.limits.refusal(value), param, ctx)
-        if not self.limits.hold(found):
-            self.fail(self.limits.refusal(found), param, ctx)
-        return found
+            return self.limits.parsed(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
 
 
 class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
@@ -53,6 +52,19 @@ class _Name(_Text):
         if not value.strip():
             self.fail("the name is empty", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class _Selector(_Text):
+    """A spec of a selector, checked as far as it can be without a model."""
+
+    name = "spec"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The spec without what is at its default anyway."""
+        try:
+            return make_selector(super().convert(value, param, ctx)).spec
+        except ConfigError as error:
+            self.fail(f"{error}; `blend selectors` lists all", param, ctx)
 
 
 class _Place(click.Path):
@@ -79,6 +91,7 @@ class _StorePlace(_Place):
             self.fail(f"{shown(value)}: no such user", param, ctx)
 
 
+SELECTOR = _Selector()
 TEXT = _Text()
 NAME = _Name()
 PLACE = _Place(path_type=Path)

@@ -2,53 +2,52 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from blend.config import Rule
-from blend.errors import ConfigError
-from blend.select.allotment import SINGLE_ROWS, Allotment
-from blend.select.base import Evidence, Needs, Selector, Step
-from blend.select.hkvd import HighDeviation
-from blend.select.query_score import QueryScore
+from blend.select.allotment import ScoringSelector
+from blend.select.base import Evidence, Needs, Step
+from blend.select.hkvd import DeviationOf, Norm, seen_deviation
+from blend.select.query_score import QueryRows, QueryScore
+
+if TYPE_CHECKING:
+    import torch
+
+Rule = Literal["product", "zsum"]
 
 
-class Mixed(Selector):
+@dataclass(frozen=True)
+class Mixed(ScoringSelector):
     """Rows with the highest combination of KV deviation at a check layer and query attention.
 
+    check_layer, of, norm: deviation, as `HighDeviation` measures it. layers, rows, value_norm: attention, as `QueryScore` says.
     rule: the product, or the sum of z-scores of the logarithms. prefilter: run the layers below the check layer only on this
     multiple of the budget, chosen by attention alone; 0 runs them on all rows.
     """
 
-    name = "mixed"
+    name: ClassVar[str] = "mixed"
 
-    def __init__(
-        self,
-        deviation: HighDeviation,
-        score: QueryScore,
-        check_layer: int = 1,
-        *,
-        rule: Rule = "product",
-        prefilter: float = 0.0,
-        allotment: Allotment = SINGLE_ROWS,
-    ) -> None:
-        self._deviation, self._check_layer, self._score, self._rule = deviation, check_layer, score, rule
-        self._prefilter, self._allotment = prefilter, allotment
+    check_layer: int = 1
+    of: DeviationOf = "v"
+    norm: Norm = "l2"
+    layers: str = "middle"
+    rows: QueryRows = "peak"
+    value_norm: bool = False
+    rule: Rule = "product"
+    prefilter: float = 0.0
 
     def needs(self, layers: int) -> Needs:
         """The check layer, and the query's attention at the band's layers."""
-        if self._check_layer >= layers:
-            raise ConfigError(f"check layer {self._check_layer} does not exist: the model has layers 0 to {layers - 1}")
-        before = (Step(0, self._prefilter),) if self._prefilter else ()
-        return Needs((*before, Step(self._check_layer)), self._score)
+        before = (Step(0, self.prefilter),) if self.prefilter else ()
+        return Needs((*before, Step(self.check_layer)), QueryScore(self.layers, self.rows, self.value_norm))
 
     def select(self, evidence: Evidence) -> torch.Tensor:
         """By attention alone at layer 0, by both at the check layer."""
         assert evidence.query_attention is not None
         attention = evidence.query_attention.sum(0)
         if evidence.layer == 0:
-            return self._allotment.choose(attention, evidence)
-        scores = combine(self._deviation.deviation(evidence), attention, self._rule)
-        return self._allotment.choose(scores, evidence)
+            return self.allot(attention, evidence)
+        return self.allot(combine(seen_deviation(evidence, self.of, self.norm), attention, self.rule), evidence)
 
 
 def combine(deviation: torch.Tensor, attention: torch.Tensor, rule: Rule) -> torch.Tensor:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from blend.select.allotment import SINGLE_ROWS, Allotment
-from blend.select.base import Evidence, Needs, Selector
+from blend.select.allotment import ScoringSelector
+from blend.select.base import Evidence, Needs
+
+if TYPE_CHECKING:
+    import torch
 
 
-class Oracle(Selector):
-    """Rows whose true deviation, in every layer, meets the most of the attention that the question gives under full recompute.
+@dataclass(frozen=True)
+class Oracle(ScoringSelector):
+    """For research: rows with the most true deviation times true attention, known from a full prefill.
 
-    Costs a full prefill before it chooses, so it can never be faster than one.
+    Deviation is taken in every layer, attention is what the question gives under full recompute. Costs a full prefill
+    before it chooses, so it can never be faster than one.
     """
 
-    name = "oracle"
-
-    def __init__(self, allotment: Allotment = SINGLE_ROWS) -> None:
-        self._allotment = allotment
+    name: ClassVar[str] = "oracle"
 
     def needs(self, layers: int) -> Needs:
         """Full recompute."""
@@ -26,4 +29,4 @@ class Oracle(Selector):
     def select(self, evidence: Evidence) -> torch.Tensor:
         """The rows with the highest weight."""
         assert evidence.truth is not None
-        return self._allotment.choose(evidence.truth, evidence)
+        return self.allot(evidence.truth, evidence)

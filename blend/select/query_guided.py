@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from blend.select.allotment import SINGLE_ROWS, Allotment
-from blend.select.base import Evidence, Needs, Selector
-from blend.select.query_score import QueryScore
+from blend.select.allotment import ScoringSelector
+from blend.select.base import Evidence, Needs
+from blend.select.query_score import QueryRows, QueryScore
+
+if TYPE_CHECKING:
+    import torch
+
+LEAD = 6  # rows of every chunk, measured in docs/study.md
 
 
-class QueryGuided(Selector):
-    """Rows with the most attention from the query, summed over a band of layers; known before any layer is recomputed.
+@dataclass(frozen=True)
+class QueryGuided(ScoringSelector):
+    """Rows with the most attention from the question over the stored caches, summed over a band of layers.
 
-    score: at which layers, and how joined.
+    Known before any layer is recomputed. layers, rows, value_norm: see `QueryScore`.
     """
 
-    name = "query_guided"
+    name: ClassVar[str] = "query_guided"
 
-    def __init__(self, score: QueryScore, allotment: Allotment = SINGLE_ROWS) -> None:
-        self._score, self._allotment = score, allotment
+    layers: str = "middle"
+    rows: QueryRows = "peak"
+    value_norm: bool = False
+
+    @property
+    def own_lead(self) -> int:
+        """Some rows, unless they are taken in blocks."""
+        return LEAD if self.block == 1 else 0
 
     def needs(self, layers: int) -> Needs:
         """The query's attention at the band's layers."""
-        return Needs(query=self._score)
+        return Needs(query=QueryScore(self.layers, self.rows, self.value_norm))
 
     def select(self, evidence: Evidence) -> torch.Tensor:
         """The rows that the query attends to most."""
         assert evidence.query_attention is not None
-        return self._allotment.choose(evidence.query_attention.sum(0), evidence)
+        return self.allot(evidence.query_attention.sum(0), evidence)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from blend.errors import ConfigError
-from blend.limits import LAYERS_IN_WORDS, numbered_layers, shown
+from blend.limits import LAYERS_IN_WORDS, check_fields, numbered_layers, shown
 
-if TYPE_CHECKING:
-    from blend.config import BlendConfig, QueryRows
+QueryRows = Literal["peak", "sum"]
 
 
 @dataclass(frozen=True)
 class QueryScore:
-    """What `recompute.query_attention` measures.
+    """What `evidence.query_attention` measures. Raises `ConfigError` for other values.
 
     layers: those that score, see `scoring_layers`. rows: "sum" or "peak" over the question's rows. value_norm: weight attention
     by the norm of the value it reads.
@@ -24,14 +23,12 @@ class QueryScore:
     rows: QueryRows = "peak"
     value_norm: bool = False
 
-    @classmethod
-    def of(cls, config: BlendConfig) -> QueryScore:
-        """As a configuration says."""
-        return cls(config.query_layers, config.query_rows, config.value_norm)
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def scoring_layers(name: str, layers: int) -> tuple[int, ...]:
-    """Layers by name: "all", "middle" (from half to five sixths of the depth), "upper" (half); or numbered, as "3,7,12-15".
+    """Layers by name: "all", "middle" (from half to five sixths of the depth), "upper" (half); or numbered, as "3+7+12-15".
 
     Raises `ConfigError` for another name, and for layers that a decoder of so many does not have.
     """
@@ -42,5 +39,5 @@ def scoring_layers(name: str, layers: int) -> tuple[int, ...]:
     }
     chosen = tuple(bands[name]) if name in bands else numbered_layers(name)
     if not chosen or chosen[-1] >= layers:
-        raise ConfigError(f"query_layers is {shown(name)}; choose {LAYERS_IN_WORDS}, below {layers}")
+        raise ConfigError(f"layers is {shown(name)}; choose {LAYERS_IN_WORDS}, below {layers}")
     return chosen

@@ -66,7 +66,7 @@ REST = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 @pytest.mark.parametrize("check_layer", [1, 2])
 @pytest.mark.parametrize("name", CORE)
 def test_hkvd_runs_all_rows_only_below_the_check_layer_and_in_its_qkv_projection(name: str, check_layer: int) -> None:
-    blend, counts = _prefill(name, BlendConfig("hkvd", ratio=0.2, check_layer=check_layer))
+    blend, counts = _prefill(name, BlendConfig(f"hkvd:check_layer={check_layer}", ratio=0.2))
     chosen = blend.rows_recomputed
     assert chosen == round(0.2 * LAYOUT.context.length) + len(LAYOUT.suffix)
     for layer in range(LAYERS):
@@ -103,7 +103,7 @@ def test_selectors_that_need_nothing_never_run_more_than_the_chosen_rows(name: s
 
 
 def test_the_query_looks_only_up_to_the_last_layer_it_scores() -> None:
-    blend, counts = _prefill("llama", BlendConfig(selector="query_guided", query_layers="0-1", ratio=0.2))
+    blend, counts = _prefill("llama", BlendConfig("query_guided:layers=0-1", ratio=0.2))
     suffix = len(LAYOUT.suffix)
     assert counts["0.mlp.up_proj"] == [suffix, blend.rows_recomputed]
     assert counts["1.self_attn.k_proj"] == [suffix, blend.rows_recomputed]

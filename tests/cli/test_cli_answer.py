@@ -60,7 +60,8 @@ def test_options_change_what_is_computed(filled: Blend) -> None:
         for name in ("none", "first_k", "all")
     }
     assert share["none"] < share["first_k"] < share["all"]
-    assert filled(*common, "--mask", "bottom-right", "--selector", "random", "--seed", "3").code == 0
+    found = filled(*common, "--mask", "bottom-right", "--selector", "hkvd:block=8,lead=auto,of=k")
+    assert found.json["selector"] == "hkvd:of=k,block=8"
 
 
 def test_quiet_prints_the_answer_alone_and_reads_the_question_from_stdin(filled: Blend) -> None:

@@ -23,14 +23,29 @@ from blend.cli import blend as group
 from blend.cli.ending import exit_code_of
 from blend.config import CorpusConfig
 from blend.errors import ConfigError
+from blend.select import SELECTORS, QueryGuided, make_selector
+from blend.select.parameters import MEANINGS
 
 NASTY = (
     *("nan", "inf", "-inf", "1e300", "1e400", "-1", "-0.0", "0", "1", "0.5", "5e-324", "1e-7", "1e6", str(10**30)),
     *("9" * 5000, "١٢", "", " 3 ", "1_000", "0x10", "True", "3.0", "1e3", "\udcff", "\x1b[2J\n", "½", "+7"),
 )
-LAYERS = ("0-9999999999", "5-3", "--3", "3-", ",", "9" * 5000, "0-" + "9" * 30, "1,1", "1;2", "٣", "0-9999,0-9999")
+LAYERS = ("0-9999999999", "5-3", "--3", "3-", "+", "9" * 5000, "0-" + "9" * 30, "1+1", "1;2", "٣", "0-9999+0-9999")
 NUMERIC = {int, float}
 TEXTS = st.binary(max_size=8).filter(lambda value: b"\0" not in value).map(os.fsdecode)  # what an argument can be
+
+
+# Specs of selectors: every key for every selector, with what anything may be; and what has the form of a spec and is none.
+KEYS = sorted(MEANINGS)
+PAIRS = st.tuples(st.sampled_from(KEYS), st.sampled_from((*NASTY, *LAYERS, "auto", "true")) | TEXTS).map("=".join)
+LISTS = st.lists(PAIRS | TEXTS, max_size=3).map(",".join)
+SPECS = st.tuples(st.sampled_from(list(SELECTORS)) | TEXTS, LISTS).map(":".join)
+BROKEN_SPECS = (
+    *("hkvd:", ":", "hkvd:,", "hkvd:=", "hkvd:=1", "hkvd:block==1", "hkvd::block=1", "hkvd:block=1:", "hkvd:block=1,"),
+    *(f"{name}:{key}={value}" for name, key in (("hkvd", "block"), ("mixed", "prefilter")) for value in NASTY),
+    *(f"query_guided:layers={value}" for value in LAYERS),
+    "hkvd:" + ",".join(["block=1"] * 5000),
+)
 
 
 @cache
@@ -84,6 +99,11 @@ def _check(name: str, flag: str, value: str) -> None:
     for number in given_options.values():
         assert not isinstance(number, float) or math.isfinite(number)
         assert not isinstance(number, int) or abs(number) < 2**63
+    if flag == "--selector":
+        spec = given_options["selector"]
+        assert make_selector(spec) == make_selector(value)
+        assert make_selector(spec).spec == spec
+        assert spec.isprintable()
     for config in (BlendConfig, CorpusConfig):
         known = {field.name for field in fields(config)}
         config(**{key: found for key, found in given_options.items() if key in known and found is not None})
@@ -97,10 +117,25 @@ def test_a_value_is_refused_in_one_line_or_good_for_all(which: tuple[str, str], 
     _check(*which, value)
 
 
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(name=st.sampled_from(["answer", "report", "analyze"]), spec=SPECS)
+def test_a_spec_is_refused_in_one_line_or_good_for_all(name: str, spec: str) -> None:
+    _check(name, "--selector", spec)
+
+
+def test_specs_that_are_read_and_specs_that_are_not() -> None:
+    """The property above could not fail if all were refused, or none."""
+    for spec in BROKEN_SPECS:
+        _check("answer", "--selector", spec)
+    read = {spec for spec in BROKEN_SPECS if _parsed("answer", "--selector", spec) is not None}
+    assert {"hkvd:block=1", "mixed:prefilter=0", "query_guided:layers=1+1"} <= read
+    assert not read & set(BROKEN_SPECS[:9])
+
+
 def test_values_that_broke_things_before() -> None:
     for name, flag in _valued():
         kind = _option(name, flag).type.name
-        for value in NASTY if kind in ("integer", "float") else LAYERS if flag == "--query-layers" else NASTY[-8:]:
+        for value in NASTY if kind in ("integer", "float") else NASTY[-8:]:
             _check(name, flag, value)
 
 
@@ -145,20 +180,12 @@ def _refusal(make: Callable[[], object]) -> str | None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"value_norm": "yes"},
         {"correction": 1},
         {"selector": None},
-        {"query_layers": 5},
-        {"query_layers": "0-9999999999"},
-        {"query_layers": "5-3"},
-        {"query_layers": "--3"},
-        {"query_layers": ""},
-        {"query_layers": "9" * 5000},
-        {"query_layers": "٣"},
+        {"selector": ["hkvd"]},
+        {"selector": "hkvd:selector=" + "9" * 5000},
         {"mask": ["exact"]},
-        {"seed": -1},
-        {"first_k": 2.0},
-        {"chunk_lead": True},
+        {"surrogate": None},
     ],
     ids=lambda wrong: str(wrong)[:40],
 )
@@ -171,27 +198,27 @@ def test_python_refuses_other_kinds_of_values(wrong: dict[str, Any]) -> None:
 def test_layers_that_overlap_are_scored_once_however_often_they_are_named() -> None:
     from blend.select.query_score import scoring_layers
 
-    text = ",".join(["3-9999", "0-9999"] * 20_000)
-    assert BlendConfig(query_layers=text).query_layers == text
+    text = "+".join(["3-9999", "0-9999"] * 20_000)
+    assert QueryGuided(text).layers == text
     assert scoring_layers(text, 10_000) == tuple(range(10_000))
-    assert scoring_layers("7,2-3,3-4,0", 8) == (0, 2, 3, 4, 7)
+    assert scoring_layers("7+2-3+3-4+0", 8) == (0, 2, 3, 4, 7)
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (
-            ("--query-layers", "0-9999999999"),
-            "'--query-layers': '0-9999999999' is none of all, middle, upper, or layers",
+            ("--selector", "query_guided:layers=0-9999999999"),
+            "'--selector': query_guided: layers is '0-9999999999'; choose all, middle, upper, or layers",
         ),
-        (("--prefilter", "nan"), "'--prefilter': nan is not 0 or a number from 1 to 1,000"),
+        (("--selector", "mixed:prefilter=nan"), "mixed: prefilter: nan is not 0 or a number from 1 to 1,000"),
         (("--store-budget", "1e300"), "'--store-budget': 1e+300 is not a number from 0.000001 to 1,000,000"),
         (
-            ("--block", str(10**30)),
-            "'--block': 1000000000000000000000000000000 is not a whole number from 1 to 1,000,000",
+            ("--selector", f"hkvd:block={10**30}"),
+            "hkvd: block: 1000000000000000000000000000000 is not a whole number from 1 to 1,000,000",
         ),
-        (("--first-k", str(2**63)), "'--first-k': 9223372036854775808 is not a whole number from 1 to 1,000,000"),
-        (("--seed", "-1"), "'--seed': -1 is not a whole number from 0 to 4,294,967,295"),
+        (("--selector", f"first_k:k={2**63}"), "k: 9223372036854775808 is not a whole number from 1 to 1,000,000"),
+        (("--selector", "random:seed=-1"), "seed: -1 is not a whole number from 0 to 4,294,967,295"),
         (
             ("--max-new-tokens", str(10**12)),
             "'--max-new-tokens': 1000000000000 is not a whole number from 1 to 1,000,000",
@@ -209,10 +236,10 @@ def test_the_real_command_line(filled: Blend, arguments: tuple[str, ...], told: 
 
 def test_the_largest_values_answer(filled: Blend) -> None:
     """What parses at the upper bound does not blow up later."""
-    most = {"block": 1_000_000, "chunk-lead": 1_000_000, "first-k": 1_000_000, "seed": 2**32 - 1, "prefilter": 1000}
-    most |= {"top-k": 10_000, "chunk-floor": 1, "store-budget": 1_000_000}
+    most = {"top-k": 10_000, "store-budget": 1_000_000}
     arguments = [f"--{name}={value}" for name, value in most.items()]
-    for selector in ("mixed", "first_k", "random"):
+    scoring = "mixed:prefilter=1000,lead=1000000,floor=1,block=1000000"
+    for selector in (scoring, "first_k:k=1000000", f"random:seed={2**32 - 1}"):
         result = filled("answer", "x", "-q", "--max-new-tokens=2", f"--selector={selector}", *arguments)
         assert result.code == 0, result.err
 

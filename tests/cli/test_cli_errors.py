@@ -18,7 +18,15 @@ UNKNOWN = [
     (("--frob",), "No such option"),
     (("answer",), "Missing argument 'QUESTION'"),
     (("answer", "x", "--ratoi", "1"), "--ratio"),
-    (("answer", "x", "--selector", "best"), "'hkvd', "),
+    (("answer", "x", "--selector", "best"), "unknown selector 'best'; choose one of hkvd, "),
+    (("answer", "x", "--selector", "hkvd:check_layer=0"), "from 1 to 9,999"),
+    (("answer", "x", "--selector", "hkvd:rule=zsum"), "hkvd has no parameter 'rule'; choose among check_layer, of, "),
+    (("report", "--selector", "query_guided:layers=lower"), "all, middle, upper"),
+    (("report", "--selector", "query_guided:layers=9-4"), "layers such as 4-9"),
+    (("analyze", "x", "--selector", "query_guided:layers=3,7"), "layers are joined by +"),
+    (("analyze", "x", "--selector", "mixed:rule=sum"), "choose one of product, zsum"),
+    (("answer", "x", "--selector", "all:k=3"), "all takes no parameters"),
+    (("answer", "x", "--check-layer", "2"), "No such option '--check-layer'"),
     (("answer", "x", "--mask", "upper-left"), "'exact', 'bottom-right'"),
     (("answer", "x", "--codec", "int3"), "'bfloat16', "),
     (("answer", "x", "--dtype", "int8"), "'float32', "),
@@ -27,9 +35,6 @@ UNKNOWN = [
     (("answer", "x", "--ratio", "-0.1"), "is not a number from 0 to 1"),
     (("answer", "x", "--ratio", "nan"), "is not a number from 0 to 1"),
     (("answer", "x", "--top-k", "0"), "0 is not a whole number from 1 to 10,000"),
-    (("answer", "x", "--check-layer", "0"), "from 1 to 9,999"),
-    (("answer", "x", "--query-layers", "lower"), "all, middle, upper"),
-    (("answer", "x", "--query-layers", "9-4"), "layers such as 4-9"),
     (("answer", "x", "--max-new-tokens", "0"), "0 is not a whole number from 1 to "),
     (("answer", "x", "--store-budget", "-1"), "-1.0 is not a number from 0.000001 to 1,000,000"),
     (("answer", "x", "--store-budget", "inf"), "inf is not a number from"),
@@ -90,7 +95,7 @@ def test_a_model_whose_keys_cannot_be_moved(filled: Blend, texts: dict[str, str]
 
 
 def test_a_check_layer_beyond_the_model(filled: Blend) -> None:
-    result = filled("answer", "x", "--check-layer", "9", "--selector", "hkvd")
+    result = filled("answer", "x", "--selector", "hkvd:check_layer=9")
     assert (result.code, result.out) == (2, "")
     assert "layers 0 to 3" in one_line(result.err)
 

@@ -160,7 +160,7 @@ def test_mistakes_and_what_is_not_there(blend: Blend, hostile_model: Path, tmp_p
         (2, (f"--{HOSTILE}",)),
         (2, ("answer", "x", f"--{HOSTILE}")),
         (2, ("answer", "x", "--selector", HOSTILE)),
-        (2, ("answer", "x", "--query-layers", HOSTILE)),
+        (2, ("answer", "x", "--selector", f"query_guided:layers={HOSTILE}")),
         (2, ("answer", "x", "--ratio", HOSTILE)),
         (2, ("answer", "x", "--device", HOSTILE)),
         (8, ("answer", "x", "--store", nowhere)),

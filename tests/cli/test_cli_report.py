@@ -33,7 +33,7 @@ def dataset(tmp_path: Path) -> Path:
 def test_a_question_file(blend: Blend, dataset: Path, tmp_path: Path) -> None:
     out, picture = tmp_path / "out" / "report.json", tmp_path / "report.svg"
     call = ("report", "--dataset", dataset, "--limit", "2", "--json", out, "--picture", picture, *TINY)
-    result = blend(*call, "--mask", "bottom-right", "--selector", "first_k", "--ratio", "0.3")
+    result = blend(*call, "--mask", "bottom-right", "--selector", "first_k:k=3", "--ratio", "0.3")
     assert result.code == 0, result.err
     assert "difference to full" in result.out
     assert max(map(len, result.out.splitlines())) > 80  # whole tables, although the terminal is said to have 80 columns
@@ -41,10 +41,13 @@ def test_a_question_file(blend: Blend, dataset: Path, tmp_path: Path) -> None:
     assert "<svg" in picture.read_text()
     report = json.loads(out.read_text())
     assert report["record_count"] == 2
-    assert (
-        report["config"]["blend"] | {"mask": "bottom-right", "selector": "first_k", "ratio": 0.3}
-        == (report["config"]["blend"])
-    )
+    assert report["config"]["blend"] == {
+        "selector": "first_k:k=3",
+        "ratio": 0.3,
+        "mask": "bottom-right",
+        "correction": True,
+        "surrogate": True,
+    }
     assert len(report["methods"]) == 3
     _check_methods(report["methods"])
 

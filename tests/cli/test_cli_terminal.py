@@ -17,7 +17,10 @@ from pathlib import Path
 import pytest
 from blend_process import REPOSITORY, Blend
 
-COMMANDS = ("analyze", "answer", "corpus", "env", "models", "precompute", "report", "store")
+from blend.select import SELECTORS, make_selector
+from blend.select.parameters import MEANINGS
+
+COMMANDS = ("analyze", "answer", "corpus", "env", "models", "precompute", "report", "selectors", "store")
 HEAVY = ("torch", "transformers", "faiss", "triton", "sentence_transformers", "numpy", "rich")
 
 
@@ -165,6 +168,30 @@ def test_env_and_models_describe_themselves(blend: Blend) -> None:
     assert listed["default"] in {model["name"] for model in listed["models"]}
     assert listed["default"] in blend("models").out
     assert blend("--version").out.startswith("blend, version ")
+
+
+def test_selectors_describe_themselves(blend: Blend) -> None:
+    """Every selector with its parameters, each as it can be given to --selector, and what each parameter means."""
+    table, listed = blend("selectors"), blend("selectors", "--json").json
+    assert (table.code, table.err) == (0, "")
+    assert listed["default"] == "query_guided"
+    assert [entry["name"] for entry in listed["selectors"]] == list(SELECTORS)
+    for entry in listed["selectors"]:
+        assert f"{entry['name']:14}{entry['summary']}" in table.out
+        given = ",".join(f"{key}={value}" for key, value in entry["parameters"].items())
+        assert make_selector(f"{entry['name']}:{given}" if given else entry["name"]).spec == entry["name"]
+        assert given.replace(",", ", ") in table.out
+        assert all(f"\n{key:14}" in table.out for key in entry["parameters"])
+
+
+@pytest.mark.parametrize("command", ["answer", "report", "analyze"])
+def test_few_options(blend: Blend, command: str) -> None:
+    """What single selectors take is in their spec, and there alone."""
+    told = blend(command, "--help").out
+    assert "--selector SPEC" in told
+    names = re.findall(r"^  (?:-., )?--([a-z-]+)", told, re.MULTILINE)
+    assert 15 < len(names) <= 21
+    assert not {name.replace("-", "_") for name in names} & set(MEANINGS)
 
 
 def test_corpus_feeds_precompute(blend: Blend) -> None:

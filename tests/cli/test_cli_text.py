@@ -23,7 +23,7 @@ ODD = os.fsdecode(b"caf\xe9 \xff")
         (("precompute", ".", "--model", f"./{ODD}"), "'--model'"),
         (("answer", "x", "--embedder", ODD), "'--embedder'"),
         (("answer", "x", "--device", ODD), "'--device'"),
-        (("answer", "x", "--query-layers", ODD), "'--query-layers'"),
+        (("answer", "x", "--selector", ODD), "'--selector'"),
         (("corpus", "folder", "--module", ODD), "'--module'"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else value,

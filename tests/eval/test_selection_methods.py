@@ -9,6 +9,7 @@ from blend.eval.evaluator import FULL as EVALUATORS_FULL
 from blend.eval.evaluator import PLAIN_REUSE
 from blend.eval.selection.methods import GROUPS, RATIOS, methods
 from blend.eval.selection.naming import BASELINE, FULL, REUSE, named, ratio_of
+from blend.select import QueryGuided
 from blend.select.query_score import scoring_layers
 
 
@@ -16,15 +17,16 @@ from blend.select.query_score import scoring_layers
 def test_names_say_the_ratio(group: str) -> None:
     """The picture and the tables read the ratio of a method from its name."""
     for name, config in methods(group, 24).items():
-        if config.selector not in ("none", "all") or " %" in name:
-            assert ratio_of(name)[1] == (0 if config.selector == "none" else round(config.ratio * 100)), name
+        selector = config.plain()["selector"]
+        if selector not in ("none", "all") or " %" in name:
+            assert ratio_of(name)[1] == (0 if selector == "none" else round(config.ratio * 100)), name
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_group_has_what_the_tables_compare_with(group: str) -> None:
     found = methods(group, 24)
     assert found[REUSE] == PLAIN_REUSE
-    assert (found[BASELINE].selector, found[BASELINE].mask, found[BASELINE].correction) == (
+    assert (found[BASELINE].plain()["selector"], found[BASELINE].mask, found[BASELINE].correction) == (
         "hkvd",
         "bottom-right",
         False,
@@ -35,8 +37,10 @@ def test_every_group_has_what_the_tables_compare_with(group: str) -> None:
 
 @pytest.mark.parametrize("layers", [12, 24, 30, 32])
 def test_bands_are_layers_of_the_model(layers: int) -> None:
-    for config in methods("layers", layers).values():
-        assert len(scoring_layers(config.query_layers, layers)) >= layers // 6
+    found = [c.selector for c in methods("layers", layers).values() if isinstance(c.selector, QueryGuided)]
+    assert len(found) > 8
+    for selector in found:
+        assert len(scoring_layers(selector.layers, layers)) >= layers // 6
 
 
 def test_the_frontier_has_every_ratio_of_both_lines() -> None:

@@ -140,5 +140,5 @@ def test_profile_names_the_layers_that_find_the_rows(measured: Path) -> None:
     shares = [[float(share) for share in line.split()[1:]] for line in table]
     assert [line.split()[0] for line in table] == ["questions", "meetings", "mean"]
     assert all(0.0 < share <= 1.0 for line in shares for share in line)
-    chosen = [int(layer) for layer in option.removeprefix("--query-layers ").split(",")]
+    chosen = [int(layer) for layer in option.removeprefix("--selector query_guided:layers=").split("+")]
     assert sorted(shares[-1][layer] for layer in chosen) == sorted(shares[-1])[-len(chosen) :]

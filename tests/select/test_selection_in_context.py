@@ -8,8 +8,10 @@ from cases import SELECTORS, blended, make_layout, recorded
 from dense_reference import assert_close, dense_blend, dense_prefill, dense_reuse
 from models import CORE, LAYERS, decoder, eager_model
 
-from blend.config import BlendConfig, QueryRows
+from blend.config import BlendConfig
 from blend.errors import ConfigError
+from blend.select import HighDeviation, QueryGuided
+from blend.select.query_score import QueryRows
 
 LAYOUT = make_layout()
 CONTEXT = LAYOUT.context.length
@@ -22,7 +24,7 @@ def test_hkvd_sees_fresh_and_stored_kv_of_the_check_layer(
     name: str, cached: tuple[int, ...] | None, check_layer: int
 ) -> None:
     _, (evidence,), _ = recorded(
-        decoder(name), LAYOUT, BlendConfig("hkvd", ratio=0.3, check_layer=check_layer), cached=cached
+        decoder(name), LAYOUT, BlendConfig(HighDeviation(check_layer), ratio=0.3), cached=cached
     )
     which = range(4) if cached is None else cached
     stored = [torch.arange(*LAYOUT.chunk_spans[index]) for index in which]
@@ -39,12 +41,12 @@ def test_hkvd_sees_fresh_and_stored_kv_of_the_check_layer(
         assert_close(evidence.stored[index], reused[index][:, :, rows])
 
 
-@pytest.mark.parametrize("layers", ["all", "middle", "1-2", "0,2-3"])
+@pytest.mark.parametrize("layers", ["all", "middle", "1-2", "0+2-3"])
 @pytest.mark.parametrize("query_rows", ["sum", "peak"])
 def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(query_rows: QueryRows, layers: str) -> None:
     """The model's own attention weights of a plain reuse forward pass."""
     name = "llama"
-    config = BlendConfig(selector="query_guided", query_layers=layers, query_rows=query_rows, ratio=0.3)
+    config = BlendConfig(QueryGuided(layers, query_rows), ratio=0.3)
     blend, (evidence,), _ = recorded(decoder(name), LAYOUT, config)
     reused = dense_reuse(eager_model(name), LAYOUT.prefix, LAYOUT.chunks, len(LAYOUT.suffix))
     suffix = torch.arange(LAYOUT.context.stop, LAYOUT.rows)
@@ -58,7 +60,7 @@ def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(query_
     finally:
         for handle in handles:
             handle.remove()
-    scoring = {"all": range(LAYERS), "middle": range(2, 4), "1-2": range(1, 3), "0,2-3": (0, 2, 3)}[layers]
+    scoring = {"all": range(LAYERS), "middle": range(2, 4), "1-2": range(1, 3), "0+2-3": (0, 2, 3)}[layers]
     weights = torch.stack([seen[layer][0, :, suffix] for layer in scoring])
     expected = weights.sum((1, 2))
     if query_rows == "peak":
@@ -119,7 +121,7 @@ def test_ratio_zero_is_none_and_ratio_one_is_all_for_every_selector(selector: st
 
 
 def test_a_share_of_rows_is_counted_over_layers() -> None:
-    blend = blended(decoder("llama"), LAYOUT, BlendConfig("hkvd", ratio=0.3, check_layer=2))
+    blend = blended(decoder("llama"), LAYOUT, BlendConfig("hkvd:check_layer=2", ratio=0.3))
     not_exact = LAYOUT.rows - LAYOUT.chunk_spans[0].stop
     counted = 2 * not_exact + 2 * (round(0.3 * CONTEXT) + len(LAYOUT.suffix))
     assert blend.rows_share == pytest.approx(counted / (LAYERS * LAYOUT.rows))
@@ -129,13 +131,13 @@ def test_a_share_of_rows_is_counted_over_layers() -> None:
 @pytest.mark.parametrize("layer", [LAYERS, LAYERS + 5])
 def test_a_check_layer_the_model_does_not_have_is_refused(layer: int, selector: str) -> None:
     with pytest.raises(ConfigError, match=rf"layer {layer} does not exist: the model has layers 0 to {LAYERS - 1}"):
-        blended(decoder("llama"), LAYOUT, BlendConfig(selector=selector, check_layer=layer, ratio=0.3))
+        blended(decoder("llama"), LAYOUT, BlendConfig(f"{selector}:check_layer={layer}", ratio=0.3))
 
 
-@pytest.mark.parametrize("layers", ["upper-most", "3-1", f"0-{LAYERS}", f"0,{LAYERS}", "1,", "1--2", ""])
-def test_query_layers_the_model_does_not_have_are_refused(layers: str) -> None:
-    with pytest.raises(ConfigError, match="query_layers is"):
-        blended(decoder("llama"), LAYOUT, BlendConfig(selector="query_guided", query_layers=layers, ratio=0.3))
+@pytest.mark.parametrize("layers", ["upper-most", "3-1", f"0-{LAYERS}", f"0+{LAYERS}", "1+", "1--2", ""])
+def test_scoring_layers_the_model_does_not_have_are_refused(layers: str) -> None:
+    with pytest.raises(ConfigError, match="layers is"):
+        blended(decoder("llama"), LAYOUT, BlendConfig(f"query_guided:layers={layers}", ratio=0.3))
 
 
 @pytest.mark.parametrize("config", SELECTORS.values(), ids=SELECTORS)

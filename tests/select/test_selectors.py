@@ -36,7 +36,7 @@ def _evidence(
 
 
 def _select(evidence: Evidence, selector: str, **options: object) -> list[int]:
-    chosen = make_selector(BlendConfig(selector=selector, **options)).select(evidence)  # type: ignore[arg-type]
+    chosen = SELECTORS[selector](**options).select(evidence)  # a foreign one is checked in test_own_selectors
     assert chosen.dtype == torch.int64
     rows = chosen.tolist()
     assert rows == sorted(set(rows))
@@ -65,14 +65,12 @@ def _deviations(evidence: Evidence, parts: str, norm: str) -> list[float]:
 def test_hkvd_takes_the_rows_that_deviate_most(parts: str, norm: str, budget: int) -> None:
     evidence = _evidence(budget)
     expected = _best(_deviations(evidence, parts, norm), CANDIDATES.tolist(), budget)
-    assert _select(evidence, "hkvd", deviation_of=parts, norm=norm) == expected
-    assert _select(evidence, "gradual", deviation_of=parts, norm=norm) == expected
+    assert _select(evidence, "hkvd", of=parts, norm=norm) == expected
+    assert _select(evidence, "gradual", of=parts, norm=norm) == expected
 
 
 def test_the_deviations_measured_are_different_ones() -> None:
-    found = {
-        tuple(_select(_evidence(5), "hkvd", deviation_of=p, norm=n)) for p in ("v", "k", "kv") for n in ("l2", "l1")
-    }
+    found = {tuple(_select(_evidence(5), "hkvd", of=p, norm=n)) for p in ("v", "k", "kv") for n in ("l2", "l1")}
     assert len(found) > 3
 
 
@@ -86,7 +84,7 @@ def test_query_guided_takes_the_rows_with_the_most_attention_over_layers(budget:
     evidence = _evidence(budget)
     assert evidence.query_attention is not None
     scores = [float(evidence.query_attention[:, row].sum()) for row in range(len(CANDIDATES))]
-    assert _select(evidence, "query_guided", chunk_lead=0) == _best(scores, CANDIDATES.tolist(), budget)
+    assert _select(evidence, "query_guided", lead=0) == _best(scores, CANDIDATES.tolist(), budget)
 
 
 @pytest.mark.parametrize(
@@ -102,14 +100,14 @@ def test_query_guided_takes_the_heads_of_chunks_first_and_half_of_the_budget_at_
     scores = {row: float(evidence.query_attention[:, row - CANDIDATES[0]].sum()) for row in CANDIDATES.tolist()}
     others = sorted((row for row in scores if row not in heads), key=lambda row: -scores[row])
     expected = sorted((heads + others)[:budget])
-    assert _select(evidence, "query_guided", chunk_lead=head) == expected
+    assert _select(evidence, "query_guided", lead=head) == expected
 
 
 def test_the_oracle_takes_the_rows_with_the_most_weight() -> None:
     evidence = _evidence(5)
     assert evidence.truth is not None
     assert _select(evidence, "oracle") == _best([-x for x in (-evidence.truth).tolist()], CANDIDATES.tolist(), 5)
-    assert make_selector(BlendConfig(selector="oracle")).needs(4).truth
+    assert make_selector("oracle").needs(4).truth
 
 
 def test_query_guided_blocks_are_runs_inside_one_chunk() -> None:
@@ -135,7 +133,7 @@ def test_mixed_combines_deviation_and_attention(rule: str) -> None:
     assert _select(evidence, "mixed", rule=rule) == _best(scores.tolist(), CANDIDATES.tolist(), 6)
     assert _select(evidence, "mixed", rule=rule) not in (
         _select(evidence, "hkvd"),
-        _select(evidence, "query_guided", chunk_lead=0),
+        _select(evidence, "query_guided", lead=0),
     )
 
 
@@ -145,7 +143,7 @@ def test_mixed_with_a_floor_serves_every_chunk() -> None:
     assert evidence.query_attention is not None
     mass = evidence.query_attention.clone()
     mass[:, :6] += 1000  # all attention on the first chunk
-    rows = _select(replace(evidence, query_attention=mass), "mixed", chunk_floor=0.5)
+    rows = _select(replace(evidence, query_attention=mass), "mixed", floor=0.5)
     assert [sum(span.start <= row < span.stop for row in rows) for span in LAYOUT.chunk_spans] == [5, 1, 1, 1]
 
 
@@ -188,7 +186,7 @@ def test_a_budget_goes_to_heads_then_floors_then_the_best_blocks(
         taken |= set(others[: max(0, each - len(heads))])
     rest = sorted((row for row in score if row not in taken), key=lambda row: (-score[row], row))
     expected = sorted([*sorted(taken), *rest][:budget])
-    assert _select(evidence, selector, chunk_floor=floor, chunk_lead=head, block=block) == expected
+    assert _select(evidence, selector, floor=floor, lead=head, block=block) == expected
 
 
 def test_heads_are_taken_by_default_where_the_question_alone_chooses_single_rows() -> None:
@@ -203,8 +201,8 @@ def test_heads_are_taken_by_default_where_the_question_alone_chooses_single_rows
         ("mixed", 1, 0, 6),
         ("hkvd", 1, 0, 6),
     ):
-        assert chosen(selector, block=block) == chosen(selector, block=block, chunk_lead=own)
-        assert chosen(selector, block=block) != chosen(selector, block=block, chunk_lead=other)
+        assert chosen(selector, block=block) == chosen(selector, block=block, lead=own)
+        assert chosen(selector, block=block) != chosen(selector, block=block, lead=other)
 
 
 @pytest.mark.parametrize("k", [None, 1, 2, 100])
@@ -218,14 +216,14 @@ def test_first_k_deals_the_first_rows_of_later_chunks_in_turn(
     for depth in range(max(chunks, default=0) if k is None else k):
         expected += [span.start + depth for span in layout.chunk_spans[1:] if depth < span.length]
     evidence = Evidence(layout, torch.arange(*layout.context), budget)
-    assert _select(evidence, "first_k", first_k=k) == sorted(expected[:budget])
+    assert _select(evidence, "first_k", k=k) == sorted(expected[:budget])
 
 
 def test_first_k_counts_from_the_start_of_a_chunk_that_is_partly_gone() -> None:
     """Only the candidates of the second chunk are left: its rows, not the third's."""
     span = LAYOUT.chunk_spans[2]
     evidence = Evidence(LAYOUT, torch.arange(*span), 20)
-    assert _select(evidence, "first_k", first_k=2) == [span.start, span.start + 1]
+    assert _select(evidence, "first_k", k=2) == [span.start, span.start + 1]
 
 
 def test_random_repeats_with_its_seed_and_is_uniform() -> None:
@@ -261,7 +259,7 @@ def test_no_selector_exceeds_its_budget_or_its_candidates(selector: str, candida
 
 @pytest.mark.parametrize("depth", [8, 12, 24, 28, 32])
 def test_gradual_costs_about_what_one_check_costs(depth: int) -> None:
-    steps = make_selector(BlendConfig(selector="gradual")).needs(depth).steps
+    steps = make_selector("gradual").needs(depth).steps
     factors = [[step.factor for step in steps if step.layer <= layer][-1] for layer in range(1, depth)]
     assert steps[0].layer == 1
     assert factors == sorted(factors, reverse=True)
@@ -270,26 +268,37 @@ def test_gradual_costs_about_what_one_check_costs(depth: int) -> None:
 
 def test_an_unknown_selector_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"unknown selector 'hkdv'; choose one of .*hkvd.*none"):
-        make_selector(BlendConfig(selector="hkdv"))
+        make_selector("hkdv")
 
 
-BAD = {
-    "ratio": [-0.1, 1.1, float("nan")],
-    "check_layer": [-1, 0],
-    "first_k": [0],
-    "mask": ["causal"],
-    "deviation_of": ["q"],
-    "norm": ["l3"],
-    "rule": ["sum"],
-    "block": [0],
-    "chunk_lead": [-1],
-    "chunk_floor": [2.0],
-    "prefilter": [0.5],
+BAD: dict[str, dict[str, list[object]]] = {
+    "hkvd": {"check_layer": [-1, 0], "of": ["q"], "norm": ["l3"], "block": [0], "lead": [-1], "floor": [2.0]},
+    "gradual": {"check_layer": [0]},
+    "query_guided": {"layers": ["lower", 5, ""], "rows": ["mean", []], "value_norm": ["yes", 1], "lead": [True]},
+    "mixed": {"rule": ["sum"], "prefilter": [0.5, float("nan")], "layers": ["5-3"]},
+    "first_k": {"k": [0, 2.0]},
+    "random": {"seed": [-1, None]},
+    "oracle": {"block": [10**30]},
 }
 
 
-@pytest.mark.parametrize(("option", "value"), [(name, value) for name, values in BAD.items() for value in values])
+@pytest.mark.parametrize(
+    ("selector", "option", "value"),
+    [(kind, name, value) for kind, bad in BAD.items() for name, values in bad.items() for value in values],
+)
+def test_parameters_outside_their_range_are_refused_in_one_line(selector: str, option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=option) as caught:
+        SELECTORS[selector](**{option: value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("option", "value"), [("ratio", -0.1), ("ratio", 1.1), ("mask", "causal"), ("selector", 3)])
 def test_options_outside_their_range_are_refused_in_one_line(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=option) as caught:
         BlendConfig(**{option: value})  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_refuses_an_unknown_selector_at_once() -> None:
+    with pytest.raises(ConfigError, match="unknown selector 'hkdv'"):
+        BlendConfig("hkdv")

@@ -28,8 +28,8 @@ def _config(selector: str, ratio: float = 0.15, **options: Any) -> BlendConfig:
     return BlendConfig(selector=selector, ratio=ratio, **options)
 
 
-def _query(ratio: float = 0.15, **options: Any) -> BlendConfig:
-    return _config("query_guided", ratio, **options)
+def _query(ratio: float = 0.15, selector: str = "query_guided", **options: Any) -> BlendConfig:
+    return _config(selector, ratio, **options)
 
 
 def _published(ratio: float = 0.15) -> BlendConfig:
@@ -73,7 +73,7 @@ def _by_layers(layers: int) -> Methods:
     pairs = [(band, ratio) for band in bands for ratio in (0.05, 0.15)]
     return {
         **_finalists(layers),
-        **{named("query", ratio, f", {band}"): _query(ratio, query_layers=band) for band, ratio in pairs},
+        **{named("query", ratio, f", {band}"): _query(ratio, f"query_guided:layers={band}") for band, ratio in pairs},
     }
 
 
@@ -86,9 +86,9 @@ def _screened_deviation() -> Methods:
     return {
         "hkvd, as stored": _config("hkvd", **_AS_STORED),
         "hkvd": _config("hkvd"),
-        "hkvd floor": _config("hkvd", chunk_floor=0.5),
-        "hkvd blocks 16": _config("hkvd", block=16),
-        "hkvd K layer 3": _config("hkvd", check_layer=3, deviation_of="k"),
+        "hkvd floor": _config("hkvd:floor=0.5"),
+        "hkvd blocks 16": _config("hkvd:block=16"),
+        "hkvd K layer 3": _config("hkvd:check_layer=3,of=k"),
         "gradual": _config("gradual"),
         "first_k": _config("first_k"),
         "random": _config("random"),
@@ -97,24 +97,24 @@ def _screened_deviation() -> Methods:
 
 def _screened_query() -> Methods:
     return {
-        "query all layers": _query(query_layers="all"),
-        "query upper layers": _query(query_layers="upper"),
-        "query x |v|": _query(value_norm=True),
-        "query floor": _query(chunk_floor=0.3),
-        "query sum": _query(query_rows="sum"),
-        "query blocks 16": _query(block=16),
-        "query blocks 32": _query(block=32),
+        "query all layers": _query(selector="query_guided:layers=all"),
+        "query upper layers": _query(selector="query_guided:layers=upper"),
+        "query x |v|": _query(selector="query_guided:value_norm=true"),
+        "query floor": _query(selector="query_guided:floor=0.3"),
+        "query sum": _query(selector="query_guided:rows=sum"),
+        "query blocks 16": _query(selector="query_guided:block=16"),
+        "query blocks 32": _query(selector="query_guided:block=32"),
     }
 
 
 def _screened_mixed() -> Methods:
     return {
         "mixed 1": _config("mixed"),
-        "mixed 1 z": _config("mixed", rule="zsum"),
-        "mixed 3": _config("mixed", check_layer=3),
-        "mixed 3 heads": _config("mixed", check_layer=3, chunk_lead=6),
-        "mixed 3 floor": _config("mixed", check_layer=3, chunk_floor=0.3),
-        "mixed 3 prefilter": _config("mixed", check_layer=3, prefilter=2.5),
+        "mixed 1 z": _config("mixed:rule=zsum"),
+        "mixed 3": _config("mixed:check_layer=3"),
+        "mixed 3 heads": _config("mixed:check_layer=3,lead=6"),
+        "mixed 3 floor": _config("mixed:check_layer=3,floor=0.3"),
+        "mixed 3 prefilter": _config("mixed:check_layer=3,prefilter=2.5"),
         "oracle": _config("oracle"),
         "oracle, as stored": _config("oracle", **_AS_STORED),
     }

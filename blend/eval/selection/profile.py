@@ -8,9 +8,9 @@ from statistics import mean
 from blend.chunks.assemble import assemble
 from blend.eval.dataset import Record
 from blend.eval.selection.workload import Setting, Workload, load_decoder, load_workloads
-from blend.recompute import make_plan, query_attention, true_weight
-from blend.select.controls import Nothing
-from blend.select.query_score import QueryScore
+from blend.recompute import make_plan
+from blend.select import Nothing, QueryScore
+from blend.select.evidence import query_attention, true_weight
 
 BUDGET = 0.15  # share of the stale rows
 
@@ -27,7 +27,7 @@ def profile(setting: Setting, records: int) -> Iterator[str]:
         yield _line(workload.name, shares[-1])
     overall = _means(shares)
     yield _line("mean", overall)
-    yield f"--query-layers {','.join(map(str, best_layers(overall)))}"
+    yield f"--selector query_guided:layers={'+'.join(map(str, best_layers(overall)))}"
 
 
 def best_layers(shares: Sequence[float]) -> list[int]:
@@ -47,7 +47,7 @@ def layer_shares(workload: Workload, record: Record) -> list[float]:
     cache = assemble(decoder, layout, library.isolated.prefix, opened.readers, of_chunks).cache
     plan = make_plan(layout, opened.hits, Nothing(), 0.0, decoder.device)
     cost = true_weight(decoder, cache, layout)[plan.stale]
-    scores = query_attention(decoder, cache, plan, QueryScore("all"))[:, plan.stale]
+    scores = query_attention(decoder, cache, layout, QueryScore("all"))[:, plan.stale]
     budget = max(1, round(BUDGET * len(cost)))
     held = cost[scores.topk(budget).indices].sum(1) / cost.topk(budget).values.sum()
     return [float(share) for share in held]

@@ -1,0 +1,94 @@
+"""What selectors are shown that costs a pass of the decoder of its own: the question's attention, and the truth.
+
+The decoder is handed in: selectors stand below it, so that a configuration can hold one without loading a model's code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from blend.select.query_score import QueryScore, scoring_layers
+
+if TYPE_CHECKING:
+    from blend.model.attention import AttentionCall
+    from blend.model.cache import BlendedCache
+    from blend.model.decoder import Decoder
+    from blend.types import PromptLayout
+
+
+def query_attention(
+    decoder: Decoder,
+    cache: BlendedCache,
+    layout: PromptLayout,
+    score: QueryScore,
+    uncached: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the suffix rows over the stored caches, summed over heads, fp32 `[scored layers, rows of the prompt]`.
+
+    With rows "sum" all that they give a row. With "peak" the most that any of them gives it in each head, and what the
+    last of them gives it, which is where the answer starts; both count alike over the context. In sums, what one head seeks out
+    drowns in what all its rows touch: the chunk that resembles the question takes the budget of the one that answers.
+
+    uncached: positions of context rows that hold nothing yet, int64 `[rows]`: they get no part in it. The suffix rows' KV is
+    written, and written again by the recompute. Raises `ConfigError` for layers that the decoder does not have.
+    """
+    layers = scoring_layers(score.layers, len(decoder.layers))
+    scored, ends = list[torch.Tensor](), list[torch.Tensor]()
+    suffix = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
+
+    def observe(call: AttentionCall) -> None:
+        if call.layer in layers:
+            scored.append(_over_heads(call, score, "max" if score.rows == "peak" else "sum"))
+            if score.rows == "peak":
+                end = replace(call, query=call.query[:, :, -1:], positions=call.positions[-1:])
+                ends.append(_over_heads(end, score, "sum"))
+
+    if uncached is not None:
+        cache.blank(uncached)
+    ids = torch.tensor([layout.suffix], device=decoder.device)
+    decoder.watch_attention(ids, suffix, cache, observe, total=layout.rows, last_layer=layers[-1])
+    attention = torch.stack(scored)
+    if ends:
+        last, context = torch.stack(ends), slice(layout.context.start, layout.context.stop)
+        attention += last * (attention[:, context].sum() / last[:, context].sum().clamp_min(1e-20))
+    return attention
+
+
+def true_weight(decoder: Decoder, cache: BlendedCache, layout: PromptLayout) -> torch.Tensor:
+    """How much each row's stored KV costs the question, from a full prefill, fp32 `[rows of the prompt]`.
+
+    Over all layers, the attention that the suffix rows give the row under full recompute, times how far its stored KV is from
+    the recomputed: the norm of the difference, keys and values each relative to the layer's mean squared norm.
+    """
+    exact, mass = decoder.new_cache(layout.rows), list[torch.Tensor]()
+    suffix = slice(layout.context.stop, None)
+
+    def observe(call: AttentionCall) -> None:
+        asked = replace(call, query=call.query[:, :, suffix], positions=call.positions[suffix])
+        mass.append(asked.mass()[0])
+
+    every = torch.arange(layout.rows, device=decoder.device)
+    decoder.watch_attention(
+        torch.tensor([layout.token_ids], device=decoder.device), every, exact, observe, total=layout.rows
+    )
+    weight = torch.zeros(layout.rows, device=decoder.device)
+    for layer, attention in enumerate(mass):
+        far = torch.zeros_like(weight)
+        for true, stored in zip(exact.view(layer), cache.view(layer), strict=True):
+            size = true[0].float().square().sum((0, 2)).mean()
+            far += (true - stored)[0].float().square().sum((0, 2)) / size
+        weight += attention * far.sqrt()
+    return weight
+
+
+def _over_heads(call: AttentionCall, score: QueryScore, reduce: Literal["sum", "max"]) -> torch.Tensor:
+    """What each key receives in a head, joined over rows, summed over heads; weighted by the norm of the value if so wanted."""
+    heads = call.mass(per_head=True, reduce=reduce)[0]
+    if not score.value_norm:
+        return heads.sum(0)
+    norm = torch.linalg.vector_norm(call.value[0].float(), dim=-1)
+    grouped = heads.view(norm.shape[0], -1, norm.shape[1]).sum(1)
+    return torch.sum(grouped * norm, dim=0)

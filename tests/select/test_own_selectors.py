@@ -1,0 +1,157 @@
+"""Selectors of users' own: through Blender, Rag and Evaluator, held to the contract."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import blended, make_layout
+from models import LAYERS, decoder
+
+from blend import BlendConfig, Evidence, Needs, PromptTemplate, Selector, open_store
+from blend.blender import Blend, Blender
+from blend.errors import ConfigError
+from blend.eval.dataset import Record, RecordChunk
+from blend.eval.evaluator import Evaluator, standard_methods
+from blend.rag import Rag
+from blend.select import Step
+from tests.tiny_model import save_tiny_model
+
+LAYOUT = make_layout()
+GUIDE = Path(__file__).parents[2] / "docs" / "python.md"
+
+
+@dataclass(frozen=True)
+class Returning(Selector):
+    """Returns what it is told to, out of the candidates and the budget; not written for anybody's use."""
+
+    answer: Callable[[torch.Tensor, int], Any]
+    steps: tuple[Step, ...] = (Step(0),)
+
+    def needs(self, layers: int) -> Needs:
+        return Needs(self.steps)
+
+    def select(self, evidence: Evidence) -> Any:
+        return self.answer(evidence.candidates, evidence.budget)
+
+
+def _prefill(answer: Callable[[torch.Tensor, int], Any], *steps: Step) -> Blend:
+    return blended(decoder("llama"), LAYOUT, BlendConfig(Returning(answer, steps or (Step(0),)), ratio=0.3))
+
+
+def _spoil(rows: torch.Tensor, budget: int) -> torch.Tensor:
+    """Write into what was shown, and return that."""
+    rows += 1000
+    return rows[:budget]
+
+
+BROKEN: dict[str, tuple[Callable[[torch.Tensor, int], Any], str]] = {
+    "no candidates": (lambda rows, n: rows[:n] - rows[0], "row 0, which is no candidate; return rows of"),
+    "beyond the prompt": (lambda rows, n: rows[:n] + 1000, "which is no candidate"),
+    "negative": (lambda rows, n: -rows[:n], "which is no candidate"),
+    "spoiled evidence": (_spoil, "which is no candidate"),
+    "twice": (lambda rows, n: rows[[3, 1, 3]], "row 28 twice"),
+    "too many": (lambda rows, n: rows[: n + 1], "15 rows where the budget is 14"),
+    "of int32": (lambda rows, n: rows[:n].int(), "a tensor of int32 [14]; return int64 positions"),
+    "of floats": (lambda rows, n: rows[:n].float(), "a tensor of float32 [14]"),
+    "a mask": (lambda rows, n: rows > 30, "a tensor of bool [26]"),
+    "a matrix": (lambda rows, n: rows[:n][None], "a tensor of int64 [1, 14]"),
+    "a list": (lambda rows, n: rows[:n].tolist(), "it returned [25, 26"),
+    "nothing": (lambda rows, n: None, "it returned None"),
+}
+
+
+@pytest.mark.parametrize("step", [Step(0), Step(2)], ids=["at once", "at layer 2"])
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_breaks_the_contract_ends_in_one_line(case: str, step: Step) -> None:
+    answer, told = BROKEN[case]
+    with pytest.raises(ConfigError) as caught:
+        _prefill(answer, step)
+    assert told in str(caught.value)
+    assert str(caught.value).startswith("selector Returning: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("step", [Step(0), Step(2)], ids=["at once", "at layer 2"])
+def test_rows_in_any_order_are_the_same_rows(step: Step) -> None:
+    sorted_, reversed_ = (_prefill(a, step) for a in (lambda r, n: r[:n], lambda r, n: r[:n].flip(0)))
+    assert torch.equal(sorted_.selection.rows, reversed_.selection.rows)
+    assert torch.equal(sorted_.logits, reversed_.logits)
+    assert sorted_.selection.rows.tolist() == sorted(sorted_.selection.rows.tolist())
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Needs(()), "one layer or more"),
+        (lambda: Needs((Step(2), Step(1))), "ascending order"),
+        (lambda: Needs((Step(1), Step(1))), "ascending order"),
+        (lambda: Step(-1), "layer: -1"),
+        (lambda: Step(1, float("nan")), "factor: nan"),
+    ],
+)
+def test_needs_that_cannot_be_met_are_refused(make: Callable[[], object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        make()
+
+
+def test_needs_beyond_the_model_are_refused() -> None:
+    with pytest.raises(ConfigError, match=f"layer {LAYERS} does not exist: the model has layers 0 to {LAYERS - 1}"):
+        _prefill(lambda rows, budget: rows[:budget], Step(LAYERS))
+
+
+def test_needs_of_another_type_are_refused() -> None:
+    class Odd(Returning):
+        def needs(self, layers: int) -> Any:
+            return (0,)
+
+    with pytest.raises(ConfigError, match=r"selector Odd: its needs are .* return a blend\.Needs"):
+        blended(decoder("llama"), LAYOUT, BlendConfig(Odd(lambda rows, budget: rows)))
+
+
+def test_what_is_no_selector_is_refused() -> None:
+    for wrong in (None, 3, Returning, ["hkvd"]):
+        with pytest.raises(ConfigError, match=r"give a name, .* or a blend\.Selector"):
+            BlendConfig(selector=wrong)  # type: ignore[arg-type]
+
+
+def _documented() -> dict[str, Any]:
+    """What the block of the guide that defines a selector makes, run as it stands there."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = (block for block in blocks if "(Selector)" in block)
+    found: dict[str, Any] = {"__name__": "guide"}
+    exec(compile(block, str(GUIDE), "exec", dont_inherit=True), found)
+    return found
+
+
+def test_the_selector_of_the_guide_through_a_blender() -> None:
+    config: BlendConfig = _documented()["config"]
+    assert config.plain()["selector"] == "EndsOfChunks:rows=12"
+    wide = BlendConfig(config.selector, ratio=0.5)
+    blend = blended(decoder("llama"), LAYOUT, wide)
+    tails = {row for span in LAYOUT.chunk_spans[1:] for row in range(max(span.start, span.stop - 12), span.stop)}
+    chosen = set(blend.selection.rows.tolist()) - set(range(LAYOUT.context.stop, LAYOUT.rows))
+    assert chosen <= tails
+    assert len(chosen) == min(len(tails), round(0.5 * LAYOUT.context.length))
+
+
+def test_the_selector_of_the_guide_through_rag_and_evaluator(tmp_path: Path) -> None:
+    config: BlendConfig = _documented()["config"]
+    words = [f"word{number}" for number in range(60)]
+    save_tiny_model(tmp_path / "tiny", " ".join(words))
+    rag = Rag(tmp_path / "store", model=str(tmp_path / "tiny"), blend=config)
+    assert rag.blender.config.selector is config.selector
+    prompt = make_layout(chunks=(20, 20, 20))
+    blend = rag.blender.prefill(prompt)
+    rag.blender.remember(blend)
+    assert 0 < rag.blender.prefill(prompt).rows_recomputed - len(prompt.suffix) <= round(0.15 * 60)
+    texts = [" ".join(words[i : i + 20]) for i in (0, 20, 40)]
+    record = Record("r", "word3", ("word4",), tuple(RecordChunk(f"t{i}", text) for i, text in enumerate(texts)))
+    evaluator = Evaluator(Blender(rag.decoder, open_store("memory:")), PromptTemplate(rag.decoder.tokenizer))
+    full, reuse, own = evaluator.measure(record, standard_methods(config))
+    assert full.rows_computed > own.rows_computed > reuse.rows_computed
