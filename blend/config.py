@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from blend.corpora import check_corpus_name
 from blend.errors import ConfigError
 from blend.limits import LAYER_BANDS, LAYERS_IN_WORDS, check_fields, numbered_layers, shown
 
@@ -85,10 +86,12 @@ class PromptConfig:
 class CorpusConfig:
     """How documents become chunks and how many of them answer a question. Raises `ConfigError` as `BlendConfig` does.
 
+    name: which corpus of the store (`blend.corpora`); each has its own index, surrogate context and KV corrections.
     surrogate_tokens: every chunk's cache is also computed behind so many tokens of other chunks (`blend.chunks.library`);
     0 does not. surrogate_text: those tokens out of this text instead of chunks of the corpus; empty leaves what the store has.
     """
 
+    name: str = ""
     chunk_tokens: int = 256
     top_k: int = 8
     embedder: str = DEFAULT_EMBEDDER
@@ -99,6 +102,7 @@ class CorpusConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_corpus_name(self.name)
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

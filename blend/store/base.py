@@ -173,7 +173,7 @@ class ChunkStore:
         """Keep a small named thing, replacing the last one of that name, and begin a new generation.
 
         Artifacts are what chunk caches depend on and what is measured once. They are kept as they are: no codec touches
-        them, they do not count towards the budget and are never evicted. name: lower-case letters, digits and dashes.
+        them, they do not count towards the budget and are never evicted. name: lower-case letters, digits, dashes, underscores.
         Raises `StoreError` when it cannot be written; the old one is then still there.
         """
         self.backend.put(artifact_name(name), pack_artifact(name, content, self._seal))

@@ -12,7 +12,7 @@ SUFFIX = ".safetensors"
 ARTIFACTS, DESCRIPTIONS, GENERATION = "artifacts/", "namespaces/", "generation"
 
 _HEX = re.compile(r"[0-9A-Za-z_-]{1,128}")
-_ARTIFACT = re.compile(r"[0-9a-z-]{1,128}")
+_ARTIFACT = re.compile(r"[0-9a-z_-]{1,128}")
 
 
 def cache_name(key: ChunkKey) -> str:
@@ -40,7 +40,7 @@ def description_name(namespace: str) -> str:
 def artifact_name(name: str) -> str:
     """Name of an artifact; raises `StoreError` when this cannot name one."""
     if not _ARTIFACT.fullmatch(name):
-        raise StoreError(f"{name!r} cannot name an artifact: use lower-case letters, digits and dashes")
+        raise StoreError(f"{name!r} cannot name an artifact: use lower-case letters, digits, dashes and underscores")
     return ARTIFACTS + name
 
 

@@ -20,6 +20,7 @@ LAYERS = (
     ("blend.select", "blend.model"),
     ("blend.store", "blend.weights", "blend.prompt"),
     ("blend.types", "blend.config", "blend.timing", "blend.plain_text"),
+    ("blend.corpora",),
     ("blend.limits",),
     ("blend.errors", "blend.visible", "blend"),
 )
