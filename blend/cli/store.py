@@ -56,15 +56,17 @@ def _content(caches: ChunkStore, name: str) -> str:
     """What an artifact is, in words."""
     from blend.chunks.surrogate import read_surrogate
 
+    corpus = name.split("-", 2)[2:]
+    whose = f", corpus {corpus[0]}" if corpus else ""
     if name.startswith("correction-"):
-        return "KV correction"
+        return f"KV correction{whose}"
     if not name.startswith("surrogate-"):
         return name
     found = read_surrogate(caches, name, sys.maxsize)
     tokens = sum(map(len, found.chunks))
     if found.problems:
         return found.problems[0]
-    return f"surrogate context of {tokens:,} tokens" if tokens else "no surrogate context"
+    return (f"surrogate context of {tokens:,} tokens" if tokens else "no surrogate context") + whose
 
 
 def _held(words: dict[str, Any]) -> str:

@@ -98,7 +98,10 @@ def test_two_corpora_know_nothing_of_each_other(both: Blend) -> None:
     assert len(set(held)) == 6
     listed = both("store", "--json").json
     assert listed["corpora"] == ["mine", "theirs"]
-    assert "corpora: mine, theirs" in both("store").out
+    shown = both("store").out
+    assert "corpora: mine, theirs" in shown
+    assert shown.count("KV correction, corpus mine\n") == shown.count("KV correction, corpus theirs\n") == 2
+    assert " tokens, corpus mine\n" in shown
     assert stat.S_IMODE((both.store / "corpora").stat().st_mode) == 0o700
     # Isolated caches have read nothing but the prefix and their own chunk: the shared document has them once.
     distinct = {chunk["id"] for name in ("mine", "theirs") for chunk in answer(both, name)["chunks"]}
