@@ -16,7 +16,8 @@ import click
 
 from blend.cli.values import NAME, PLACE, STORE, TEXT, number
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, DeviationOf, MaskMode, Norm, QueryRows, Rule
-from blend.corpora import index_dir, require_corpus
+from blend.corpora import check_corpus_name, index_dir, require_corpus
+from blend.errors import ConfigError
 from blend.limits import LAYER_BANDS, LAYERS_IN_WORDS, NUMBERS, numbered_layers, shown
 from blend.select import SELECTORS
 from blend.store import codec_names
@@ -41,6 +42,14 @@ def _known_device(ctx: click.Context, option: click.Parameter, value: str) -> st
 def _scoring_layers(ctx: click.Context, option: click.Parameter, value: str) -> str:
     if value not in LAYER_BANDS and not numbered_layers(value):
         raise click.BadParameter(f"{shown(value)} is none of {LAYERS_IN_WORDS}", ctx, option)
+    return value
+
+
+def _corpus_name(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    try:
+        check_corpus_name(value or "")
+    except ConfigError as error:
+        raise click.BadParameter(str(error), ctx, option) from None
     return value
 
 
@@ -99,6 +108,7 @@ _COMMON = (
         "name",
         type=NAME,
         default=None,
+        callback=_corpus_name,
         show_default=False,
         help="Name of one of the store's corpora, each with its own index.  [default: the one without a name]",
     ),
