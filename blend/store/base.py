@@ -113,7 +113,8 @@ class ChunkStore:
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         """Keys of all entries, or of those in one namespace, in no particular order. Nothing is opened."""
-        for page in self.backend.names(caches_of(namespace)):
+        folder = CACHES if namespace is None else caches_of(namespace)
+        for page in () if folder is None else self.backend.names(folder):
             yield from map(key_of, page)
 
     def stats(self) -> StoreStats:

@@ -18,12 +18,12 @@ _ARTIFACT = re.compile(r"[0-9a-z_-]{1,128}")
 def cache_name(key: ChunkKey) -> str:
     """Name of a chunk cache; raises `StoreError` for a key that `CacheIdentity` cannot have made."""
     digest = _safe(key.digest)
-    return f"{caches_of(key.namespace)}{digest[:2]}/{digest}{SUFFIX}"
+    return f"{CACHES}{_safe(key.namespace)}/{digest[:2]}/{digest}{SUFFIX}"
 
 
-def caches_of(namespace: str | None) -> str:
-    """The folder of a namespace's caches, or of all."""
-    return CACHES if namespace is None else f"{CACHES}{_safe(namespace)}/"
+def caches_of(namespace: str) -> str | None:
+    """The folder of a namespace's caches; None for what no namespace is called, and no cache lies under."""
+    return f"{CACHES}{namespace}/" if _HEX.fullmatch(namespace) else None
 
 
 def key_of(name: str) -> ChunkKey:

@@ -134,6 +134,8 @@ def test_delete_keys_stats_and_prune(make_store, key, cache):
         store.put(each, cache())
     assert set(store.keys()) == {*mine, other}
     assert set(store.keys(other.namespace)) == {other}
+    for foreign in ("", "..", f"{other.namespace}/{other.digest[:2]}", "\x1b]0;owned"):
+        assert list(store.keys(foreign)) == []
     assert store.stats().entries == 5
     store.delete(key(0))
     store.delete(key(0))
