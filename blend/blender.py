@@ -82,12 +82,15 @@ class Blend:
 class Blender:
     """Blended prefill for one decoder over one store.
 
-    config: how rows are chosen, unless a call says otherwise.
+    config: how rows are chosen, unless a call says otherwise. corpus: whose surrogate context and KV corrections are used.
     """
 
-    def __init__(self, decoder: Decoder, store: ChunkStore, config: BlendConfig | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, store: ChunkStore, config: BlendConfig | None = None, *, corpus: str = ""
+    ) -> None:
         self.decoder = decoder
         self.store = store
+        self.corpus = corpus
         self.config = config or BlendConfig()
         self._libraries: dict[Tokens, ChunkLibrary] = {}
         self._maps: dict[Tokens, _StoredCorrection] = {}
@@ -95,7 +98,8 @@ class Blender:
     def library(self, prefix: Tokens) -> ChunkLibrary:
         """The caches of chunks behind this prefix, as the store stands now."""
         held = self._libraries.get(prefix)
-        self._libraries[prefix] = now = held.renewed() if held else ChunkLibrary(self.decoder, self.store, prefix)
+        now = held.renewed() if held else ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus)
+        self._libraries[prefix] = now
         return now
 
     def encoder(self, prefix: Tokens) -> ChunkEncoder:

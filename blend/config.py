@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from blend.corpora import check_corpus_name
 from blend.errors import ConfigError
 from blend.limits import check_fields
 from blend.select import Selector, make_selector
@@ -68,10 +69,12 @@ class PromptConfig:
 class CorpusConfig:
     """How documents become chunks and how many of them answer a question. Raises `ConfigError` as `BlendConfig` does.
 
+    name: which corpus of the store (`blend.corpora`); each has its own index, surrogate context and KV corrections.
     surrogate_tokens: every chunk's cache is also computed behind so many tokens of other chunks (`blend.chunks.library`);
     0 does not. surrogate_text: those tokens out of this text instead of chunks of the corpus; empty leaves what the store has.
     """
 
+    name: str = ""
     chunk_tokens: int = 256
     top_k: int = 8
     embedder: str = DEFAULT_EMBEDDER
@@ -82,3 +85,4 @@ class CorpusConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_corpus_name(self.name)

@@ -7,15 +7,18 @@ use, and a next run that computes only those.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blend.chunks.library import ChunkLibrary
+from blend.chunks.library import ChunkLibrary, KeysInUse
 from blend.config import CorpusConfig
 from blend.prompt import PromptTemplate, render_chunk
 from blend.store.base import ChunkStore
 from blend.timing import Progress, no_progress
+from blend.types import ChunkKey
 from retrieval import (
     Chunk,
     ChunkIndex,
@@ -72,12 +75,14 @@ def precompute(
     store: ChunkStore,
     index_dir: Path,
     config: CorpusConfig,
+    others: Mapping[str, Path] | None = None,
     add: bool = False,
     quick: bool = False,
     progress: Progress = no_progress,
 ) -> Precomputed:
     """Make the corpus hold exactly these documents; with `add`, those and what it held before.
 
+    others: name and index directory of the store's other corpora: caches that they use as well are not removed.
     quick: only one cache a chunk, the isolated one; the next run without it computes the rest.
 
     Raises `RetrievalError` when nothing can be indexed, or when there is an index to add to that cannot be read, and
@@ -87,16 +92,17 @@ def precompute(
     given = {document.id for document in loaded.documents}
     kept = [chunk for chunk in held if add and chunk.document_id not in given]
     chunks = (*kept, *_chunks(loaded, template, config, progress))
-    library = ChunkLibrary(decoder, store, template.prefix, config.batch_tokens)
+    library = ChunkLibrary(decoder, store, template.prefix, config.batch_tokens, corpus=config.name)
+    keep = cache(partial(_keys_of_others, decoder, store, template, others or {}))
     ids = list(dict.fromkeys(template.chunk_ids(chunk) for chunk in chunks))
     words = describe_namespace(decoder, template)
     store.describe(library.isolated.identity.namespace, words)
     # Before the index forgets them; only its own entries go, a report's stay.
     for gone in {template.chunk_ids(chunk) for chunk in held}.difference(ids):
-        library.forget(gone)
+        library.forget(gone, keep)
     update = update_index(index_dir, chunks, embedder, progress)
     if not quick:
-        library = _with_surrogate(library, ids, template, config)
+        library = _with_surrogate(library, ids, template, config, keep)
     if library.contextual:
         store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
     missing = [one for one in library.missing(ids) if not (quick and one.contextual)]
@@ -119,13 +125,29 @@ def precompute(
 
 
 def _with_surrogate(
-    library: ChunkLibrary, ids: list[tuple[int, ...]], template: PromptTemplate, config: CorpusConfig
+    library: ChunkLibrary,
+    ids: list[tuple[int, ...]],
+    template: PromptTemplate,
+    config: CorpusConfig,
+    keep: KeysInUse,
 ) -> ChunkLibrary:
     if not config.surrogate_tokens:
-        return library.without_surrogate()
+        return library.without_surrogate(keep)
     if config.surrogate_text:
-        return library.with_given_surrogate(tuple(template.encode(config.surrogate_text)[: config.surrogate_tokens]))
+        given = tuple(template.encode(config.surrogate_text)[: config.surrogate_tokens])
+        return library.with_given_surrogate(given, keep)
     return library.with_surrogate(ids, config.surrogate_tokens)
+
+
+def _keys_of_others(
+    decoder: Decoder, store: ChunkStore, template: PromptTemplate, others: Mapping[str, Path]
+) -> frozenset[ChunkKey]:
+    """The caches that other corpora of the store use. One whose index cannot be read answers nothing, and uses none."""
+    keys: set[ChunkKey] = set()
+    for name, directory in others.items():
+        library = ChunkLibrary(decoder, store, template.prefix, corpus=name)
+        keys |= library.keys([template.chunk_ids(chunk) for chunk in _held(directory, required=False)])
+    return frozenset(keys)
 
 
 def _chunks(loaded: LoadedDocuments, template: PromptTemplate, config: CorpusConfig, progress: Progress) -> list[Chunk]:

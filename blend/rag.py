@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from blend.blender import Blend, Blender
 from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, PromptConfig
+from blend.corpora import corpora, index_dir, make_folder, require_corpus
 from blend.errors import PromptError, StoreError
 from blend.model.decoder import Decoder, pick_device
 from blend.model.full_prefill import full_prefill
@@ -21,6 +22,7 @@ from blend.timing import Progress, Stopwatch, no_progress
 from blend.types import PromptLayout
 from blend.weights import resolve_model
 from retrieval import ChunkIndex, CurrentIndex, LoadedDocuments, RankedChunk, Retriever, load_documents, load_embedder
+from retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
     from blend.store import ChunkStore
@@ -68,8 +70,9 @@ class Answer:
 class Rag:
     """A decoder, a store of chunk caches and an index of chunks, in one directory `store`.
 
-    model: a catalog name, a HuggingFace id or a model directory. budget_bytes, store_key: see `open_store`. Everything heavy is
-    loaded on first use. Threads may ask at the same time, also while one precomputes; what another process precomputes is seen.
+    model: a catalog name, a HuggingFace id or a model directory. corpus: how documents become chunks, and which of the store's
+    corpora it is. budget_bytes, store_key: see `open_store`. Everything heavy is loaded on first use. Threads may ask at the
+    same time, also while one precomputes; what another process precomputes is seen.
     """
 
     def __init__(
@@ -87,11 +90,11 @@ class Rag:
         on_fetch: Progress = no_progress,
     ) -> None:
         self.root = Path(store).expanduser()
-        self._index = CurrentIndex(self.root / "index")
         self._retriever: Retriever | None = None
         self._store_key = store_key
         self.blend_config = blend or BlendConfig()
         self.corpus_config = corpus or CorpusConfig()
+        self._index = CurrentIndex(index_dir(self.root, self.corpus_config.name))
         self._prompt_config = prompt or PromptConfig()
         self._model, self._device, self._dtype = model, device, dtype
         self._budget_bytes, self._on_fetch = budget_bytes, on_fetch
@@ -129,12 +132,19 @@ class Rag:
     @cached_property
     def blender(self) -> Blender:
         """Blended prefill over the store."""
-        return Blender(self.decoder, self.store, self.blend_config)
+        return Blender(self.decoder, self.store, self.blend_config, corpus=self.corpus_config.name)
 
     @property
     def index(self) -> ChunkIndex:
-        """The chunks of the corpus as they are now. Raises `RetrievalError` where none was precomputed."""
-        return self._index.get()
+        """The chunks of the corpus as they are now.
+
+        Raises `RetrievalError` where none was precomputed, `ConfigError` where only other corpora were.
+        """
+        try:
+            return self._index.get()
+        except IndexMissingError:
+            require_corpus(self.root, self.corpus_config.name)
+            raise
 
     @property
     def retriever(self) -> Retriever:
@@ -158,7 +168,8 @@ class Rag:
         Documents are read and the store is opened before any model is loaded, so that mistakes show at once.
         """
         loaded = documents if isinstance(documents, LoadedDocuments) else load_documents(documents)
-        store = self.store
+        store, name = self.store, self.corpus_config.name
+        make_folder(self.root, name)
         done = precompute(
             loaded,
             embedder=self.embedder,
@@ -167,6 +178,7 @@ class Rag:
             store=store,
             index_dir=self.index_dir,
             config=self.corpus_config,
+            others={other: index_dir(self.root, other) for other in corpora(self.root) if other != name},
             add=add,
             quick=quick,
             progress=progress,

@@ -81,11 +81,13 @@ class CacheIdentity:
     model: fingerprint of the weights and of the configuration that the forward pass depends on (RoPE included).
     dtype: dtype the cache was computed in, such as "float32".
     prefix: the token ids in front of the chunk when it was computed.
+    corpus: whose surrogate context and KV corrections go with it; it changes their names, and no cache's.
     """
 
     model: str
     dtype: str
     prefix: tuple[int, ...]
+    corpus: str = ""
 
     @cached_property
     def namespace(self) -> str:
@@ -98,13 +100,16 @@ class CacheIdentity:
 
     @property
     def correction_name(self) -> str:
-        """Name of the artifact that holds the KV correction of this model, dtype and prefix."""
-        return f"correction-{self.namespace}"
+        """Name of the artifact that holds the corpus's KV correction of this model, dtype and prefix."""
+        return self._artifact("correction")
 
     @property
     def surrogate_name(self) -> str:
-        """Name of the artifact that holds the surrogate context behind this prefix (`blend.chunks.library`)."""
-        return f"surrogate-{self.namespace}"
+        """Name of the artifact that holds the corpus's surrogate context behind this prefix (`blend.chunks.library`)."""
+        return self._artifact("surrogate")
+
+    def _artifact(self, kind: str) -> str:
+        return f"{kind}-{self.namespace}" + (f"-{self.corpus}" if self.corpus else "")
 
 
 def _digest(salt: str, token_ids: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from blend import Decoder, PromptLayout
 
-STORES = ("memory", "host", "disk", "disk-cold")  # where the caches may lie, in the order in which they are measured
+STORES = ("memory", "disk", "disk-cold")  # where the caches may lie, in the order in which they are measured
 PREFIX, SUFFIX = 40, 64  # tokens before the first chunk, and of the question with what the chat template puts behind it
 # Longer than any prompt here: what the position limit of the real model is plays no part in its cost.
 LONGEST = 1 << 18

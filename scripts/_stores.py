@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -17,60 +17,15 @@ from blend.blender import Blender
 from blend.chunks.correction import POSITION_FEATURES, Bounds, KVCorrection, LayerCorrection
 from blend.chunks.regression import RANK
 from blend.config import CorpusConfig
-from blend.store import ChunkReader, ChunkStore, StoreStats, get_codec
-from blend.store.memory import MemoryStore
+from blend.store import ChunkStore
 from blend.timing import Stopwatch
-from blend.types import ChunkCache, ChunkKey, PromptLayout
+from blend.types import ChunkCache, PromptLayout
 
 if TYPE_CHECKING:
     from blend.model.admission import LayerRotation
     from blend.model.decoder import Decoder
 
 SAMPLE = 256 << 20  # bytes that a bandwidth is measured on, at most
-
-
-class HostReader(ChunkReader):
-    """A cache of a `HostStore`."""
-
-    def __init__(self, cache: ChunkCache) -> None:
-        self.tokens, self.layers, self.start = cache.tokens, cache.layers, cache.start
-        self._cache = cache
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The store's own memory."""
-        return self._cache.keys[index], self._cache.values[index]
-
-
-class HostStore(MemoryStore):
-    """Caches in ordinary memory, in the model's dtype: what page-locked memory is held against."""
-
-    def __init__(self) -> None:
-        super().__init__(get_codec("native"))
-        self._caches: dict[ChunkKey, ChunkCache] = {}
-
-    def open(self, key: ChunkKey) -> HostReader | None:  # type: ignore[override]  # a reader of its own
-        """The cache itself."""
-        cache = self._caches.get(key)
-        return None if cache is None else HostReader(cache)
-
-    def put(self, key: ChunkKey, cache: ChunkCache) -> None:
-        """Keep a copy."""
-        keys, values = (
-            tuple(torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in s) for s in (cache.keys, cache.values)
-        )
-        self._caches[key] = ChunkCache(keys, values, cache.start)
-
-    def delete(self, key: ChunkKey) -> None:
-        """Drop the cache."""
-        self._caches.pop(key, None)
-
-    def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
-        """Keys as of now."""
-        return iter([key for key in self._caches if namespace in (None, key.namespace)])
-
-    def stats(self) -> StoreStats:
-        """Caches and their bytes."""
-        return StoreStats(len(self._caches), sum(cache.nbytes for cache in self._caches.values()))
 
 
 def fill(
@@ -123,25 +78,10 @@ def move(source: ChunkStore, target: ChunkStore) -> None:
         source.delete(key)
 
 
-def placement(store: ChunkStore) -> str:
-    """Where the entries of a store in memory lie."""
-    reader = store.open(next(iter(store.keys())))
-    if reader is None:
-        return "nowhere"
-    with reader:
-        keys = reader.layer(0)[0]
-        return f"{keys.device.type} memory" if keys.device.type != "cpu" else _host_memory(keys)
-
-
-def _host_memory(tensor: torch.Tensor) -> str:
-    return "page-locked memory" if tensor.is_pinned() else "memory"
-
-
-def copy_rate(where: str, device: torch.device) -> float:
-    """Bytes a second of a copy from that `placement` to `device`, median of five."""
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second of a copy from memory to `device`, for a GPU from page-locked memory, median of five."""
     size = SAMPLE if device.type == "cuda" else SAMPLE // 4
-    source = torch.ones(size, dtype=torch.uint8, device=device if where.startswith("cuda") else "cpu")
-    source = source.pin_memory() if where == "page-locked memory" else source
+    source = torch.ones(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target, seconds = torch.empty(size, dtype=torch.uint8, device=device), []
     for _ in range(5):
         watch = Stopwatch(device)

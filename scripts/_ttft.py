@@ -18,14 +18,12 @@ from _results import Results, Row
 from _rows import about, against, merged
 from _shapes import SHAPES, STORES, random_decoder, random_ids, random_layout, why_not
 from _stores import (
-    HostStore,
     copy_rate,
     drop_page_cache,
     file_system,
     fill,
     lacks_room,
     move,
-    placement,
     read_rate,
 )
 from blend.blender import Blender
@@ -33,7 +31,7 @@ from blend.config import BlendConfig
 from blend.eval.evaluator import PLAIN_REUSE
 from blend.model.full_prefill import full_prefill
 from blend.store import ChunkStore, open_store
-from blend.store.disk import DiskStore
+from blend.store.disk import DiskBackend
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
@@ -141,30 +139,24 @@ class Bench:
         others = [random_ids(vocabulary, size, 100 + number) for number in range(16)]
         store = open_store("memory:", codec=self.plan.codec)
         fill(self.decoder, store, layout, others, self.plan.correction)
-        where = placement(store)
         for name in STORES:
             methods = [method for wanted, method in lacking if wanted == name]
             if not methods:
                 continue
-            reason = self._why_no_store(name, where, store.stats().nbytes)
+            reason = lacks_room(self.plan.folder, store.stats().nbytes) if name == "disk" else None
             if reason:
                 self._skip(tokens, [(name, method) for method in methods], reason)
                 continue
             store = self._moved(store, name)
-            self._methods(Place.of(name, store, self.plan, where), store, layout, tokens, methods)
-        if isinstance(store, DiskStore):
+            self._methods(Place.of(name, self.plan), store, layout, tokens, methods)
+        if isinstance(store.backend, DiskBackend):
             _empty(store)
-
-    def _why_no_store(self, name: str, where: str, nbytes: int) -> str | None:
-        if name == "host" and where == "memory":
-            return "the memory store's own caches lie in ordinary memory here: its rows say the same"
-        return lacks_room(self.plan.folder, nbytes) if name == "disk" else None
 
     def _moved(self, store: ChunkStore, name: str) -> ChunkStore:
         """The store that rows of this name are measured with, holding everything that `store` did."""
-        if name == "memory" or isinstance(store, DiskStore):
+        if name == "memory" or isinstance(store.backend, DiskBackend):
             return store
-        target = HostStore() if name == "host" else open_store(self.plan.folder, codec=self.plan.codec)
+        target = open_store(self.plan.folder, codec=self.plan.codec)
         move(store, target)
         return target
 
@@ -233,13 +225,12 @@ class Place:
     cold: bool
 
     @classmethod
-    def of(cls, name: str, store: ChunkStore, plan: Plan, where: str) -> Place:
-        """By measuring it, for the store `name`; where: the memory store's `placement`."""
-        if not name.startswith("disk"):
-            held = where if name == "memory" else placement(store)
-            return cls(name, held, copy_rate(held, plan.device), False)
+    def of(cls, name: str, plan: Plan) -> Place:
+        """By measuring it, for the store `name`."""
+        if name == "memory":
+            return cls(name, name, copy_rate(plan.device), False)
         cold = name == "disk-cold"
-        rate = min(read_rate(plan.folder, cold=cold), copy_rate("memory", plan.device))
+        rate = min(read_rate(plan.folder, cold=cold), copy_rate(plan.device))
         return cls(name, f"{file_system(plan.folder)}, {'cold' if cold else 'in the page cache'}", rate, cold)
 
 

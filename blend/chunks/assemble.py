@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.chunks.correction import Added, KVCorrection, position_features
-from blend.chunks.loader import LayerLoader, StagedChunk, StagedLayer
+from blend.chunks.loader import LayerLoader, LayerSource, StagedChunk, StagedLayer
 from blend.errors import EntryDamagedError
 from blend.model.cache import BlendedLayer
 from blend.model.rope import Rotation
-from blend.store.base import ChunkReader, ChunkStore
+from blend.store.base import ChunkStore
+from blend.store.reader import ChunkReader, copy_layer
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, ChunkKey, PromptLayout, Span
 from blend_kernels import Deltas
@@ -48,45 +49,47 @@ def open_chunks(
     Layers are verified when they are read. layers: of the decoder. refused: entries known to be damaged already, with the line
     that says so. Raises `StoreError` when the store cannot be read: that is an outage, not a miss.
     """
+    known, asked = refused or {}, [one for one in wanted if one.key not in (refused or {})]
+    found = iter(zip(asked, store.open_many([one.key for one in asked]), strict=True))
     readers: list[ChunkReader | None] = []
     problems: dict[ChunkKey, str] = {}
     for one in wanted:
-        reader = None
-        if one.key in (refused or {}):
-            problems[one.key] = (refused or {})[one.key]
-        elif one.key not in problems:
-            try:
-                reader = _open(store, one, layers)
-            except EntryDamagedError as error:
-                problems[one.key] = str(error)
-        readers.append(reader)
+        reader = EntryDamagedError(known[one.key]) if one.key in known else _fitting(*next(found), layers)
+        if isinstance(reader, EntryDamagedError):
+            problems[one.key] = str(reader)
+        readers.append(None if isinstance(reader, EntryDamagedError) else reader)
     return OpenChunks(tuple(readers), tuple(problems.values()))
 
 
-def _open(store: ChunkStore, wanted: Expected, layers: int) -> ChunkReader | None:
-    reader = store.open(wanted.key)
-    if reader is None:
-        return None
+def _fitting(
+    wanted: Expected, reader: ChunkReader | EntryDamagedError | None, layers: int
+) -> ChunkReader | EntryDamagedError | None:
+    """What was opened; an error when it stands for another place, or another number of tokens or layers."""
+    if reader is None or isinstance(reader, EntryDamagedError):
+        return reader
     found, needed = (reader.tokens, reader.layers, reader.start), (wanted.tokens, layers, wanted.start)
     if found == needed:
         return reader
     reader.close()
-    raise EntryDamagedError(
+    return EntryDamagedError(
         f"store entry {wanted.key.digest[:16]} must be computed again: it holds {found[0]} tokens in {found[1]} layers from "
         f"position {found[2]}, not {needed}"
     )
 
 
-class HeldChunk(ChunkReader):
-    """A chunk cache in memory, read as an entry of a store is."""
+class HeldChunk:
+    """A chunk cache in memory as a `LayerSource`."""
 
     def __init__(self, cache: ChunkCache) -> None:
         self.tokens, self.layers, self.start = cache.tokens, cache.layers, cache.start
         self._cache = cache
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cache's own tensors."""
-        return self._cache.keys[index], self._cache.values[index]
+    def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
+        """One copy each."""
+        copy_layer(index, (self._cache.keys[index], self._cache.values[index]), (keys_out, values_out))
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 class Assembly:
@@ -105,7 +108,7 @@ class Assembly:
         decoder: Decoder,
         layout: PromptLayout,
         prefix: ChunkCache,
-        readers: Sequence[ChunkReader | None],
+        readers: Sequence[LayerSource | None],
         room: int = 0,
         corrections: Sequence[KVCorrection | None] = (),
         watch: Stopwatch | None = None,
@@ -181,7 +184,7 @@ def assemble(
     decoder: Decoder,
     layout: PromptLayout,
     prefix: ChunkCache,
-    readers: Sequence[ChunkReader | None],
+    readers: Sequence[LayerSource | None],
     corrections: Sequence[KVCorrection | None] = (),
 ) -> Assembly:
     """An `Assembly` with everything in place."""
@@ -262,7 +265,7 @@ def _move(turn: Rotation, states: torch.Tensor, delta: int, out: torch.Tensor) -
 
 def _stretches(
     layout: PromptLayout,
-    readers: Sequence[ChunkReader | None],
+    readers: Sequence[LayerSource | None],
     corrections: Sequence[KVCorrection | None],
     device: torch.device,
 ) -> tuple[list[_Stretch], tuple[Added, ...]]:

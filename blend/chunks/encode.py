@@ -6,6 +6,7 @@ Computing a chunk behind the real prefix keeps the attention sink where every pr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,13 @@ class ChunkEncoder:
     """Computes chunk caches behind one prefix. The prefix is run once, when its KV is first needed.
 
     prefix: token ids in front of every chunk. batch_tokens: upper bound of chunks x longest chunk in one forward pass.
+    corpus: see `CacheIdentity`.
     """
 
-    def __init__(self, decoder: Decoder, prefix: Sequence[int], batch_tokens: int = 1024) -> None:
+    def __init__(self, decoder: Decoder, prefix: Sequence[int], batch_tokens: int = 1024, *, corpus: str = "") -> None:
         self.decoder = decoder
         self.prefix_tokens = tuple(prefix)
-        self.identity = decoder.identity(self.prefix_tokens)
+        self.identity = replace(decoder.identity(self.prefix_tokens), corpus=corpus)
         if not self.prefix_tokens:
             raise PromptError("chunks need a prefix of at least one token in front of them")
         decoder.check_length(len(self.prefix_tokens))

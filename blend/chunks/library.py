@@ -9,7 +9,7 @@ part the same whatever that is (docs/study.md), so this cache is nearer to full 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +19,7 @@ from blend.chunks.assemble import Expected, open_chunks
 from blend.chunks.encode import ChunkEncoder
 from blend.chunks.surrogate import read_surrogate, write_surrogate
 from blend.errors import EntryDamagedError, PromptError
-from blend.store.base import ChunkReader
+from blend.store.reader import ChunkReader
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
@@ -27,7 +27,14 @@ if TYPE_CHECKING:
     from blend.store.base import ChunkStore
 
 Tokens = tuple[int, ...]
+KeysInUse = Callable[[], Collection[ChunkKey]]
+"""Says which caches others use, which must not be removed; called only when something is to go."""
 LARGEST_SHARE = 8  # one chunk in so many may be in the surrogate context: those have no contextual cache
+
+
+def no_keys() -> Collection[ChunkKey]:
+    """Nobody else uses anything."""
+    return ()
 
 
 class Variant(NamedTuple):
@@ -88,7 +95,8 @@ class OpenLibrary(NamedTuple):
 class ChunkLibrary:
     """Caches of chunks behind `prefix` (token ids), with the surrogate context that the store holds at this moment.
 
-    batch_tokens: see `ChunkEncoder`. before: the library that this one takes the place of; what did not change is shared.
+    batch_tokens: see `ChunkEncoder`. corpus: whose surrogate context it is, see `blend.corpora`.
+    before: the library that this one takes the place of; what did not change is shared.
     surrogate: the chunks that stand in for a prompt's earlier ones; empty where none were chosen. contextual: the encoder of
     contextual caches, or None without a surrogate context. decided: whether the store knows of a surrogate context, or that
     there is to be none. problems: a line when there is one that must not be used. generation: the store's when all of this was
@@ -102,11 +110,12 @@ class ChunkLibrary:
         prefix: Tokens,
         batch_tokens: int = 1024,
         *,
+        corpus: str = "",
         before: ChunkLibrary | None = None,
     ) -> None:
-        self.decoder, self.store, self.prefix = decoder, store, prefix
+        self.decoder, self.store, self.prefix, self.corpus = decoder, store, prefix, corpus
         self._batch_tokens = batch_tokens
-        self.isolated: ChunkEncoder = before.isolated if before else ChunkEncoder(decoder, prefix, batch_tokens)
+        self.isolated: ChunkEncoder = before.isolated if before else self._encoder(prefix)
         self.generation = store.generation  # asked first: what is written while the rest is read shows as a change
         found = read_surrogate(store, self.isolated.identity.surrogate_name, decoder.vocabulary)
         self.decided, self.surrogate, self.problems = found
@@ -116,14 +125,17 @@ class ChunkLibrary:
     def _contextual(self) -> ChunkEncoder | None:
         if not self.surrogate:
             return None
-        return ChunkEncoder(self.decoder, (*self.prefix, *chain(*self.surrogate)), self._batch_tokens)
+        return self._encoder((*self.prefix, *chain(*self.surrogate)))
+
+    def _encoder(self, prefix: Tokens) -> ChunkEncoder:
+        return ChunkEncoder(self.decoder, prefix, self._batch_tokens, corpus=self.corpus)
 
     def renewed(self) -> ChunkLibrary:
         """Itself, or a new library if the store has changed since, by this process or another."""
         return self if self.store.generation == self.generation else self._next()
 
     def _next(self) -> ChunkLibrary:
-        return ChunkLibrary(self.decoder, self.store, self.prefix, self._batch_tokens, before=self)
+        return ChunkLibrary(self.decoder, self.store, self.prefix, self._batch_tokens, corpus=self.corpus, before=self)
 
     def with_surrogate(self, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
         """With some of these chunks, `tokens` tokens at most, as the surrogate context, unless there is one already.
@@ -137,8 +149,8 @@ class ChunkLibrary:
                 return now
             return now._decide(chosen)
 
-    def with_given_surrogate(self, tokens: Tokens) -> ChunkLibrary:
-        """With these tokens as the surrogate context; contextual caches behind another one are removed.
+    def with_given_surrogate(self, tokens: Tokens, keep: KeysInUse = no_keys) -> ChunkLibrary:
+        """With these tokens as the surrogate context; contextual caches behind another one are removed, but for `keep`.
 
         For text that everybody may read: what stands in a contextual cache has read the surrogate context. Raises
         `PromptError` when it is empty or leaves no room in the model's context, `StoreError` when the store cannot be written.
@@ -150,19 +162,22 @@ class ChunkLibrary:
             now = self._next()
             if now.surrogate == (tokens,):
                 return now
-            now._prune_contextual()
+            now._prune_contextual(keep)
             return now._decide((tokens,))
 
-    def without_surrogate(self) -> ChunkLibrary:
-        """With none, and the contextual caches removed. Raises `StoreError` when the store cannot be written."""
+    def without_surrogate(self, keep: KeysInUse = no_keys) -> ChunkLibrary:
+        """With none, and the contextual caches removed, but for `keep`.
+
+        Raises `StoreError` when the store cannot be written.
+        """
         with self.store.writing():
             now = self._next()
-            now._prune_contextual()
+            now._prune_contextual(keep)
             return now._decide(())
 
-    def _prune_contextual(self) -> None:
+    def _prune_contextual(self, keep: KeysInUse) -> None:
         if self.contextual is not None:
-            self.store.prune((), self.contextual.identity.namespace)
+            self.store.prune(keep(), self.contextual.identity.namespace)
 
     def _decide(self, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
         write_surrogate(self.store, self.isolated.identity.surrogate_name, chosen)
@@ -223,10 +238,14 @@ class ChunkLibrary:
                 self.store.put(self.key(mine[index]), cache)
                 yield mine[index], cache
 
-    def forget(self, chunk: Tokens) -> None:
-        """Remove the chunk's caches from the store."""
-        for one in self.wanted([chunk]):
-            self.store.delete(self.key(one))
+    def keys(self, chunks: Sequence[Tokens]) -> set[ChunkKey]:
+        """Where the store keeps the caches of these chunks."""
+        return set(map(self.key, self.wanted(chunks)))
+
+    def forget(self, chunk: Tokens, keep: KeysInUse = no_keys) -> None:
+        """Remove the chunk's caches from the store, but for `keep`."""
+        for key in self.keys([chunk]).difference(keep()):
+            self.store.delete(key)
 
     def open(
         self, chunks: Sequence[Tokens], *, contextual: bool = True, refused: Mapping[ChunkKey, str] | None = None

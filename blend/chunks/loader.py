@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from blend.store.base import ChunkReader
 from blend.types import Span
 
 if TYPE_CHECKING:
@@ -24,6 +23,20 @@ AHEAD = 3  # layers in memory beside the cache, one of them being put in place
 THREADS = 2
 
 
+class LayerSource(Protocol):
+    """The cache of a chunk that can be read by layers; `blend.store.ChunkReader` is one. tokens, layers, start: see there."""
+
+    tokens: int
+    layers: int
+    start: int
+
+    def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
+        """Copy one layer, verified, into two `[kv_heads, tokens, head_dim]` tensors."""
+
+    def close(self) -> None:
+        """Release what is held; idempotent."""
+
+
 class StagedLayer(NamedTuple):
     """One layer of all chunks as stored: `[kv_heads, rows, head_dim]` each; rows of chunks that are not read hold anything."""
 
@@ -32,9 +45,9 @@ class StagedLayer(NamedTuple):
 
 
 class StagedChunk(NamedTuple):
-    """An open entry, and at which rows of a `StagedLayer` it belongs."""
+    """A chunk's cache, and at which rows of a `StagedLayer` it belongs."""
 
-    reader: ChunkReader
+    reader: LayerSource
     span: Span
 
 

@@ -50,7 +50,7 @@ def command(
     """
     _check_usage(question, dataset, page, json_path)
     records = _load(dataset, limit)
-    rag = options.open_rag(given) if dataset else options.open_corpus(given)
+    rag = options.open_for_questions(given) if dataset else options.open_corpus(given)
     _check_layer(rag, layer)
     prompts = _recorded(rag, records) if question is None else _asked(rag, question)
     if records:

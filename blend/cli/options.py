@@ -16,6 +16,8 @@ import click
 
 from blend.cli.values import NAME, PLACE, SELECTOR, STORE, TEXT, number
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, MaskMode
+from blend.corpora import check_corpus_name, index_dir, require_corpus
+from blend.errors import ConfigError
 from blend.limits import NUMBERS, shown
 from blend.store import codec_names
 
@@ -36,6 +38,14 @@ def _known_device(ctx: click.Context, option: click.Parameter, value: str) -> st
     return value
 
 
+def _corpus_name(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    try:
+        check_corpus_name(value or "")
+    except ConfigError as error:
+        raise click.BadParameter(str(error), ctx, option) from None
+    return value
+
+
 def _text_of(ctx: click.Context, option: click.Parameter, value: Path | None) -> str | None:
     """The text of a file, read while the command line is parsed."""
     if value is None:
@@ -51,10 +61,10 @@ def _text_of(ctx: click.Context, option: click.Parameter, value: Path | None) ->
     return text
 
 
-def _shared(name: str, **attributes: Any) -> Callable[[F], F]:
-    """An option that can also be given once and for all, as KVBLEND_<NAME>."""
+def _shared(name: str, *field: str, **attributes: Any) -> Callable[[F], F]:
+    """An option that can also be given once and for all, as KVBLEND_<NAME>. field: what the commands call it."""
     variable = f"KVBLEND_{name.removeprefix('--').replace('-', '_').upper()}"
-    return click.option(name, envvar=variable, show_envvar=True, **{"show_default": True, **attributes})
+    return click.option(name, *field, envvar=variable, show_envvar=True, **{"show_default": True, **attributes})
 
 
 def _field(source: BlendConfig | CorpusConfig, name: str, words: str, kind: Any) -> Callable[[F], F]:
@@ -86,6 +96,15 @@ _COMMON = (
     _shared("--model", type=NAME, default=DEFAULT_MODEL, help="Catalog name, HuggingFace id or model directory."),
     store_option,
     store_key_option,
+    _shared(
+        "--corpus",
+        "name",
+        type=NAME,
+        default=None,
+        callback=_corpus_name,
+        show_default=False,
+        help="Name of one of the store's corpora, each with its own index.  [default: the one without a name]",
+    ),
     _shared("--device", type=TEXT, default="auto", callback=_known_device, help="auto, cpu, cuda or cuda:N."),
     _shared("--dtype", type=click.Choice(_DTYPES), default="auto", help="What the model computes in."),
     _corpus("codec", "How caches are kept.", click.Choice(codec_names())),
@@ -132,7 +151,7 @@ _TOP_K = _corpus("top_k", "Chunks to retrieve.")
 
 
 def common(function: F) -> F:
-    """--model, --store, --store-key, --device, --dtype, --codec, --store-budget."""
+    """--model, --store, --store-key, --corpus, --device, --dtype, --codec, --store-budget."""
     return _apply(_COMMON, function)
 
 
@@ -202,8 +221,18 @@ def open_corpus(options: dict[str, Any]) -> Rag:
     from retrieval import ChunkIndex
 
     check(options)
-    index = ChunkIndex.load(options["store"] / "index")
+    name = options["name"] or ""
+    require_corpus(options["store"], name)
+    index = ChunkIndex.load(index_dir(options["store"], name))
     return open_rag({**options, "embedder": options.get("embedder") or index.embedder})
+
+
+def open_for_questions(options: dict[str, Any]) -> Rag:
+    """`open_rag` for questions that bring their own documents; a corpus that is named must be there all the same."""
+    check(options)
+    if options["name"]:
+        require_corpus(options["store"], options["name"])
+    return open_rag(options)
 
 
 def store_key(options: dict[str, Any]) -> bytes | None:

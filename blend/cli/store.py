@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import options
+from blend.corpora import corpora, in_words
 
 if TYPE_CHECKING:
     from blend.store import ChunkStore
@@ -37,10 +38,14 @@ def command(store: Path, store_key: Path | None, clear: bool, as_json: bool) -> 
     described = sorted(caches.namespaces().items())
     namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in described]
     artifacts = [{"name": name, "content": _content(caches, name)} for name in sorted(caches.artifacts())]
+    names = corpora(store)
     if as_json:
-        print_json({"entries": stats.entries, "bytes": stats.nbytes, "namespaces": namespaces, "artifacts": artifacts})
+        held = {"entries": stats.entries, "bytes": stats.nbytes, "corpora": names}
+        print_json({**held, "namespaces": namespaces, "artifacts": artifacts})
         return
     say(f"{store}: {stats.entries:,} chunk caches, {stats.nbytes / 1e6:,.0f} MB")
+    if any(names):
+        say(f"  corpora: {', '.join(map(in_words, names))}")
     for words in namespaces:
         say(f"  {_describe(words)}: {_held(words)}")
     for artifact in artifacts:
@@ -51,15 +56,17 @@ def _content(caches: ChunkStore, name: str) -> str:
     """What an artifact is, in words."""
     from blend.chunks.surrogate import read_surrogate
 
+    corpus = name.split("-", 2)[2:]
+    whose = f", corpus {corpus[0]}" if corpus else ""
     if name.startswith("correction-"):
-        return "KV correction"
+        return f"KV correction{whose}"
     if not name.startswith("surrogate-"):
         return name
     found = read_surrogate(caches, name, sys.maxsize)
     tokens = sum(map(len, found.chunks))
     if found.problems:
         return found.problems[0]
-    return f"surrogate context of {tokens:,} tokens" if tokens else "no surrogate context"
+    return (f"surrogate context of {tokens:,} tokens" if tokens else "no surrogate context") + whose
 
 
 def _held(words: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ def load_records(given: dict[str, Any], dataset: Path | None, limit: int | None)
     """The engine with its model loaded, and the questions; what is wrong with these shows before the model is loaded."""
     if dataset is not None:
         records = load_dataset(dataset, limit)
-        rag = options.open_rag(given)
+        rag = options.open_for_questions(given)
     else:
         rag = options.open_corpus(given)
         records = builtin_records(rag, limit or 1)

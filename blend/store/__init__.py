@@ -1,4 +1,4 @@
-"""Stores of chunk caches: contract in `base`, one implementation a file, `open_store` makes one.
+"""The store of chunk caches: `ChunkStore` encodes and verifies, a `Backend` moves the bytes, `open_store` makes one of both.
 
 Importing this package loads no torch, nor does looking at what a store holds; opening an entry and putting one do.
 """
@@ -8,19 +8,26 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from blend.store.base import ChunkReader, ChunkStore, StoreStats
-from blend.store.codec import Codec, codec_names, get_codec
+from blend.store.backend import Backend, Blob, Range, Stored
+from blend.store.base import ChunkStore, StoreStats
+from blend.store.codec import Codec, codec_names, get_codec, register_codec
+from blend.store.reader import ChunkReader
 from blend.store.seal import make_seal, read_store_key
 
 __all__ = [
+    "Backend",
+    "Blob",
     "ChunkReader",
     "ChunkStore",
     "Codec",
+    "Range",
     "StoreStats",
+    "Stored",
     "codec_names",
     "get_codec",
     "open_store",
     "read_store_key",
+    "register_codec",
 ]
 
 MEMORY = "memory:"
@@ -29,13 +36,14 @@ MEMORY = "memory:"
 def open_store(
     location: str | os.PathLike[str],
     *,
-    codec: str = "native",
+    codec: str | Codec = "native",
     budget_bytes: int | None = None,
     key: bytes | None = None,
 ) -> ChunkStore:
     """A store in memory (`memory:`) or in a directory, which is made when it does not exist.
 
-    codec: how new entries are kept, one of `codec_names()`; "native" keeps the dtype they come in.
+    codec: how new entries are kept, one of `codec_names()` or a `Codec` of your own, which is registered; "native" keeps the
+    dtype they come in.
     budget_bytes: what all entries may take; the least recently used ones go first.
     key: a secret of at least 16 bytes (see `read_store_key`) that entries and artifacts are sealed with. Whatever was not
     written with this key counts as damaged then, so that nobody without it can put KV of their own under a model. It is
@@ -49,11 +57,15 @@ def open_store(
     directory that is no store, was made by a newer kvblend or cannot be written. A store that this user may only read is
     opened all the same.
     """
-    encoding, seal = get_codec(codec), make_seal(key)
+    encoding, seal = get_codec(codec) if isinstance(codec, str) else register_codec(codec), make_seal(key)
+    return ChunkStore(_backend(location, budget_bytes), encoding, seal)
+
+
+def _backend(location: str | os.PathLike[str], budget_bytes: int | None) -> Backend:
     if location == MEMORY:
-        from blend.store.memory import MemoryStore
+        from blend.store.memory import MemoryBackend
 
-        return MemoryStore(encoding, budget_bytes)
-    from blend.store.disk import DiskStore
+        return MemoryBackend(budget_bytes)
+    from blend.store.disk import DiskBackend
 
-    return DiskStore(Path(location).expanduser(), encoding, seal, budget_bytes)
+    return DiskBackend(Path(location).expanduser(), budget_bytes)

@@ -1,19 +1,27 @@
-"""The contract of a store: chunk caches under content addresses, readable one layer at a time."""
+"""The store: chunk caches under content addresses, readable one layer at a time, over any backend."""
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
-from blend.errors import ConfigError, EntryDamagedError, StoreError
+from blend.errors import EntryDamagedError
+from blend.store.artifacts import MOST_BYTES, pack_artifact, pack_description, read_descriptions, unpack_artifact
+from blend.store.backend import CACHES, Backend, Blob, close_all
+from blend.store.codec import Codec
+from blend.store.names import ARTIFACTS, GENERATION, artifact_name, cache_name, caches_of, description_name, key_of
+from blend.store.reader import HEAD, ChunkReader, KnownEntry, damaged, read_header
+from blend.store.seal import Seal, Unsealed
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
-    import torch
+    from blend.store.buffers import Scratch
+
+_TOKEN_BYTES = 1 << 10
 
 
 class StoreStats(NamedTuple):
@@ -23,94 +31,96 @@ class StoreStats(NamedTuple):
     nbytes: int
 
 
-class ChunkReader(ABC):
-    """One open entry. Layers may be read in any order and independently; close it, or use it in a `with`."""
+class ChunkStore:
+    """Content-addressed chunk caches, to share between threads, and between processes as far as the backend is.
 
-    tokens: int
-    layers: int
-    start: int
+    backend: where the bytes are. codec: how new entries are encoded; entries of every codec are read. seal: what entries and
+    artifacts are sealed with; those with another seal count as damaged. A backend that is trusted needs none.
 
-    @abstractmethod
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, each `[kv_heads, tokens, head_dim]`, verified.
-
-        The tensors are decoded to the dtype that was put in and must not be written to: a store may hand out its own
-        memory.
-        Raises `EntryDamagedError` when the bytes are not those that were written.
-        """
-
-    def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
-        """Copy one layer, verified, into two `[kv_heads, tokens, head_dim]` tensors of any floating dtype and device.
-
-        The cheapest way into a larger cache: pass slices of it. Raises `EntryDamagedError`, and writes nothing, when
-        the bytes are not those that were written or their shapes are not those of the destination.
-        """
-        copy_layer(index, self.layer(index), (keys_out, values_out))
-
-    def close(self) -> None:  # noqa: B027 - most readers hold nothing
-        """Release what the reader holds; idempotent."""
-
-    def __enter__(self) -> ChunkReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def copy_layer(index: int, stored: tuple[torch.Tensor, torch.Tensor], out: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Copy keys and values of layer `index`, converting the dtype.
-
-    Raises `EntryDamagedError`, and writes nothing, unless the shapes are the same: a plain copy would broadcast.
+    Torch is loaded when an entry is opened or put, not to look at what a store holds.
     """
-    found, needed = [list(t.shape) for t in stored], [list(t.shape) for t in out]
-    if found != needed:
-        raise EntryDamagedError(
-            f"layer {index} of a store entry has shapes {found}, needed are {needed}: compute it again"
-        )
-    for source, destination in zip(stored, out, strict=True):
-        destination.copy_(source)
 
+    def __init__(self, backend: Backend, codec: Codec, seal: Seal) -> None:
+        self.backend = backend
+        self._codec = codec
+        self._seal = Unsealed() if backend.trusted else seal
+        self._known: WeakKeyDictionary[Blob, KnownEntry] = WeakKeyDictionary()
 
-def require_budget(budget_bytes: int | None, nbytes: int = 0) -> None:
-    """Raise `ConfigError` for a budget that is not positive, `StoreError` for an entry of `nbytes` that exceeds it."""
-    if budget_bytes is None:
-        return
-    if budget_bytes <= 0:
-        raise ConfigError(f"the store's budget is {budget_bytes} bytes; it must be positive")
-    if nbytes > budget_bytes:
-        raise StoreError(
-            f"one chunk cache takes {nbytes} bytes, the store's budget is {budget_bytes}: "
-            "raise the budget or use smaller chunks"
-        )
-
-
-class ChunkStore(ABC):
-    """Content-addressed chunk caches. Implementations are safe to share between threads and processes."""
-
-    @abstractmethod
     def open(self, key: ChunkKey) -> ChunkReader | None:
         """The entry under `key`, or None when there is none. Raises `EntryDamagedError` when it must not be used."""
+        (found,) = self.open_many([key])
+        if isinstance(found, EntryDamagedError):
+            raise found
+        return found
 
-    @abstractmethod
+    def open_many(self, keys: Sequence[ChunkKey]) -> list[ChunkReader | EntryDamagedError | None]:
+        """`open` for several keys, in their order, in as few exchanges with the backend as it takes.
+
+        An error stands in the place of an entry that must not be used. Raises `StoreError`, and leaves nothing open.
+        """
+        names = [cache_name(key) for key in keys]
+        blobs = self.backend.open_many(names, HEAD)
+        try:
+            return [self._opened(*one) for one in zip(keys, names, blobs, strict=True)]
+        except BaseException:
+            close_all(blobs)
+            raise
+
+    def _opened(
+        self, key: ChunkKey, name: str, blob: Blob | EntryDamagedError | None
+    ) -> ChunkReader | EntryDamagedError | None:
+        if isinstance(blob, EntryDamagedError):
+            return damaged(key, str(blob))
+        if blob is None:
+            return None
+        try:
+            known = self._known_entry(blob, key)
+        except EntryDamagedError as error:
+            blob.close()
+            return error
+        self.backend.touch(name)
+        return ChunkReader(blob, key, known, self._seal, self._scratch)
+
+    def _known_entry(self, blob: Blob, key: ChunkKey) -> KnownEntry:
+        """Looked at every time, unless the blob is known to be what it was."""
+        held = self._known.get(blob)
+        if held is None:
+            held = KnownEntry(read_header(blob, key, self._seal), {})
+            if self.backend.trusted:
+                self._known[blob] = held
+        return held
+
+    @cached_property
+    def _scratch(self) -> Scratch:
+        from blend.store.buffers import Scratch
+
+        return Scratch()
+
     def put(self, key: ChunkKey, cache: ChunkCache) -> None:
         """Write an entry, replacing one of the same key; a reader sees either nothing, the old or the new one.
 
         Raises `StoreError` when it cannot be written; the store is then as it was.
         """
+        from blend.store.entry import encode_entry
 
-    @abstractmethod
+        name = cache_name(key)
+        header, blobs = encode_entry(key, cache, self._codec, self._seal)
+        self.backend.put(name, (header, *blobs))
+
     def delete(self, key: ChunkKey) -> None:
-        """Remove an entry; nothing happens when there is none."""
+        """Remove an entry; nothing happens when there is none. Open readers keep it."""
+        self.backend.delete(cache_name(key))
 
-    @abstractmethod
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
-        """Keys of all entries, or of those in one namespace, in no particular order."""
+        """Keys of all entries, or of those in one namespace, in no particular order. Nothing is opened."""
+        folder = CACHES if namespace is None else caches_of(namespace)
+        for page in () if folder is None else self.backend.names(folder):
+            yield from map(key_of, page)
 
-    @abstractmethod
     def stats(self) -> StoreStats:
         """What the store holds now."""
+        sizes = [stored.nbytes for page in self.backend.listing(CACHES) for stored in page]
+        return StoreStats(len(sizes), sum(sizes))
 
     def prune(self, keep: Collection[ChunkKey], namespace: str) -> int:
         """Delete the entries of `namespace` that are not in `keep`; returns how many went."""
@@ -120,60 +130,73 @@ class ChunkStore(ABC):
             self.delete(key)
         return len(gone)
 
-    def describe(self, namespace: str, description: Mapping[str, str]) -> None:  # noqa: B027 - a store need not remember
+    def describe(self, namespace: str, description: Mapping[str, str]) -> None:
         """Remember in words what a namespace stands for, such as {"model": "...", "dtype": "float32"}.
 
-        Replaces the last description; a store that does not remember returns empty ones from `namespaces`.
-        Raises `StoreError` when it cannot be written.
+        Replaces the last description. Raises `StoreError` when it cannot be written.
         """
+        self.backend.put(description_name(namespace), [pack_description(description)])
 
     def namespaces(self) -> dict[str, dict[str, str]]:
         """Every namespace that has entries or a description, with its description (empty when there is none)."""
-        return {key.namespace: {} for key in self.keys()}
+        listed: dict[str, dict[str, str]] = {name: {} for name in self.backend.folders(CACHES)}
+        return {**listed, **read_descriptions(self.backend)}
 
     @property
-    @abstractmethod
     def generation(self) -> str:
         """Changes whenever any process calls `advance`: what was read of artifacts before may be out of date then.
 
-        Cheap enough to be asked before every prompt. Raises `StoreError` when the store cannot be read.
+        Empty before the first change. Cheap enough to be asked before every prompt. Raises `StoreError` when the store cannot
+        be read.
         """
+        try:
+            token = self.backend.read(GENERATION, _TOKEN_BYTES)
+        except EntryDamagedError:  # something else took its place
+            return ""
+        return (token or b"").decode("ascii", errors="replace")
 
-    @abstractmethod
     def advance(self) -> None:
         """Begin a new generation. Raises `StoreError` when the store cannot be written."""
+        self.backend.put(GENERATION, [uuid.uuid4().hex.encode()])
 
-    @abstractmethod
     def read_artifact(self, name: str) -> bytes | None:
         """The small named thing that was last written under `name`, or None when there is none.
 
         Raises `EntryDamagedError` when the bytes are not those that were written.
         """
+        try:
+            raw = self.backend.read(artifact_name(name), MOST_BYTES)
+            return None if raw is None else unpack_artifact(name, raw, self._seal)
+        except EntryDamagedError as error:
+            raise EntryDamagedError(f"{name} in {self.backend.place} cannot be used: {error}") from None
 
-    @abstractmethod
     def write_artifact(self, name: str, content: bytes) -> None:
         """Keep a small named thing, replacing the last one of that name, and begin a new generation.
 
         Artifacts are what chunk caches depend on and what is measured once. They are kept as they are: no codec touches
-        them, they do not count towards the budget and are never evicted. name: lower-case letters, digits and dashes.
+        them, they do not count towards the budget and are never evicted. name: lower-case letters, digits, dashes, underscores.
         Raises `StoreError` when it cannot be written; the old one is then still there.
         """
+        self.backend.put(artifact_name(name), pack_artifact(name, content, self._seal))
+        self.advance()  # after it: who sees the new token finds the artifact
 
-    @abstractmethod
     def delete_artifact(self, name: str) -> None:
         """Remove an artifact, and begin a new generation; nothing happens when there is none."""
+        if self.backend.delete(artifact_name(name)):
+            self.advance()
 
-    @abstractmethod
     def artifacts(self) -> Iterator[str]:
-        """Names of all artifacts, in no particular order."""
+        """Names of all artifacts, sorted."""
+        found = (stored for page in self.backend.listing(ARTIFACTS) for stored in page if stored.whole)
+        yield from sorted(stored.name.removeprefix(ARTIFACTS) for stored in found)
 
-    @abstractmethod
     def writing(self) -> AbstractContextManager[None]:
         """Held while artifacts are chosen and written, by one thread of one process at a time; not nested.
 
         Read again inside what was read before: another process may have written it meanwhile. Raises `StoreError` when
         another one holds it for too long.
         """
+        return self.backend.writing()
 
     def __contains__(self, key: ChunkKey) -> bool:
         """Whether there is an entry that can be used. A store that cannot be read raises `StoreError`: that is no answer."""
@@ -185,13 +208,3 @@ class ChunkStore(ABC):
             return False
         reader.close()
         return True
-
-
-_ARTIFACT_NAME = re.compile(r"[0-9a-z-]{1,128}")
-
-
-def require_artifact_name(name: str) -> str:
-    """The name, if it can name an artifact; raises `StoreError`."""
-    if not _ARTIFACT_NAME.fullmatch(name):
-        raise StoreError(f"{name!r} cannot name an artifact: use lower-case letters, digits and dashes")
-    return name

@@ -1,11 +1,12 @@
 """How one layer's keys and values become the named tensors that a store keeps, and back.
 
-A store writes and reads whatever parts a codec names; a new codec is one class and one line in `_CODECS`. Every entry
-names its own codec, so a store may hold entries of several.
+A store writes and reads whatever parts a codec names; a new codec is one class, made known by `register_codec` or by opening
+a store with it. Every entry names its own codec, so a store may hold entries of several.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 class Codec(ABC):
     """Encodes one layer; stateless, so one instance serves every thread.
 
-    parts: names of the tensors that `encode` makes, always all of them.
+    name: what entries call it, the same for as long as they are to be read. parts: names of the tensors that `encode` makes,
+    always all of them.
     """
 
     name: str
@@ -73,7 +75,32 @@ class CastCodec(Codec):
         return cast
 
 
-_CODECS = {name: CastCodec(name) for name in ("native", "float32", "bfloat16", "float16")}
+_BUILT_IN = ("native", "float32", "bfloat16", "float16")
+_CODECS: dict[str, Codec] = {name: CastCodec(name) for name in _BUILT_IN}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+def register_codec(codec: Codec) -> Codec:
+    """Make a codec known in this process, so that entries written with it are read; returns it.
+
+    Every process that reads such entries has to do so: to others they are damaged, and are computed again. Raises
+    `ConfigError` for a name that belongs to another class of codecs, and for names that cannot stand in an entry.
+    """
+    if not _NAME.fullmatch(codec.name) or not codec.parts or not all(map(_NAME.fullmatch, codec.parts)):
+        raise ConfigError(
+            f"the codec {codec.name!r:.80} needs a name, and parts with names, of letters, digits, dots, dashes, underscores"
+        )
+    if len(set(codec.parts)) < len(codec.parts):
+        raise ConfigError(f"the codec {codec.name!r} has two parts of one name: {', '.join(codec.parts)}")
+    if codec.name in _BUILT_IN or _class_name(_CODECS.get(codec.name, codec)) != _class_name(codec):
+        raise ConfigError(f"there is another codec of the name {codec.name!r}; give yours a name of its own")
+    _CODECS[codec.name] = codec
+    return codec
+
+
+def _class_name(codec: Codec) -> str:
+    """The same for a class that was defined once more, as in a notebook."""
+    return f"{type(codec).__module__}.{type(codec).__qualname__}"
 
 
 def codec_names() -> tuple[str, ...]:

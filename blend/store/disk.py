@@ -1,151 +1,166 @@
-"""Chunk caches in a directory: `objects/<namespace>/<digest[:2]>/<digest>.safetensors`, each as `header` lays it out.
-
-Torch is loaded when an entry is opened or put, not to look at what a store holds.
-"""
+"""Bytes in files: every name is a path below one directory, shared by threads and processes of POSIX systems."""
 
 from __future__ import annotations
 
+import errno
 import os
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from blend.errors import StoreError
-from blend.store.artifacts import Artifacts
-from blend.store.base import ChunkStore, StoreStats, require_budget
-from blend.store.codec import Codec
+from blend.errors import EntryDamagedError
+from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored, require_budget
 from blend.store.eviction import Evictor, StoredFile
-from blend.store.header import SUFFIX
-from blend.store.root import open_root, read_descriptions, write_description
-from blend.store.seal import Seal
-from blend.types import ChunkCache, ChunkKey
+from blend.store.files import StoreFiles
+from blend.store.lock import locked
+from blend.store.names import SUFFIX
+from blend.store.root import open_root
 
-if TYPE_CHECKING:
-    from blend.store.disk_reader import DiskReader, EntryOpener
-
-_SAFE_NAME = re.compile(r"[0-9A-Za-z_-]{1,128}")
+_LEVELS = {"objects": 2}  # of folders between a name's first part and its last
+_SUFFIXES = {"objects": SUFFIX}
 
 
-class DiskStore(ChunkStore):
-    """A store in the directory `root`, shared by threads and processes of POSIX systems.
+class DiskBlob(Blob):
+    """An open file.
 
-    codec: how new entries are written; entries of every codec are read.
-    budget_bytes: after each `put` the least recently opened entries go until all files together are within it; several
-    processes that write at the same time may exceed it for some seconds.
-    seal: what entries and artifacts are sealed with; those with another seal count as damaged.
+    Read by `pread` and not through a memory map: a file that shrinks under a map kills the process, while a short read is
+    an error like any other.
     """
 
-    def __init__(self, root: Path, codec: Codec, seal: Seal, budget_bytes: int | None = None) -> None:
+    def __init__(self, descriptor: int, files: StoreFiles, head: int) -> None:
+        self._descriptor, self._files = descriptor, files
+        try:
+            self.nbytes = os.fstat(descriptor).st_size
+            self.head = os.pread(descriptor, head, 0) if head else b""
+        except OSError as error:
+            self.close()
+            raise self._failed(error) from None
+
+    def read(self, *ranges: Range) -> bool:
+        """One read each."""
+        try:
+            return all(self._read(one.offset, one.into) for one in ranges)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def close(self) -> None:
+        """Close the file."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _read(self, offset: int, into: memoryview) -> bool:
+        done = 0
+        while done < into.nbytes:
+            count = os.preadv(self._descriptor, [into[done:]], offset + done)
+            if count == 0:
+                return False
+            done += count
+        return True
+
+    def _failed(self, error: OSError) -> Exception:
+        # A network file system says "stale" of an open file that another machine has evicted.
+        if error.errno == errno.ESTALE:
+            return EntryDamagedError(f"it cannot be read ({error.strerror})")
+        return self._files.failed("read", error)
+
+
+class DiskBackend(Backend):
+    """The directory `root`, which is made when it does not exist.
+
+    budget_bytes: after each `put` the least recently used caches go until all together are within it; several processes
+    that write at the same time may exceed it for some seconds.
+    """
+
+    def __init__(self, root: Path, budget_bytes: int | None = None) -> None:
         require_budget(budget_bytes)
-        self.root = root
-        self._codec, self._seal = codec, seal
+        self.root, self.place = root, str(root)
         self._files = open_root(root)
-        self._artifacts = Artifacts(self._files, seal)
-        self._evictor = Evictor(self._files, self._stored, budget_bytes)
+        self._evictor = Evictor(self._files, self._caches, budget_bytes)
 
-    def open(self, key: ChunkKey) -> DiskReader | None:
-        """One `open`, one read and one digest; the layers are read when asked for."""
-        path = self._path(key)
-        reader = self._opener.open(path, key)
-        if reader is not None:
-            self._evictor.opened(path)
-        return reader
+    def open(self, name: str, head: int) -> DiskBlob | None:
+        """One `open`, one `fstat`, one read."""
+        descriptor = self._files.open(self.root / name)
+        return None if descriptor is None else DiskBlob(descriptor, self._files, head)
 
-    def put(self, key: ChunkKey, cache: ChunkCache) -> None:
-        """Encode, write beside, flush to the disk, move into place, then evict."""
-        from blend.store.entry import encode_entry
+    def read(self, name: str, most: int) -> bytes | None:
+        """One `open`, two `fstat`, one read."""
+        return self._files.read(self.root / name, most)
 
-        path = self._path(key)
-        header, blobs = encoded = encode_entry(key, cache, self._codec, self._seal)
-        require_budget(self._evictor.budget_bytes, encoded.nbytes)
-        self._files.write(path, (header, *blobs), self._evictor.placing(path, encoded.nbytes))
+    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
+        """Write beside, flush to the disk, move into place, then evict."""
+        path, placing = self.root / name, None
+        if name.startswith(CACHES):
+            nbytes = sum(memoryview(blob).nbytes for blob in blobs)
+            require_budget(self._evictor.budget_bytes, nbytes)
+            placing = self._evictor.placing(path, nbytes)
+        if if_absent:
+            return self._files.write_new(path, blobs, placing)
+        self._files.write(path, blobs, placing)
+        return True
 
-    def delete(self, key: ChunkKey) -> None:
-        """Unlink the file; open readers keep it."""
-        self._evictor.remove(self._path(key))
+    def delete(self, name: str) -> bool:
+        """Unlink the file; open blobs keep it."""
+        path = self.root / name
+        return self._evictor.remove(path) if name.startswith(CACHES) else self._files.remove(path)
 
-    def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
-        """Keys as the directories list them; files are not opened."""
-        for key, _ in self._listing(namespace):
-            yield key
+    def touch(self, name: str) -> None:
+        """Its modification time, when it is more than a second old."""
+        self._evictor.opened(self.root / name)
 
-    def stats(self) -> StoreStats:
-        """Files and their bytes, headers included."""
-        sizes = [file.nbytes for file in self._stored()]
-        return StoreStats(len(sizes), sum(sizes))
+    def listing(self, prefix: str) -> Iterator[list[Stored]]:
+        """Every folder a page."""
+        for page in self._pages(prefix):
+            yield [stored for name, entry in page if (stored := self._stored(name, entry)) is not None]
 
-    def describe(self, namespace: str, description: Mapping[str, str]) -> None:
-        """Write `namespaces/<namespace>.json`."""
-        write_description(self._files, _safe(namespace), description)
+    def names(self, prefix: str) -> Iterator[list[str]]:
+        """As the folders list them; files are not looked at."""
+        for page in self._pages(prefix):
+            yield [name for name, _ in page]
 
-    def namespaces(self) -> dict[str, dict[str, str]]:
-        """Described namespaces and those that have a directory of entries."""
-        listed: dict[str, dict[str, str]] = {entry.name: {} for entry in self._files.folders(self.root / "objects")}
-        return {**listed, **read_descriptions(self._files)}
-
-    @property
-    def generation(self) -> str:
-        """One small file."""
-        return self._artifacts.generation
-
-    def advance(self) -> None:
-        """Replace the file."""
-        self._artifacts.advance()
-
-    def read_artifact(self, name: str) -> bytes | None:
-        """One file, its digest verified."""
-        return self._artifacts.read(name)
-
-    def write_artifact(self, name: str, content: bytes) -> None:
-        """Write beside, flush to the disk, move into place."""
-        self._artifacts.write(name, content)
-
-    def delete_artifact(self, name: str) -> None:
-        """Unlink the file."""
-        self._artifacts.delete(name)
-
-    def artifacts(self) -> Iterator[str]:
-        """Names as the directory lists them."""
-        return self._artifacts.names()
+    def folders(self, prefix: str) -> set[str]:
+        """As the folder lists them, empty ones too."""
+        return {entry.name for entry in self._files.folders(self.root / prefix)}
 
     def writing(self) -> AbstractContextManager[None]:
-        """A lock between processes."""
-        return self._artifacts.writing()
+        """A lock on the file `.writing`, which ends with the process that holds it."""
+        return locked(self._files)
 
-    @cached_property
-    def _opener(self) -> EntryOpener:
-        from blend.store.disk_reader import EntryOpener
+    def _pages(self, prefix: str) -> Iterator[list[tuple[str, os.DirEntry[str]]]]:
+        room, *inside = prefix.rstrip("/").split("/")
+        folders = iter([room])
+        for level in range(_LEVELS.get(room, 0)):
+            folders = self._below(folders, inside[level] if level < len(inside) else None)
+        suffix = _SUFFIXES.get(room, "")
+        for folder in folders:
+            entries = self._files.scan(self.root / folder)
+            yield [(f"{folder}/{one.name}", one) for one in entries if one.name.endswith(suffix)]
 
-        return EntryOpener(self._files, self._seal)
+    def _below(self, folders: Iterator[str], wanted: str | None) -> Iterator[str]:
+        for folder in folders:
+            for entry in self._files.folders(self.root / folder):
+                if wanted in (None, entry.name):
+                    yield f"{folder}/{entry.name}"
 
-    def _path(self, key: ChunkKey) -> Path:
-        digest = _safe(key.digest)
-        return self.root / "objects" / _safe(key.namespace) / digest[:2] / f"{digest}{SUFFIX}"
+    def _stored(self, name: str, entry: os.DirEntry[str]) -> Stored | None:
+        try:
+            info = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:  # evicted by someone else since it was listed
+            return None
+        except OSError as error:
+            raise self._files.failed("written", error) from None
+        return Stored(name, info.st_size, info.st_mtime, _is_file(entry))
 
-    def _listing(self, namespace: str | None = None) -> Iterator[tuple[ChunkKey, os.DirEntry[str]]]:
-        for space in self._files.folders(self.root / "objects"):
-            if namespace not in (None, space.name):
-                continue
-            for bucket in self._files.folders(space.path):
-                for entry in self._files.scan(bucket.path):
-                    if entry.name.endswith(SUFFIX):
-                        yield ChunkKey(space.name, entry.name.removesuffix(SUFFIX)), entry
-
-    def _stored(self) -> Iterator[StoredFile]:
-        for _, entry in self._listing():
-            try:
-                info = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:  # evicted by someone else since it was listed
-                continue
-            except OSError as error:
-                raise self._files.failed("written", error) from None
-            yield StoredFile(entry.path, info.st_size, info.st_mtime)
+    def _caches(self) -> Iterator[StoredFile]:
+        for page in self.listing(CACHES):
+            for stored in page:
+                yield StoredFile(str(self.root / stored.name), stored.nbytes, stored.used)
 
 
-def _safe(name: str) -> str:
-    if not _SAFE_NAME.fullmatch(name):
-        raise StoreError(f"{name!r} cannot name a store entry: use the hex digests that CacheIdentity.key makes")
-    return name
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    with suppress(OSError):  # a symbolic link that leads nowhere
+        return entry.is_file()
+    return False

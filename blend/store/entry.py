@@ -41,7 +41,7 @@ def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> 
     checksums: list[str] = []
     offset = 0
     for index, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
-        parts = codec.encode(keys, values)
+        parts = _encoded(codec, keys, values)
         layer = []
         # Wide dtypes first, so that every tensor of a layer that is read into an aligned buffer is aligned itself.
         for part in sorted(codec.parts, key=lambda name: -parts[name].element_size()):
@@ -67,6 +67,21 @@ def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> 
         "checksums": ",".join(checksums),
     }
     return EncodedEntry(pack_header(metadata, tensors, seal), tuple(blobs))
+
+
+def _encoded(codec: Codec, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    parts = codec.encode(keys, values)
+    kept = [part.device.type == "cpu" and part.is_contiguous() and part.ndim == 3 for part in parts.values()]
+    if (
+        set(parts) != set(codec.parts)
+        or not all(kept)
+        or not all(dtype_name(part) in _NAMES for part in parts.values())
+    ):
+        raise StoreError(
+            f"the codec {codec.name!r} does not make what it says: contiguous CPU tensors of three dimensions, "
+            f"of the types {', '.join(_NAMES)}, named {', '.join(codec.parts)}"
+        )
+    return parts
 
 
 def require_sound(cache: ChunkCache) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from blend.store.base import require_budget
+from blend.store.backend import require_budget
 from blend.store.files import StoreFiles
 
 _TOUCH_EVERY_S = 1.0
@@ -97,12 +97,13 @@ class Evictor:
             if self._clock.now() - used > _TOUCH_EVERY_S:
                 self._stamp(path)
 
-    def remove(self, path: Path) -> None:
-        """Remove what is at `path`; nothing happens when there is nothing. Raises `StoreError`."""
+    def remove(self, path: Path) -> bool:
+        """Remove what is at `path`; whether there was anything. Raises `StoreError`."""
         with self._lock:
             nbytes = _size(path)
-            if self._files.remove(path):
-                self._used_bytes -= nbytes
+            removed = self._files.remove(path)
+            self._used_bytes -= nbytes if removed else 0
+            return removed
 
     def _stamp(self, path: Path) -> None:
         # A store that cannot be written to is still readable; it only forgets what was used last.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -101,6 +102,23 @@ class StoreFiles:
         except OSError as error:
             raise self.failed("written", error) from None
 
+    def write_new(
+        self, path: Path, blobs: Iterable[bytes | memoryview], placing: AbstractContextManager[None] | None = None
+    ) -> bool:
+        """`write` where nothing is at `path`, and only there; whether that was so. Needs a file system with hard links."""
+        # Named like a file that another machine is writing: should this process be killed, it is swept after an hour.
+        spare = self.tmp / f".00000000-{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp"
+        self.write(spare, blobs)
+        try:
+            self._make_folder(path.parent)
+            with placing or nullcontext():
+                return _linked(spare, path)
+        except OSError as error:
+            raise self.failed("written", error) from None
+        finally:
+            with suppress(OSError):
+                spare.unlink()
+
     def remove(self, path: Path) -> bool:
         """Remove what is at `path`, a folder with all that is in it; whether there was anything."""
         try:
@@ -181,3 +199,11 @@ def unusable(root: Path, error: OSError, doing: str = "written") -> StoreError:
     else:
         remedy = "make the directory writable or choose another one"
     return StoreError(f"the store {root} cannot be {doing} ({error.strerror or error}): {remedy}")
+
+
+def _linked(spare: Path, path: Path) -> bool:
+    try:
+        os.link(spare, path)
+    except FileExistsError:
+        return False
+    return True

@@ -26,7 +26,6 @@ from blend.store.seal import DIGEST_CHARS, Seal
 from blend.types import ChunkKey
 
 ENTRY_FORMAT = "1"
-SUFFIX = ".safetensors"
 LENGTH = struct.Struct("<Q")
 LONGEST = 1 << 20  # bytes of header: some 4,000 layers
 _ALIGNMENT = 64

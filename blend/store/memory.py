@@ -1,156 +1,107 @@
-"""Chunk caches in the memory of this process."""
+"""Bytes in the memory of this process: the pieces that were put, as they are."""
 
 from __future__ import annotations
 
 import threading
+import time
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate
+from typing import NamedTuple
 
-from blend.store.base import (
-    ChunkReader,
-    ChunkStore,
-    StoreStats,
-    copy_layer,
-    require_artifact_name,
-    require_budget,
-)
-from blend.store.codec import Codec
-from blend.store.entry import require_sound
-from blend.types import ChunkCache, ChunkKey
-
-if TYPE_CHECKING:
-    import torch
+from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored, require_budget
 
 
-class MemoryEntry(NamedTuple):
-    """Encoded layers of one chunk; `dtype` is the one that was put in."""
+class MemoryBlob(Blob):
+    """What was put under one name, in pieces; nothing to close."""
 
-    layers: tuple[Mapping[str, torch.Tensor], ...]
-    codec: Codec
-    dtype: torch.dtype
-    tokens: int
-    start: int
+    def __init__(self, pieces: Sequence[Buffer]) -> None:
+        self._pieces = tuple(memoryview(piece) for piece in pieces)
+        ends = list(accumulate(piece.nbytes for piece in self._pieces))
+        self._starts = [0, *ends]
+        self.nbytes = self._starts[-1]
+        self.head = self._pieces[0] if self._pieces else b""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all encoded tensors."""
-        return sum(tensor.nbytes for parts in self.layers for tensor in parts.values())
+    def read(self, *ranges: Range) -> bool:
+        """One copy."""
+        return all(self._read(one.offset, one.into) for one in ranges)
 
+    def window(self, offset: int, nbytes: int) -> memoryview | None:
+        """The memory that was put, where all of it lies in one piece."""
+        index = bisect_right(self._starts, offset) - 1
+        begin = offset - self._starts[index]
+        if index >= len(self._pieces) or begin + nbytes > self._pieces[index].nbytes:
+            return None
+        return self._pieces[index][begin : begin + nbytes]
 
-class MemoryReader(ChunkReader):
-    """An entry that stays readable when it is evicted meanwhile."""
-
-    def __init__(self, entry: MemoryEntry) -> None:
-        self.tokens, self.layers, self.start = entry.tokens, len(entry.layers), entry.start
-        self._entry = entry
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values; the store's own memory when the codec keeps the dtype."""
-        return self._entry.codec.decode(self._parts(index), self._entry.dtype)
-
-    def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
-        """One converting copy each."""
-        copy_layer(index, self._entry.codec.decode(self._parts(index), None), (keys_out, values_out))
-
-    def _parts(self, index: int) -> Mapping[str, torch.Tensor]:
-        if not 0 <= index < self.layers:
-            raise IndexError(f"layer {index} of {self.layers}")
-        return self._entry.layers[index]
+    def _read(self, offset: int, into: memoryview) -> bool:
+        done = 0
+        while done < into.nbytes and offset + done < self.nbytes:
+            index = bisect_right(self._starts, offset + done) - 1
+            part = self._pieces[index][offset + done - self._starts[index] :][: into.nbytes - done]
+            into[done : done + part.nbytes] = part
+            done += part.nbytes
+        return done == into.nbytes
 
 
-class MemoryStore(ChunkStore):
-    """A store that threads share; the least recently used entries go when all together exceed `budget_bytes`."""
+class _Held(NamedTuple):
+    blob: MemoryBlob
+    used: float
 
-    def __init__(self, codec: Codec, budget_bytes: int | None = None) -> None:
+
+class MemoryBackend(Backend):
+    """Names and their bytes for the threads of one process."""
+
+    place, trusted = "memory", True
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
         require_budget(budget_bytes)
-        self._codec = codec
         self._budget = budget_bytes
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[ChunkKey, MemoryEntry] = OrderedDict()  # least recently used first
-        self._used_bytes = 0
-        self._descriptions: dict[str, dict[str, str]] = {}
-        self._artifacts: dict[str, bytes] = {}
-        self._writing = threading.Lock()
-        self._generation = 0
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._caches: OrderedDict[str, _Held] = OrderedDict()  # least recently used first
+        self._others: OrderedDict[str, _Held] = OrderedDict()
+        self._cache_bytes = 0
 
-    def open(self, key: ChunkKey) -> MemoryReader | None:
-        """The entry, which becomes the most recently used one."""
+    def open(self, name: str, head: int) -> MemoryBlob | None:
+        """What is there anyway."""
+        held = self._room(name).get(name)
+        return None if held is None else held.blob
+
+    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
+        """Keep the memory that is given, then evict."""
+        blob, room = MemoryBlob(blobs), self._room(name)
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                return None
-            self._entries.move_to_end(key)
-        return MemoryReader(entry)
+            if if_absent and name in room:
+                return False
+            if room is self._caches:
+                require_budget(self._budget, blob.nbytes)
+            self._remove(name)
+            room[name] = _Held(blob, time.time())
+            self._cache_bytes += blob.nbytes if room is self._caches else 0
+            while self._budget is not None and self._cache_bytes > self._budget:
+                self._remove(next(iter(self._caches)))
+        return True
 
-    def put(self, key: ChunkKey, cache: ChunkCache) -> None:
-        """Encode a copy, then evict."""
-        require_sound(cache)
-        layers = tuple(self._codec.encode(keys, values) for keys, values in zip(cache.keys, cache.values, strict=True))
-        entry = MemoryEntry(layers, self._codec, cache.keys[0].dtype, cache.tokens, cache.start)
-        require_budget(self._budget, entry.nbytes)
+    def delete(self, name: str) -> bool:
+        """Drop it; open blobs keep their memory."""
         with self._lock:
-            self._remove(key)
-            self._entries[key] = entry
-            self._used_bytes += entry.nbytes
-            while self._budget is not None and self._used_bytes > self._budget:
-                self._remove(next(iter(self._entries)))
+            return self._remove(name)
 
-    def delete(self, key: ChunkKey) -> None:
-        """Drop the entry; open readers keep it."""
+    def touch(self, name: str) -> None:
+        """Last in the order from now on."""
+        room = self._room(name)
         with self._lock:
-            self._remove(key)
+            if (held := room.get(name)) is not None:
+                room[name] = held._replace(used=time.time())
+                room.move_to_end(name)
 
-    def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
-        """Keys as of now; the store may change while they are gone through."""
+    def listing(self, prefix: str) -> Iterator[list[Stored]]:
+        """One page."""
         with self._lock:
-            found = [key for key in self._entries if namespace in (None, key.namespace)]
-        return iter(found)
-
-    def stats(self) -> StoreStats:
-        """Entries and the bytes of their encoded tensors."""
-        with self._lock:
-            return StoreStats(len(self._entries), self._used_bytes)
-
-    def describe(self, namespace: str, description: Mapping[str, str]) -> None:
-        """Keep a copy of the description."""
-        with self._lock:
-            self._descriptions[namespace] = dict(description)
-
-    def namespaces(self) -> dict[str, dict[str, str]]:
-        """Described namespaces and those that have entries."""
-        with self._lock:
-            listed: dict[str, dict[str, str]] = {key.namespace: {} for key in self._entries}
-            return {**listed, **{name: dict(words) for name, words in self._descriptions.items()}}
-
-    @property
-    def generation(self) -> str:
-        """A count."""
-        return str(self._generation)
-
-    def advance(self) -> None:
-        """Count on."""
-        with self._lock:
-            self._generation += 1
-
-    def read_artifact(self, name: str) -> bytes | None:
-        """What was put there."""
-        return self._artifacts.get(require_artifact_name(name))
-
-    def write_artifact(self, name: str, content: bytes) -> None:
-        """Keep the bytes."""
-        self._artifacts[require_artifact_name(name)] = bytes(content)
-        self.advance()
-
-    def delete_artifact(self, name: str) -> None:
-        """Drop the bytes."""
-        if self._artifacts.pop(require_artifact_name(name), None) is not None:
-            self.advance()
-
-    def artifacts(self) -> Iterator[str]:
-        """Names as of now."""
-        return iter(tuple(self._artifacts))
+            held = [*self._caches.items(), *self._others.items()]
+        yield [Stored(name, blob.nbytes, used) for name, (blob, used) in held if name.startswith(prefix)]
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -158,7 +109,12 @@ class MemoryStore(ChunkStore):
         with self._writing:
             yield
 
-    def _remove(self, key: ChunkKey) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._used_bytes -= entry.nbytes
+    def _room(self, name: str) -> OrderedDict[str, _Held]:
+        return self._caches if name.startswith(CACHES) else self._others
+
+    def _remove(self, name: str) -> bool:
+        room = self._room(name)
+        held = room.pop(name, None)
+        if held is not None and room is self._caches:
+            self._cache_bytes -= held.blob.nbytes
+        return held is not None

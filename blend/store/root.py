@@ -1,10 +1,8 @@
-"""The root directory of a disk store: what makes it one, and the words that describe its namespaces.
+"""The root directory of a disk store: what makes it one.
 
 store.json                    {"kind": "kvblend store", "format": 1}; written first, so that its absence is telling
-namespaces/<namespace>.json   description of a namespace
-objects/                      entries, see `disk`
-artifacts/, generation        small named things and the token that tells of their changes, see `artifacts`
-tmp/                          files being written
+objects/, artifacts/, namespaces/, generation   what a backend keeps, see `backend`
+tmp/, .writing                files being written; locked by whoever chooses and writes artifacts
 """
 
 from __future__ import annotations
@@ -12,18 +10,18 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.files import sweep, write_atomically
+from blend.store.artifacts import as_json
 from blend.store.files import MANIFEST, StoreFiles, unusable
 
 STORE_FORMAT = 1
 _KIND = "kvblend store"
 _NOT_OURS_BUT_HARMLESS = ("lost+found",)
-_MOST_BYTES = 1 << 20  # of a manifest or a description
+_MOST_BYTES = 1 << 20
 
 
 def open_root(root: Path) -> StoreFiles:
@@ -38,7 +36,7 @@ def open_root(root: Path) -> StoreFiles:
         names = [path.name for path in root.iterdir()]
         if MANIFEST not in names and not (root / MANIFEST).exists():
             _require_empty(root, names)
-            manifest = _dump({"kind": _KIND, "format": STORE_FORMAT})
+            manifest = as_json({"kind": _KIND, "format": STORE_FORMAT})
             write_atomically(root / MANIFEST, [manifest], root, files.file_mode(), nullcontext())
         _check_manifest(files)
     except OSError as error:
@@ -47,24 +45,6 @@ def open_root(root: Path) -> StoreFiles:
     sweep(root)
     sweep(files.tmp)
     return files
-
-
-def write_description(files: StoreFiles, namespace: str, description: Mapping[str, str]) -> None:
-    """Replace the description of `namespace`; raises `StoreError`."""
-    files.write(files.root / "namespaces" / f"{namespace}.json", [_dump(dict(description))])
-
-
-def read_descriptions(files: StoreFiles) -> dict[str, dict[str, str]]:
-    """Every description; they inform only, so a damaged one reads as empty. Raises `StoreError`."""
-    paths = [Path(entry.path) for entry in files.scan(files.root / "namespaces")]
-    return {path.stem: _read_description(files, path) for path in paths if path.suffix == ".json"}
-
-
-def _read_description(files: StoreFiles, path: Path) -> dict[str, str]:
-    fields: object = None
-    with suppress(EntryDamagedError, ValueError, RecursionError):
-        fields = json.loads(files.read(path, _MOST_BYTES) or b"")
-    return {k: str(v) for k, v in fields.items()} if isinstance(fields, dict) else {}
 
 
 def _close_to_others(root: Path) -> None:
@@ -104,7 +84,3 @@ def _check_manifest(files: StoreFiles) -> None:
             f"the store {root} has format {version}, this kvblend reads {STORE_FORMAT}: "
             "upgrade kvblend or choose another store"
         )
-
-
-def _dump(fields: Mapping[str, object]) -> bytes:
-    return json.dumps(fields, indent=1, sort_keys=True).encode() + b"\n"

@@ -23,6 +23,7 @@ LAYERS = (
     ("blend.config",),
     ("blend.select",),  # a configuration holds a selector; the decoder that shows it evidence is handed in
     ("blend.types", "blend.timing", "blend.plain_text"),
+    ("blend.corpora",),
     ("blend.limits",),
     ("blend.errors", "blend.visible", "blend.files", "blend.version", "blend"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from imports import ROOT
@@ -71,6 +72,28 @@ except SystemExit as stop:
 print("loaded:", *({heavy!r} & set(sys.modules)))
 """
     assert _python(code).splitlines()[-1] == "loaded:"
+
+
+def test_looking_at_a_store_from_the_command_line_loads_nothing_heavy(tmp_path: Path) -> None:
+    from blend.store import open_store
+
+    store = open_store(tmp_path / "kv")
+    store.describe("abc", {"model": "tiny", "dtype": "float32", "prefix_tokens": "3"})
+    store.write_artifact("surrogate-abc", b'{"chunks": [[1, 2, 3]]}')
+    store.write_artifact("correction-abc", b"a correction")
+    code = f"""
+import sys
+sys.argv = ["blend", "store", "--store", {str(tmp_path)!r}, "--json"]
+from blend.cli import main
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print("loaded:", *({set(HEAVY) - {"rich"}!r} & set(sys.modules)))
+"""
+    lines = _python(code).splitlines()
+    assert any("surrogate context of 3 tokens" in line for line in lines)
+    assert lines[-1] == "loaded:"
 
 
 def test_every_public_name_resolves_to_its_home() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,26 +15,26 @@ from models import LAYERS, decoder
 from blend.blender import Blender
 from blend.chunks import loader
 from blend.config import BlendConfig
-from blend.errors import StoreError
+from blend.errors import EntryDamagedError, StoreError
 from blend.model.decoder import Decoder
 from blend.store import ChunkStore, open_store
-from blend.store.base import ChunkReader
+from blend.store.reader import ChunkReader
 from blend.types import ChunkKey
 
 LAYOUT = make_layout()
 Before = Callable[[int], None]
 
 
-class Seen(ChunkReader):
+class Seen:
     """A reader that calls before each layer it reads."""
 
     def __init__(self, reader: ChunkReader, before: Before) -> None:
         self.tokens, self.layers, self.start = reader.tokens, reader.layers, reader.start
         self.reader, self.before, self.closed = reader, before, False
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
         self.before(index)
-        return self.reader.layer(index)
+        self.reader.read_into(index, keys_out, values_out)
 
     def close(self) -> None:
         self.closed = True
@@ -44,16 +44,14 @@ class Seen(ChunkReader):
 def watched(store: ChunkStore, monkeypatch: pytest.MonkeyPatch, before: Before) -> list[Seen]:
     """Every reader that the store opens from now on."""
     opened: list[Seen] = []
-    plain = store.open
+    plain = store.open_many
 
-    def open_seen(key: ChunkKey) -> Seen | None:
-        reader = plain(key)
-        if reader is None:
-            return None
-        opened.append(Seen(reader, before))
-        return opened[-1]
+    def open_seen(keys: Sequence[ChunkKey]) -> list[Seen | EntryDamagedError | None]:
+        found = [Seen(one, before) if isinstance(one, ChunkReader) else one for one in plain(keys)]
+        opened.extend(one for one in found if isinstance(one, Seen))
+        return found
 
-    monkeypatch.setattr(store, "open", open_seen)
+    monkeypatch.setattr(store, "open_many", open_seen)
     return opened
 
 

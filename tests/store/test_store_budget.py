@@ -181,7 +181,7 @@ def test_entries_of_the_future_are_used_and_age(tmp_path, key, cache, size):
     store = open_store(tmp_path / "store", budget_bytes=4 * size)
     for number in range(4):
         store.put(key(number), cache(number))
-    path = store.root / "objects" / key(0).namespace / key(0).digest[:2] / f"{key(0).digest}.safetensors"
+    path = store.backend.root / "objects" / key(0).namespace / key(0).digest[:2] / f"{key(0).digest}.safetensors"
     os.utime(path, (2e9, 2e9))
     again = open_store(tmp_path / "store", budget_bytes=4 * size)
     for number in range(4, 8):

@@ -5,11 +5,10 @@ import sys
 
 import pytest
 import torch
+from store_processes import finish
 
-from blend.errors import ConfigError
-from blend.store import codec as codecs
-from blend.store import open_store
-from blend.store.codec import Codec
+from blend.errors import ConfigError, EntryDamagedError, StoreError
+from blend.store import Codec, codec_names, get_codec, open_store, register_codec
 from blend.types import ChunkCache
 
 
@@ -44,9 +43,10 @@ class Int8(Codec):
 
 
 @pytest.mark.parametrize("location", ["memory:", "disk"])
-def test_a_codec_of_several_dtypes_fits(location, tmp_path, key, monkeypatch):
-    monkeypatch.setitem(codecs._CODECS, "int8-test", Int8())
-    store = open_store(location if location == "memory:" else tmp_path, codec="int8-test")
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_codec_of_several_dtypes_fits(location, by_name, tmp_path, key):
+    codec = register_codec(Int8()).name if by_name else Int8()
+    store = open_store(location if location == "memory:" else tmp_path, codec=codec)
     # An odd number of int8 values a layer: the scales of the next layer begin at an odd byte of the file.
     keys, values = torch.randn(3, 3, 5, 7).unbind(), torch.randn(3, 3, 5, 7).unbind()
     store.put(key(1), ChunkCache(keys, values, 0))
@@ -57,3 +57,98 @@ def test_a_codec_of_several_dtypes_fits(location, tmp_path, key, monkeypatch):
             for got, direct, want in zip(out, reader.layer(index), (keys[index], values[index]), strict=True):
                 assert torch.equal(got, direct)
                 assert ((got - want).abs() <= want.abs().amax(-1, keepdim=True) / 250).all()
+
+
+def test_entries_of_a_codec_of_ones_own_are_read_where_it_is_registered(tmp_path, key, spawn):
+    class Halved(Int8):
+        name = "halved-test"
+
+    put = ChunkCache((torch.ones(1, 2, 3),), (torch.ones(1, 2, 3),), 0)
+    open_store(tmp_path, codec=Halved()).put(key(1), put)
+    assert "halved-test" in codec_names()
+    with open_store(tmp_path, codec="float32").open(key(1)) as reader:
+        assert reader.codec == "halved-test"
+        assert torch.equal(reader.layer(0)[0], put.keys[0])
+    elsewhere = """
+    from blend.types import CacheIdentity
+    key = CacheIdentity("model-a", "float32", (1, 2, 3)).key((1, 2))
+    store = open_store(root)
+    print(key in store)
+    try:
+        store.open(key)
+    except EntryDamagedError as error:
+        print(error)
+    """
+    held, *words = finish(spawn(tmp_path, elsewhere))
+    assert held == "False"
+    assert "must be computed again" in " ".join(words)
+    assert "'halved-test', which this kvblend does not know" in " ".join(words)
+
+
+def test_a_name_belongs_to_one_class_of_codecs(tmp_path):
+    register_codec(Int8())
+
+    class Other(Codec):
+        name, parts = "int8-test", ("k",)
+        encode = decode = None
+
+    class Native(Int8):
+        name = "native"
+
+    before = get_codec("int8-test"), get_codec("native")
+    for codec in (Other(), Native()):
+        with pytest.raises(ConfigError, match="another codec of the name"):
+            open_store(tmp_path / "store", codec=codec)
+    assert (get_codec("int8-test"), get_codec("native")) == before
+    again = Int8()
+    assert register_codec(again) is get_codec("int8-test") is again
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("", ("k",)), ("a,b", ("k",)), ("../x", ("k",)), ("odd", ()), ("odd", ("",)), ("odd", ("k", "k"))],
+)
+def test_names_that_cannot_stand_in_an_entry(tmp_path, name, parts):
+    codec = Int8()
+    codec.name, codec.parts = name, parts
+    with pytest.raises(ConfigError, match="name"):
+        open_store(tmp_path / "store", codec=codec)
+    assert not (tmp_path / "store").exists()
+    assert name not in codec_names()
+
+
+@pytest.mark.parametrize("location", ["memory:", "disk"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"k.q": torch.zeros(1, 2, 3)},
+        {name: torch.zeros(6) for name in Int8.parts},
+        {name: torch.zeros(1, 2, 3, dtype=torch.complex64) for name in Int8.parts},
+        {name: torch.zeros(1, 3, 2).transpose(1, 2) for name in Int8.parts},
+    ],
+)
+def test_a_codec_that_does_not_make_what_it_says(location, made, tmp_path, key):
+    class Wrong(Int8):
+        name = "wrong-test"
+
+        def encode(self, keys, values):
+            return made
+
+    store = open_store(location if location == "memory:" else tmp_path, codec=Wrong())
+    with pytest.raises(StoreError, match="'wrong-test' does not make what it says"):
+        store.put(key(1), ChunkCache((torch.zeros(1, 2, 3),), (torch.zeros(1, 2, 3),), 0))
+    assert store.stats() == (0, 0)
+
+
+@pytest.mark.parametrize("location", ["memory:", "disk"])
+def test_a_codec_that_decodes_to_something_else(location, tmp_path, key):
+    class Longer(Int8):
+        name = "longer-test"
+
+        def decode(self, parts, dtype):
+            return (torch.zeros(1, 9, 3, dtype=dtype),) * 2
+
+    store = open_store(location if location == "memory:" else tmp_path, codec=Longer())
+    store.put(key(1), ChunkCache((torch.ones(1, 2, 3),), (torch.ones(1, 2, 3),), 0))
+    with store.open(key(1)) as reader, pytest.raises(EntryDamagedError, match=r"shape \[1, 9, 3\] for 2 tokens"):
+        reader.layer(0)

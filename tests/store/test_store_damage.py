@@ -26,11 +26,15 @@ CACHE = ChunkCache(
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+def path_of(store, key):
+    return store.backend.root / "objects" / key.namespace / key.digest[:2] / f"{key.digest}.safetensors"
+
+
 @pytest.fixture(scope="module")
 def entry(tmp_path_factory):
     store = open_store(tmp_path_factory.mktemp("store"))
     store.put(KEY, CACHE)
-    path = store._path(KEY)
+    path = path_of(store, KEY)
     return store, path, path.read_bytes()
 
 
@@ -205,8 +209,8 @@ def test_foreign_entries_say_what_is_wrong(entry, change, message):
 def test_an_entry_copied_to_another_key(entry):
     store, _, raw = entry
     other = ChunkKey(KEY.namespace, "d" * 64)
-    store._path(other).parent.mkdir(exist_ok=True)
-    store._path(other).write_bytes(raw)
+    path_of(store, other).parent.mkdir(exist_ok=True)
+    path_of(store, other).write_bytes(raw)
     assert not use(store, other)
     store.delete(other)
 
@@ -239,7 +243,7 @@ def test_a_read_error_of_the_disk(entry, monkeypatch):
 
 def test_things_that_are_no_files(tmp_path):
     store = open_store(tmp_path)
-    path = store._path(KEY)
+    path = path_of(store, KEY)
     path.mkdir(parents=True)
     with pytest.raises(EntryDamagedError, match="not a file"):
         store.open(KEY)
@@ -250,6 +254,20 @@ def test_things_that_are_no_files(tmp_path):
     path.unlink()
     path.symlink_to(tmp_path / "nowhere")
     assert store.open(KEY) is None
+
+
+def test_damage_of_one_among_several(entry):
+    store, path, raw = entry
+    other, missing = ChunkKey(KEY.namespace, "d" * 64), ChunkKey(KEY.namespace, "e" * 64)
+    store.put(other, CACHE)
+    path.write_bytes(raw[:100])
+    error, none, reader = store.open_many([KEY, missing, other])
+    assert isinstance(error, EntryDamagedError)
+    assert "must be computed again" in str(error)
+    assert none is None
+    assert torch.equal(reader.layer(0)[0], CACHE.keys[0])
+    reader.close()
+    store.delete(other)
 
 
 def test_a_damaged_entry_is_replaced_by_the_next_put(entry):

@@ -28,7 +28,7 @@ CACHE = ChunkCache(
 def entry(tmp_path_factory):
     store = open_store(tmp_path_factory.mktemp("store"))
     store.put(KEY, CACHE)
-    (path,) = (store.root / "objects").rglob("*.safetensors")
+    (path,) = (store.backend.root / "objects").rglob("*.safetensors")
     return store, path, path.read_bytes()
 
 

@@ -18,7 +18,7 @@ SECRET = b"sixteen bytes at least"
 
 
 def entry_of(store, key):
-    return store.root / "objects" / key.namespace / key.digest[:2] / f"{key.digest}.safetensors"
+    return store.backend.root / "objects" / key.namespace / key.digest[:2] / f"{key.digest}.safetensors"
 
 
 def assert_reads(store, key, cache):

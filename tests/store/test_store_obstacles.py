@@ -51,7 +51,7 @@ def store(tmp_path):
 
 
 def path_of(store, key):
-    return store.root / "objects" / key.namespace / key.digest[:2] / f"{key.digest}.safetensors"
+    return store.backend.root / "objects" / key.namespace / key.digest[:2] / f"{key.digest}.safetensors"
 
 
 def in_the_way(store, path, obstacle):
@@ -61,8 +61,8 @@ def in_the_way(store, path, obstacle):
 
 
 def assert_tidy(store):
-    assert not list((store.root / "tmp").glob("*"))
-    assert not list((store.root / "tmp").glob(".*"))
+    assert not list((store.backend.root / "tmp").glob("*"))
+    assert not list((store.backend.root / "tmp").glob(".*"))
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
@@ -96,12 +96,12 @@ def test_it_is_deleted_pruned_and_evicted_like_an_entry(store, key, cache, obsta
         remove()
         assert not os.path.lexists(path)
     in_the_way(store, path, obstacle)
-    small = open_store(store.root, budget_bytes=int(1.2 * _size(store, key, cache)))
+    small = open_store(store.backend.root, budget_bytes=int(1.2 * _size(store, key, cache)))
     os.utime(path, (1, 1), follow_symlinks=False)
     small.put(key(3), cache(3))
     small.put(key(4), cache(4))
     assert set(store.keys()) == {key(4)}
-    assert (store.root / "objects" / key(1).namespace).is_dir()
+    assert (store.backend.root / "objects" / key(1).namespace).is_dir()
     assert_tidy(store)
 
 
@@ -114,7 +114,7 @@ def _size(store, key, cache):
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_at_an_artifacts_path(store, obstacle):
-    path = store.root / "artifacts" / "map"
+    path = store.backend.root / "artifacts" / "map"
     in_the_way(store, path, obstacle)
     if obstacle is link_to_nowhere:
         assert store.read_artifact("map") is None
@@ -135,7 +135,7 @@ def test_at_an_artifacts_path(store, obstacle):
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_at_the_generation(store, obstacle):
-    in_the_way(store, store.root / "generation", obstacle)
+    in_the_way(store, store.backend.root / "generation", obstacle)
     before = store.generation
     store.advance()
     after = store.generation
@@ -147,7 +147,7 @@ def test_at_the_generation(store, obstacle):
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_at_a_description(store, obstacle):
-    in_the_way(store, store.root / "namespaces" / "abc.json", obstacle)
+    in_the_way(store, store.backend.root / "namespaces" / "abc.json", obstacle)
     assert store.namespaces() == {"abc": {}}
     store.describe("abc", {"model": "tiny"})
     assert store.namespaces() == {"abc": {"model": "tiny"}}
@@ -156,10 +156,10 @@ def test_at_a_description(store, obstacle):
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_at_the_lock(store, obstacle):
-    in_the_way(store, store.root / ".writing", obstacle)
+    in_the_way(store, store.backend.root / ".writing", obstacle)
     with store.writing():
         store.write_artifact("map", b"content")
-    assert (store.root / ".writing").is_file()
+    assert (store.backend.root / ".writing").is_file()
 
 
 @pytest.mark.parametrize("obstacle", [loop, pipe, door])
@@ -192,7 +192,7 @@ def test_a_link_to_another_disk_that_is_not_there_is_not_removed(store, key, cac
 
 @pytest.mark.parametrize("name", ["objects", "artifacts", "namespaces", "tmp"])
 def test_a_file_instead_of_the_stores_own_folders_says_so(store, key, cache, name):
-    (store.root / name).write_text("x")
+    (store.backend.root / name).write_text("x")
     call = {
         "objects": lambda: store.put(key(1), cache()),
         "artifacts": lambda: store.write_artifact("map", b""),
@@ -201,7 +201,7 @@ def test_a_file_instead_of_the_stores_own_folders_says_so(store, key, cache, nam
     }[name]
     with pytest.raises(StoreError, match="in the way"):
         call()
-    assert (store.root / name).read_text() == "x"
+    assert (store.backend.root / name).read_text() == "x"
 
 
 @pytest.mark.parametrize("obstacle", [folder, loop, pipe, door])
@@ -219,11 +219,11 @@ def test_what_is_too_long_is_not_read(store):
     store.write_artifact("map", b"content")
     store.describe("abc", {"model": "tiny"})
     for name in ("artifacts/map", "generation", "namespaces/abc.json"):
-        os.truncate(store.root / name, 1 << 42)
+        os.truncate(store.backend.root / name, 1 << 42)
     with pytest.raises(EntryDamagedError, match="longer than"):
         store.read_artifact("map")
     assert store.generation == ""
     assert store.namespaces() == {"abc": {}}
-    os.truncate(store.root / "store.json", 1 << 42)
+    os.truncate(store.backend.root / "store.json", 1 << 42)
     with pytest.raises(StoreError, match="choose another directory"):
-        open_store(store.root)
+        open_store(store.backend.root)

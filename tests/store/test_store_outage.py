@@ -70,17 +70,17 @@ def assert_all_raise(calls, message):
 @pytest.mark.parametrize("left", ["nothing", "an empty folder", "a file"])
 def test_a_store_that_is_gone(store, key, cache, left, tmp_path):
     """Removed, or unmounted: then the folder that it was mounted on is there, and must not fill up."""
-    store.root.rename(tmp_path / "elsewhere")
+    store.backend.root.rename(tmp_path / "elsewhere")
     if left == "an empty folder":
-        store.root.mkdir()
+        store.backend.root.mkdir()
     elif left == "a file":
-        store.root.write_text("x")
+        store.backend.root.write_text("x")
     assert_all_raise({**reads(store, key), **writes(store, key, cache)}, "is gone.*mount it again")
-    assert list(store.root.rglob("*")) == []
-    assert store.root.exists() == (left != "nothing")
+    assert list(store.backend.root.rglob("*")) == []
+    assert store.backend.root.exists() == (left != "nothing")
     if left != "nothing":
-        store.root.unlink() if left == "a file" else store.root.rmdir()
-    (tmp_path / "elsewhere").rename(store.root)
+        store.backend.root.unlink() if left == "a file" else store.backend.root.rmdir()
+    (tmp_path / "elsewhere").rename(store.backend.root)
     for call in (*reads(store, key).values(), *writes(store, key, cache).values()):
         call()
 
@@ -114,7 +114,7 @@ def test_too_few_descriptors(store, key, cache):
     with descriptors(0):
         assert_all_raise(calls, "ulimit -n")
         with pytest.raises(StoreError, match="ulimit -n"):
-            open_store(store.root)
+            open_store(store.backend.root)
     assert open_descriptors() == before
     assert key(1) in store
     assert store.read_artifact("map") == b"content"
@@ -138,15 +138,22 @@ def test_readers_until_there_are_no_more_descriptors(store, key):
     assert open_descriptors() == before
 
 
+def test_several_entries_are_opened_or_none(store, key):
+    before = open_descriptors()
+    with descriptors(8), pytest.raises(StoreError, match="close readers"):
+        store.open_many([key(1)] * 9)
+    assert open_descriptors() == before
+
+
 def test_every_refusal_closes_its_descriptor(store, key, cache):
-    path = store.root / "objects" / key(1).namespace / key(1).digest[:2] / f"{key(1).digest}.safetensors"
+    path = store.backend.root / "objects" / key(1).namespace / key(1).digest[:2] / f"{key(1).digest}.safetensors"
     raw, before = path.read_bytes(), open_descriptors()
     for content in (b"", raw[:50], raw[:200], raw[:-1], raw.replace(b"F32", b"F64"), b"x" * 300):
         path.write_bytes(content)
         for _ in range(5):
             with pytest.raises(EntryDamagedError):
                 store.open(key(1))
-    (store.root / "artifacts" / "map").write_bytes(b"x")
+    (store.backend.root / "artifacts" / "map").write_bytes(b"x")
     for _ in range(5):
         with pytest.raises(EntryDamagedError):
             store.read_artifact("map")
@@ -196,7 +203,7 @@ def test_an_unreadable_folder_is_no_empty_one(store, key, monkeypatch):
     scandir = os.scandir
 
     def fail(path="."):
-        if str(path).startswith(str(store.root)):
+        if str(path).startswith(str(store.backend.root)):
             raise PermissionError(errno.EACCES, "Permission denied")
         return scandir(path)
 
@@ -223,7 +230,7 @@ def test_a_file_that_may_not_grow(store, key, cache):
     assert store.namespaces()["abc"] == {"model": "tiny"}
     with store.open(key(1)) as reader:
         assert torch.equal(reader.layer(0)[0], cache().keys[0])
-    assert list((store.root / "tmp").iterdir()) == []
+    assert list((store.backend.root / "tmp").iterdir()) == []
 
 
 OTHER_USER = """

@@ -1,0 +1,162 @@
+"""Reading one chunk cache, a layer at a time, each verified and decoded, whatever bytes come."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from blend.errors import EntryDamagedError
+from blend.store.backend import Blob, Range
+from blend.store.header import LENGTH, LONGEST, EntryHeader, decode_header
+from blend.store.seal import Seal
+from blend.types import ChunkKey
+
+if TYPE_CHECKING:
+    import torch
+
+    from blend.store.buffers import LayerBuffer, Scratch
+
+HEAD = 16 << 10  # one read for the header of any model with up to about 80 layers
+
+
+class KnownEntry(NamedTuple):
+    """What opening a blob has shown: its verified header, and the layers that lie in memory as they are, by index."""
+
+    header: EntryHeader
+    windows: dict[int, LayerBuffer]
+
+
+class ChunkReader:
+    """One open entry. Layers may be read in any order and by several threads; close it, or use it in a `with`.
+
+    It stays readable when the entry is evicted or replaced meanwhile. tokens, layers: of the chunk. start: position of its
+    first token when it was computed. codec: how it is kept.
+    """
+
+    def __init__(self, blob: Blob, key: ChunkKey, known: KnownEntry, seal: Seal, scratch: Scratch) -> None:
+        header = known.header
+        self.tokens, self.layers, self.start = header.tokens, len(header.layers), header.start
+        self.codec = header.codec.name
+        self._blob: Blob | None = blob
+        self._key, self._header, self._windows, self._seal, self._scratch = key, header, known.windows, seal, scratch
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, each `[kv_heads, tokens, head_dim]`, verified.
+
+        The tensors are decoded to the dtype that was put in and must not be written to: a store may hand out its own
+        memory.
+        Raises `EntryDamagedError` when the bytes are not those that were written, `StoreError` when they cannot be had.
+        """
+        import torch
+
+        return self._read(index, getattr(torch, self._header.type.name), reuse=False)
+
+    def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
+        """Copy one layer, verified, into two `[kv_heads, tokens, head_dim]` tensors of any floating dtype and device.
+
+        The cheapest way into a larger cache: pass slices of it. One read into a warm buffer, unless the bytes are in memory
+        anyway; one hash, unless they have never left it; one converting copy each. Raises as `layer` does, and
+        `EntryDamagedError` when the shapes are not those of the destination; nothing is written then.
+        """
+        copy_layer(index, self._read(index, None, reuse=True), (keys_out, values_out))
+
+    def close(self) -> None:
+        """Release what the reader holds; idempotent."""
+        blob, self._blob = self._blob, None
+        if blob is not None:
+            blob.close()
+
+    def __enter__(self) -> ChunkReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(self, index: int, dtype: torch.dtype | None, *, reuse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if (blob := self._blob) is None:
+            raise ValueError("the reader is closed")
+        if not 0 <= index < self.layers:
+            raise IndexError(f"layer {index} of {self.layers}")
+        layout = self._header.layers[index]
+        try:
+            buffer = self._windows.get(index) or self._filled(blob, index, reuse=reuse)
+        except EntryDamagedError as error:
+            raise damaged(self._key, f"layer {index}: {error}") from None
+        except RuntimeError as error:
+            raise damaged(self._key, f"layer {index} has impossible shapes: {first_line(error)}") from None
+        if buffer is None or not self._seal.holds(layout.checksum, "layer", *buffer.views):
+            raise damaged(self._key, f"layer {index} is not what was written")
+        return self._decode(index, buffer.tensors, dtype)
+
+    def _filled(self, blob: Blob, index: int, *, reuse: bool) -> LayerBuffer | None:
+        """The layer's bytes; None when the blob is shorter."""
+        from blend.store.buffers import buffer_over, empty_buffer
+
+        layout = self._header.layers[index]
+        windows = [
+            view
+            for part in layout.parts
+            if part.nbytes and (view := blob.window(layout.offset + part.offset, part.nbytes)) is not None
+        ]
+        if len(windows) == len(layout.parts):
+            return self._windows.setdefault(index, buffer_over(layout, windows))
+        buffer = self._scratch.take(layout) if reuse else empty_buffer(layout)
+        return buffer if blob.read(Range(layout.offset, buffer.views[0])) else None
+
+    def _decode(
+        self, index: int, parts: dict[str, torch.Tensor], dtype: torch.dtype | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            keys, values = self._header.codec.decode(parts, dtype)
+        except (RuntimeError, ValueError) as error:
+            raise damaged(self._key, f"layer {index} does not decode: {first_line(error)}") from None
+        for tensor in (keys, values):
+            if tensor.ndim != 3 or tensor.shape[1] != self.tokens:
+                raise damaged(self._key, f"layer {index} has shape {list(tensor.shape)} for {self.tokens} tokens")
+        return keys, values
+
+
+def read_header(blob: Blob, key: ChunkKey, seal: Seal) -> EntryHeader:
+    """The header of the entry of `key`, verified. Raises `EntryDamagedError` when the entry must not be used."""
+    try:
+        end: int = LENGTH.size + LENGTH.unpack(_beginning(blob, LENGTH.size))[0]
+        if end == LENGTH.size or end > min(blob.nbytes, LONGEST):
+            raise ValueError("it is truncated, or not a chunk cache")
+        return decode_header(_beginning(blob, end), key, blob.nbytes, seal)
+    except (EntryDamagedError, ValueError, RecursionError) as error:
+        raise damaged(key, first_line(error)) from None
+
+
+def _beginning(blob: Blob, nbytes: int) -> bytes:
+    """The first bytes of a blob, out of its head as far as that goes."""
+    head = bytes(blob.head[:nbytes])
+    rest = bytearray(nbytes - len(head))
+    if rest and not (nbytes <= blob.nbytes and blob.read(Range(len(head), memoryview(rest)))):
+        raise ValueError("it is truncated, or not a chunk cache")
+    return head + rest
+
+
+def copy_layer(index: int, stored: tuple[torch.Tensor, torch.Tensor], out: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Copy keys and values of layer `index`, converting the dtype.
+
+    Raises `EntryDamagedError`, and writes nothing, unless the shapes are the same: a plain copy would broadcast.
+    """
+    found, needed = [list(t.shape) for t in stored], [list(t.shape) for t in out]
+    if found != needed:
+        raise EntryDamagedError(
+            f"layer {index} of a store entry has shapes {found}, needed are {needed}: compute it again"
+        )
+    for source, destination in zip(stored, out, strict=True):
+        destination.copy_(source)
+
+
+def damaged(key: ChunkKey, what: str) -> EntryDamagedError:
+    """The one-line error for an entry that must be computed again."""
+    return EntryDamagedError(f"store entry {key.digest[:16]} must be computed again: {what}")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return str(error).partition("\n")[0]

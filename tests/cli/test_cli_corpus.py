@@ -1,0 +1,203 @@
+"""Several corpora in one store: each with an index, a surrogate context and KV corrections of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from blend_process import Blend, entries, one_line
+from transformers import AutoTokenizer
+
+from blend.config import CorpusConfig
+from blend.corpora import index_dir
+from blend.errors import ConfigError
+from blend.store import open_store
+
+SHARED = "market"
+MINE, THEIRS = ("harbour", "orchard", "glacier", SHARED), ("foundry", "lighthouse", "quarry", SHARED)
+
+
+@pytest.fixture(scope="session")
+def _owners(_documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documents of two owners in folders of their own; one document is both's."""
+    base = tmp_path_factory.mktemp("owners")
+    for name, topics in (("mine", MINE), ("theirs", THEIRS)):
+        (base / name).mkdir()
+        for topic in topics:
+            shutil.copy(_documents / f"{topic}.md", base / name)
+    return base
+
+
+@pytest.fixture(scope="session")
+def _both(server: subprocess.Popen[str], model: Path, _owners: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpora")
+    for name in ("mine", "theirs"):
+        precompute(Blend(server, folder, model, folder / "store"), _owners / name, name)
+    return folder / "store"
+
+
+@pytest.fixture
+def folders(_owners: Path, tmp_path: Path) -> dict[str, Path]:
+    """Both owners' folders, the test's own."""
+    shutil.copytree(_owners, tmp_path / "owners")
+    return {name: tmp_path / "owners" / name for name in ("mine", "theirs")}
+
+
+@pytest.fixture
+def both(blend: Blend, _both: Path, tmp_path: Path) -> Blend:
+    """The command line with a store that holds the corpora "mine" and "theirs"."""
+    shutil.copytree(_both, tmp_path / "store")
+    return blend
+
+
+def precompute(blend: Blend, folder: Path, name: str, *options: str | Path) -> dict:
+    done = blend("precompute", folder, "--corpus", name, "--chunk-tokens", "64", "--json", *options)
+    assert done.code == 0, done.err
+    return done.json
+
+
+def answer(blend: Blend, name: str, question: str = "How many gates has the market?") -> dict:
+    done = blend("answer", question, "--corpus", name, "--max-new-tokens", "2", "--top-k", "40", "--json")
+    assert done.code == 0, done.err
+    return done.json
+
+
+def topics_of(found: dict) -> set[str]:
+    return {chunk["title"].partition(" > ")[0].split()[-1].lower() for chunk in found["chunks"]}
+
+
+def surrogates(blend: Blend) -> dict[str, str]:
+    """The text of each corpus's surrogate context."""
+    store, tokenizer = open_store(blend.store / "kv"), AutoTokenizer.from_pretrained(blend.model)
+    names = [name for name in store.artifacts() if name.startswith("surrogate-")]
+    read = {name: json.loads(store.read_artifact(name) or b"")["chunks"] for name in names}
+    return {
+        name.split("-", 2)[2]: "\n".join(tokenizer.decode(chunk) for chunk in chunks) for name, chunks in read.items()
+    }
+
+
+def test_two_corpora_know_nothing_of_each_other(both: Blend) -> None:
+    texts = surrogates(both)
+    assert set(texts) == {"mine", "theirs"}
+    for name, own, others in (("mine", MINE, THEIRS), ("theirs", THEIRS, MINE)):
+        assert any(topic in texts[name] for topic in own)
+        assert not any(topic in texts[name] for topic in others if topic != SHARED)
+        found = answer(both, name)
+        assert topics_of(found) == set(own)
+        assert all(chunk["hit"] for chunk in found["chunks"])
+        assert found["problems"] == []
+    held = list(open_store(both.store / "kv").artifacts())
+    kinds = sorted(name.partition("-")[0] + name[name.rindex("-") :] for name in held)
+    assert kinds == sorted(
+        f"{kind}-{name}" for kind in ("surrogate", "correction", "correction") for name in ("mine", "theirs")
+    )
+    assert len(set(held)) == 6
+    listed = both("store", "--json").json
+    assert listed["corpora"] == ["mine", "theirs"]
+    shown = both("store").out
+    assert "corpora: mine, theirs" in shown
+    assert shown.count("KV correction, corpus mine\n") == shown.count("KV correction, corpus theirs\n") == 2
+    assert " tokens, corpus mine\n" in shown
+    assert stat.S_IMODE((both.store / "corpora").stat().st_mode) == 0o700
+    # Isolated caches have read nothing but the prefix and their own chunk: the shared document has them once.
+    distinct = {chunk["id"] for name in ("mine", "theirs") for chunk in answer(both, name)["chunks"]}
+    assert len(entries(both.store)) == len(distinct)
+
+
+def test_a_corpus_that_is_made_anew_takes_nothing_from_the_others(both: Blend, folders: dict[str, Path]) -> None:
+    before = len(entries(both.store))
+    (folders["mine"] / f"{SHARED}.md").unlink()
+    (folders["mine"] / "orchard.md").unlink()
+    assert precompute(both, folders["mine"], "mine")["removed"] > 0
+    theirs = answer(both, "theirs")
+    assert topics_of(theirs) == set(THEIRS)
+    assert all(chunk["hit"] for chunk in theirs["chunks"])
+    mine = answer(both, "mine")
+    assert topics_of(mine) == {"harbour", "glacier"}
+    assert all(chunk["hit"] for chunk in mine["chunks"])
+    gone = before - len(entries(both.store))
+    assert 0 < gone < before - len(theirs["chunks"])
+    # The last corpus that holds a document takes its caches along.
+    (folders["theirs"] / f"{SHARED}.md").unlink()
+    precompute(both, folders["theirs"], "theirs")
+    chunks = [*answer(both, "mine")["chunks"], *answer(both, "theirs")["chunks"]]
+    assert len(entries(both.store)) == len(chunks)
+
+
+@pytest.mark.parametrize("way", ["without", "another text"])
+def test_a_surrogate_context_that_two_corpora_share(blend: Blend, folders: dict[str, Path], way: str) -> None:
+    """Behind the same text, contextual caches of the same chunk are the same: one corpus must not remove the other's."""
+    text, other = blend.folder / "public.txt", blend.folder / "other.txt"
+    text.write_text("Everybody may read this paragraph, which says nothing of any town, its gates or its bells. " * 3)
+    other.write_text("A different paragraph that everybody may read, of nothing in particular at all. " * 3)
+    for name, folder in folders.items():
+        for topic in {*MINE[1:], *THEIRS[1:]} - {SHARED}:
+            (folder / f"{topic}.md").unlink(missing_ok=True)
+        precompute(blend, folder, name, "--surrogate-text", text)
+    theirs = len(answer(blend, "theirs")["chunks"])
+    assert theirs < len(entries(blend.store, "contextual"))
+    options = ["--surrogate-tokens", "0"] if way == "without" else ["--surrogate-text", other]
+    precompute(blend, folders["mine"], "mine", *options)
+    again = precompute(blend, folders["theirs"], "theirs", "--surrogate-text", text)
+    assert again["computed"] == 0
+    if way == "without":
+        assert len(entries(blend.store, "contextual")) == theirs
+
+
+def test_the_corpus_without_a_name_is_where_it_was(filled: Blend, folders: dict[str, Path]) -> None:
+    before = set(open_store(filled.store / "kv").artifacts())
+    assert precompute(filled, folders["mine"], "mine")["computed"] > 0
+    assert before < set(open_store(filled.store / "kv").artifacts())
+    assert (filled.store / "index" / "manifest.json").is_file()
+    found = filled("answer", "How many gates?", "--top-k", "40", "--max-new-tokens", "2", "--json").json
+    assert not topics_of(found) <= set(MINE)
+    assert all(chunk["hit"] for chunk in found["chunks"])
+    result = filled("answer", "How many gates?", "--corpus", "nobodys")
+    assert result.code == 2
+    assert "no corpus 'nobodys'; there are: the one without a name, mine" in one_line(result.err)
+
+
+def test_unknown_corpora(both: Blend, tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    chunk = {"id": "1", "title": "", "text": "The market has two gates."}
+    records.write_text(json.dumps({"id": "1", "question": "Gates?", "answers": ["two"], "chunks": [chunk]}))
+    for command in (
+        ("answer", "How many gates?"),
+        ("report",),
+        ("report", "--dataset", records),
+        ("analyze", "How many gates?", "--html", "page.html"),
+        ("analyze", "--dataset", records, "--html", "page.html"),
+    ):
+        result = both(*command, "--corpus", "nobodys")
+        assert result.code == 2, (command, result.err)
+        assert "no corpus 'nobodys'; there are: mine, theirs" in one_line(result.err)
+    assert not (both.store / "corpora" / "nobodys").exists()
+    result = both("answer", "How many gates?")
+    assert result.code == 2
+    assert "no corpus without a name; there are: mine, theirs" in one_line(result.err)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "/etc", ".", "..", "Mine", "-x", "a b", "a.b", "é", "a" * 65, "x\n"])
+def test_names_that_no_corpus_can_have(tmp_path: Path, name: str) -> None:
+    for refused in (lambda: CorpusConfig(name=name), lambda: index_dir(tmp_path, name)):
+        with pytest.raises(ConfigError, match="cannot name a corpus: use up to 64 lower-case letters"):
+            refused()
+
+
+@pytest.mark.parametrize("command", ["precompute", "answer"])
+def test_a_name_with_a_path_in_it(blend: Blend, documents: Path, command: str) -> None:
+    result = blend(command, documents, "--corpus", "../x")
+    assert result.code == 2
+    assert "cannot name a corpus" in one_line(result.err)
+    assert not blend.store.exists()
+
+
+def test_the_name_out_of_the_environment(blend: Blend, folders: dict[str, Path]) -> None:
+    result = blend("precompute", folders["mine"], "--quick", env={"KVBLEND_CORPUS": "mine"})
+    assert result.code == 0, result.err
+    assert (blend.store / "corpora" / "mine" / "index" / "manifest.json").is_file()
+    assert not (blend.store / "index").exists()

@@ -1,0 +1,178 @@
+"""What a backend must do; each test runs on each one. The store over it has tests of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from blend.errors import StoreError
+from blend.store import Range, open_store
+
+CACHE = "objects/ab/cd/cdef.safetensors"
+OTHER = "artifacts/map"
+
+
+@pytest.fixture(params=["memory", "disk"])
+def make_backend(request, tmp_path):
+    def make(budget_bytes=None):
+        location = "memory:" if request.param == "memory" else tmp_path / "store"
+        return open_store(location, budget_bytes=budget_bytes).backend
+
+    return make
+
+
+@pytest.fixture
+def backend(make_backend):
+    return make_backend()
+
+
+def content(backend, name):
+    return backend.read(name, 1 << 20)
+
+
+def cache(number):
+    return f"objects/ab/{number:02d}/{number:02d}ff.safetensors"
+
+
+def listed(backend, prefix="objects/"):
+    return {one.name: one for page in backend.listing(prefix) for one in page}
+
+
+@pytest.mark.parametrize("name", [CACHE, OTHER, "namespaces/ab.json", "generation"])
+def test_a_name_holds_what_was_put_last(backend, name):
+    assert backend.open(name, 10) is None
+    assert content(backend, name) is None
+    assert not backend.delete(name)
+    for blobs in ([b"one ", memoryview(b"two")], [], [b"", b"three"]):
+        assert backend.put(name, blobs)
+        assert content(backend, name) == b"".join(blobs)
+    assert backend.delete(name)
+    assert content(backend, name) is None
+
+
+@pytest.mark.parametrize("name", [CACHE, OTHER])
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 1), (0, 10), (2, 3), (3, 4), (5, 5), (9, 1), (4, 0), (10, 0)])
+def test_ranges_across_what_was_put(backend, name, offset, nbytes):
+    backend.put(name, [b"012", b"", b"3456", b"789"])
+    blob = backend.open(name, 4)
+    assert blob.nbytes == 10
+    assert b"0123456789".startswith(bytes(blob.head))
+    into = bytearray(nbytes + 2)
+    assert blob.read(Range(offset, memoryview(into)[1:-1]))
+    assert into == b"\0" + b"0123456789"[offset : offset + nbytes] + b"\0"
+    window = blob.window(offset, nbytes)
+    assert window is None or window == b"0123456789"[offset : offset + nbytes]
+    blob.close()
+
+
+def test_several_ranges_at_once_and_beyond_the_end(backend):
+    backend.put(CACHE, [b"0123456789"])
+    blob = backend.open(CACHE, 0)
+    first, second = bytearray(3), bytearray(2)
+    assert blob.read(Range(7, memoryview(first)), Range(0, memoryview(second)))
+    assert (first, second) == (b"789", b"01")
+    for beyond in (8, 10, 11):
+        assert not blob.read(Range(0, memoryview(second)), Range(beyond, memoryview(first)))
+    blob.close()
+    blob.close()
+
+
+@pytest.mark.parametrize("change", ["put", "delete", "evict"])
+def test_an_open_blob_stays_what_it_was(make_backend, change):
+    backend = make_backend(budget_bytes=12)
+    backend.put(CACHE, [b"0123456789"])
+    blob = backend.open(CACHE, 0)
+    {
+        "put": lambda: backend.put(CACHE, [b"x" * 10]),
+        "delete": lambda: backend.delete(CACHE),
+        "evict": lambda: backend.put(cache(1), [b"x" * 10]),
+    }[change]()
+    into = bytearray(10)
+    assert blob.read(Range(0, memoryview(into)))
+    assert into == b"0123456789"
+    blob.close()
+
+
+def test_several_names_at_once(backend):
+    backend.put(cache(1), [b"one"])
+    backend.put(cache(3), [b"three"])
+    found = backend.open_many([cache(3), cache(2), cache(1), cache(3)], 10)
+    assert [None if blob is None else bytes(blob.head) for blob in found] == [b"three", None, b"one", b"three"]
+    for blob in found:
+        if blob is not None:
+            blob.close()
+
+
+def test_put_if_absent(backend):
+    for name in (CACHE, OTHER):
+        assert backend.put(name, [b"first"], if_absent=True)
+        assert not backend.put(name, [b"second"], if_absent=True)
+        assert content(backend, name) == b"first"
+        backend.delete(name)
+        assert backend.put(name, [b"third"], if_absent=True)
+        assert content(backend, name) == b"third"
+    assert sum(one.nbytes for one in listed(backend).values()) == 5
+
+
+def test_put_if_absent_lets_one_of_many_win(backend):
+    won, start = [], threading.Barrier(8)
+
+    def work(number):
+        start.wait()
+        for index in range(10):
+            if backend.put(cache(index), [str(number).encode()], if_absent=True):
+                won.append((index, number))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(index for index, _ in won) == list(range(10))
+    assert all(content(backend, cache(index)) == str(number).encode() for index, number in won)
+
+
+def test_listings_by_folder_with_sizes_and_ages(backend):
+    began = time.time()
+    backend.put("objects/ab/cd/cdef.safetensors", [b"1"])
+    backend.put("objects/ab/ce/ceff.safetensors", [b"22"])
+    backend.put("objects/ac/cd/cdef.safetensors", [b"333"])
+    backend.put("artifacts/map", [b"4444"])
+    backend.put("namespaces/ab.json", [b"55555"])
+    everything = listed(backend)
+    assert {name: one.nbytes for name, one in everything.items()} == {
+        "objects/ab/cd/cdef.safetensors": 1,
+        "objects/ab/ce/ceff.safetensors": 2,
+        "objects/ac/cd/cdef.safetensors": 3,
+    }
+    assert all(began - 1 <= one.used <= time.time() + 1 and one.whole for one in everything.values())
+    assert set(listed(backend, "objects/ab/")) == {n for n in everything if n.startswith("objects/ab/")}
+    assert set(listed(backend, "artifacts/")) == {"artifacts/map"}
+    assert listed(backend, "objects/a/") == {}
+    for prefix in ("objects/", "objects/ac/", "artifacts/", "namespaces/", "objects/none/"):
+        names = {name for page in backend.names(prefix) for name in page}
+        assert names == set(listed(backend, prefix))
+    assert backend.folders("objects/") == {"ab", "ac"}
+
+
+def test_what_is_touched_stays_longest(make_backend, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now)
+    backend = make_backend(budget_bytes=30)
+    backend.put("artifacts/large", [bytes(100)])
+    for number in range(3):
+        now += 10
+        backend.put(cache(number), [bytes(10)])
+    now += 10
+    backend.touch(cache(0))
+    backend.touch(cache(9))
+    backend.touch("artifacts/large")
+    assert listed(backend)[cache(0)].used == pytest.approx(now, abs=1)
+    backend.put(cache(3), [bytes(10)])
+    assert set(listed(backend)) == {cache(0), cache(2), cache(3)}
+    with pytest.raises(StoreError, match="raise the budget"):
+        backend.put(cache(4), [bytes(31)])
+    assert set(listed(backend)) == {cache(0), cache(2), cache(3)}
+    assert content(backend, "artifacts/large") == bytes(100)
