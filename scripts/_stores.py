@@ -6,9 +6,11 @@ import ctypes
 import mmap
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +19,10 @@ from blend.blender import Blender
 from blend.chunks.correction import POSITION_FEATURES, Bounds, KVCorrection, LayerCorrection
 from blend.chunks.regression import RANK
 from blend.config import CorpusConfig
-from blend.store import ChunkStore
+from blend.store import Blob, ChunkStore, get_codec
+from blend.store.backend import Range
+from blend.store.disk import DiskBackend
+from blend.store.seal import make_seal
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, PromptLayout
 
@@ -26,6 +31,56 @@ if TYPE_CHECKING:
     from blend.model.decoder import Decoder
 
 SAMPLE = 256 << 20  # bytes that a bandwidth is measured on, at most
+
+
+class Rate:
+    """So many bytes a second, shared by all who read."""
+
+    def __init__(self, bytes_a_second: float) -> None:
+        self._rate, self._free, self._lock = bytes_a_second, 0.0, Lock()
+
+    def wait(self, nbytes: int) -> None:
+        """Come back when these bytes would have arrived, behind those that were asked for before."""
+        with self._lock:
+            self._free = max(self._free, time.perf_counter()) + nbytes / self._rate
+            due = self._free
+        time.sleep(max(0.0, due - time.perf_counter()))
+
+
+class SlowBlob(Blob):
+    """A blob that arrives at a `Rate`."""
+
+    def __init__(self, blob: Blob, rate: Rate) -> None:
+        self._blob, self._rate = blob, rate
+        self.nbytes, self.head = blob.nbytes, blob.head
+        rate.wait(len(self.head))
+
+    def read(self, *ranges: Range) -> bool:
+        """Whole ranges, one after another."""
+        self._rate.wait(sum(one.into.nbytes for one in ranges))
+        return self._blob.read(*ranges)
+
+    def close(self) -> None:
+        """The blob."""
+        self._blob.close()
+
+
+class SlowBackend(DiskBackend):
+    """The files of a disk store, read at `bytes_a_second` whatever the disk does."""
+
+    def __init__(self, root: Path, bytes_a_second: float) -> None:
+        super().__init__(root)
+        self._rate = Rate(bytes_a_second)
+
+    def open(self, name: str, head: int) -> Blob | None:  # type: ignore[override]  # a blob of its own
+        """Its beginning comes at that rate too."""
+        blob = super().open(name, head)
+        return None if blob is None else SlowBlob(blob, self._rate)
+
+
+def slow_store(root: Path, codec: str, bytes_a_second: float) -> ChunkStore:
+    """A disk store in `root` that is read at that rate."""
+    return ChunkStore(SlowBackend(root, bytes_a_second), get_codec(codec), make_seal(None))
 
 
 def fill(

@@ -30,13 +30,13 @@ class ChunkReader:
     """One open entry. Layers may be read in any order and by several threads; close it, or use it in a `with`.
 
     It stays readable when the entry is evicted or replaced meanwhile. tokens, layers: of the chunk. start: position of its
-    first token when it was computed. codec: how it is kept.
+    first token when it was computed. codec: how it is kept. stored_bytes: its length in the store.
     """
 
     def __init__(self, blob: Blob, key: ChunkKey, known: KnownEntry, seal: Seal, scratch: Scratch) -> None:
         header = known.header
         self.tokens, self.layers, self.start = header.tokens, len(header.layers), header.start
-        self.codec = header.codec.name
+        self.codec, self.stored_bytes = header.codec.name, blob.nbytes
         self._blob: Blob | None = blob
         self._key, self._header, self._windows, self._seal, self._scratch = key, header, known.windows, seal, scratch
 
