@@ -147,7 +147,7 @@ class Blender:
             )
             for contextual in kinds
         ]
-        fits = fit_corrections(library.isolated, chunks, sources, partial(progress, "calibrate"))
+        fits = fit_corrections(library.isolated, chunks, sources, progress)
         for contextual, found in zip(kinds, fits, strict=True):
             name = library.encoder(contextual=contextual).identity.correction_name
             if found is not None:

@@ -15,6 +15,7 @@ MaskMode = Literal["exact", "bottom-right"]
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
 DEFAULT_EMBEDDER = "minilm"
 DEFAULT_STORE = ".kvblend"
+BATCH_TOKENS = 1024  # of chunks that are computed together
 # Longest answers, in tokens: of a question, and of each of a report's, which are marked against short gold answers.
 ANSWER_TOKENS, REPORT_TOKENS = 128, 32
 
@@ -79,7 +80,7 @@ class CorpusConfig:
     top_k: int = 8
     embedder: str = DEFAULT_EMBEDDER
     codec: str = "bfloat16"
-    batch_tokens: int = 1024
+    batch_tokens: int = BATCH_TOKENS
     surrogate_tokens: int = 512
     surrogate_text: str = ""
 

@@ -107,7 +107,7 @@ def precompute(
         store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
     missing = [one for one in library.missing(ids) if not (quick and one.contextual)]
     begin = time.perf_counter()
-    tokens = library.compute(missing, lambda done, total: progress("encode", done, total))
+    tokens = library.compute(missing, progress)
     seconds = time.perf_counter() - begin
     return Precomputed(
         documents=len({chunk.document_id for chunk in chunks}),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from blend.config import BATCH_TOKENS
 from blend.errors import PromptError
 from blend.model.cache import BlendedCache
 from blend.types import ChunkCache
@@ -27,7 +28,9 @@ class ChunkEncoder:
     corpus: see `CacheIdentity`.
     """
 
-    def __init__(self, decoder: Decoder, prefix: Sequence[int], batch_tokens: int = 1024, *, corpus: str = "") -> None:
+    def __init__(
+        self, decoder: Decoder, prefix: Sequence[int], batch_tokens: int = BATCH_TOKENS, *, corpus: str = ""
+    ) -> None:
         self.decoder = decoder
         self.prefix_tokens = tuple(prefix)
         self.identity = replace(decoder.identity(self.prefix_tokens), corpus=corpus)

@@ -18,6 +18,7 @@ import torch
 from blend.chunks.assemble import HeldChunk, assemble
 from blend.chunks.correction import KVCorrection, LayerCorrection, position_features, rows_of
 from blend.chunks.regression import GROUPS, LayerRows, RowPlaces, fit_layer
+from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, PromptLayout
 
 if TYPE_CHECKING:
@@ -48,11 +49,11 @@ def fit_corrections(
     encoder: ChunkEncoder,
     chunks: Sequence[Sequence[int]],
     sources: Sequence[Source],
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> list[KVCorrection | None]:
     """Fit a map for each source of caches, on the same prompts made of these chunks.
 
-    None when no prompt of two chunks can be made, or nothing helps. progress: called with tokens done and in all. Costs a full
+    None when no prompt of two chunks can be made, or nothing helps. progress: of the stage "calibrate", in tokens. Costs a full
     prefill of every prompt, and holds the KV of all of them in float32 meanwhile, once and once more for each source.
     """
     distinct = [tuple(chunk) for chunk in dict.fromkeys(map(tuple, chunks)) if chunk]
@@ -64,7 +65,9 @@ def fit_corrections(
             readers = [HeldChunk(cache) for cache in source.caches(layout.chunks)]
             held.append(seen.flat(assemble(encoder.decoder, layout, encoder.prefix, readers).cache, layout))
         seen.add(held)
-        progress(sum(prompt.rows for prompt in prompts[: number + 1]), sum(prompt.rows for prompt in prompts))
+        progress(
+            "calibrate", sum(prompt.rows for prompt in prompts[: number + 1]), sum(prompt.rows for prompt in prompts)
+        )
     return [seen.solve(number, source, distinct) for number, source in enumerate(sources, 1)]
 
 

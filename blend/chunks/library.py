@@ -18,8 +18,10 @@ import torch
 from blend.chunks.assemble import Expected, open_chunks
 from blend.chunks.encode import ChunkEncoder
 from blend.chunks.surrogate import read_surrogate, write_surrogate
+from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError, PromptError
 from blend.store.reader import ChunkReader
+from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
@@ -108,7 +110,7 @@ class ChunkLibrary:
         decoder: Decoder,
         store: ChunkStore,
         prefix: Tokens,
-        batch_tokens: int = 1024,
+        batch_tokens: int = BATCH_TOKENS,
         *,
         corpus: str = "",
         before: ChunkLibrary | None = None,
@@ -216,18 +218,17 @@ class ChunkLibrary:
         """Where the store keeps this cache."""
         return self.encoder(contextual=wanted.contextual).identity.key(wanted.chunk)
 
-    def compute(
-        self, wanted: Sequence[Variant], progress: Callable[[int, int], None] = lambda done, total: None
-    ) -> int:
+    def compute(self, wanted: Sequence[Variant], progress: Progress = no_progress) -> int:
         """Compute and store these caches, each as soon as it is there; the number of their tokens.
 
+        progress: of the stage "encode", in tokens.
         Raises `StoreError` when the store cannot be written.
         """
         total, done = sum(len(one.chunk) for one in wanted), 0
-        progress(0, total)
+        progress("encode", 0, total)
         for one, _ in self._computed(wanted):
             done += len(one.chunk)
-            progress(done, total)
+            progress("encode", done, total)
         return total
 
     def _computed(self, wanted: Sequence[Variant]) -> Iterator[tuple[Variant, ChunkCache]]:

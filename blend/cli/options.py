@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import click
 
 from blend.cli.values import NAME, PLACE, SELECTOR, STORE, TEXT, number
-from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, MaskMode
+from blend.config import DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, MaskMode
 from blend.corpora import check_corpus_name, index_dir, require_corpus
 from blend.errors import ConfigError
 from blend.limits import NUMBERS, shown
@@ -83,7 +83,7 @@ def _corpus(name: str, words: str, kind: Any = None) -> Callable[[F], F]:
     return _field(_CORPUS, name, words, kind)
 
 
-store_option = _shared("--store", type=STORE, default=Path(".kvblend"), help="Directory of chunk caches and index.")
+store_option = _shared("--store", type=STORE, default=Path(DEFAULT_STORE), help="Directory of chunk caches and index.")
 store_key_option = _shared(
     "--store-key",
     type=PLACE,
