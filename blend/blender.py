@@ -18,7 +18,7 @@ from blend.chunks.fit_correction import Source, fit_corrections
 from blend.chunks.library import ChunkLibrary, OpenLibrary, Tokens, Variant
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
-from blend.recompute import make_plan, recompute
+from blend.recompute import Steps, make_plan, recompute
 from blend.select import make_selector
 from blend.select.controls import All
 from blend.store.base import ChunkStore
@@ -181,18 +181,55 @@ class Blender:
         Raises `PromptError` when the prompt does not fit the model, `ConfigError` for a selector that breaks its contract.
         Damaged store entries are recomputed, never raised.
         """
+        config, watch = config or self.config, watch or Stopwatch(self.decoder.device)
+        steps = self.steps(layout, config=config, room=room, watch=watch)
+        try:
+            request = next(steps)
+            while True:
+                try:
+                    with self.decoder.before_head(partial(watch.switch, "first_token")):
+                        logits = self.decoder.prefill([request], mask=config.mask)
+                except EntryDamagedError as error:
+                    request = steps.throw(error)
+                else:
+                    request = steps.send(logits)
+        except StopIteration as done:
+            blend: Blend = done.value
+            return blend
+        finally:
+            steps.close()
+
+    def steps(
+        self,
+        layout: PromptLayout,
+        *,
+        config: BlendConfig | None = None,
+        room: int = 256,
+        watch: Stopwatch | None = None,
+        most_rows: int | None = None,
+    ) -> Steps[Blend]:
+        """`prefill` for a scheduler: yields rows for `Decoder.prefill`, is sent their logits, ends with the `Blend`.
+
+        The rows may run in one pass with rows of other prompts, whose answers then need not wait. most_rows: of a piece. What
+        the selector looks at beforehand runs inside. An `EntryDamagedError` that running the rows raised is to be thrown in.
+        Close it when it is given up. Raises as `prefill`.
+        """
         config = config or self.config
         if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows)
         library = self.library(layout.prefix)
         watch = watch or Stopwatch(self.decoder.device)
-        run = partial(self._pass, layout, room=room, watch=watch)
+        run = partial(self._pass, layout, room=room, watch=watch, most_rows=most_rows)
         try:
-            first = run(library.open, config, corrected=config.correction)
+            first = yield from run(library.open, config, corrected=config.correction)
         except EntryDamagedError:  # found while a layer was read: once more, with everything verified beforehand
-            first = run(library.open_sound, config, corrected=config.correction)
-        done = first if first.fits else _without_correction(first, config, partial(run, library.open_sound))
+            first = yield from run(library.open_sound, config, corrected=config.correction)
+        done = first
+        if not first.fits:
+            more = _with_more_rows(config)
+            again = yield from run(library.open_sound, more, corrected=False)
+            done = _instead_of(first, again, more)
         with watch.stage("first_token"):
             first_token = int(done.logits[0].argmax())
         opened = done.opened
@@ -222,8 +259,9 @@ class Blender:
         *,
         room: int,
         watch: Stopwatch,
+        most_rows: int | None,
         corrected: bool,
-    ) -> _Pass:
+    ) -> Steps[_Pass]:
         """Put the stored chunks in place, with or without the KV correction, and recompute."""
         with watch.stage("load"):
             opened = opened_by(layout.chunks, contextual=config.surrogate)
@@ -236,7 +274,8 @@ class Blender:
                 assembly = Assembly(self.decoder, layout, prefix, opened.readers, room, found.of_chunks, watch)
             check = CorrectionCheck(self.decoder, layout, assembly.added)
             with assembly, assembly.cache.watched(check.see) if assembly.added else nullcontext():
-                logits, selection = recompute(self.decoder, assembly.cache, plan, mask=config.mask, watch=watch)
+                found_rows = recompute(self.decoder, assembly.cache, plan, watch=watch, most_rows=most_rows)
+                logits, selection = yield from found_rows
         return _Pass(assembly.cache, logits, selection, check.score() >= 0, found.problems, opened)
 
     def corrections(self, opened: OpenLibrary) -> Corrections:
@@ -276,10 +315,13 @@ class _Pass(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def _without_correction(first: _Pass, config: BlendConfig, run: Callable[..., _Pass]) -> _Pass:
-    """Once more from the stored values, with more rows: the KV correction took those seen further from the truth."""
-    more = replace(config, ratio=min(1.0, max(2 * config.ratio, LEAST_RATIO_UNCORRECTED)))
-    again = run(more, corrected=False)
+def _with_more_rows(config: BlendConfig) -> BlendConfig:
+    """For another attempt, from the stored values: the KV correction took the rows seen further from the truth."""
+    return replace(config, ratio=min(1.0, max(2 * config.ratio, LEAST_RATIO_UNCORRECTED)))
+
+
+def _instead_of(first: _Pass, again: _Pass, more: BlendConfig) -> _Pass:
+    """The second attempt, charged with the rows of both."""
     spent = [a + b for a, b in zip(first.selection.rows_per_layer, again.selection.rows_per_layer, strict=True)]
     note = f"the KV correction does not fit this prompt: left out, and {more.ratio:.0%} of the rows recomputed instead"
     return again._replace(selection=replace(again.selection, rows_per_layer=tuple(spent)), notes=(note,))

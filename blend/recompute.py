@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from blend.config import MaskMode
-from blend.model.rows import Narrowing
+from blend.model.rows import Narrowing, RowRequest
 from blend.select import All, Evidence, Nothing, QueryScore, Selector, Step
 from blend.select.base import KV
 from blend.select.contract import needs_of, rows_of
@@ -20,6 +20,9 @@ from blend.types import PromptLayout, Selection
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
     from blend.model.decoder import Decoder
+
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,20 @@ def make_plan(
     return Plan(layout, candidates.to(device), required.to(device), stale.to(device), budget, selector)
 
 
+Steps = Generator[RowRequest, torch.Tensor, _Result]  # yields rows to run, is sent their logits, ends with a result
+
+
 def recompute(
-    decoder: Decoder, cache: BlendedCache, plan: Plan, *, mask: MaskMode, watch: Stopwatch
-) -> tuple[torch.Tensor, Selection]:
+    decoder: Decoder, cache: BlendedCache, plan: Plan, *, watch: Stopwatch, most_rows: int | None = None
+) -> Steps[tuple[torch.Tensor, Selection]]:
     """Fill `cache` with fresh KV of the selected rows; next-token logits `[1, vocab]` and the selection made.
 
-    Time goes to the stages select, recompute and first_token of `watch`. Raises `ConfigError` when the selector needs a layer
-    that the decoder does not have, or breaks its contract (`blend.select.contract`).
+    The rows are yielded, to be run by `Decoder.prefill`, alone or beside other prompts' rows, and its logits sent back. All at
+    once, or with `most_rows` in pieces of no more, positions ascending: a row reads what the pieces before it wrote, as it
+    would in one pass. A selector that chooses while layers are computed sees all rows in one piece.
+
+    Time goes to the stages select and recompute of `watch`. Raises `ConfigError` when the selector needs a layer that the
+    decoder does not have, or breaks its contract (`blend.select.contract`).
     """
     depth = len(decoder.layers)
     needs = needs_of(plan.selector, depth)
@@ -80,11 +90,14 @@ def recompute(
     choice = _Choice(plan, cache, asked, truth, watch)
     for step in (s for s in needs.steps if s.layer == 0):
         choice.narrow(step, None)
-    rows = choice.rows
-    narrowings = [Narrowing(step.layer, partial(_narrow, choice, step)) for step in needs.steps if step.layer > 0]
-    ids = torch.tensor(plan.layout.token_ids, device=decoder.device)[rows][None]
-    with watch.stage("recompute"), decoder.before_head(lambda: watch.switch("first_token")):
-        logits = decoder.prefill_rows(ids, rows, cache, total=plan.layout.rows, mask=mask, narrowings=narrowings)
+    rows, ids = choice.rows, torch.tensor(plan.layout.token_ids, device=decoder.device)
+    narrowings = tuple(Narrowing(step.layer, partial(_narrow, choice, step)) for step in needs.steps if step.layer > 0)
+    if most_rows is not None:
+        with watch.stage("recompute"):
+            cache.settle()  # what may be wrong with stored layers shows before other prompts' rows are in the same pass
+    with watch.stage("recompute"):
+        for piece in torch.split(rows, rows.shape[0] if most_rows is None or narrowings else most_rows):
+            logits = yield RowRequest(ids[piece][None], piece, cache, narrowings)
     return logits, Selection(choice.rows, choice.rows_per_layer(depth))
 
 
