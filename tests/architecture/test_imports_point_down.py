@@ -14,7 +14,7 @@ LAYERS = (
     ("blend.__main__",),
     ("blend.cli",),
     ("blend.analyze",),
-    ("blend.eval", "blend.rag"),
+    ("blend.eval", "blend.rag", "blend.serve"),
     ("blend.precompute",),
     ("blend.blender",),
     ("blend.chunks", "blend.recompute"),

@@ -1,0 +1,137 @@
+"""What a server asks of whatever computes its answers: a narrow protocol, so that another engine fits behind the same door.
+
+Prompts go in as token ids with their layout, tokens and figures come out one by one. Text, roles and templates are the door's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+from blend.config import ANSWER_TOKENS, BlendConfig
+from blend.errors import BlendError, ConfigError
+from blend.types import PromptLayout
+
+EndReason = Literal["stop", "length", "cancelled", "deadline", "shutdown"]
+
+
+class QueueFullError(BlendError):
+    """More prompts wait than may; retry_after_s: when one of them is likely to be done."""
+
+    def __init__(self, waiting: int, retry_after_s: float) -> None:
+        super().__init__(f"{waiting} prompts wait already; try again in {retry_after_s:.0f} s")
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    temperature: 0 takes the likeliest. top_p: only the likeliest tokens that together have this probability. seed: makes a draw
+    repeatable. logprobs: how many alternatives come with each token; None gives no log-probabilities at all. Raises
+    `ConfigError` for what is out of its range.
+    """
+
+    max_tokens: int = ANSWER_TOKENS
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "max_tokens": (self.max_tokens, 1, 1_000_000),
+            "temperature": (self.temperature, 0, 2),
+            "top_p": (self.top_p, 0, 1),
+            "logprobs": (self.logprobs or 0, 0, 20),
+        }
+        for name, (value, low, high) in ranges.items():
+            if not low <= value <= high:  # NaN is none of them either
+                raise ConfigError(f"{name} is {value}; give a number from {low} to {high:,}")
+
+
+@dataclass(frozen=True)
+class Work:
+    """A prompt to be answered.
+
+    config: how its chunks are blended, if not as the engine does. priority: smaller ones first. deadline_s: seconds from its
+    arrival in which the first token must come.
+    """
+
+    layout: PromptLayout
+    sampling: Sampling = field(default_factory=Sampling)
+    config: BlendConfig | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+
+
+class Started(NamedTuple):
+    """The prompt is prefilled; the first token follows.
+
+    hits: which chunks came out of the store. rows, rows_computed: of the prompt; computed in every layer. stages: seconds by
+    stage. waited_s: before anything was done for it. ttft_s: from its arrival. notes: what was done otherwise than configured.
+    """
+
+    hits: tuple[bool, ...]
+    rows: int
+    rows_computed: int
+    stages: Mapping[str, float]
+    waited_s: float
+    ttft_s: float
+    notes: tuple[str, ...]
+
+
+class Token(NamedTuple):
+    """One token of the answer. logprob: natural, of the model before sampling. top: ids and logprobs of the likeliest."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Ended(NamedTuple):
+    """Nothing more comes. reason: "stop" after a token that ends answers, which was the last one."""
+
+    reason: EndReason
+
+
+class Failed(NamedTuple):
+    """Nothing more comes, because of this."""
+
+    error: Exception
+
+
+Event = Started | Token | Ended | Failed
+
+
+class Handle(Protocol):
+    """A prompt that was taken in."""
+
+    def cancel(self) -> None:
+        """Give it up; `Ended` follows unless it has ended already. Any thread may call it, any number of times."""
+
+
+class Holding(NamedTuple):
+    """What an engine is busy with. kv_bytes: reserved for running prompts, of kv_budget."""
+
+    running: int
+    waiting: int
+    kv_bytes: int
+    kv_budget: int
+
+
+class Engine(Protocol):
+    """Answers prompts, many at once. Threads may share it."""
+
+    def submit(self, work: Work, on_event: Callable[[Event], None]) -> Handle:
+        """Take a prompt in; its events go to `on_event`, from another thread, which must not wait in there.
+
+        Raises `PromptError` when it can never run, `QueueFullError` when too many wait.
+        """
+
+    def holding(self) -> Holding:
+        """What it is busy with now."""
+
+    def close(self, finish_s: float = 0.0) -> None:
+        """Take nothing in any more; finish what runs if that takes no longer than `finish_s`, and end the rest."""
