@@ -102,6 +102,11 @@ class CacheIdentity:
         return f"correction-{self.namespace}"
 
     @property
+    def first_correction_name(self) -> str:
+        """Name of the artifact that holds the KV correction of these caches in a prompt's first place."""
+        return f"correction-first-{self.namespace}"
+
+    @property
     def surrogate_name(self) -> str:
         """Name of the artifact that holds the surrogate context behind this prefix (`blend.chunks.library`)."""
         return f"surrogate-{self.namespace}"

@@ -51,6 +51,8 @@ def _content(caches: ChunkStore, name: str) -> str:
     """What an artifact is, in words."""
     from blend.chunks.surrogate import read_surrogate
 
+    if name.startswith("correction-first-"):
+        return "KV correction for the first place"
     if name.startswith("correction-"):
         return "KV correction"
     if not name.startswith("surrogate-"):
@@ -59,7 +61,8 @@ def _content(caches: ChunkStore, name: str) -> str:
     tokens = sum(map(len, found.chunks))
     if found.problems:
         return found.problems[0]
-    return f"surrogate context of {tokens:,} tokens" if tokens else "no surrogate context"
+    copies = ", one cache a chunk" if found.one_copy else ""
+    return f"surrogate context of {tokens:,} tokens{copies}" if tokens else "no surrogate context"
 
 
 def _held(words: dict[str, Any]) -> str:
