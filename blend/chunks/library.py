@@ -180,22 +180,20 @@ class ChunkLibrary:
             write_surrogate(now.store, now.isolated.identity.surrogate_name, now.surrogate, one_copy=one)
             return now._next()
 
-    def remove_spare(self, chunks: Sequence[Tokens]) -> int:
-        """Remove the isolated caches of these chunks that are not wanted, where the contextual one is there; how many went."""
-        spare = [
-            Variant(one.chunk, contextual=False) for one in self.wanted(chunks) if one.contextual and self.one_copy
-        ]
-        gone = [one for one in self.stored(spare) if self.key(one._replace(contextual=True)) in self.store]
-        for one in gone:
-            self.store.delete(self.key(one))
-        return len(gone)
+    def remove_spare(self, chunks: Sequence[Tokens]) -> None:
+        """Of a corpus in one copy, remove the isolated caches of those chunks whose contextual ones are there."""
+        for one in self.wanted(chunks) if self.one_copy else ():
+            if one.contextual and self.key(one) in self.store:
+                self.store.delete(self.key(one._replace(contextual=False)))
 
     def _prune_contextual(self) -> None:
         if self.contextual is not None:
             self.store.prune((), self.contextual.identity.namespace)
 
     def _decide(self, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
-        write_surrogate(self.store, self.isolated.identity.surrogate_name, chosen, one_copy=self.one_copy)
+        write_surrogate(
+            self.store, self.isolated.identity.surrogate_name, chosen, one_copy=self.one_copy and bool(chosen)
+        )
         return self._next()
 
     def _fitting(self, chunks: Sequence[Tokens], tokens: int) -> list[Tokens]:
@@ -231,7 +229,8 @@ class ChunkLibrary:
     def quickest(self, chunks: Sequence[Tokens]) -> list[Variant]:
         """One cache for each of these chunks, each once: the isolated one, unless one copy is kept and the store has it."""
         distinct = list(dict.fromkeys(chunks))
-        kept = {one.chunk for one in self.stored(self.wanted(distinct)) if one.contextual} if self.one_copy else ()
+        best = self.wanted(distinct) if self.one_copy else []
+        kept = {one.chunk for one in best if one.contextual and self.key(one) in self.store}
         return [Variant(chunk, contextual=chunk in kept) for chunk in distinct]
 
     def _has_contextual(self, chunk: Tokens) -> bool:
@@ -248,10 +247,6 @@ class ChunkLibrary:
     def lacking(self, wanted: Sequence[Variant]) -> list[Variant]:
         """Which of these caches the store does not hold."""
         return [one for one in wanted if self.key(one) not in self.store]
-
-    def stored(self, wanted: Sequence[Variant]) -> list[Variant]:
-        """Which of these caches the store holds."""
-        return [one for one in wanted if self.key(one) in self.store]
 
     def key(self, wanted: Variant) -> ChunkKey:
         """Where the store keeps this cache."""
