@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,16 @@ def calibrated(name: str = "llama", location: str | Path = "memory:") -> Blender
     return blender
 
 
+@cache
+def with_maps(name: str) -> Blender:
+    """One for all tests of a family: they may add caches, and take nothing away."""
+    return calibrated(name)
+
+
 def first_chunk(blender: Blender, config: BlendConfig) -> list[tuple[torch.Tensor, ...]]:
     """KV of the first chunk's rows after a prefill, layer by layer."""
-    cache = blender.prefill(LAYOUT, config=config).cache
-    return [tuple(part[:, :, AT.start : AT.stop].clone() for part in cache.view(i)) for i in range(len(cache.layers))]
+    kv = blender.prefill(LAYOUT, config=config).cache
+    return [tuple(part[:, :, AT.start : AT.stop].clone() for part in kv.view(i)) for i in range(len(kv.layers))]
 
 
 def test_half_the_caches_and_bytes_and_every_place_hits() -> None:
@@ -90,11 +97,10 @@ def test_an_artifact_of_before_means_two_copies_and_nonsense_is_reported() -> No
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("with_maps", [False, True])
-def test_full_recompute_is_full_recompute(name: str, with_maps: bool) -> None:
-    blender = calibrated(name) if with_maps else filled(name)
+def test_full_recompute_is_full_recompute(name: str) -> None:
     dense = dense_prefill(eager_model(name), LAYOUT.token_ids)
-    assert_close(blender.prefill(LAYOUT, config=BlendConfig(ratio=1.0)).logits[0], dense.logits[-1])
+    for blender in (filled(name), with_maps(name)):
+        assert_close(blender.prefill(LAYOUT, config=BlendConfig(ratio=1.0)).logits[0], dense.logits[-1])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -128,7 +134,7 @@ def test_the_first_chunks_rows_are_candidates_as_the_others_are() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_first_place_has_a_map_of_its_own_towards_the_isolated_cache(name: str) -> None:
-    blender = calibrated(name)
+    blender = with_maps(name)
     found = blender.correction(LAYOUT.prefix, contextual=True, first=True)
     assert found is not None
     assert found is not blender.correction(LAYOUT.prefix, contextual=True)
@@ -144,7 +150,7 @@ def test_the_first_place_has_a_map_of_its_own_towards_the_isolated_cache(name: s
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_map_brings_first_chunks_of_the_corpus_closer(name: str) -> None:
-    blender = calibrated(name)
+    blender = with_maps(name)
     error = [0.0, 0.0]
     for chunk in corpus()[:20]:
         layout = PromptLayout(LAYOUT.prefix, (chunk,), LAYOUT.suffix)
@@ -153,17 +159,17 @@ def test_the_map_brings_first_chunks_of_the_corpus_closer(name: str) -> None:
         blender.library(LAYOUT.prefix).compute([Variant(chunk, contextual=True)])
         truth = blender.prefill(layout, config=BlendConfig(selector="all")).cache
         for number, config in enumerate((UNCORRECTED, REUSE)):
-            cache, span = blender.prefill(layout, config=config).cache, slice(*layout.context)
+            kv, span = blender.prefill(layout, config=config).cache, slice(*layout.context)
             error[number] += sum(
                 float((a - b)[:, :, span].square().sum())
-                for index in range(len(cache.layers))
-                for a, b in zip(cache.view(index), truth.view(index), strict=True)
+                for index in range(len(kv.layers))
+                for a, b in zip(kv.view(index), truth.view(index), strict=True)
             )
     assert error[1] < 0.97 * error[0]
 
 
 def test_isolated_caches_are_computed_for_the_fit_and_not_kept() -> None:
-    blender = calibrated()
+    blender = with_maps("llama")
     library = blender.library(LAYOUT.prefix)
     held = {key.digest for key in library.store.keys(library.isolated.identity.namespace)}
     assert held <= {library.key(Variant(chunk, contextual=False)).digest for chunk in library.surrogate}
@@ -187,17 +193,17 @@ def test_a_damaged_map_is_reported_and_not_used(tmp_path: Path) -> None:
 
 
 def test_chunks_of_the_surrogate_context_stay_exact_in_the_first_place() -> None:
-    blender = calibrated()
+    blender = with_maps("llama")
     library = blender.library(LAYOUT.prefix)
     layout = PromptLayout(LAYOUT.prefix, (library.surrogate[0], *LAYOUT.chunks), LAYOUT.suffix)
     library.compute(library.missing(layout.chunks))
     opened = library.open(layout.chunks)
     assert opened.first_exact
     assert blender.corrections(opened).of_chunks[0] is None
-    cache, dense = blender.prefill(layout, config=REUSE).cache, dense_prefill(eager_model("llama"), layout.token_ids)
+    blend, dense = blender.prefill(layout, config=REUSE), dense_prefill(eager_model("llama"), layout.token_ids)
     span = slice(*layout.chunk_spans[0])
     for index, kv in enumerate(dense.layers):
-        for got, expected in zip(cache.view(index), kv, strict=True):
+        for got, expected in zip(blend.cache.view(index), kv, strict=True):
             assert_close(got[0, :, span], expected[0, :, span])
 
 
