@@ -15,6 +15,7 @@ from blend.chunks.correction import KVCorrection
 from blend.chunks.correction_check import CorrectionCheck
 from blend.chunks.encode import ChunkEncoder
 from blend.chunks.fit_correction import Source, fit_corrections
+from blend.chunks.fit_first import fit_first
 from blend.chunks.library import ChunkLibrary, OpenLibrary, Tokens, Variant
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
@@ -93,7 +94,7 @@ class Blender:
         self.corpus = corpus
         self.config = config or BlendConfig()
         self._libraries: dict[Tokens, ChunkLibrary] = {}
-        self._maps: dict[Tokens, _StoredCorrection] = {}
+        self._maps: dict[str, _StoredCorrection] = {}
 
     def library(self, prefix: Tokens) -> ChunkLibrary:
         """The caches of chunks behind this prefix, as the store stands now."""
@@ -106,20 +107,21 @@ class Blender:
         """The encoder of chunks alone behind this prefix; the prefix's own KV is computed when it is first needed."""
         return self.library(prefix).isolated
 
-    def correction(self, prefix: Tokens, *, contextual: bool = False) -> KVCorrection | None:
-        """The KV correction for isolated or contextual caches, from memory or the store.
+    def correction(self, prefix: Tokens, *, contextual: bool = False, first: bool = False) -> KVCorrection | None:
+        """The KV correction for isolated or contextual caches, from memory or the store; first: in a prompt's first place.
 
-        None where none was measured, none is needed because nothing is computed in context, or it is damaged.
+        None where none was measured, none is needed because nothing is computed in context or what stands there is exact, or it
+        is damaged.
         """
-        return self._held_correction(self.library(prefix), contextual=contextual).map
+        return self._held_correction(self.library(prefix), contextual=contextual, first=first).map
 
-    def _held_correction(self, library: ChunkLibrary, *, contextual: bool) -> _StoredCorrection:
-        encoder = library.encoder(contextual=contextual)
-        if contextual and encoder is library.isolated:
+    def _held_correction(self, library: ChunkLibrary, *, contextual: bool, first: bool = False) -> _StoredCorrection:
+        name = library.correction_name(contextual=contextual, first=first)
+        if name is None:
             return _StoredCorrection(None, (), library.generation)
-        held = self._maps.get(encoder.prefix_tokens)
+        held = self._maps.get(name)
         if held is None or held.generation != library.generation:
-            self._maps[encoder.prefix_tokens] = held = self._stored_correction(encoder, library.generation)
+            self._maps[name] = held = self._stored_correction(name, library.generation)
         return held
 
     def calibrate(
@@ -136,6 +138,13 @@ class Blender:
         whether there is one now. Raises `StoreError` when the store cannot be written.
         """
         library, chunks = self.library(prefix), [tuple(chunk) for chunk in chunks]
+        behind = self._calibrate_behind(library, chunks, anew=anew, progress=progress)
+        return self._calibrate_first(library, chunks, anew=anew, progress=progress) or behind
+
+    def _calibrate_behind(
+        self, library: ChunkLibrary, chunks: Sequence[Tokens], *, anew: bool, progress: Progress
+    ) -> bool:
+        """The maps of chunks that stand behind others."""
         kinds = (False, True) if library.contextual else (False,)
         if not anew and all(self._held_correction(library, contextual=contextual).map for contextual in kinds):
             return True
@@ -149,16 +158,35 @@ class Blender:
         ]
         fits = fit_corrections(library.isolated, chunks, sources, progress)
         for contextual, found in zip(kinds, fits, strict=True):
-            name = library.encoder(contextual=contextual).identity.correction_name
-            if found is not None:
-                self.store.write_artifact(name, found.to_bytes())
-            elif anew:  # one of other chunks must not stay
-                self.store.delete_artifact(name)
-        return any(self.correction(prefix, contextual=contextual) for contextual in kinds)
+            self._keep(library.encoder(contextual=contextual).identity.correction_name, found, anew=anew)
+        return any(self.correction(library.prefix, contextual=contextual) for contextual in kinds)
 
-    def _stored_correction(self, encoder: ChunkEncoder, generation: str) -> _StoredCorrection:
+    def _calibrate_first(
+        self, library: ChunkLibrary, chunks: Sequence[Tokens], *, anew: bool, progress: Progress
+    ) -> bool:
+        """The map of contextual caches in the first place; of a corpus in two copies none stays that would be out of date."""
+        if library.contextual is None:
+            return False
+        name = library.contextual.identity.first_correction_name
+        if library.one_copy and not anew and self._held_correction(library, contextual=True, first=True).map:
+            return True
+        found = None
+        if library.one_copy:
+            mine = [one.chunk for one in library.wanted(chunks) if one.contextual]
+            caches = (partial(library.caches, contextual=True), partial(library.caches, contextual=False))
+            found = fit_first(self.decoder, library.prefix, mine, caches, partial(progress, "calibrate"))
+        self._keep(name, found, anew=anew)
+        return found is not None
+
+    def _keep(self, name: str, found: KVCorrection | None, *, anew: bool) -> None:
+        if found is not None:
+            self.store.write_artifact(name, found.to_bytes())
+        elif anew:  # one of other chunks must not stay
+            self.store.delete_artifact(name)
+
+    def _stored_correction(self, name: str, generation: str) -> _StoredCorrection:
         try:
-            content = self.store.read_artifact(encoder.identity.correction_name)
+            content = self.store.read_artifact(name)
             if content is None:
                 return _StoredCorrection(None, (), generation)
             found = KVCorrection.from_bytes(content, self.decoder.device)
@@ -267,7 +295,14 @@ class Blender:
             opened = opened_by(layout.chunks, contextual=config.surrogate)
         with closing(opened):
             with watch.stage("reposition"):
-                plan = make_plan(layout, opened.hits, make_selector(config.selector), config.ratio, self.decoder.device)
+                plan = make_plan(
+                    layout,
+                    opened.hits,
+                    make_selector(config.selector),
+                    config.ratio,
+                    self.decoder.device,
+                    first_exact=opened.first_exact,
+                )
                 adding = corrected and not isinstance(plan.selector, All)
                 found = self.corrections(opened) if adding else Corrections((), ())
                 prefix = opened.library.isolated.prefix
@@ -279,12 +314,13 @@ class Blender:
         return _Pass(assembly.cache, logits, selection, check.score() >= 0, found.problems, opened)
 
     def corrections(self, opened: OpenLibrary) -> Corrections:
-        """The KV correction of each chunk of a prompt as it is stored; none for the first, which is exact where it stands."""
-        kinds = {one.contextual for one in opened.used[1:]}
-        held = {kind: self._held_correction(opened.library, contextual=kind) for kind in sorted(kinds)}
-        of_chunks = [
-            held[one.contextual].map if place and hit else None for place, (one, hit) in enumerate(opened.pairs)
-        ]
+        """The KV correction of each chunk of a prompt as it is stored; none for a first one that is exact where it stands."""
+        kinds = [(one.contextual, place == 0) for place, one in enumerate(opened.used)]
+        held = {
+            (contextual, first): self._held_correction(opened.library, contextual=contextual, first=first)
+            for contextual, first in sorted(set(kinds))
+        }
+        of_chunks = [held[kind].map if hit else None for kind, hit in zip(kinds, opened.hits, strict=True)]
         return Corrections(tuple(of_chunks), tuple(line for one in held.values() for line in one.problems))
 
     def remember(self, blend: Blend) -> int:

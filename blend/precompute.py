@@ -40,9 +40,10 @@ class Precomputed:
     """What a run did.
 
     documents, chunks: in the corpus now. added, removed: chunks that are new to the index, and gone from it. computed,
-    reused: caches computed now, and found stored; most chunks have two, isolated and contextual. evicted: caches of the corpus
-    that the store's budget has no room for. tokens, seconds: of the forward passes and the writing of their caches. skipped:
-    documents that could not be read, with the reason. rebuilt: why an index that was there could not be built upon, or empty.
+    reused: caches computed now, and found stored; most chunks have two, isolated and contextual, unless one copy is kept.
+    evicted: caches of the corpus that the store's budget has no room for. tokens, seconds: of the forward passes and the
+    writing of their caches. skipped: documents that could not be read, with the reason. rebuilt: why an index that was there
+    could not be built upon, or empty.
     """
 
     documents: int
@@ -83,7 +84,8 @@ def precompute(
     """Make the corpus hold exactly these documents; with `add`, those and what it held before.
 
     others: name and index directory of the store's other corpora: caches that they use as well are not removed.
-    quick: only one cache a chunk, the isolated one; the next run without it computes the rest.
+    quick: only one cache a chunk, the isolated one where there is none; whether one copy or two are kept stays as it is. The
+    next run without it computes the rest; with `config.one_copy` the isolated caches go when the contextual ones are there.
 
     Raises `RetrievalError` when nothing can be indexed, or when there is an index to add to that cannot be read, and
     `StoreError` when the store cannot be written.
@@ -102,21 +104,23 @@ def precompute(
         library.forget(gone, keep)
     update = update_index(index_dir, chunks, embedder, progress)
     if not quick:
-        library = _with_surrogate(library, ids, template, config, keep)
+        library = _with_surrogate(library, ids, template, config, keep).in_copies(one=config.one_copy)
     if library.contextual:
         store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
-    missing = [one for one in library.missing(ids) if not (quick and one.contextual)]
+    wanted = library.quickest(ids) if quick else library.wanted(ids)
+    missing = library.lacking(wanted)
     begin = time.perf_counter()
     tokens = library.compute(missing, progress)
     seconds = time.perf_counter() - begin
+    library.remove_spare(ids, keep)
     return Precomputed(
         documents=len({chunk.document_id for chunk in chunks}),
         chunks=len(chunks),
         added=update.added,
         removed=update.removed,
         computed=len(missing),
-        reused=sum(not (quick and one.contextual) for one in library.wanted(ids)) - len(missing),
-        evicted=sum(not (quick and one.contextual) for one in library.missing(ids)),
+        reused=len(wanted) - len(missing),
+        evicted=len(library.lacking(wanted)),
         tokens=tokens,
         seconds=seconds,
         skipped=loaded.skipped,

@@ -201,8 +201,10 @@ class Rag:
             _ = self.index, self.store
             self.retriever.search("warm up", 1)
             _ = self.blender.encoder(self.template.prefix).prefix
-            for contextual in (False, True) if self.blend_config.correction else ():
-                self.blender.correction(self.template.prefix, contextual=contextual)
+            for contextual, first in (
+                ((False, False), (True, False), (True, True)) if self.blend_config.correction else ()
+            ):
+                self.blender.correction(self.template.prefix, contextual=contextual, first=first)
             self._rehearsed = self._rehearse()
         if compare and not self._rehearsed_full:
             full_prefill(self.decoder, self._rehearsed)

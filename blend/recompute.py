@@ -43,19 +43,25 @@ class Plan:
 
 
 def make_plan(
-    layout: PromptLayout, hits: tuple[bool, ...], selector: Selector, ratio: float, device: torch.device
+    layout: PromptLayout,
+    hits: tuple[bool, ...],
+    selector: Selector,
+    ratio: float,
+    device: torch.device,
+    *,
+    first_exact: bool = True,
 ) -> Plan:
     """Split the rows by what the store gave, and turn a share of the stored rows into a budget.
 
-    A stored first chunk stands where it was computed, right behind the prefix: it is exact, so no budget is spent on it. A
-    budget of nothing, or of everything, needs no selector.
+    first_exact: whether a stored first chunk stands where it was computed, right behind the prefix: it is exact then, so no
+    budget is spent on it. A budget of nothing, or of everything, needs no selector.
     """
     stored = torch.zeros(layout.rows, dtype=torch.bool)
     for hit, span in zip(hits, layout.chunk_spans, strict=True):
         stored[span.start : span.stop] = hit
     after_prefix = torch.arange(len(layout.prefix), layout.rows)
     held, required = after_prefix[stored[after_prefix]], after_prefix[~stored[after_prefix]]
-    exact_until = layout.chunk_spans[0].stop if hits and hits[0] else 0
+    exact_until = layout.chunk_spans[0].stop if first_exact and hits and hits[0] else 0
     stale = held[held >= exact_until]
     candidates, budget = held, round(ratio * held.shape[0])
     if budget == held.shape[0] or isinstance(selector, All):

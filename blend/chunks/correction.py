@@ -3,7 +3,8 @@
 Most of the difference between a row's KV in context and alone follows from the row itself and from where it stands. One linear
 map a layer, from the row's stored keys and values to that difference, is fitted on a few prompts of the user's own chunks
 (`blend.chunks.fit_correction`), once per model and prefix, and added to stored chunks that do not stand right behind the
-prefix. There is one for isolated caches and one for contextual caches (`blend.chunks.library`), which have most of it already:
+prefix. There is one for isolated caches and one for contextual caches (`blend.chunks.library`), which have most of it already;
+where these stand in the first place too, a third one takes out of them there what the surrogate context put in:
 
     kv(in context) ~ kv + up^T down^T [(kv - centre) / scale, position features]
 

@@ -33,7 +33,8 @@ class CorrectionCheck:
 
     def __init__(self, decoder: Decoder, layout: PromptLayout, added: Sequence[Added]) -> None:
         self._decoder, self._layout, self._added = decoder, layout, added
-        self._scores: list[torch.Tensor] = []
+        self._scores: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # behind the first chunk, and of it
+        self._first = [int(one.rows[0]) < layout.chunk_spans[0].stop for one in added]
         self._sampled: tuple[torch.Tensor | None, list[_Sample]] = (None, [])
         self._layers = [_spread([i for i, part in enumerate(one.map.layers) if part], MOST_LAYERS) for one in added]
 
@@ -43,7 +44,8 @@ class CorrectionCheck:
         """Take in a layer's fresh KV `[1, kv_heads, rows, head_dim]` at `positions`, before it is written over the old."""
         if not any(index in layers for layers in self._layers):
             return
-        for added, layers, sample in zip(self._added, self._layers, self._samples(positions), strict=True):
+        of_maps = zip(self._added, self._first, self._layers, self._samples(positions), strict=True)
+        for added, first, layers, sample in of_maps:
             part, hidden = added.map.layers[index], added.hidden(index)
             if part is None or hidden is None or index not in layers or sample.rows.shape[0] == 0:
                 continue
@@ -53,10 +55,10 @@ class CorrectionCheck:
             )
             left = rows_of(keys, values, self._decoder.rotations[index], sample.rows)
             gain = hidden[sample.there] @ part.up
-            self._scores += [
+            self._scores[first].extend(
                 _score(left[:, mine], gain[:, mine], sample.weight)
                 for mine in (slice(0, part.keys), slice(part.keys, None))
-            ]
+            )
 
     def _samples(self, positions: torch.Tensor) -> list[_Sample]:
         """For each map, which of these positions it added to; the same for most layers."""
@@ -67,9 +69,10 @@ class CorrectionCheck:
     def score(self) -> float:
         """From -1, everything further from the truth for the map, to 1, everything there; 0 where nothing could be seen.
 
-        Keys and values and all layers count alike.
+        Keys and values and all layers count alike. The first chunk is judged apart, by a map of its own that does well or ill
+        whatever the others do, and the worse of both counts.
         """
-        return float(torch.stack(self._scores).nanmean().nan_to_num()) if self._scores else 0.0
+        return min((float(torch.stack(some).nanmean().nan_to_num()) for some in self._scores if some), default=0.0)
 
 
 def _score(left: torch.Tensor, gain: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -160,10 +160,15 @@ def _places(prompts: Sequence[PromptLayout], device: torch.device) -> RowPlaces:
 
 
 def _groups(prompts: Sequence[PromptLayout]) -> dict[Tokens, int]:
-    """A group for every chunk that stands behind another; the groups as equal as whole chunks allow."""
+    """A group for every chunk that stands behind another."""
+    return grouped((chunk, len(chunk)) for prompt in prompts for chunk in prompt.chunks[1:])
+
+
+def grouped(rows: Iterable[tuple[Tokens, int]]) -> dict[Tokens, int]:
+    """A group for every chunk, as equal as whole chunks allow. rows: of chunks, how many each time."""
     sizes = Counter[Tokens]()
-    for chunk in (chunk for prompt in prompts for chunk in prompt.chunks[1:]):
-        sizes[chunk] += len(chunk)
+    for chunk, count in rows:
+        sizes[chunk] += count
     filled, group = [0] * min(GROUPS, len(sizes)), {}
     for chunk, size in sizes.most_common():
         group[chunk] = filled.index(min(filled))

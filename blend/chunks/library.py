@@ -4,12 +4,15 @@ A chunk can have two. Its *isolated* cache is computed right behind the prefix: 
 Its *contextual* cache is computed behind the prefix and a surrogate context: a few chunks of the corpus, the same for all, in
 place of whatever a prompt will put before the chunk. What a chunk's KV gains because something stands before it is for the most
 part the same whatever that is (docs/study.md), so this cache is nearer to full recompute in every place but the first.
+
+A corpus may be kept in *one copy*: chunks that have a contextual cache then have no other, and it stands in the first place
+too, with a KV correction of its own (`blend.chunks.fit_first`).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -70,6 +73,11 @@ class OpenLibrary(NamedTuple):
         return list(zip(self.used, self.hits, strict=True))
 
     @property
+    def first_exact(self) -> bool:
+        """Whether the first chunk is there and exact where it stands: its isolated cache, right behind the prefix."""
+        return any((hit and not one.contextual) for one, hit in self.pairs[:1])
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the KV of all chunks that are there, each once, in the decoder's dtype."""
         decoder = self.library.decoder
@@ -100,9 +108,9 @@ class ChunkLibrary:
     batch_tokens: see `ChunkEncoder`. corpus: whose surrogate context it is, see `blend.corpora`.
     before: the library that this one takes the place of; what did not change is shared.
     surrogate: the chunks that stand in for a prompt's earlier ones; empty where none were chosen. contextual: the encoder of
-    contextual caches, or None without a surrogate context. decided: whether the store knows of a surrogate context, or that
-    there is to be none. problems: a line when there is one that must not be used. generation: the store's when all of this was
-    read.
+    contextual caches, or None without a surrogate context. one_copy: whether chunks that have a contextual cache are to have no
+    isolated one. decided: whether the store knows of a surrogate context, or that there is to be none. problems: a line when
+    there is one that must not be used. generation: the store's when all of this was read.
     """
 
     def __init__(
@@ -120,7 +128,7 @@ class ChunkLibrary:
         self.isolated: ChunkEncoder = before.isolated if before else self._encoder(prefix)
         self.generation = store.generation  # asked first: what is written while the rest is read shows as a change
         found = read_surrogate(store, self.isolated.identity.surrogate_name, decoder.vocabulary)
-        self.decided, self.surrogate, self.problems = found
+        self.decided, self.surrogate, self.problems, self.one_copy = found
         same = before is not None and before.surrogate == self.surrogate
         self.contextual: ChunkEncoder | None = before.contextual if before and same else self._contextual()
 
@@ -177,12 +185,35 @@ class ChunkLibrary:
             now._prune_contextual(keep)
             return now._decide(())
 
+    def in_copies(self, *, one: bool) -> ChunkLibrary:
+        """Kept in one copy or in two, which the store remembers; without a surrogate context there is one anyway.
+
+        Nothing is removed yet: see `remove_spare`. Raises `StoreError` when the store cannot be written.
+        """
+        with self.store.writing():
+            now = self._next()
+            if not now.surrogate or now.one_copy == one:
+                return now
+            write_surrogate(now.store, now.isolated.identity.surrogate_name, now.surrogate, one_copy=one)
+            return now._next()
+
+    def remove_spare(self, chunks: Sequence[Tokens], keep: KeysInUse = no_keys) -> None:
+        """Of a corpus in one copy, remove the isolated caches of chunks whose contextual ones are there, but for `keep`."""
+        wanted = [one for one in self.wanted(chunks) if one.contextual] if self.one_copy else []
+        kept = keep() if wanted else set()
+        for one in wanted:
+            spare = self.key(one._replace(contextual=False))
+            if spare not in kept and self.key(one) in self.store:
+                self.store.delete(spare)
+
     def _prune_contextual(self, keep: KeysInUse) -> None:
         if self.contextual is not None:
             self.store.prune(keep(), self.contextual.identity.namespace)
 
     def _decide(self, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
-        write_surrogate(self.store, self.isolated.identity.surrogate_name, chosen)
+        write_surrogate(
+            self.store, self.isolated.identity.surrogate_name, chosen, one_copy=self.one_copy and bool(chosen)
+        )
         return self._next()
 
     def _fitting(self, chunks: Sequence[Tokens], tokens: int) -> list[Tokens]:
@@ -195,13 +226,32 @@ class ChunkLibrary:
         """The encoder of isolated or contextual caches; without a surrogate context there is only the former."""
         return (self.contextual if contextual else None) or self.isolated
 
-    def wanted(self, chunks: Sequence[Tokens]) -> list[Variant]:
-        """Every cache that these chunks should have, each once: first the isolated ones, then the contextual ones."""
+    def correction_name(self, *, contextual: bool, first: bool) -> str | None:
+        """The artifact with the KV correction for such caches, first: in a prompt's first place; None where there is none.
+
+        An isolated cache is exact in the first place. Without a surrogate context there are no contextual ones.
+        """
+        encoder = self.contextual if contextual else self.isolated
+        if encoder is None or (first and not contextual):
+            return None
+        return encoder.identity.first_correction_name if first else encoder.identity.correction_name
+
+    def wanted(self, chunks: Sequence[Tokens], *, isolated: bool = False) -> list[Variant]:
+        """Every cache that these chunks should have, each once: first the isolated ones, then the contextual ones.
+
+        isolated: every chunk's isolated one too, where the corpus is kept in one copy: plain reuse is measured with them.
+        """
         distinct = list(dict.fromkeys(chunks))
-        return [
-            *(Variant(chunk, contextual=False) for chunk in distinct),
-            *(Variant(chunk, contextual=True) for chunk in distinct if self._has_contextual(chunk)),
-        ]
+        contextual = [Variant(chunk, contextual=True) for chunk in distinct if self._has_contextual(chunk)]
+        without = {one.chunk for one in contextual} if self.one_copy and not isolated else ()
+        return [*(Variant(chunk, contextual=False) for chunk in distinct if chunk not in without), *contextual]
+
+    def quickest(self, chunks: Sequence[Tokens]) -> list[Variant]:
+        """One cache for each of these chunks, each once: the isolated one, unless one copy is kept and the store has it."""
+        distinct = list(dict.fromkeys(chunks))
+        best = self.wanted(distinct) if self.one_copy else []
+        kept = {one.chunk for one in best if one.contextual and self.key(one) in self.store}
+        return [Variant(chunk, contextual=chunk in kept) for chunk in distinct]
 
     def _has_contextual(self, chunk: Tokens) -> bool:
         """Whether a chunk has a contextual cache; one of the surrogate context would read itself, and one may be too long."""
@@ -210,9 +260,13 @@ class ChunkLibrary:
         context = self.decoder.context_length
         return context is None or len(self.contextual.prefix_tokens) + len(chunk) <= context
 
-    def missing(self, chunks: Sequence[Tokens]) -> list[Variant]:
-        """The caches of these chunks that the store does not hold."""
-        return [one for one in self.wanted(chunks) if self.key(one) not in self.store]
+    def missing(self, chunks: Sequence[Tokens], *, isolated: bool = False) -> list[Variant]:
+        """The caches of these chunks, as `wanted`, that the store does not hold."""
+        return self.lacking(self.wanted(chunks, isolated=isolated))
+
+    def lacking(self, wanted: Sequence[Variant]) -> list[Variant]:
+        """Which of these caches the store does not hold."""
+        return [one for one in wanted if self.key(one) not in self.store]
 
     def key(self, wanted: Variant) -> ChunkKey:
         """Where the store keeps this cache."""
@@ -231,12 +285,15 @@ class ChunkLibrary:
             progress("encode", done, total)
         return total
 
-    def _computed(self, wanted: Sequence[Variant]) -> Iterator[tuple[Variant, ChunkCache]]:
-        """Each of these caches when it is computed and stored."""
+    def _computed(
+        self, wanted: Sequence[Variant], kept: Container[Variant] | None = None
+    ) -> Iterator[tuple[Variant, ChunkCache]]:
+        """Each of these caches when it is computed and stored, as far as it is one of `kept`; None keeps all."""
         for contextual in (False, True):
             encoder, mine = self.encoder(contextual=contextual), [one for one in wanted if one.contextual == contextual]
             for index, cache in encoder.encode([one.chunk for one in mine]):
-                self.store.put(self.key(mine[index]), cache)
+                if kept is None or mine[index] in kept:
+                    self.store.put(self.key(mine[index]), cache)
                 yield mine[index], cache
 
     def keys(self, chunks: Sequence[Tokens]) -> set[ChunkKey]:
@@ -244,8 +301,8 @@ class ChunkLibrary:
         return set(map(self.key, self.wanted(chunks)))
 
     def forget(self, chunk: Tokens, keep: KeysInUse = no_keys) -> None:
-        """Remove the chunk's caches from the store, but for `keep`."""
-        for key in self.keys([chunk]).difference(keep()):
+        """Remove the chunk's caches from the store, those too that are not wanted any more, but for `keep`."""
+        for key in {self.key(one) for one in self.wanted([chunk], isolated=True)}.difference(keep()):
             self.store.delete(key)
 
     def open(
@@ -253,8 +310,9 @@ class ChunkLibrary:
     ) -> OpenLibrary:
         """The best stored cache for every chunk of a prompt, in order: isolated for the first, contextual for the others.
 
-        Where that one is missing or damaged the other takes its place. contextual: whether to use contextual caches. refused:
-        see `open_chunks`. Close what is returned; layers are verified when they are read.
+        Of a corpus in one copy the first chunk's is contextual too. Where a contextual one is missing or damaged the isolated
+        one takes its place. contextual: whether to use contextual caches. refused: see `open_chunks`. Close what is returned;
+        layers are verified when they are read.
         """
         best = self._best(chunks, contextual=contextual)
         readers, problems = self._open(best, refused)
@@ -280,7 +338,7 @@ class ChunkLibrary:
 
     def _best(self, chunks: Sequence[Tokens], *, contextual: bool) -> list[Variant]:
         return [
-            Variant(chunk, contextual and place > 0 and self._has_contextual(chunk))
+            Variant(chunk, contextual and (place > 0 or self.one_copy) and self._has_contextual(chunk))
             for place, chunk in enumerate(chunks)
         ]
 
@@ -296,13 +354,16 @@ class ChunkLibrary:
         return Expected(self.key(wanted), len(wanted.chunk), start)
 
     def caches(self, chunks: Sequence[Tokens], *, contextual: bool) -> list[ChunkCache]:
-        """The best cache for every chunk of a prompt; what the store lacks is computed, and stored as far as it has room."""
+        """The best cache for every chunk of a prompt; what the store lacks is computed, and stored as far as it has room.
+
+        Caches that are not wanted are computed and not stored.
+        """
         best, opened = self._best(chunks, contextual=contextual), self.open_sound(chunks, contextual=contextual)
         try:
             held = [None if reader is None else _read(reader, self.decoder) for reader in opened.readers]
         finally:
             opened.close()
-        computed = dict(self._computed(opened.missing))
+        computed = dict(self._computed(opened.missing, self.wanted(chunks)))
         return [cache for one, mine in zip(best, held, strict=True) if (cache := computed.get(one, mine)) is not None]
 
 

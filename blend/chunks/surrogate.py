@@ -15,11 +15,15 @@ Tokens = tuple[int, ...]
 
 
 class StoredSurrogate(NamedTuple):
-    """decided: whether the store holds a choice, of none too. chunks: their token ids. problems: why one is not used."""
+    """decided: whether the store holds a choice, of none too. chunks: their token ids. problems: why one is not used.
+
+    one_copy: whether chunks that have a contextual cache are to have no other (`blend.chunks.library`).
+    """
 
     decided: bool
     chunks: tuple[Tokens, ...] = ()
     problems: tuple[str, ...] = ()
+    one_copy: bool = False
 
 
 def read_surrogate(store: ChunkStore, name: str, vocabulary: int) -> StoredSurrogate:
@@ -28,21 +32,26 @@ def read_surrogate(store: ChunkStore, name: str, vocabulary: int) -> StoredSurro
         content = store.read_artifact(name)
         if content is None:
             return StoredSurrogate(decided=False)
-        return StoredSurrogate(True, _parsed(content, vocabulary))
+        chunks, one_copy = _parsed(content, vocabulary)
+        return StoredSurrogate(True, chunks, one_copy=one_copy)
     except (EntryDamagedError, ValueError) as error:
         return StoredSurrogate(False, (), (f"the surrogate context cannot be used: {error}",))
 
 
-def write_surrogate(store: ChunkStore, name: str, chunks: Sequence[Tokens]) -> None:
-    """Keep these chunks under this name. Raises `StoreError` when the store cannot be written."""
-    store.write_artifact(name, json.dumps({"chunks": chunks}).encode())
+def write_surrogate(store: ChunkStore, name: str, chunks: Sequence[Tokens], *, one_copy: bool = False) -> None:
+    """Keep this choice under this name. Raises `StoreError` when the store cannot be written."""
+    store.write_artifact(name, json.dumps({"chunks": chunks, **({"one_copy": True} if one_copy else {})}).encode())
 
 
-def _parsed(content: bytes, vocabulary: int) -> tuple[Tokens, ...]:
+def _parsed(content: bytes, vocabulary: int) -> tuple[tuple[Tokens, ...], bool]:
+    """The chunks, and whether they are kept in one copy: a word that artifacts of before, and of two copies, lack."""
     try:
-        chunks = tuple(tuple(chunk) for chunk in json.loads(content)["chunks"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        read = json.loads(content)
+        chunks, one_copy = tuple(tuple(chunk) for chunk in read["chunks"]), read.get("one_copy", False)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError("it is no list of chunks") from None
+    if type(one_copy) is not bool:
+        raise ValueError("it does not say whether chunks have one cache or two")
     if not all(chunk and all(type(t) is int and 0 <= t < vocabulary for t in chunk) for chunk in chunks):
         raise ValueError(f"it has tokens that a vocabulary of {vocabulary} does not")
-    return chunks
+    return chunks, one_copy

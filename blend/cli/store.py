@@ -58,6 +58,8 @@ def _content(caches: ChunkStore, name: str) -> str:
 
     corpus = name.split("-", 2)[2:]
     whose = f", corpus {corpus[0]}" if corpus else ""
+    if name.startswith("correction_first-"):
+        return f"KV correction for the first place{whose}"
     if name.startswith("correction-"):
         return f"KV correction{whose}"
     if not name.startswith("surrogate-"):
@@ -66,7 +68,8 @@ def _content(caches: ChunkStore, name: str) -> str:
     tokens = sum(map(len, found.chunks))
     if found.problems:
         return found.problems[0]
-    return (f"surrogate context of {tokens:,} tokens" if tokens else "no surrogate context") + whose
+    copies = ", one cache a chunk" if found.one_copy else ""
+    return (f"surrogate context of {tokens:,} tokens{copies}" if tokens else "no surrogate context") + whose
 
 
 def _held(words: dict[str, Any]) -> str:

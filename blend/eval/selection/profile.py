@@ -45,7 +45,7 @@ def layer_shares(workload: Workload, record: Record) -> list[float]:
     opened = library.open_sound(layout.chunks)
     of_chunks = blender.corrections(opened).of_chunks
     cache = assemble(decoder, layout, library.isolated.prefix, opened.readers, of_chunks).cache
-    plan = make_plan(layout, opened.hits, Nothing(), 0.0, decoder.device)
+    plan = make_plan(layout, opened.hits, Nothing(), 0.0, decoder.device, first_exact=opened.first_exact)
     cost = true_weight(decoder, cache, layout)[plan.stale]
     scores = query_attention(decoder, cache, layout, QueryScore("all"))[:, plan.stale]
     budget = max(1, round(BUDGET * len(cost)))
