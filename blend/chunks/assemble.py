@@ -154,7 +154,7 @@ class Assembly:
             return
         with self._stage("load"):
             staged = self._loader.take(index)
-        with self._stage("reposition"):
+        with self._stage("reposition"), torch.inference_mode():
             used = self._put(index, staged)
         self._loader.hand_back(index, used)
 

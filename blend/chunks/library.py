@@ -329,12 +329,14 @@ class ChunkLibrary:
 
     def open_sound(self, chunks: Sequence[Tokens], *, contextual: bool = True) -> OpenLibrary:
         """As `open`, with every layer read and found to be what was written."""
-        opened = self.open(chunks, contextual=contextual)
-        refused = opened.damaged()
-        if not refused:
-            return opened
-        opened.close()
-        return self.open(chunks, contextual=contextual, refused=refused)
+        refused: dict[ChunkKey, str] = {}
+        while True:  # what takes the place of a damaged entry may be damaged itself
+            opened = self.open(chunks, contextual=contextual, refused=refused)
+            found = opened.damaged()
+            if not found:
+                return opened
+            opened.close()
+            refused |= found
 
     def _best(self, chunks: Sequence[Tokens], *, contextual: bool) -> list[Variant]:
         return [

@@ -175,3 +175,19 @@ def test_threads_end_with_the_prefill(tmp_path: Path) -> None:
         blender.prefill(LAYOUT, config=BlendConfig(selector))
     assert threading.active_count() == before
     assert open_files() == files
+
+
+def test_what_takes_the_place_of_a_damaged_entry_may_be_damaged_too(tmp_path: Path) -> None:
+    """The contextual cache and the isolated one behind it, both in a layer that is read late."""
+    blender = filled(tmp_path)
+    others = [tuple(range(3 + i, 17 + i)) for i in range(16)]
+    library = blender.library(LAYOUT.prefix).with_surrogate(others, 28)
+    library.compute(library.missing(LAYOUT.chunks))
+    for path in (tmp_path / "objects").rglob("*.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    blend = blender.prefill(LAYOUT)
+    assert blend.hits == (False,) * len(LAYOUT.chunks)
+    assert len(blend.problems) == 2 * len(LAYOUT.chunks) - 1
+    assert torch.allclose(blend.logits, blender.prefill(LAYOUT, config=BlendConfig("all")).logits, atol=1e-5)

@@ -9,7 +9,7 @@ from blend.eval.evaluator import FULL as EVALUATORS_FULL
 from blend.eval.evaluator import PLAIN_REUSE
 from blend.eval.selection.methods import GROUPS, RATIOS, methods
 from blend.eval.selection.naming import BASELINE, FULL, REUSE, named, ratio_of
-from blend.select import QueryGuided
+from blend.select import QueryGuided, make_selector
 from blend.select.query_score import scoring_layers
 
 
@@ -37,7 +37,8 @@ def test_every_group_has_what_the_tables_compare_with(group: str) -> None:
 
 @pytest.mark.parametrize("layers", [12, 24, 30, 32])
 def test_bands_are_layers_of_the_model(layers: int) -> None:
-    found = [c.selector for c in methods("layers", layers).values() if isinstance(c.selector, QueryGuided)]
+    chosen = [make_selector(config.selector) for config in methods("layers", layers).values()]
+    found = [selector for selector in chosen if isinstance(selector, QueryGuided)]
     assert len(found) > 8
     for selector in found:
         assert len(scoring_layers(selector.layers, layers)) >= layers // 6
