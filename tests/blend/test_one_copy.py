@@ -6,17 +6,20 @@ import os
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases import make_layout
 from dense_reference import assert_close, dense_prefill
 from models import decoder, eager_model
 
+from blend.analyze import analyze_prompt
 from blend.blender import Blender
 from blend.chunks.correction import position_features, rows_of
 from blend.chunks.library import ChunkLibrary, Variant
 from blend.config import BlendConfig
-from blend.eval.evaluator import PLAIN_REUSE
+from blend.eval.evaluator import PLAIN_REUSE, Evaluator, Method, standard_methods
+from blend.prompt import PromptTemplate
 from blend.recompute import make_plan
 from blend.select import make_selector
 from blend.store import open_store
@@ -283,3 +286,16 @@ def test_measuring_anew_in_two_copies_leaves_no_map_of_other_chunks() -> None:
     blender.library(LAYOUT.prefix).in_copies(one=False)
     assert blender.calibrate(LAYOUT.prefix, corpus(40, 10), anew=True)
     assert blender.correction(LAYOUT.prefix, contextual=True, first=True) is None
+
+
+def test_reports_and_analyses_compare_with_plain_reuse_all_the_same() -> None:
+    """Both take it from isolated caches, which they compute; what is compared with it stays in one copy."""
+    one, two = filled(), filled(one=False)
+    found, expected = (analyze_prompt(blender, LAYOUT).before for blender in (one, two))
+    np.testing.assert_array_equal(found.values.squared, expected.values.squared)
+    one.library(LAYOUT.prefix).remove_spare(LAYOUT.chunks)
+    evaluator = Evaluator(one, PromptTemplate(decoder("llama").tokenizer))
+    for methods, count in (([Method("full"), Method("blend", REUSE)], 4), (standard_methods(REUSE), 8)):
+        evaluator.cache_chunks(LAYOUT, methods)
+        assert one.store.stats().entries == count
+    assert one.library(LAYOUT.prefix).open(LAYOUT.chunks).used[0].contextual
