@@ -45,6 +45,7 @@ class RowDriver:
         self.model = model
         self.layers = layers
         self.lock = _lock_of(model)
+        self._few_rows = FewRows(model)
         self.one_copy: bool | None = None
         self._switch = AttentionSwitch(model)
 
@@ -99,7 +100,7 @@ class RowDriver:
             stack.callback(self._learn, forward)
             stack.enter_context(suppress(Halt))
             if worth_it(forward.token_ids.numel(), self.device, self.dtype):
-                stack.enter_context(FewRows())
+                stack.enter_context(self._few_rows)
             if any(request.narrowings for request in requests):
                 stack.enter_context(narrowing_hooks(self.layers, forward, cache))
             return self.model(

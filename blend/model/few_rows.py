@@ -9,41 +9,42 @@ and the decoding of several sequences at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 MOST_ROWS = 80
 
 
 def worth_it(rows: int, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a forward pass over so many rows gains from `FewRows`."""
-    return (
-        1 < rows <= MOST_ROWS and device.type == "cpu" and dtype == torch.float32 and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    )
+    many = not 1 < rows <= MOST_ROWS
+    return not many and device.type == "cpu" and dtype == torch.float32 and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 
 
-class FewRows(TorchFunctionMode):
-    """Inside, `torch.nn.functional.linear` multiplies the other way round; sums are rounded in another order."""
+class FewRows:
+    """Inside, the plain linear layers of a model multiply the other way round; sums are rounded in another order.
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Everything else goes on as it is."""
-        if func is torch.nn.functional.linear and not kwargs and 2 <= len(args) <= 3:
-            return _turned(*args)
-        return func(*args, **(kwargs or {}))
+    Layers of another kind, and those whose `forward` somebody has replaced, stay as they are. One thread at a time.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
+        self._turned: list[list[torch.nn.Linear]] = []
+
+    def __enter__(self) -> None:
+        self._turned.append([layer for layer in self._layers if "forward" not in vars(layer)])
+        for layer in self._turned[-1]:
+            vars(layer)["forward"] = partial(_forward, layer)
+
+    def __exit__(self, *exception: object) -> None:
+        for layer in self._turned.pop():
+            vars(layer).pop("forward", None)
 
 
-def _turned(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    rows = x.numel() // max(1, x.shape[-1])
-    if weight.ndim != 2 or not 1 < rows <= MOST_ROWS or x.dtype != weight.dtype:
+def _forward(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    rows, weight, bias = x.numel() // max(1, x.shape[-1]), layer.weight, layer.bias
+    if not 1 < rows <= MOST_ROWS or x.dtype != weight.dtype:
         return torch.nn.functional.linear(x, weight, bias)
     out = (weight @ x.reshape(rows, -1).t()).t()
     # Contiguous as any linear layer's output; the sum makes it so by itself.

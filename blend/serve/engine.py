@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from blend.config import ANSWER_TOKENS, BlendConfig
-from blend.errors import BlendError, ConfigError
+from blend.errors import ConfigError
 from blend.types import PromptLayout
 
 EndReason = Literal["stop", "length", "cancelled", "deadline", "shutdown"]
 
 
-class QueueFullError(BlendError):
-    """More prompts wait than may; retry_after_s: when one of them is likely to be done."""
+class QueueFullError(Exception):
+    """More prompts wait than may: nobody's mistake. retry_after_s: when one of them is likely to be done."""
 
     def __init__(self, waiting: int, retry_after_s: float) -> None:
         super().__init__(f"{waiting} prompts wait already; try again in {retry_after_s:.0f} s")

@@ -126,7 +126,7 @@ def test_the_first_chunks_rows_are_candidates_as_the_others_are() -> None:
     for blender, start in ((one, AT.start), (two, AT.stop)):
         opened = blender.library(LAYOUT.prefix).open(LAYOUT.chunks)
         assert opened.first_exact == (blender is two)
-        selector, device = make_selector(BlendConfig()), torch.device("cpu")
+        selector, device = make_selector(BlendConfig().selector), torch.device("cpu")
         plan = make_plan(LAYOUT, opened.hits, selector, 0.15, device, first_exact=opened.first_exact)
         assert plan.candidates.tolist() == plan.stale.tolist() == list(range(start, LAYOUT.context.stop))
     most = BlendConfig(selector="random", ratio=0.9)
