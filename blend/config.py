@@ -90,7 +90,7 @@ class CorpusConfig:
 
     surrogate_tokens: every chunk's cache is also computed behind so many tokens of other chunks (`blend.chunks.library`);
     0 does not. surrogate_text: those tokens out of this text instead of chunks of the corpus; empty leaves what the store has.
-    one_copy: keep that cache alone, for a prompt's first place too: half the store, a little more error.
+    one_copy: keep that cache alone, for a prompt's first place too: half the store, more error.
     """
 
     chunk_tokens: int = 256
