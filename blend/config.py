@@ -73,7 +73,7 @@ class CorpusConfig:
     name: which corpus of the store (`blend.corpora`); each has its own index, surrogate context and KV corrections.
     surrogate_tokens: every chunk's cache is also computed behind so many tokens of other chunks (`blend.chunks.library`);
     0 does not. surrogate_text: those tokens out of this text instead of chunks of the corpus; empty leaves what the store has.
-    one_copy: keep that cache alone, for a prompt's first place too: half the store, a little more error.
+    one_copy: keep that cache alone, for a prompt's first place too: half the store, more error.
     """
 
     name: str = ""

@@ -150,7 +150,7 @@ _CHUNKING = (
         "--one-copy",
         is_flag=True,
         default=_CORPUS.one_copy,
-        help="Keep only those caches: half the store, at a little more error where a chunk stands first. Not with --quick, "
+        help="Keep only those caches: half the store, at more error where a chunk stands first. Not with --quick, "
         "which leaves things as they are.",
     ),
 )
