@@ -174,7 +174,7 @@ class Blender:
         if library.one_copy:
             mine = [one.chunk for one in library.wanted(chunks) if one.contextual]
             caches = (partial(library.caches, contextual=True), partial(library.caches, contextual=False))
-            found = fit_first(self.decoder, library.prefix, mine, caches, partial(progress, "calibrate"))
+            found = fit_first(self.decoder, library.prefix, mine, caches, progress)
         self._keep(name, found, anew=anew)
         return found is not None
 

@@ -16,6 +16,7 @@ import torch
 from blend.chunks.correction import KVCorrection, LayerCorrection, position_features, rows_of
 from blend.chunks.fit_correction import TOKENS, Tokens, grouped
 from blend.chunks.regression import LayerRows, RowPlaces, fit_layer
+from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, PromptLayout
 
 if TYPE_CHECKING:
@@ -29,12 +30,12 @@ def fit_first(
     prefix: Tokens,
     chunks: Sequence[Tokens],
     caches: tuple[CachesOf, CachesOf],
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> KVCorrection | None:
     """Fit the map on some of these chunks, `TOKENS` tokens of them at most beside the first; None where none helps.
 
     chunks: those that have contextual caches. caches: functions from chunks to their contextual and to their isolated caches.
-    Whole chunks are held out. progress: called with tokens done and in all. Holds the KV of these chunks in float32 meanwhile,
+    Whole chunks are held out. progress: of the stage "calibrate", in tokens. Holds the KV of these chunks in float32 meanwhile,
     twice.
     """
     taken = _taken(chunks)
@@ -42,10 +43,10 @@ def fit_first(
         return None
     held: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in decoder.rotations]
     for number, chunk in enumerate(taken, 1):
-        stored, exact = ([_rows(decoder, of([chunk])[0], index) for index in range(len(held))] for of in caches)
-        for pairs, pair in zip(held, zip(stored, exact, strict=True), strict=True):
-            pairs.append(pair)
-        progress(sum(map(len, taken[:number])), sum(map(len, taken)))
+        (stored,), (exact,) = (of([chunk]) for of in caches)
+        for index, pairs in enumerate(held):
+            pairs.append((_rows(decoder, stored, index), _rows(decoder, exact, index)))
+        progress("calibrate", sum(map(len, taken[:number])), sum(map(len, taken)))
     places = _places(prefix, taken, decoder.device)
     fitted: list[LayerCorrection | None] = [None]  # layer 0 depends on token and position only
     for pairs, rotation in zip(held[1:], decoder.rotations[1:], strict=True):

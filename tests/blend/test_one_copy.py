@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +17,15 @@ from models import decoder, eager_model
 from blend.analyze import analyze_prompt
 from blend.blender import Blender
 from blend.chunks.correction import position_features, rows_of
-from blend.chunks.library import ChunkLibrary, Variant
+from blend.chunks.fit_first import fit_first
+from blend.chunks.library import ChunkLibrary, Tokens, Variant
 from blend.config import BlendConfig
 from blend.eval.evaluator import PLAIN_REUSE, Evaluator, Method, standard_methods
 from blend.prompt import PromptTemplate
 from blend.recompute import make_plan
 from blend.select import make_selector
 from blend.store import open_store
-from blend.types import PromptLayout
+from blend.types import ChunkCache, PromptLayout
 
 FAMILIES = ("llama", "gemma3", "deepseek-v3")
 LAYOUT = make_layout()
@@ -299,3 +301,17 @@ def test_reports_and_analyses_compare_with_plain_reuse_all_the_same() -> None:
         evaluator.cache_chunks(LAYOUT, methods)
         assert one.store.stats().entries == count
     assert one.library(LAYOUT.prefix).open(LAYOUT.chunks).used[0].contextual
+
+
+def test_the_fit_asks_for_each_cache_once() -> None:
+    """An isolated cache is a forward pass: not one a layer."""
+    blender = filled()
+    library, asked = blender.library(LAYOUT.prefix), list[tuple[Tokens, bool]]()
+
+    def caches(chunks: Sequence[Tokens], *, contextual: bool) -> Sequence[ChunkCache]:
+        asked.extend((chunk, contextual) for chunk in chunks)
+        return library.caches(chunks, contextual=contextual)
+
+    sources = partial(caches, contextual=True), partial(caches, contextual=False)
+    fit_first(blender.decoder, LAYOUT.prefix, LAYOUT.chunks, sources)
+    assert len(asked) == len(set(asked)) == 2 * len(LAYOUT.chunks)
