@@ -14,16 +14,16 @@ from blend.chunks.correction import Added, KVCorrection, position_features
 from blend.chunks.loader import LayerLoader, LayerSource, StagedChunk, StagedLayer
 from blend.errors import EntryDamagedError
 from blend.model.cache import BlendedLayer
-from blend.model.rope import Rotation
+from blend.model.rope import Rotation, moves
 from blend.store.base import ChunkStore
 from blend.store.reader import ChunkReader, copy_layer
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, ChunkKey, PromptLayout, Span
-from blend_kernels import Deltas
 
 if TYPE_CHECKING:
     from blend.model.admission import LayerRotation
     from blend.model.decoder import Decoder
+    from blend_kernels import Deltas
 
 
 class Expected(NamedTuple):
@@ -222,7 +222,7 @@ class _CorrectedStretch(_Stretch):
         super().__init__(shifts)
         there = torch.arange(*self.span, device=added.rows.device)
         moved = torch.cat([there.new_full((span.length,), delta) for span, delta in shifts])
-        self._back, self._there, self._added = Deltas(moved - there), Deltas(there), added
+        self._back, self._there, self._added = moves(moved - there), moves(there), added
         self._features = position_features(layout, there, added.map.before, added.map.length)
 
     def put(self, layer: BlendedLayer, staged: StagedLayer, rotation: LayerRotation, index: int, base: int) -> None:

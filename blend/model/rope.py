@@ -43,6 +43,11 @@ class Rotation:
         )
 
 
+def moves(deltas: torch.Tensor) -> Deltas:
+    """By how many positions each token moves, int64 `[tokens]`, for many calls of `Rotation.apply` that move alike."""
+    return Deltas(deltas)
+
+
 FIXED = Rotation()
 
 

@@ -85,7 +85,7 @@ def test_no_module_imports_itself_by_a_detour() -> None:
 
 
 def test_the_kernels_have_few_doors() -> None:
-    doors = {"blend.model.attention", "blend.model.rope", "blend.chunks.assemble", "blend.select.hkvd"}
+    doors = {"blend.model.attention", "blend.model.rope", "blend.select.hkvd"}
     assert {m for m in importers("blend_kernels") if top(m) != "blend_kernels"} == doors
 
 
