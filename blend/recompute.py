@@ -98,10 +98,9 @@ def recompute(
         choice.narrow(step, None)
     rows, ids = choice.rows, torch.tensor(plan.layout.token_ids, device=decoder.device)
     narrowings = tuple(Narrowing(step.layer, partial(_narrow, choice, step)) for step in needs.steps if step.layer > 0)
-    if most_rows is not None:
-        with watch.stage("recompute"):
-            cache.settle()  # what may be wrong with stored layers shows before other prompts' rows are in the same pass
     with watch.stage("recompute"):
+        if most_rows is not None:
+            cache.settle()  # what may be wrong with stored layers shows before other prompts' rows are in the same pass
         for piece in torch.split(rows, rows.shape[0] if most_rows is None or narrowings else most_rows):
             logits = yield RowRequest(ids[piece][None], piece, cache, narrowings)
     return logits, Selection(choice.rows, choice.rows_per_layer(depth))

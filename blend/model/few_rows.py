@@ -18,8 +18,9 @@ MOST_ROWS = 80
 
 def worth_it(rows: int, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a forward pass over so many rows gains from `FewRows`."""
-    many = not 1 < rows <= MOST_ROWS
-    return not many and device.type == "cpu" and dtype == torch.float32 and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    if not 1 < rows <= MOST_ROWS or device.type != "cpu" or dtype != torch.float32:
+        return False
+    return bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
 
 
 class FewRows:
