@@ -13,9 +13,8 @@ import torch
 from blend.chunks.assemble import Assembly
 from blend.chunks.correction import KVCorrection
 from blend.chunks.correction_check import CorrectionCheck
+from blend.chunks.corrections import Corrections, StoredCorrections
 from blend.chunks.encode import ChunkEncoder
-from blend.chunks.fit_correction import Source, fit_corrections
-from blend.chunks.fit_first import fit_first
 from blend.chunks.library import ChunkLibrary, OpenLibrary, Tokens, Variant
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
@@ -94,7 +93,7 @@ class Blender:
         self.corpus = corpus
         self.config = config or BlendConfig()
         self._libraries: dict[Tokens, ChunkLibrary] = {}
-        self._maps: dict[str, _StoredCorrection] = {}
+        self._corrections = StoredCorrections(decoder, store)
 
     def library(self, prefix: Tokens) -> ChunkLibrary:
         """The caches of chunks behind this prefix, as the store stands now."""
@@ -113,16 +112,7 @@ class Blender:
         None where none was measured, none is needed because nothing is computed in context or what stands there is exact, or it
         is damaged.
         """
-        return self._held_correction(self.library(prefix), contextual=contextual, first=first).map
-
-    def _held_correction(self, library: ChunkLibrary, *, contextual: bool, first: bool = False) -> _StoredCorrection:
-        name = library.correction_name(contextual=contextual, first=first)
-        if name is None:
-            return _StoredCorrection(None, (), library.generation)
-        held = self._maps.get(name)
-        if held is None or held.generation != library.generation:
-            self._maps[name] = held = self._stored_correction(name, library.generation)
-        return held
+        return self._corrections.held(self.library(prefix), contextual=contextual, first=first).map
 
     def calibrate(
         self,
@@ -137,63 +127,8 @@ class Blender:
         Those that are there stay, unless they are to be measured `anew`. progress: of the stage "calibrate". Returns
         whether there is one now. Raises `StoreError` when the store cannot be written.
         """
-        library, chunks = self.library(prefix), [tuple(chunk) for chunk in chunks]
-        behind = self._calibrate_behind(library, chunks, anew=anew, progress=progress)
-        return self._calibrate_first(library, chunks, anew=anew, progress=progress) or behind
-
-    def _calibrate_behind(
-        self, library: ChunkLibrary, chunks: Sequence[Tokens], *, anew: bool, progress: Progress
-    ) -> bool:
-        """The maps of chunks that stand behind others."""
-        kinds = (False, True) if library.contextual else (False,)
-        if not anew and all(self._held_correction(library, contextual=contextual).map for contextual in kinds):
-            return True
-        together = {one.chunk for one in library.wanted(chunks) if one.contextual}
-        sources = [
-            Source(
-                partial(library.caches, contextual=contextual),
-                together.__contains__ if contextual else lambda chunk: True,
-            )
-            for contextual in kinds
-        ]
-        fits = fit_corrections(library.isolated, chunks, sources, progress)
-        for contextual, found in zip(kinds, fits, strict=True):
-            self._keep(library.encoder(contextual=contextual).identity.correction_name, found, anew=anew)
-        return any(self.correction(library.prefix, contextual=contextual) for contextual in kinds)
-
-    def _calibrate_first(
-        self, library: ChunkLibrary, chunks: Sequence[Tokens], *, anew: bool, progress: Progress
-    ) -> bool:
-        """The map of contextual caches in the first place; of a corpus in two copies none stays that would be out of date."""
-        if library.contextual is None:
-            return False
-        name = library.contextual.identity.first_correction_name
-        if library.one_copy and not anew and self._held_correction(library, contextual=True, first=True).map:
-            return True
-        found = None
-        if library.one_copy:
-            mine = [one.chunk for one in library.wanted(chunks) if one.contextual]
-            caches = (partial(library.caches, contextual=True), partial(library.caches, contextual=False))
-            found = fit_first(self.decoder, library.prefix, mine, caches, progress)
-        self._keep(name, found, anew=anew)
-        return found is not None
-
-    def _keep(self, name: str, found: KVCorrection | None, *, anew: bool) -> None:
-        if found is not None:
-            self.store.write_artifact(name, found.to_bytes())
-        elif anew:  # one of other chunks must not stay
-            self.store.delete_artifact(name)
-
-    def _stored_correction(self, name: str, generation: str) -> _StoredCorrection:
-        try:
-            content = self.store.read_artifact(name)
-            if content is None:
-                return _StoredCorrection(None, (), generation)
-            found = KVCorrection.from_bytes(content, self.decoder.device)
-            found.require_fit(self.decoder.rotations)
-        except (EntryDamagedError, ValueError) as error:
-            return _StoredCorrection(None, (f"the KV correction cannot be used: {error}",), generation)
-        return _StoredCorrection(found, (), generation)
+        plain = [tuple(chunk) for chunk in chunks]
+        return self._corrections.measure(self.library(prefix), plain, anew=anew, progress=progress)
 
     def prefill(
         self,
@@ -315,13 +250,7 @@ class Blender:
 
     def corrections(self, opened: OpenLibrary) -> Corrections:
         """The KV correction of each chunk of a prompt as it is stored; none for a first one that is exact where it stands."""
-        kinds = [(one.contextual, place == 0) for place, one in enumerate(opened.used)]
-        held = {
-            (contextual, first): self._held_correction(opened.library, contextual=contextual, first=first)
-            for contextual, first in sorted(set(kinds))
-        }
-        of_chunks = [held[kind].map if hit else None for kind, hit in zip(kinds, opened.hits, strict=True)]
-        return Corrections(tuple(of_chunks), tuple(line for one in held.values() for line in one.problems))
+        return self._corrections.of_prompt(opened)
 
     def remember(self, blend: Blend) -> int:
         """Compute and store the caches that `blend` missed, so that the next prompt hits; how many chunks they are of.
@@ -330,13 +259,6 @@ class Blender:
         """
         self.library(blend.layout.prefix).compute(blend.missing)
         return len({wanted.chunk for wanted in blend.missing})
-
-
-class Corrections(NamedTuple):
-    """For each chunk of a prompt what is to be added to it, or None; a line for every KV correction that had to be refused."""
-
-    of_chunks: tuple[KVCorrection | None, ...]
-    problems: tuple[str, ...]
 
 
 class _Pass(NamedTuple):
@@ -361,11 +283,3 @@ def _instead_of(first: _Pass, again: _Pass, more: BlendConfig) -> _Pass:
     spent = [a + b for a, b in zip(first.selection.rows_per_layer, again.selection.rows_per_layer, strict=True)]
     note = f"the KV correction does not fit this prompt: left out, and {more.ratio:.0%} of the rows recomputed instead"
     return again._replace(selection=replace(again.selection, rows_per_layer=tuple(spent)), notes=(note,))
-
-
-class _StoredCorrection(NamedTuple):
-    """What a store held at one generation under a map's name, and the line for one that had to be refused."""
-
-    map: KVCorrection | None
-    problems: tuple[str, ...]
-    generation: str
