@@ -87,7 +87,7 @@ def test_a_store_that_is_gone(store, key, cache, left, tmp_path):
 
 @contextmanager
 def descriptors(left):
-    """So many descriptors and no more. The limit is on their numbers, and some below it may be taken: they are opened to see."""
+    """So many descriptors and no more: the limit is on their numbers, of which some below it may be taken."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = [os.open("/", os.O_RDONLY) for _ in range(left + 1)]
     for descriptor in free:

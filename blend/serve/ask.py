@@ -1,0 +1,146 @@
+"""What a client asks and what it is answered, in words of no network protocol: they pass between the door and the service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from blend.serve.engine import EndReason, Sampling
+
+Role = Literal["system", "user", "assistant"]
+SourceKind = Literal["document", "retrieved", "pasted", "learned"]
+Method = Literal["blend", "full"]
+
+
+class Message(NamedTuple):
+    """One message of a conversation, plain text."""
+
+    role: Role
+    content: str
+
+
+class GivenDocument(NamedTuple):
+    """A document that comes with a question: its text, or the id of one in the tenant's corpus."""
+
+    text: str = ""
+    title: str = ""
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question as it came in.
+
+    messages: the conversation, the last one being the user's. prompt: plain text to be continued, instead of messages. tenant:
+    whose it is; "" where there are no tenants. documents: to be answered from; they stand before the last message. top_k: so
+    many chunks of the tenant's corpus are retrieved for the last message; None retrieves nothing. corpus: which of the tenant's.
+    stop: texts that end the answer and are no part of it. method: "full" computes everything. priority: smaller ones first.
+    deadline_s: seconds from its arrival in which the first token must come. trace: whether the prompt's tokens are wanted with
+    the reply, each with its score.
+    """
+
+    messages: tuple[Message, ...] = ()
+    prompt: str | None = None
+    tenant: str = ""
+    documents: tuple[GivenDocument, ...] = ()
+    top_k: int | None = None
+    corpus: str = ""
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    method: Method = "blend"
+    priority: int = 0
+    deadline_s: float | None = None
+    trace: bool = False
+
+
+class Source(NamedTuple):
+    """A passage that the answer was given from.
+
+    kind: how it reached the prompt. id: of the chunk, "" where it has none. score: of retrieval, where it was retrieved. hit:
+    whether its cache came out of the store. tokens: in the prompt.
+    """
+
+    kind: SourceKind
+    id: str
+    title: str
+    text: str
+    score: float | None
+    hit: bool
+    tokens: int
+
+
+class Figures(NamedTuple):
+    """What the prefill cost.
+
+    method: "blend", or "full" where everything was computed; reason: why, if blending was asked for. rows: of the prompt.
+    rows_computed: in every layer. rows_reused: exact rows of earlier prompts with the same beginning. hits, chunks: stored
+    chunks found, and looked for. stages: seconds by stage. waited_s: in the queue. ttft_s: from arrival to the first token.
+    full_s: what full prefill of the prompt would have taken by this machine's measured profile, None while there is none.
+    notes: what was done otherwise than configured.
+    """
+
+    method: Method
+    reason: str
+    rows: int
+    rows_computed: int
+    rows_reused: int
+    hits: int
+    chunks: int
+    stages: Mapping[str, float]
+    waited_s: float
+    ttft_s: float
+    full_s: float | None
+    notes: tuple[str, ...]
+
+
+class TracedToken(NamedTuple):
+    """A token of the prompt. part: "prefix", "chunk", "text" or "suffix". score: of the selector, where it gave one."""
+
+    text: str
+    part: Literal["prefix", "chunk", "text", "suffix"]
+    recomputed: bool
+    score: float | None
+
+
+class Opened(NamedTuple):
+    """The first token is there. prompt_tokens: of the prompt; cached_tokens: of these not computed for this answer."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    sources: tuple[Source, ...]
+    figures: Figures
+    trace: tuple[TracedToken, ...] = ()
+
+
+class TokenText(NamedTuple):
+    """A token of the answer and its natural log-probability before sampling; text may be part of a character: see bytes."""
+
+    text: str
+    bytes: bytes
+    logprob: float
+    top: tuple[tuple[str, bytes, float], ...] = ()
+
+
+class Delta(NamedTuple):
+    """More of the answer's text; tokens: those that it is made of, where log-probabilities were asked for."""
+
+    text: str
+    tokens: tuple[TokenText, ...] = ()
+
+
+class Closed(NamedTuple):
+    """The answer is complete, or was given up. tpot_s: seconds per token after the first, None for a single one."""
+
+    reason: EndReason
+    completion_tokens: int
+    tpot_s: float | None
+
+
+class Refused(NamedTuple):
+    """The answer failed after it was taken in."""
+
+    error: Exception
+
+
+Reply = Opened | Delta | Closed | Refused
