@@ -114,10 +114,10 @@ class Opened(NamedTuple):
 
 
 class TokenText(NamedTuple):
-    """A token of the answer and its natural log-probability before sampling; text may be part of a character: see bytes."""
+    """A token of the answer and its natural log-probability before sampling; text may be part of a character: see raw."""
 
     text: str
-    bytes: bytes
+    raw: bytes
     logprob: float
     top: tuple[tuple[str, bytes, float], ...] = ()
 
