@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from blend.model.rows import Narrowing, RowRequest
+from blend.model.rows import Narrowing, RowRequest, Steps
 from blend.select import All, Evidence, Nothing, QueryScore, Selector, Step
 from blend.select.base import KV
 from blend.select.contract import needs_of, rows_of
@@ -20,9 +19,6 @@ from blend.types import PromptLayout, Selection
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
     from blend.model.decoder import Decoder
-
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -40,6 +36,12 @@ class Plan:
     stale: torch.Tensor
     budget: int
     selector: Selector
+
+    @property
+    def exact(self) -> int:
+        """How many of the prompt's first rows will be what full prefill gives, if the known rows of the prefix are."""
+        left = self.stale.shape[0] and self.budget < self.candidates.shape[0]
+        return int(self.stale[0]) if left else self.layout.rows
 
 
 def make_plan(
@@ -73,9 +75,6 @@ def make_plan(
     return Plan(layout, candidates.to(device), required.to(device), stale.to(device), budget, selector)
 
 
-Steps = Generator[RowRequest, torch.Tensor, _Result]  # yields rows to run, is sent their logits, ends with a result
-
-
 def recompute(
     decoder: Decoder, cache: BlendedCache, plan: Plan, *, watch: Stopwatch, most_rows: int | None = None
 ) -> Steps[tuple[torch.Tensor, Selection]]:
@@ -103,7 +102,8 @@ def recompute(
             cache.settle()  # what may be wrong with stored layers shows before other prompts' rows are in the same pass
         for piece in torch.split(rows, rows.shape[0] if most_rows is None or narrowings else most_rows):
             logits = yield RowRequest(ids[piece][None], piece, cache, narrowings)
-    return logits, Selection(choice.rows, choice.rows_per_layer(depth))
+    scores = asked.sum(0) if asked is not None else None
+    return logits, Selection(choice.rows, choice.rows_per_layer(depth), scores)
 
 
 def _asked(decoder: Decoder, cache: BlendedCache, plan: Plan, score: QueryScore) -> torch.Tensor:
