@@ -19,7 +19,7 @@ from blend.chunks.library import ChunkLibrary, Tokens, Variant
 from blend.chunks.placed import Opener, Placed, place
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
-from blend.model.rows import RowRequest, Steps
+from blend.model.rows import Steps
 from blend.recompute import make_plan, recompute
 from blend.select import make_selector
 from blend.select.controls import All
@@ -248,29 +248,16 @@ class Blender:
                     config.ratio,
                     self.decoder.device,
                     first_exact=placed.first_exact,
+                    known=known.tokens,
                 )
                 adding = corrected and not isinstance(plan.selector, All)
                 found = self.corrections(placed) if adding else Corrections((), ())
                 assembly = Assembly(self.decoder, layout, known, placed.readers, room, found.of_chunks, watch)
             check = CorrectionCheck(self.decoder, layout, assembly.added)
             with assembly, assembly.cache.watched(check.see) if assembly.added else nullcontext():
-                before = yield from self._prefix(layout, known, assembly.cache, watch, most_rows)
                 found_rows = recompute(self.decoder, assembly.cache, plan, watch=watch, most_rows=most_rows)
                 logits, selection = yield from found_rows
-        return _Pass(
-            assembly.cache, logits, selection.behind(before), check.score() >= 0, found.problems, placed, plan.exact
-        )
-
-    def _prefix(
-        self, layout: PromptLayout, known: ChunkCache, cache: BlendedCache, watch: Stopwatch, most_rows: int | None
-    ) -> Steps[torch.Tensor]:
-        """Compute the rows of the prefix that are not known, because everything behind looks at them; their positions."""
-        rows = torch.arange(known.tokens, len(layout.prefix), device=self.decoder.device)
-        ids = torch.tensor(layout.prefix, device=self.decoder.device)
-        with watch.stage("recompute"):
-            for piece in torch.split(rows, most_rows or rows.shape[0]) if rows.shape[0] else ():
-                yield RowRequest(ids[piece][None], piece, cache)
-        return rows
+        return _Pass(assembly.cache, logits, selection, check.score() >= 0, found.problems, placed, plan.exact)
 
     def corrections(self, placed: Placed) -> Corrections:
         """The KV correction for each place of a prompt; none for a first chunk that is exact where it stands."""

@@ -227,6 +227,8 @@ class Selection:
         import torch
 
         more = int(rows.shape[0])
+        if not more:
+            return self
         return replace(
             self,
             rows=torch.cat((rows, self.rows)),

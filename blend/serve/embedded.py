@@ -40,7 +40,7 @@ TURN = 4  # while answers are decoded, one pass in so many computes a piece of a
 class EmbeddedEngine:
     """An `Engine` over a blender's decoder and store, with a thread of its own.
 
-    of_tenant: the blender of each tenant, on the same decoder; without it all share `blender`. most_running, most_waiting:
+    blender_of: that of a tenant's corpus, on the same decoder; without it all share `blender`. most_running, most_waiting:
     prompts. pass_rows: of one pass, decoding and prefill together. kv_budget: bytes that the caches of running prompts may
     take; a prompt waits until there is room. prefix_budget: bytes of KV of earlier prompts and conversations that are kept.
     least_gain: rows that blending must save a prompt. remember: whether what the store lacked for a prompt is computed and
@@ -51,7 +51,7 @@ class EmbeddedEngine:
         self,
         blender: Blender,
         *,
-        of_tenant: Callable[[str], Blender] | None = None,
+        blender_of: Callable[[str, str], Blender] | None = None,
         most_running: int = MOST_RUNNING,
         most_waiting: int = MOST_WAITING,
         pass_rows: int | None = None,
@@ -61,7 +61,7 @@ class EmbeddedEngine:
         remember: bool = True,
     ) -> None:
         self._blender, self._least_gain = blender, least_gain
-        self._of_tenant = of_tenant or (lambda tenant: blender)
+        self._blender_of = blender_of or (lambda tenant, corpus: blender)
         self._decoder, self._remember = blender.decoder, remember
         self._most_running, self._most_waiting = most_running, most_waiting
         if pass_rows is None:
@@ -86,7 +86,7 @@ class EmbeddedEngine:
         if not (work.layout.prefix and work.layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self._decoder.check_length(work.layout.rows + work.sampling.max_tokens)
-        blender = self._of_tenant(work.tenant)
+        blender = self._blender_of(work.tenant, work.corpus)
         job = Job(work, blender, self._prefixes, next(self._numbers), on_event, least_gain=self._least_gain)
         if self._bytes(job) > self._kv_budget:
             raise PromptError(
@@ -218,7 +218,7 @@ class EmbeddedEngine:
             encoding.took(logits[-1:])
         for number, job in enumerate(taking):
             self._guarded(job, lambda job=job, number=number: job.took(logits[number : number + 1]))  # type: ignore[misc]
-            if job is prefilling and job.blend is not None and self._remember:
+            if job is prefilling and job.blend is not None and self._remember and job.work.remember:
                 self._guarded(job, lambda job=job: self._lack(job))  # type: ignore[misc]
 
     def _lack(self, job: Job) -> None:

@@ -56,15 +56,18 @@ class Work:
     """A prompt to be answered.
 
     config: how its chunks are blended, if not as the engine does. tenant: whose it is: what is kept of it serves nobody else.
-    full: nothing is to be blended. priority: smaller ones first. deadline_s: seconds from its arrival in which the first token
-    must come. trace: whether `Started` is to tell row by row what was done.
+    corpus: of the tenant, whose chunks these are. full: nothing is to be blended. remember: whether what the store lacks for it
+    may be computed and stored afterwards. priority: smaller ones first. deadline_s: seconds from its arrival in which the first
+    token must come. trace: whether `Started` is to tell row by row what was done.
     """
 
     layout: PromptLayout
     sampling: Sampling = field(default_factory=Sampling)
     config: BlendConfig | None = None
     tenant: str = ""
+    corpus: str = ""
     full: bool = False
+    remember: bool = True
     priority: int = 0
     deadline_s: float | None = None
     trace: bool = False
