@@ -22,6 +22,7 @@ from blend.serve.ask import (
     TokenText,
     TracedToken,
 )
+from blend.serve.budgets import LEARN_BUDGET
 from blend.serve.chat import Turn, question_turns
 from blend.serve.engine import (
     Ended,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from blend.rag import Rag
     from blend.types import PromptLayout
 
-LEARN_BUDGET = 4 << 30
 OnReply = Callable[[Reply], None]
 
 
