@@ -153,5 +153,9 @@ class Engine(Protocol):
     def holding(self) -> Holding:
         """What it is busy with now."""
 
+    @property
+    def alive(self) -> bool:
+        """Whether it can answer: false once it has ended, however it did."""
+
     def close(self, finish_s: float = 0.0) -> None:
         """Take nothing in any more; finish what runs if that takes no longer than `finish_s`, and end the rest."""

@@ -23,7 +23,9 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
-        self._gap = self._histogram("inter_token_latency_seconds", "Between two tokens of one answer.", _GAP)
+        self._gap = self._histogram(
+            "inter_token_latency_seconds", "Between two pieces of one answer, a token each as a rule.", _GAP
+        )
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
         self._queue = self._histogram("request_queue_time_seconds", "From arrival to when work on it began.", _TTFT)
         self._running = self._gauge("num_requests_running", "Answers that are being computed.")
@@ -55,11 +57,12 @@ class Metrics:
         self._reused.inc(figures.rows_reused)
         self._hits.labels("store").inc(figures.hits)
         self._misses.inc(figures.chunks - figures.hits)
+        self._loaded.inc(figures.bytes_loaded)
         if figures.method == "full" and figures.reason:
             self._fallbacks.labels(self._bounded(figures.reason)).inc()
 
-    def token_gap(self, seconds: float) -> None:
-        """Another token of an answer came so many seconds after the one before it."""
+    def gap(self, seconds: float) -> None:
+        """More of an answer came, so many seconds after what came before it."""
         self._gap.observe(seconds)
 
     def closed(self, reason: EndReason, tokens: int, seconds: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -11,10 +13,13 @@ from starlette.routing import Route
 
 from blend.serve.door import completions, health, models, pages
 from blend.serve.door.errors import refuse
-from blend.serve.door.hall import DoorLimits, Hall, Service
+from blend.serve.door.hall import DoorLimits, Hall
 from blend.serve.door.log import Accounts
 from blend.serve.metrics import Metrics
 from blend.serve.tenants import Tenants
+
+if TYPE_CHECKING:
+    from blend.serve.service import Service
 
 
 def make_app(service: Service | None, tenants: Tenants, limits: DoorLimits, metrics: Metrics) -> Starlette:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
-from blend.config import CorpusConfig
 from blend.limits import shown
 from blend.serve.ask import Ask, GivenDocument, Message
 from blend.serve.door.errors import refuse
@@ -60,7 +59,7 @@ def ask_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLimits
     _check_together(body)
     own = body.kvblend or OwnBody()
     documents = body.documents or own.documents or []
-    top_k, corpus = _retrieval(body.model, own, offered)
+    top_k, corpus = _retrieval(body.model or offered.model, own, offered, limits.top_k)
     sampling = Sampling(
         max_tokens=body.most_tokens or limits.answer_tokens,
         temperature=Sampling.temperature if body.temperature is None else body.temperature,
@@ -112,7 +111,7 @@ def _document(number: int, document: DocumentBody) -> GivenDocument:
     return GivenDocument(document.text or "", document.title or "", document.id or "")
 
 
-def _retrieval(model: str, own: OwnBody, offered: Offered) -> tuple[int | None, str]:
+def _retrieval(model: str, own: OwnBody, offered: Offered, usual: int) -> tuple[int | None, str]:
     """How many chunks to retrieve and from which corpus, by the model's name and by the field."""
     if model not in offered.names:
         raise refuse(
@@ -121,7 +120,7 @@ def _retrieval(model: str, own: OwnBody, offered: Offered) -> tuple[int | None, 
         )
     named = model.removeprefix(offered.model)
     if own.retrieve is None:
-        return (CorpusConfig.top_k if named else None), named.removeprefix(_CORPUS).removeprefix(":")
+        return (usual if named else None), named.removeprefix(_CORPUS).removeprefix(":")
     corpus = own.retrieve.corpus
     if corpus is None:
         corpus = named.removeprefix(_CORPUS).removeprefix(":")
@@ -132,4 +131,4 @@ def _retrieval(model: str, own: OwnBody, offered: Offered) -> tuple[int | None, 
         raise refuse(
             f"there is no corpus {shown(corpus)}; there are: {held}", "kvblend.retrieve.corpus", "corpus_not_found"
         )
-    return own.retrieve.top_k or CorpusConfig.top_k, corpus
+    return own.retrieve.top_k or usual, corpus

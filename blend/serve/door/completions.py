@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,10 +13,13 @@ from blend.serve.door.answers import Answer, ChatAnswer, TextAnswer
 from blend.serve.door.asked import Offered, ask_of, read_body
 from blend.serve.door.auth import admitted
 from blend.serve.door.errors import DoorError, Failure, json_response
-from blend.serve.door.hall import Hall, Service, hall_of
+from blend.serve.door.hall import Hall, hall_of
 from blend.serve.door.log import Entry, entry_of
 from blend.serve.door.schemas import ChatBody, CompletionBody
 from blend.serve.door.stream import Conversation, EventStream, collected, failed
+
+if TYPE_CHECKING:
+    from blend.serve.service import Service
 
 Body = ChatBody | CompletionBody
 
@@ -37,7 +42,7 @@ async def _answer(request: Request, kind: type[ChatBody] | type[CompletionBody])
     try:
         body = await run_in_threadpool(_submit, raw, kind, service, hall, tenant, conversation)
         answer = (ChatAnswer if isinstance(body, ChatBody) else TextAnswer)(
-            body.model, logprobs=body.wanted_logprobs is not None
+            body.model or service.model, logprobs=body.wanted_logprobs is not None
         )
         if body.stream:
             return await _stream(body, conversation, answer, hall, entry)

@@ -2,53 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from blend.config import ANSWER_TOKENS
-from blend.serve.ask import Ask, Reply
+from blend.config import ANSWER_TOKENS, CorpusConfig
 from blend.serve.door.errors import unavailable
-from blend.serve.engine import Engine, Handle
 from blend.serve.metrics import Metrics
 from blend.serve.tenants import Tenants
 
-BODY_BYTES = 16 << 20
-
-
-class Service(Protocol):
-    """What the door needs of the service behind it."""
-
-    model: str
-    ready: bool
-    alive: bool
-    engine: Engine
-
-    def submit(self, ask: Ask, on_reply: Callable[[Reply], None]) -> Handle:
-        """Take a question in; its replies go to `on_reply`, from another thread."""
-
-    def corpora(self, tenant: str) -> tuple[str, ...]:
-        """The corpora of a tenant."""
-
-    def close(self, finish_s: float = 0.0) -> None:
-        """Finish what runs if it takes no longer than that, and end."""
+if TYPE_CHECKING:
+    from blend.serve.service import Service
 
 
 @dataclass(frozen=True)
 class DoorLimits:
     """How much one request may bring, and how long it may take to.
 
-    answer_tokens: of an answer where the request does not say. body_s: seconds in which a body must have come. keep_alive_s:
+    upload_bytes: of a request that adds documents. answer_tokens, top_k: of an answer, and of chunks to retrieve, where the request does not say. body_s: seconds in which a body must have come. keep_alive_s:
     after so many seconds of silence a stream gets a comment, so that nobody between takes it for dead. any_host: whether who
     brings no key may call the server by any name.
     """
 
-    body_bytes: int = BODY_BYTES
+    body_bytes: int = 16 << 20
+    upload_bytes: int = 64 << 20
     documents: int = 64
     messages: int = 1000
     answer_tokens: int = ANSWER_TOKENS
+    top_k: int = CorpusConfig.top_k
     body_s: float = 60.0
     keep_alive_s: float = 10.0
     any_host: bool = False

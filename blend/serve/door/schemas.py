@@ -106,10 +106,10 @@ class StreamOptions(Body):
 class Common(Body):
     """What both kinds of completions take.
 
-    user, metadata, safety_identifier: the client's own notes; nothing depends on them.
+    model: the decoder itself where there is none. user, metadata, safety_identifier: the client's own notes; nothing depends on them.
     """
 
-    model: Name
+    model: Name | None = None
     max_tokens: Tokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None

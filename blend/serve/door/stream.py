@@ -34,7 +34,7 @@ class Conversation:
 
     def __init__(self, receive: Receive, metrics: Metrics, entry: Entry) -> None:
         self._loop, self._metrics, self._entry = asyncio.get_running_loop(), metrics, entry
-        self._begun = time.monotonic()
+        self._begun, self._last = time.monotonic(), 0.0  # the request came; a piece of the answer came last
         self._queue: asyncio.Queue[Reply | Gone] = asyncio.Queue()
         self._handle: Handle | None = None
         self._left = False
@@ -75,10 +75,15 @@ class Conversation:
             self._handle.cancel()
 
     def _count(self, reply: Reply) -> None:
-        seconds = time.monotonic() - self._begun
+        now = time.monotonic()
+        seconds = now - self._begun
         if isinstance(reply, Opened):
             self._entry.ttft_s, self._entry.rows = seconds, reply.figures.rows
             self._metrics.opened(reply, seconds)
+        elif isinstance(reply, Delta):
+            if self._last:
+                self._metrics.gap(now - self._last)
+            self._last = now
         elif isinstance(reply, Closed):
             self._metrics.closed(reply.reason, reply.completion_tokens, seconds)
         elif isinstance(reply, Refused) and failure_of(reply.error).status >= 500:
