@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -20,10 +20,11 @@ from blend.serve.budgets import KV_BUDGET, LEARN_BUDGET, MOST_RUNNING, MOST_WAIT
 if TYPE_CHECKING:
     from blend.serve.tenants import Tenants
 
+F = TypeVar("F", bound=Callable[..., Any])
 _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart")
 
 
-def _counted(name: str, words: str, default: float, unit: str | None = None) -> Any:
+def _counted(name: str, words: str, default: float, unit: str | None = None) -> Callable[[F], F]:
     flag = f"--{name.replace('_', '-')}"
     return number(flag, name, words, default=default, show_default=True, **({"metavar": unit} if unit else {}))
 

@@ -96,4 +96,4 @@ def _service(given: dict[str, Any]) -> Service:
 
 
 def _bytes(size: float, unit: float = 1e9) -> int:
-    return max(1, round(size * unit))
+    return round(size * unit)

@@ -92,12 +92,12 @@ class Room:
             found.extend(self._of_chunk(rag, chunk, "document", None) for chunk in chunks)
         return found
 
-    def written(self, corpus: str | None, text: str) -> tuple[Written, list[Cited]]:
+    def written(self, corpus: str | None, text: str, *, learning: bool = True) -> tuple[Written, list[Cited]]:
         """A message as ordinary text and passages: chunks of a corpus that were pasted, and long texts to be learned.
 
-        corpus: None looks for the one that knows most of it.
+        corpus: None looks for the one that knows most of it. learning: whether there may be any of the latter.
         """
-        learning = self.learned is not None
+        learning = learning and self.learned is not None
         names = (corpus,) if corpus is not None else self.corpora or ("",)
         cut = [segments(text, self._texts(name), learned_on=learning) for name in names]
         best = max(cut, key=lambda one: sum(len(part.ids) for part in one if part.kind == "pasted"))

@@ -139,7 +139,9 @@ def _put(room: Room, ask: Ask) -> tuple[PromptLayout, list[Cited]]:
         if message.role == "assistant":
             turns.append(Turn(message.role, (message.content,)))
         else:
-            written, cited = room.written(ask.corpus or None, message.content)
+            # What a system message says stays where it is, at the beginning, and is reused exactly.
+            learning = message.role == "user"
+            written, cited = room.written(ask.corpus or None, message.content, learning=learning)
             turns.append(Turn(message.role, written))
             found.extend(cited)
     return room.chat.layout(turns), found

@@ -99,7 +99,7 @@ DOORS = {
         "blend.weights",
         "retrieval.embedders.sentence",
     },
-    "retrieval": {"blend.rag", "blend.precompute", "blend.cli", "blend.serve"},
+    "retrieval": {"blend.rag", "blend.precompute", "blend.serve", "blend.cli"},
     "faiss": {"retrieval.index"},
     "sentence_transformers": {"retrieval.embedders.sentence"},
     "triton": {"blend_kernels"},

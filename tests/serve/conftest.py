@@ -1,32 +1,60 @@
-"""A tiny model and a server over it."""
+"""A service over a precomputed corpus, for every test of serving."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from served import Served, serving
-from standin import SimpleService
+from rooms import make_rag, serving, write_corpus
+from served import Served, listening
 
-from blend.model.decoder import Decoder
-from tests.tiny_model import save_tiny_model
-
-TEXT = "The harbour of town 3 opened in 1821. The orchard has gates and a bell.\n" * 5
+from blend.serve.service import Service
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return Decoder.load(str(save_tiny_model(tmp_path_factory.mktemp("m") / "tiny", TEXT)), name="tiny", device="cpu")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A precomputed store, which tests copy, and its model."""
+    folder = tmp_path_factory.mktemp("served")
+    model, documents = write_corpus(folder)
+    make_rag(folder / "store", model).precompute(documents)
+    return folder / "store", model
+
+
+@pytest.fixture
+def service(filled: tuple[Path, Path], tmp_path: Path) -> Iterator[Service]:
+    store = shutil.copytree(filled[0], tmp_path / "store")
+    with serving(store, filled[1]) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
-def served(tiny: Decoder) -> Iterator[Served]:
-    with serving(SimpleService(tiny), body_bytes=100_000, keep_alive_s=0.2) as found:
+def served(filled: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server over a copy of the store, shared by the tests of a module."""
+    store = shutil.copytree(filled[0], tmp_path_factory.mktemp("module") / "store")
+    with serving(store, filled[1], learn_budget=0) as made, listening(made, body_bytes=100_000, top_k=4) as found:
         yield found
 
 
 @pytest.fixture
 def http(served: Served) -> Iterator[httpx.Client]:
+    """A client of the shared server."""
     with httpx.Client(base_url=served.url, timeout=60) as client:
         yield client
+
+
+@pytest.fixture
+def serve(filled: tuple[Path, Path], tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Starts servers of a test's own; door: options of `listening`, others: of `serving`."""
+    store = shutil.copytree(filled[0], tmp_path / "store")
+    with ExitStack() as stack:
+
+        def start(door: dict[str, Any] | None = None, **options: Any) -> Served:
+            made = stack.enter_context(serving(store, filled[1], **{"learn_budget": 0, **options}))
+            return stack.enter_context(listening(made, **(door or {})))
+
+        yield start

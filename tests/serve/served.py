@@ -20,28 +20,41 @@ from blend.serve.tenants import Tenants
 class Served:
     url: str
     server: Server
+    thread: threading.Thread
     metrics: Metrics
     hall: Any
+
+    @property
+    def model(self) -> str:
+        return str(self.hall.service.model)
 
     @property
     def base_url(self) -> str:
         return f"{self.url}/v1"
 
+    def stop(self) -> None:
+        self.server.stop()
+
+    def ended(self) -> None:
+        """Wait until it has."""
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+
 
 @contextmanager
-def serving(service: Any, tenants: Tenants | None = None, *, grace_s: float = 5.0, **limits: Any) -> Iterator[Served]:
+def listening(service: Any, tenants: Tenants | None = None, *, grace_s: float = 5.0, **limits: Any) -> Iterator[Served]:
     metrics = Metrics()
     app = make_app(service, tenants or Tenants(), DoorLimits(**limits), metrics)
     place = listen("127.0.0.1", 0)
     server = Server(app, place, grace_s=grace_s)
     thread = threading.Thread(target=server.serve_until_stopped, name="test-server")
     thread.start()
+    served = Served(url_of(place), server, thread, metrics, app.state.hall)
     try:
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield Served(url_of(place), server, metrics, app.state.hall)
+        yield served
     finally:
-        server.stop()
-        thread.join(60)
-        assert not thread.is_alive()
+        served.stop()
+        served.ended()

@@ -10,22 +10,21 @@ from typing import Any
 
 import httpx
 import pytest
-from served import Served, serving
-from standin import SimpleService
+from served import Served, listening
 
 from blend.errors import ConfigError
-from blend.model.decoder import Decoder
 from blend.serve.door.log import LOG
 from blend.serve.tenants import Tenants, read_keys
 
-BODY = {"model": "tiny", "messages": [{"role": "user", "content": "a secret of mine"}], "max_tokens": 2}
+BODY = {"messages": [{"role": "user", "content": "a secret of mine"}], "max_tokens": 2}
 CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def locked(tiny: Decoder) -> Iterator[Served]:
-    with serving(SimpleService(tiny), Tenants([("common", ""), ("anns", "ann"), ("bobs", "bob")])) as found:
+def locked(served: Served) -> Iterator[Served]:
+    with listening(served.hall.service, Tenants([("common", ""), ("anns", "ann"), ("bobs", "bob")])) as found:
         yield found
+        found.hall.service = None  # the other server's
 
 
 def post(served: Served, key: str | None = None, **headers: str) -> httpx.Response:
@@ -110,20 +109,22 @@ def test_a_file_of_keys_that_is_none(tmp_path: Path, text: str, told: str) -> No
         Tenants([("same", "ann"), ("same", "bob")])
 
 
-def test_health_and_readiness(tiny: Decoder) -> None:
-    with serving(None) as served:
+def test_health_and_readiness(served: Served) -> None:
+    service = served.hall.service
+    with listening(None) as served:
         assert httpx.get(f"{served.url}/health").status_code == 200
         for response in (httpx.get(f"{served.url}/ready"), post(served), httpx.get(f"{served.url}/v1/models")):
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "loading"
             assert response.headers["retry-after"]
-        served.hall.service = SimpleService(tiny)
+        served.hall.service = service
         assert httpx.get(f"{served.url}/ready").status_code == 200
         assert post(served).status_code == 200
         served.hall.closing = True
         for response in (httpx.get(f"{served.url}/ready"), post(served)):
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "shutting_down"
+        served.hall.service = None
 
 
 def test_what_is_counted(served: Served) -> None:
@@ -173,15 +174,13 @@ def test_the_log_has_nobodys_text(served: Served, caplog: pytest.LogCaptureFixtu
 
 
 def test_a_bug_is_told_without_words_of_anybody(
-    tiny: Decoder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = SimpleService(tiny)
-
     def broken(*given: object) -> None:
         raise KeyError("a secret of mine")
 
-    with serving(service) as served, caplog.at_level(logging.INFO, logger=LOG.name):
-        monkeypatch.setattr(service, "submit", broken)
+    with caplog.at_level(logging.INFO, logger=LOG.name):
+        monkeypatch.setattr(served.hall.service, "submit", broken)
         response = post(served)
         assert response.status_code == 500
         assert response.json()["error"]["type"] == "server_error"

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from served import Served
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
 CHAT = "/v1/chat/completions"
@@ -26,7 +27,7 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 
 
 def ask(http: httpx.Client, **fields: Any) -> httpx.Response:
-    return http.post(CHAT, json={"model": "tiny", "messages": USER, "max_tokens": 2, **fields})
+    return http.post(CHAT, json={"messages": USER, "max_tokens": 2, **fields})
 
 
 UNSUPPORTED = {
@@ -144,17 +145,17 @@ def test_what_is_wrong_is_told_by_its_place(
 @pytest.mark.parametrize(
     "raw",
     [
-        *(b"", b"{", b"null", b"[]", b'"x"', b"{}", b"\xff\xfe{}", b'{"model": "tiny", "model\xff": 1}'),
-        b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}',
-        b'{"model":"tiny","messages":[{"role":"user","content":"\xed\xa0\x80"}]}',
-        b'{"model":"tiny","temperature":NaN,"messages":[{"role":"user","content":"x"}]}',
-        b'{"model":"tiny","temperature":1e999,"messages":[{"role":"user","content":"x"}]}',
-        b'{"model":"tiny","max_tokens":' + b"9" * 9999 + b',"messages":[{"role":"user","content":"x"}]}',
-        b'{"model":"tiny","n":' + b"9" * 9999 + b',"messages":[{"role":"user","content":"x"}]}',
-        b'{"model":"tiny","messages":' + b"[" * 40_000 + b"]" * 40_000 + b"}",
+        *(b"", b"{", b"null", b"[]", b'"x"', b"{}", b"\xff\xfe{}", b'{"model\xff": 1}'),
+        b'{"messages":[{"role":"user","content":"\\ud800"}]}',
+        b'{"messages":[{"role":"user","content":"\xed\xa0\x80"}]}',
+        b'{"temperature":NaN,"messages":[{"role":"user","content":"x"}]}',
+        b'{"temperature":1e999,"messages":[{"role":"user","content":"x"}]}',
+        b'{"max_tokens":' + b"9" * 9999 + b',"messages":[{"role":"user","content":"x"}]}',
+        b'{"n":' + b"9" * 9999 + b',"messages":[{"role":"user","content":"x"}]}',
+        b'{"messages":' + b"[" * 40_000 + b"]" * 40_000 + b"}",
         b'{"a":' * 15_000 + b"1" + b"}" * 15_000,
         b'{"model":"' + b"m" * 90_000 + b'","messages":[{"role":"user","content":"x"}]}',
-        b'{"' + b"f" * 90_000 + b'":1,"model":"tiny","messages":[{"role":"user","content":"x"}]}',
+        b'{"' + b"f" * 90_000 + b'":1,"messages":[{"role":"user","content":"x"}]}',
     ],
     ids=lambda raw: str(raw[:30]),
 )
@@ -171,20 +172,21 @@ JSON = st.recursive(
 FIELDS = ("model", "messages", "max_tokens", "stop", "kvblend", "documents", "stream", "n", "logprobs", "metadata", "x")
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(fields=st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=3))
 def test_any_json_is_answered_or_refused(http: httpx.Client, fields: dict[str, Any]) -> None:
-    raw = json.dumps({"model": "tiny", "messages": USER, "max_tokens": 1, **fields})
+    raw = json.dumps({"messages": USER, "max_tokens": 1, **fields})
     response = http.post(CHAT, content=raw.encode("utf-8", "surrogatepass"))
     if response.status_code != 200:
         error_of(response, 404 if response.status_code == 404 else 400)
 
 
-def test_the_model_must_be_one_that_there_is(http: httpx.Client) -> None:
-    for name in ("gpt-5", "tiny+corpus", "tiny+corpus:x", "TINY", "tin"):
+def test_the_model_must_be_one_that_there_is(http: httpx.Client, served: Served) -> None:
+    mine = served.model
+    for name in ("gpt-5", f"{mine}+corpus:x", f"{mine}+corpus:", mine.upper(), mine[:-1], f"{mine}+"):
         error = error_of(ask(http, model=name), 404)
         assert (error["code"], error["param"]) == ("model_not_found", "model")
-        assert error["message"].endswith("there are: tiny")
+        assert error["message"].endswith(f"there are: {mine}, {mine}+corpus")
 
 
 def test_paths_and_methods_that_are_none(http: httpx.Client) -> None:
@@ -196,7 +198,7 @@ def test_paths_and_methods_that_are_none(http: httpx.Client) -> None:
 
 
 def test_bodies_beyond_the_limit(http: httpx.Client) -> None:
-    large = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x " * 80_000}]}).encode()
+    large = json.dumps({"messages": [{"role": "user", "content": "x " * 80_000}]}).encode()
     assert error_of(http.post(CHAT, content=large), 413)["code"] == "body_too_large"
     parts = (large[start : start + 1000] for start in range(0, len(large), 1000))
     assert error_of(http.post(CHAT, content=parts), 413)["code"] == "body_too_large"

@@ -6,22 +6,19 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
-from served import Served, serving
-from standin import SimpleService
-
-from blend.model.decoder import Decoder
+from served import Served
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
 CHAT = "/v1/chat/completions"
 
 
 def body(**fields: Any) -> dict[str, Any]:
-    return {"model": "tiny", "messages": USER, "max_tokens": 4, "stream": True, **fields}
+    return {"messages": USER, "max_tokens": 4, "stream": True, **fields}
 
 
 def events(lines: Iterator[str]) -> list[Any]:
@@ -88,7 +85,7 @@ def test_log_probabilities_are_the_same_streamed_and_whole(http: httpx.Client) -
 
 
 def test_text_completions(http: httpx.Client) -> None:
-    asked = {"model": "tiny", "prompt": ["The harbour"], "max_tokens": 4, "logprobs": 2}
+    asked = {"prompt": ["The harbour"], "max_tokens": 4, "logprobs": 2}
     whole = http.post("/v1/completions", json=asked).json()
     choice = whole["choices"][0]
     assert whole["object"] == "text_completion"
@@ -117,68 +114,70 @@ def test_who_leaves_is_answered_no_further(served: Served, stream: bool) -> None
     assert b'finished_reason="cancelled"' in served.metrics.page(None)
 
 
-def test_a_silent_stream_is_kept_alive(tiny: Decoder) -> None:
-    with serving(SimpleService(tiny, most_running=1), keep_alive_s=0.05) as served:
-        connection, first = long_answer(served.url)
-        waiting, lines = long_answer(served.url)
-        with connection, first, waiting, lines:
-            seen = [lines.readline() for _ in range(40)]
-        until_idle(served)
+def test_a_silent_stream_is_kept_alive(serve: Callable[..., Served]) -> None:
+    served = serve({"keep_alive_s": 0.05}, most_running=1)
+    connection, first = long_answer(served.url)
+    waiting, lines = long_answer(served.url)
+    with connection, first, waiting, lines:
+        seen = [lines.readline() for _ in range(40)]
+    until_idle(served)
     assert b": keep-alive\n" in seen
     assert seen[0] == b"HTTP/1.1 200 OK\r\n"
 
 
-def test_what_comes_too_late_is_said_so(tiny: Decoder) -> None:
+def test_what_comes_too_late_is_said_so(serve: Callable[..., Served]) -> None:
     late = {"kvblend": {"deadline_s": 0.05}}
-    with serving(SimpleService(tiny, most_running=1)) as served:
-        connection, lines = long_answer(served.url)
-        with connection, lines, httpx.Client(base_url=served.url, timeout=60) as http:
-            while b"content" not in lines.readline():
-                pass
-            for stream in (False, True):
-                response = http.post(CHAT, json=body(stream=stream, **late))
-                assert response.status_code == 504
-                assert response.json()["error"]["code"] == "deadline_exceeded"
-        until_idle(served)
-    with serving(SimpleService(tiny, most_running=1), keep_alive_s=0.01) as served:
-        connection, lines = long_answer(served.url)
-        with connection, lines, httpx.Client(base_url=served.url, timeout=60) as http:
-            while b"content" not in lines.readline():
-                pass
-            with http.stream("POST", CHAT, json=body(kvblend={"deadline_s": 0.2})) as response:
-                assert response.status_code == 200, "it had begun"
-                assert [one["error"]["code"] for one in events(response.iter_lines())] == ["deadline_exceeded"]
-
-
-def test_a_full_queue_tells_when_to_come_again(tiny: Decoder) -> None:
-    with serving(SimpleService(tiny, most_running=1, most_waiting=1)) as served:
-        running, lines = long_answer(served.url)
+    served = serve(most_running=1)
+    connection, lines = long_answer(served.url)
+    with connection, lines, httpx.Client(base_url=served.url, timeout=60) as http:
         while b"content" not in lines.readline():
             pass
-        waiting, more = long_answer(served.url)
-        while served.hall.service.engine.holding().waiting == 0:
-            time.sleep(0.005)
-        with running, lines, waiting, more:
-            refused = httpx.post(f"{served.url}{CHAT}", json=body(), timeout=60)
-        assert refused.status_code == 429
-        assert int(refused.headers["retry-after"]) >= 1
-        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        for stream in (False, True):
+            response = http.post(CHAT, json=body(stream=stream, **late))
+            assert response.status_code == 504
+            assert response.json()["error"]["code"] == "deadline_exceeded"
+
+
+def test_what_comes_too_late_is_said_so_in_a_stream_that_has_begun(serve: Callable[..., Served]) -> None:
+    served = serve({"keep_alive_s": 0.01}, most_running=1)
+    connection, lines = long_answer(served.url)
+    with connection, lines, httpx.Client(base_url=served.url, timeout=60) as http:
+        while b"content" not in lines.readline():
+            pass
+        with http.stream("POST", CHAT, json=body(kvblend={"deadline_s": 0.2})) as response:
+            assert response.status_code == 200
+            assert [one["error"]["code"] for one in events(response.iter_lines())] == ["deadline_exceeded"]
+
+
+def test_a_full_queue_tells_when_to_come_again(serve: Callable[..., Served]) -> None:
+    served = serve(most_running=1, most_waiting=1)
+    running, lines = long_answer(served.url)
+    while b"content" not in lines.readline():
+        pass
+    waiting, more = long_answer(served.url)
+    while served.hall.service.engine.holding().waiting == 0:
+        time.sleep(0.005)
+    with running, lines, waiting, more:
+        refused = httpx.post(f"{served.url}{CHAT}", json=body(), timeout=60)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
 
 
 @pytest.mark.parametrize(("grace_s", "ends"), [(60.0, "[DONE]"), (0.0, "shutting_down")])
-def test_the_end_of_a_server(tiny: Decoder, grace_s: float, ends: str) -> None:
+def test_the_end_of_a_server(serve: Callable[..., Served], grace_s: float, ends: str) -> None:
     before = set(threading.enumerate())
-    with serving(SimpleService(tiny), grace_s=grace_s) as served, httpx.Client(timeout=60) as http:
-        tokens = 60 if grace_s else 4000
-        with http.stream("POST", f"{served.url}{CHAT}", json=body(max_tokens=tokens)) as response:
-            lines = response.iter_lines()
-            assert next(lines).startswith("data: ")
-            served.server.stop()
-            found = events(lines)
-        if grace_s:
-            assert found[-1]["choices"][0]["finish_reason"] == "length"
-        else:
-            assert found[-1]["error"]["code"] == ends
+    served = serve({"grace_s": grace_s})
+    with httpx.stream("POST", f"{served.url}{CHAT}", json=body(max_tokens=60 if grace_s else 3500)) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        served.stop()
+        found = events(lines)
+    if grace_s:
+        assert found[-1]["choices"][0]["finish_reason"] == "length"
+    else:
+        assert found[-1]["error"]["code"] == ends
+    served.ended()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{served.url}/health")
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("kvblend")]

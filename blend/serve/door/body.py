@@ -33,7 +33,8 @@ def limited(request: Request, limits: DoorLimits) -> Receive:
         message = await _within(request.receive, until)
         taken += len(message.get("body", b""))
         if over or taken > limits.body_bytes:
-            await _read_on(request.receive, limits.body_bytes * _READ_ON)
+            if message.get("more_body", False):
+                await _read_on(request.receive, limits.body_bytes * _READ_ON)
             raise refuse(
                 f"the body is larger than {limits.body_bytes:,} bytes, all that a request may bring",
                 *(None, "body_too_large", 413),

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 class DoorLimits:
     """How much one request may bring, and how long it may take to.
 
-    upload_bytes: of a request that adds documents. answer_tokens, top_k: of an answer, and of chunks to retrieve, where the request does not say. body_s: seconds in which a body must have come. keep_alive_s:
-    after so many seconds of silence a stream gets a comment, so that nobody between takes it for dead. any_host: whether who
-    brings no key may call the server by any name.
+    upload_bytes: of a request that adds documents. answer_tokens, top_k: of an answer, and of chunks to retrieve, where the
+    request does not say. body_s: seconds in which a body must have come. keep_alive_s: after so many seconds of silence a
+    stream gets a comment, so that nobody between takes it for dead. any_host: whether who brings no key may call the server
+    by any name.
     """
 
     body_bytes: int = 16 << 20

@@ -106,7 +106,8 @@ class StreamOptions(Body):
 class Common(Body):
     """What both kinds of completions take.
 
-    model: the decoder itself where there is none. user, metadata, safety_identifier: the client's own notes; nothing depends on them.
+    model: the decoder itself where there is none. user, metadata, safety_identifier: the client's own notes; nothing depends
+    on them.
     """
 
     model: Name | None = None
