@@ -150,6 +150,11 @@ class Engine(Protocol):
         Raises `PromptError` when it can never run, `QueueFullError` when too many wait.
         """
 
+    @property
+    def alive(self) -> bool:
+        """Whether answers can still come."""
+        ...
+
     def holding(self) -> Holding:
         """What it is busy with now."""
 
