@@ -100,7 +100,7 @@ DOORS = {
         "blend.weights",
         "retrieval.embedders.sentence",
     },
-    "retrieval": {"blend.rag", "blend.precompute", "blend.indexing", "blend.cli"},
+    "retrieval": {"blend.rag", "blend.precompute", "blend.indexing", "blend.serve", "blend.cli"},
     "faiss": {"retrieval.index"},
     "sentence_transformers": {"retrieval.embedders.sentence"},
     "triton": {"blend_kernels"},
