@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
@@ -103,7 +104,7 @@ class LackingCaches:
         """The next caches to compute, which are then under way; none while others are."""
         if self._under_way:
             return []
-        found = list(self._lacking)[:PIECE]
+        found = list(islice(self._lacking, PIECE))
         self._under_way = set(found)
         return found
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from blend.chunks.library import Tokens, Variant
 from blend.errors import ConfigError, StoreError
-from blend.serve.caching import Compute, Computing, DocumentState, Finished, LackingCaches, first_line
+from blend.serve.cache_feeder import CacheFeeder, Calibrate
+from blend.serve.caching import Compute, DocumentState, first_line
 from blend.serve.corpus_keeper import CorpusKeeper
 from blend.serve.spool import Spool
 from blend.serve.uploads import Upload, part_of, read
@@ -19,9 +20,6 @@ from retrieval.errors import DocumentsError
 MOST_AT_ONCE, MOST_BYTES_AT_ONCE = 16, 64 << 20  # that go into the index together
 RETRY_S = 30.0  # until what a store refused is tried again
 MOST_FAILED = 1000  # that are remembered
-
-Calibrate = Callable[[Sequence[Tokens], bool], object]
-"""Measures the KV corrections on these chunks: those that are lacking, or all of them anew."""
 
 
 class ClosingError(Exception):
@@ -50,13 +48,10 @@ class CorpusWorker:
     def __init__(
         self, keeper: CorpusKeeper, spool: Spool, compute: Compute, calibrate: Calibrate | None, limit: int
     ) -> None:
-        self._keeper, self._spool, self._compute, self._calibrate = keeper, spool, compute, calibrate
-        self._limit = limit
-        self._handle: Computing = Finished()
-        self._strays: list[Tokens] = []
-        self._computed, self._settled, self._look, self._closed = 0, True, True, False
+        self._keeper, self._spool, self._limit = keeper, spool, limit
+        self._look, self._busy, self._closed = True, False, False
         self.changed = threading.Condition()
-        self.caches = LackingCaches()
+        self.caches = CacheFeeder(keeper, compute, calibrate, self.changed)
         self.tasks = deque(Task(number, *spool.head(number)) for number in spool.numbers())
         self.failed: dict[str, str] = {}
         self.problem = ""
@@ -79,15 +74,14 @@ class CorpusWorker:
     @property
     def quiet(self) -> bool:
         """Whether everything is in the index and everything computed, as far as it can be."""
-        return not (self.tasks or self._look or self._strays) and self.caches.complete and self._settled
+        return self.caches.quiet and not (self.tasks or self._look or self._busy)
 
     def close(self) -> None:
         """End the thread; what it has not done waits on disk."""
         with self.changed:
             self._closed = True
-            handle = self._handle
             self.changed.notify_all()
-        handle.cancel()
+        self.caches.cancel()
         self._thread.join()
 
     def _run(self) -> None:
@@ -99,28 +93,31 @@ class CorpusWorker:
                 if not on_time:
                     self.caches.retry()
                     self._look = self._look or bool(self.problem)
-                batch = list(self._batch())
+                batch, looking = list(self._batch()), self._look
+                self._look, self._busy = looking and bool(batch), True
             try:
-                self._step(batch)
+                self._step(batch, looking)
+                problem = None
             except ClosingError:
                 return
             except Exception as error:  # a store or a disk that is down; no document is the worse for it
-                self._fell(error)
+                problem = first_line(error)
+            with self.changed:
+                self.problem, self._busy = self.problem if problem is None else problem, False
+                self.changed.notify_all()
 
     def _due(self) -> bool:
-        waiting = bool(self.tasks or self._strays or self._look or self._closed)
-        return waiting or (self.caches.idle and not (self.caches.complete and self._settled))
+        return bool(self.tasks or self._look or self._closed) or self.caches.due
 
-    def _step(self, batch: Sequence[Task]) -> None:
+    def _step(self, batch: Sequence[Task], looking: bool) -> None:
         """One thing, the most urgent first: what is indexed can be asked for."""
         if batch:
             self._take(batch)
-        elif self._look:
-            self._look_at_index()
-        elif self._strays:
-            self._forget()
+        elif looking:
+            if self._keeper.documents() or self._spool.gone():
+                self._apply((), ())
         else:
-            self._hand_over()
+            self.caches.step()
 
     def _batch(self) -> Iterator[Task]:
         """The first tasks, as many as may go together."""
@@ -182,78 +179,13 @@ class CorpusWorker:
         return {one.id: one for one in found}
 
     def _apply(self, documents: Sequence[Document], removed: Sequence[str]) -> None:
-        chunks, prepared = self._keeper.apply(documents, removed, self._going_on)
-        with self.changed:
-            stale = self.caches.replace(prepared.library, chunks, prepared.wanted, prepared.missing)
-            self._settled, self._look, self.problem = False, False, ""
-            self.changed.notify_all()
-        if stale:
-            self._handle.cancel()
+        applied = self._keeper.apply(documents, removed, self._going_on)
+        self.caches.replace(applied)
         try:
-            self._forget()
-        except StoreError as error:  # the spool knows them, and the index is as it is to be
-            self._fell(error)
-
-    def _fell(self, error: Exception) -> None:
-        with self.changed:
+            self.caches.forget()
+            self.problem = ""
+        except StoreError as error:  # the spool knows what is to go, and the index is as it is to be
             self.problem = first_line(error)
-            self.changed.notify_all()
-
-    def _look_at_index(self) -> None:
-        with self.changed:
-            self._look = False
-        if self._keeper.documents() or self._spool.gone():
-            self._apply((), ())
-        with self.changed:
-            self.changed.notify_all()
-
-    def _forget(self) -> None:
-        """Remove the caches of what went, also those that were computed meanwhile."""
-        with self.changed:
-            strays, self._strays = self._strays, []
-            library, current = self.caches.library, self.caches.chunks
-        if library is not None:
-            self._keeper.forget(strays, library, current)
-
-    def _hand_over(self) -> None:
-        """Have the next caches computed; when all are there, see to what depends on them."""
-        with self.changed:
-            piece, library = self.caches.piece(), self.caches.library
-        if library is None:
-            return
-        if not piece:
-            self._settle()
-            return
-        try:
-            handle = self._compute(library, piece, self._on_done)
-        except Exception as error:  # whoever computes takes nothing in, or has ended
-            for one in piece:
-                self._on_done(one, error)
-        else:
-            with self.changed:
-                self._handle = handle
-
-    def _on_done(self, one: Variant, error: Exception | None) -> None:
-        with self.changed:
-            self._computed += error is None
-            if not self.caches.done(one, error):
-                self._strays.append(one.chunk)
-            self.changed.notify_all()
-
-    def _settle(self) -> None:
-        """All caches are there: remove those that are to make room for them, measure what is measured on them."""
-        with self.changed:
-            library, current = self.caches.library, self.caches.chunks
-            anew, self._computed = 2 * self._computed > self.caches.count, 0
-        assert library is not None
-        try:
-            self._keeper.remove_spare(library, current)
-            if self._calibrate is not None:
-                self._calibrate(current, anew)
-        finally:
-            with self.changed:
-                self._settled = True
-                self.changed.notify_all()
 
     def _going_on(self, stage: str, done: int, total: int) -> None:
         if self._closed:
@@ -274,7 +206,8 @@ class CorpusWorker:
 
     def _finish(self, task: Task, error: Exception | None = None) -> None:
         """An upload is in the index, or never will be."""
-        self._spool.remove(task.number)
+        with suppress(OSError):  # a folder that cannot be written: then the next process does it again, to the same end
+            self._spool.remove(task.number)
         name, leaving = task.upload.id, task.upload.kind == "delete"
         if error is not None and not leaving:
             self._note(name, first_line(error))

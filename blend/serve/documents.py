@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import ConfigError
 from blend.serve.ask import GivenDocument
+from blend.serve.cache_feeder import Calibrate
 from blend.serve.caching import Compute, DocumentState, compute_here
 from blend.serve.corpus_keeper import CorpusKeeper, current_index
-from blend.serve.corpus_worker import Calibrate, CorpusWorker, Task
+from blend.serve.corpus_worker import CorpusWorker, Task
 from blend.serve.spool import Spool
 from blend.serve.uploads import DocumentLimits, Upload, UploadedFile, UploadsFullError, checked, part_of, safe_id
 

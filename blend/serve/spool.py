@@ -45,19 +45,27 @@ class Spool:
 
     def head(self, number: int) -> tuple[Upload, int]:
         """What waits under a number, without its bytes, and how many these are."""
-        with self._path(number).open("rb") as file:
+        path = self._path(number)
+        with path.open("rb") as file:
             line = file.readline()
-            return Upload(**json.loads(line)), file.seek(0, os.SEEK_END) - len(line)
+            nbytes = file.seek(0, os.SEEK_END) - len(line)
+        try:
+            return _parsed(line), nbytes
+        except StoreError:  # as taking it will say
+            return Upload("file", path.name), nbytes
 
     def take(self, number: int) -> Upload:
-        """All of it, to be worked upon. Raises `StoreError` for one at which the process has ended again and again."""
+        """All of it, to be worked upon.
+
+        Raises `StoreError` for one that is damaged, or at which the process has ended again and again.
+        """
         path = self._path(number)
         tries = int(path.stem[-1]) + 1
         if tries > MOST_TRIES:
-            raise StoreError(f"given up: the process ended {MOST_TRIES} times while it was read")
+            raise StoreError(f"given up: the process ended {MOST_TRIES} times while it was read or indexed")
         path = path.rename(path.with_name(f"{number:012}-{tries}.upload"))
         head, _, data = path.read_bytes().partition(b"\n")
-        return Upload(**json.loads(head))._replace(data=data)
+        return _parsed(head)._replace(data=data)
 
     def put_back(self, number: int) -> None:
         """Taken in vain, by nobody's fault."""
@@ -72,7 +80,7 @@ class Spool:
         """Chunks that left the index and whose caches may be there still."""
         try:
             return [tuple(ids) for ids in json.loads((self.folder / "gone.json").read_bytes())]
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # a disk that damaged it: nothing says what else there was
             return []
 
     def write_gone(self, chunks: Collection[Tokens]) -> None:
@@ -97,3 +105,10 @@ class Spool:
             return {}
         named = ((_NAME.fullmatch(path.name), path) for path in self.folder.iterdir())
         return {int(name[1]): path for name, path in named if name}
+
+
+def _parsed(line: bytes) -> Upload:
+    try:
+        return Upload(**json.loads(line))
+    except (ValueError, TypeError):
+        raise StoreError("what was kept of it is damaged: hand it in again") from None

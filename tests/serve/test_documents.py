@@ -419,53 +419,39 @@ from rooms import room, page
 from blend.serve.caching import compute_here
 from blend.serve.documents import Documents
 
+count = 0
+
 def slowly(library, wanted, on_done):
+    global count
     for one in wanted:
         compute_here(library, [one], on_done)
-        print("computed", flush=True)
+        count += 1
         time.sleep(0.05)
     return compute_here(library, [], on_done)
 
 documents = Documents(room(Path(sys.argv[1]), Path(sys.argv[2])), slowly)
 documents.add([page(topic, 24) for topic in ("harbour", "mill")])
+while count < 5:
+    time.sleep(0.01)
 documents.add([page("quarry", 24)])
 print("taken", flush=True)
 documents.wait(120)
 """
 
 
-@pytest.fixture
-def killed(rag: Rag, model: Path) -> Callable[[str, int], None]:
-    """Kills a process that adds three documents after so many lines of a kind."""
-
-    def run(line: str, count: int) -> None:
-        root = Path(__file__).parents[2]
-        env = {
-            **os.environ,
-            "PYTHONPATH": f"{root}:{root / 'kernels'}:{root / 'tests' / 'serve'}",
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-c", _PROGRAM, str(rag.root), str(model)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
-            assert process.stdout is not None
-            for read in process.stdout:
-                count -= read.strip() == line
-                if not count:
-                    process.send_signal(signal.SIGKILL)
-                    break
-            assert not count
-        assert process.returncode == -signal.SIGKILL
-
-    return run
-
-
-@pytest.mark.parametrize(("line", "count"), [("taken", 1), ("computed", 5)])
-def test_a_killed_process_goes_on_where_it_was(
-    rag: Rag, make: Callable[..., Documents], killed: Callable[[str, int], None], line: str, count: int
-) -> None:
-    killed(line, count)
-    stored = _caches(rag)
-    engine = Engine()
+def test_a_killed_process_goes_on_where_it_was(rag: Rag, model: Path, make: Callable[..., Documents]) -> None:
+    """Two documents are in the index and some of their caches are there, a third one waits."""
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": f"{root}:{root / 'kernels'}:{root / 'tests' / 'serve'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _PROGRAM, str(rag.root), str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "taken\n"
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert _ids(rag) == {"harbour.md", "mill.md"}
+    stored, engine = _caches(rag), Engine()
+    assert stored >= 5
     engine.go.set()
     documents = make(compute=engine)
     assert documents.wait(LAST_S)
@@ -492,10 +478,49 @@ def test_what_waits_is_for_its_owner_alone_and_half_of_it_is_nothing(rag: Rag, m
     assert (_left(rag), seen) == ([], {0o700})
 
 
+def test_caches_of_what_went_go_even_if_the_process_ends_before(
+    rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = make()
+    documents.add([page("harbour", 4), page("mill", 4)])
+    assert documents.wait(LAST_S)
+    before = _caches(rag)
+
+    def down(*arguments: object) -> None:
+        raise StoreError("the store is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rag.store), "delete", down)
+        assert documents.delete("harbour.md")
+        assert (_ids(rag), documents.problem) == ({"mill.md"}, "the store is down")
+        documents.close()
+    assert _caches(rag) == before
+    assert make().wait(LAST_S)
+    assert _caches(rag) == before // 2
+    assert _left(rag) == []
+
+
+def test_what_ends_the_process_again_and_again_is_given_up(rag: Rag, make: Callable[..., Documents]) -> None:
+    incoming = rag.index_dir.parent / "incoming"
+    incoming.mkdir(parents=True)
+    head = b'{"kind": "text", "id": "%s", "title": "T"}\nThe harbour.'
+    (incoming / "000000000007-5.upload").write_bytes(head % b"deadly")
+    (incoming / "000000000008-4.upload").write_bytes(head % b"unlucky")
+    (incoming / "000000000009-0.upload").write_bytes(b"damaged")
+    documents = make()
+    assert documents.wait(LAST_S)
+    found = {one.id: (one.state, one.reason) for one in documents.listing()}
+    assert found["unlucky"] == ("ready", "")
+    assert found["deadly"][0] == found["000000000009-0.upload"][0] == "failed"
+    assert "given up" in found["deadly"][1]
+    assert "hand it in again" in found["000000000009-0.upload"][1]
+    assert _left(rag) == []
+
+
 def test_a_closed_room_has_no_thread_left(make: Callable[..., Documents]) -> None:
     before = threading.active_count()
     documents = make()
-    documents.add([page("harbour", 200)])
+    documents.add([page("harbour", 60)])
     documents.close()
     assert threading.active_count() == before
     again = make()
