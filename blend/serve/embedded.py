@@ -18,7 +18,8 @@ import torch
 from blend.errors import PromptError
 from blend.model.few_rows import MOST_ROWS
 from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
-from blend.serve.encoding import Encoding, OnDone, nobody_waits
+from blend.serve.caching import OnDone
+from blend.serve.encoding import Encoding, nobody_waits
 from blend.serve.engine import Event, Holding, QueueFullError, Work
 from blend.serve.job import Job
 from blend.serve.prefixes import Prefixes

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from blend.model.rows import RowRequest, Steps
+from blend.serve.caching import OnDone
 
 if TYPE_CHECKING:
     import torch
 
     from blend.chunks.library import ChunkLibrary, Variant
     from blend.types import ChunkCache
-
-OnDone = Callable[["Variant", Exception | None], None]
-"""Called for each cache when it is stored, or with the error that it ended in. It must not wait."""
 
 
 def nobody_waits(wanted: Variant, error: Exception | None) -> None:

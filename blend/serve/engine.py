@@ -150,12 +150,13 @@ class Engine(Protocol):
         Raises `PromptError` when it can never run, `QueueFullError` when too many wait.
         """
 
-    def holding(self) -> Holding:
-        """What it is busy with now."""
-
     @property
     def alive(self) -> bool:
-        """Whether it can answer: false once it has ended, however it did."""
+        """Whether answers can still come."""
+        ...
+
+    def holding(self) -> Holding:
+        """What it is busy with now."""
 
     def close(self, finish_s: float = 0.0) -> None:
         """Take nothing in any more; finish what runs if that takes no longer than `finish_s`, and end the rest."""

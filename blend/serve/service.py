@@ -81,6 +81,11 @@ class Service:
                 self._rooms[tenant] = Room(rag, self._learn_budget)
             return self._rooms[tenant]
 
+    @property
+    def alive(self) -> bool:
+        """Whether answers can still come: the engine runs."""
+        return self.engine.alive
+
     def corpora(self, tenant: str) -> tuple[str, ...]:
         """Names of a tenant's corpora; "" is the one without a name."""
         return self.room(tenant).corpora

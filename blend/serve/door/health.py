@@ -14,7 +14,7 @@ from blend.serve.door.hall import hall_of
 async def health(request: Request) -> Response:
     """GET /health: 200 while the process lives and its engine runs."""
     service = hall_of(request).service
-    alive = service is None or service.engine.alive
+    alive = service is None or service.alive
     return json_response({"status": "ok" if alive else "failed"}, 200 if alive else 503)
 
 
