@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from blend.serve.door import completions, health, models, pages
+from blend.serve.door import completions, documents, health, models, pages
 from blend.serve.door.errors import refuse
 from blend.serve.door.hall import DoorLimits, Hall
 from blend.serve.door.log import Accounts
@@ -30,6 +30,10 @@ def make_app(service: Service | None, tenants: Tenants, limits: DoorLimits, metr
             Route("/v1/completions", completions.text, methods=["POST"]),
             Route("/v1/models", models.models),
             Route("/v1/models/{model:path}", models.model),
+            Route("/v1/documents", documents.listing),
+            Route("/v1/documents", documents.add, methods=["POST"]),
+            Route("/v1/documents/{id:path}", documents.get),
+            Route("/v1/documents/{id:path}", documents.delete, methods=["DELETE"]),
             Route("/health", health.health),
             Route("/ready", health.ready),
             Route("/metrics", health.metrics),

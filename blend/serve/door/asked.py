@@ -11,7 +11,7 @@ from blend.serve.ask import Ask, GivenDocument, Message
 from blend.serve.door.errors import refuse
 from blend.serve.door.fields import IN_MESSAGES, UNSUPPORTED, body_of, mistake, without
 from blend.serve.door.hall import DoorLimits
-from blend.serve.door.schemas import ChatBody, Common, CompletionBody, DocumentBody, OwnBody
+from blend.serve.door.schemas import ChatBody, Common, CompletionBody, DocumentBody, OwnBody, UploadBody
 from blend.serve.engine import Sampling
 
 _CORPUS = "+corpus"
@@ -101,6 +101,20 @@ def _messages(body: ChatBody | CompletionBody) -> tuple[Message, ...]:
     if isinstance(body, CompletionBody):
         return ()
     return tuple(Message("system" if one.role == "developer" else one.role, one.content) for one in body.messages)
+
+
+def uploads_of(raw: bytes) -> UploadBody:
+    """The documents in a body. Raises `DoorError` for whatever is wrong with it."""
+    try:
+        body = UploadBody.model_validate(body_of(raw))
+    except ValidationError as error:
+        raise mistake(error, UploadBody) from None
+    for number, one in enumerate(body.documents):
+        if one.text is None:
+            raise refuse(
+                f"documents[{number}].text is missing", f"documents[{number}].text", "missing_required_parameter"
+            )
+    return body
 
 
 def _document(number: int, document: DocumentBody) -> GivenDocument:

@@ -9,34 +9,36 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from blend.serve.door.errors import DoorError, ended_early, refuse
-from blend.serve.door.hall import DoorLimits
 
 _READ_ON = 4  # times the limit: who sends a little too much is to read the answer, which he does only after sending
 _READ_ON_S = 5.0
 
 
-async def read(request: Request, limits: DoorLimits) -> bytes:
-    """All of it. Raises `DoorError` when it is too large or does not come."""
-    receive = limited(request, limits)
+async def read(request: Request, most: int, seconds: float) -> bytes:
+    """All of it; see `limited`."""
+    receive = limited(request, most, seconds)
     return b"".join([part async for part in _parts(receive)])
 
 
-def limited(request: Request, limits: DoorLimits) -> Receive:
-    """What receives the request's body as `request.receive` does, and raises `DoorError` when it is too large or too slow."""
-    until = asyncio.get_running_loop().time() + limits.body_s
+def limited(request: Request, most: int, seconds: float) -> Receive:
+    """What receives the request's body as `request.receive` does, and raises `DoorError` when it is too large or too slow.
+
+    most: bytes that it may have. seconds: in which it must come.
+    """
+    until = asyncio.get_running_loop().time() + seconds
     announced = request.headers.get("content-length", "")
-    over = announced.isascii() and announced.isdigit() and len(announced) < 20 and int(announced) > limits.body_bytes
+    over = announced.isascii() and announced.isdigit() and len(announced) < 20 and int(announced) > most
     taken = 0
 
     async def receive() -> Message:
         nonlocal taken
         message = await _within(request.receive, until)
         taken += len(message.get("body", b""))
-        if over or taken > limits.body_bytes:
+        if over or taken > most:
             if message.get("more_body", False):
-                await _read_on(request.receive, limits.body_bytes * _READ_ON)
+                await _read_on(request.receive, most * _READ_ON)
             raise refuse(
-                f"the body is larger than {limits.body_bytes:,} bytes, all that a request may bring",
+                f"the body is larger than {most:,} bytes, all that a request may bring",
                 *(None, "body_too_large", 413),
             )
         return message

@@ -37,7 +37,7 @@ async def text(request: Request) -> Response:
 async def _answer(request: Request, kind: type[ChatBody] | type[CompletionBody]) -> Response:
     hall, tenant, entry = hall_of(request), admitted(request), entry_of(request)
     service = hall.open()
-    raw = await bodies.read(request, hall.limits)
+    raw = await bodies.read(request, hall.limits.body_bytes, hall.limits.body_s)
     conversation = Conversation(request.receive, hall.metrics, entry)
     try:
         body = await run_in_threadpool(_submit, raw, kind, service, hall, tenant, conversation)

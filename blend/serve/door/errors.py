@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from blend.errors import ConfigError, PromptError, StoreError
@@ -71,6 +72,8 @@ def failure_of(error: Exception) -> Failure:
     """What a client is told of an error; see the module."""
     if isinstance(error, DoorError):
         return error.failure
+    if isinstance(error, ClientDisconnect):
+        return ended_early("cancelled")
     if isinstance(error, QueueFullError):
         return Failure(429, str(error), "rate_limit_exceeded", None, "rate_limit_error", error.retry_after_s)
     if isinstance(error, IndexMissingError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 class DoorLimits:
     """How much one request may bring, and how long it may take to.
 
-    upload_bytes: of a request that adds documents. answer_tokens, top_k: of an answer, and of chunks to retrieve, where the
-    request does not say. body_s: seconds in which a body must have come. keep_alive_s: after so many seconds of silence a
-    stream gets a comment, so that nobody between takes it for dead. any_host: whether who brings no key may call the server
-    by any name.
+    upload_bytes, upload_s: of a request that adds documents. corpora: of one tenant. answer_tokens, top_k: of an answer, and
+    of chunks to retrieve, where the request does not say. body_s: seconds in which a body must have come. keep_alive_s: after
+    so many seconds of silence a stream gets a comment, so that nobody between takes it for dead. any_host: whether who
+    brings no key may call the server by any name.
     """
 
     body_bytes: int = 16 << 20
     upload_bytes: int = 64 << 20
+    upload_s: float = 600.0
     documents: int = 64
     messages: int = 1000
+    corpora: int = 64
     answer_tokens: int = ANSWER_TOKENS
     top_k: int = CorpusConfig.top_k
     body_s: float = 60.0
@@ -39,13 +41,18 @@ class DoorLimits:
 
 @dataclass
 class Hall:
-    """Shared by all requests. service: None while it is loading. closing: whether no request is taken any more."""
+    """Shared by all requests.
+
+    service: None while it is loading. closing: whether no request is taken any more. begun: tenants and names of corpora that
+    documents were added to.
+    """
 
     service: Service | None
     tenants: Tenants
     limits: DoorLimits
     metrics: Metrics
     closing: bool = False
+    begun: set[tuple[str, str]] = field(default_factory=set)
 
     def open(self) -> Service:
         """The service. Raises `DoorError` while there is none."""

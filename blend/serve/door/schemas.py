@@ -78,6 +78,13 @@ class DocumentBody(Body):
     text: str | None = None
 
 
+class UploadBody(Body):
+    """POST /v1/documents, as JSON."""
+
+    documents: Annotated[list[DocumentBody], Field(min_length=1)]
+    corpus: str | None = None
+
+
 class RetrieveBody(Body):
     """Chunks of a corpus to be retrieved for the question."""
 
