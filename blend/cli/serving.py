@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blend.cli import options
@@ -12,7 +14,6 @@ from blend.cli.console import note, say
 
 if TYPE_CHECKING:
     from blend.serve.door.hall import Hall
-    from blend.serve.door.server import Server
     from blend.serve.service import Service
     from blend.serve.tenants import Tenants
 
@@ -35,9 +36,9 @@ def serve(given: dict[str, Any], tenants: Tenants) -> None:
     with listen(given["host"], given["port"]) as place:
         log_to_stderr(requests=not given["quiet"])
         app = make_app(None, tenants, limits, Metrics())
-        server = Server(app, place, grace_s=given["grace"])
-        loading = _Loading(given, app.state.hall, server, url_of(place))
-        loading.start()
+        loading = _Loading(given, app.state.hall, url_of(place))
+        server = Server(app, place, grace_s=given["grace"], on_started=loading.start)
+        loading.on_failure = server.stop
         server.serve_until_stopped()
     loading.finish()
 
@@ -45,9 +46,10 @@ def serve(given: dict[str, Any], tenants: Tenants) -> None:
 class _Loading(threading.Thread):
     """Loads the model beside the server, so that who watches it sees that it lives, and a signal ends it at any time."""
 
-    def __init__(self, given: dict[str, Any], hall: Hall, server: Server, url: str) -> None:
+    def __init__(self, given: dict[str, Any], hall: Hall, url: str) -> None:
         super().__init__(name="kvblend-loading", daemon=True)
-        self._given, self._hall, self._server, self._url = given, hall, server, url
+        self._given, self._hall, self._url = given, hall, url
+        self.on_failure: Callable[[], None] = lambda: None
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -62,7 +64,7 @@ class _Loading(threading.Thread):
                 sys.stdout.flush()
         except BaseException as error:  # told by the main thread, which ends the process
             self._error = error
-            self._server.stop()
+            self.on_failure()
 
     def finish(self) -> None:
         """Raise what went wrong; end the process when it is still at it."""
@@ -92,6 +94,8 @@ def _service(given: dict[str, Any]) -> Service:
     )
     learn = 0 if given["no_learn"] else _bytes(given["learn_budget"])
     service = Service(rag, engine, learn_budget=learn, full=given["full"])
+    if Path(given["model"]).is_dir():
+        service.model = Path(given["model"]).resolve().name  # where it lies is nobody's business
     return service
 
 

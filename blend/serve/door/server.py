@@ -8,7 +8,7 @@ import errno
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
@@ -48,10 +48,12 @@ class Server(uvicorn.Server):
     """Serves an application until SIGTERM, SIGINT or `stop`.
 
     Then it takes no more requests, lets the service finish what runs for `grace_s` seconds, and returns; answers that take
-    longer are ended with an error. A second SIGINT ends them at once.
+    longer are ended with an error. A second SIGINT ends them at once. on_started: called when it listens; it must not wait.
     """
 
-    def __init__(self, app: Starlette, place: socket.socket, *, grace_s: float) -> None:
+    def __init__(
+        self, app: Starlette, place: socket.socket, *, grace_s: float, on_started: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -67,7 +69,7 @@ class Server(uvicorn.Server):
         )
         hall = app.state.hall
         assert isinstance(hall, Hall)
-        self._hall, self._place, self._grace_s = hall, place, grace_s
+        self._hall, self._place, self._grace_s, self._on_started = hall, place, grace_s, on_started
 
     def serve_until_stopped(self) -> None:
         """All of it."""
@@ -76,6 +78,11 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """As SIGTERM does; any thread may call it."""
         self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End in good order."""

@@ -1,0 +1,142 @@
+"""`blend serve` as a process: its one line, its answers, its mistakes, its end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from blend_process import Blend, Running, one_line
+
+from blend.cli import blend as group
+from blend.errors import ConfigError
+
+QUESTION = "How many gates does the harbour have?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+
+
+@contextmanager
+def served(blend: Blend, *arguments: str | Path, **options: Any) -> Iterator[tuple[Running, httpx.Client]]:
+    """A server that is ready; it must end well when it is told to."""
+    running = blend.start("serve", "--port", "0", *arguments, **options)
+    running.until(lambda: "\n" in running.out, timeout=120)
+    url = re.fullmatch(r"Ready at (http://127\.0\.0\.1:[0-9]+)\n", running.out)
+    assert url is not None, running.out
+    with httpx.Client(base_url=url[1], timeout=60) as client:
+        yield running, client
+    result = running.send(signal.SIGTERM).wait()
+    assert result.code == 0, result.err
+    assert "Traceback" not in result.err
+    assert result.out.count("\n") == 1
+
+
+def test_it_answers_as_the_command_does(filled: Blend) -> None:
+    told = filled("answer", QUESTION, "--json", "--top-k", "4", "--max-new-tokens", "8", "--dtype", "float32").json
+    with served(filled, "--top-k", "4", "--max-new-tokens", "8", "--dtype", "float32") as (running, http):
+        names = [model["id"] for model in http.get("/v1/models").json()["data"]]
+        assert names == ["tiny", "tiny+corpus"]
+        body = {"model": "tiny+corpus", "messages": MESSAGES}
+        answer = http.post("/v1/chat/completions", json=body, headers={"x-request-id": "abc"}).json()
+        metrics = http.get("/metrics").text
+    assert answer["choices"][0]["message"]["content"].strip() == told["answer"]
+    assert [source["id"] for source in answer["kvblend"]["sources"]] == [chunk["id"] for chunk in told["chunks"]]
+    assert answer["kvblend"]["figures"]["full_s"] > 0
+    assert "kvblend_time_to_first_token_seconds_count 1.0" in metrics
+    logged = [json.loads(line) for line in running.err.splitlines() if line.startswith("{")]
+    assert [line["path"] for line in logged] == ["/v1/models", "/v1/chat/completions", "/metrics"]
+    assert logged[1]["id"] == "abc"
+    assert "gates" not in running.err
+
+
+def test_without_a_corpus_and_without_blending(blend: Blend) -> None:
+    with served(blend, "--full", "-q") as (running, http):
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny"]
+        body = {"messages": MESSAGES, "max_tokens": 2, "documents": [{"text": "The harbour has two gates. " * 20}]}
+        answers = [http.post("/v1/chat/completions", json=body).json() for _ in range(2)]
+        assert [answer["kvblend"]["figures"]["method"] for answer in answers] == ["full"] * 2
+        assert http.post("/v1/chat/completions", json={**body, "kvblend": {"retrieve": {}}}).status_code == 400
+    assert '"path"' not in running.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_runs_is_finished_first(blend: Blend, number: signal.Signals) -> None:
+    with served(blend, "--grace", "60") as (running, http):
+        body = {"messages": MESSAGES, "max_tokens": 60, "stream": True}
+        with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.send(number)
+            found = [line for line in lines if line.startswith("data: ")]
+    assert found[-1] == "data: [DONE]"
+    assert '"finish_reason": "length"' in found[-2]
+
+
+def test_keys_out_of_a_file_and_the_environment(blend: Blend) -> None:
+    keys = blend.folder / "keys"
+    keys.write_text("of-ann ann\n")
+    keys.chmod(0o600)
+    with served(blend, "--api-keys", keys, env={"KVBLEND_API_KEY": "one two"}) as (_, http):
+        status = {
+            key: http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+            for key in ("one", "two", "of-ann", "three")
+        }
+    assert status == {"one": 200, "two": 200, "of-ann": 200, "three": 401}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (("--host", "0.0.0.0"), 2, "give keys with --api-key or --api-keys, or insist with --no-api-key"),
+        (("--api-key", "x", "--no-api-key"), 2, "exclude each other"),
+        (("--api-key", "two words"), 2, "printable ASCII characters without spaces"),
+        (("--api-keys", "nowhere"), 2, "nowhere cannot be read"),
+        (("--host", "nowhere.invalid", "--no-api-key"), 2, "nowhere.invalid is no address of this machine"),
+        (("--port", "70000"), 2, "'--port': 70000 is not a whole number from 0 to 65,535"),
+        (("--model", "/dev"), 2, "holds no model"),
+        (("--store", "/dev/null"), 7, "choose another one with --store"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_mistakes(blend: Blend, arguments: tuple[str, ...], code: int, told: str) -> None:
+    result = blend("serve", "--port", "0", *arguments)
+    assert (result.code, result.out) == (code, "")
+    assert told in one_line(result.err)
+
+
+def test_a_port_that_is_taken(blend: Blend) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        result = blend("serve", "--port", str(other.getsockname()[1]))
+    assert result.code == 2
+    assert "is in use: choose another one with --port" in one_line(result.err)
+    assert "Loading" not in result.err
+
+
+def test_what_cannot_be_loaded_ends_it(blend: Blend) -> None:
+    folder = blend.folder / "broken"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    result = blend("serve", "--port", "0", "--model", folder)
+    assert result.code in (2, 4)
+    one_line(result.err)
+
+
+def test_a_signal_ends_it_while_it_loads(blend: Blend) -> None:
+    running = blend.start("serve", "--port", "0")
+    running.until(lambda: "Loading" in running.err)
+    result = running.send(signal.SIGTERM).wait()
+    assert result.code == 0, result.err
+    assert "Traceback" not in result.err
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ConfigError, match=r"needs uvicorn: pip install 'kvblend\[serve\]'"):
+        group.main(["serve"], standalone_mode=False)

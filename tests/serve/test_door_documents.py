@@ -1,0 +1,155 @@
+"""Documents that come over HTTP while questions are answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from served import Served, listening
+
+from blend.serve.tenants import Tenants
+
+DOCUMENTS, CHAT = "/v1/documents", "/v1/chat/completions"
+DOMES = "The observatory of Kell has nine domes. Its keeper is called Ilse, and she counts stars. " * 3
+
+
+@pytest.fixture
+def mine(serve: Callable[..., Served]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=serve({"upload_bytes": 200_000, "corpora": 3}).url, timeout=60) as client:
+        yield client
+
+
+def prepared(http: httpx.Client, **query: str) -> dict[str, Any]:
+    """All documents by id, when none is on its way any more."""
+    deadline = time.monotonic() + 90
+    while True:
+        response = http.get(DOCUMENTS, params=query)
+        assert response.status_code == 200
+        found = {one["id"]: one for one in response.json()["data"]}
+        if all(one["status"] in ("ready", "failed") for one in found.values()):
+            return found
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+def sources(http: httpx.Client, question: str, **retrieve: Any) -> list[Any]:
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 2, "kvblend": {"retrieve": retrieve}}
+    response = http.post(CHAT, json=body)
+    assert response.status_code == 200, response.text
+    found: list[Any] = response.json()["kvblend"]["sources"]
+    return found
+
+
+def error(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_files_and_texts_are_added_answered_from_and_removed(mine: httpx.Client) -> None:
+    before = prepared(mine)
+    assert len(before) == 8
+    files = [
+        ("file", ("kell.md", f"# Kell\n\n{DOMES}".encode())),
+        ("file", ("notes/Ö.txt", b"The quay has two cranes. " * 9)),
+    ]
+    added = mine.post(DOCUMENTS, files=files)
+    assert added.status_code == 202
+    assert [one["id"] for one in added.json()["data"]] == ["kell.md", "notes/Ö.txt"]
+    assert added.json()["data"][0]["status"] == "queued"
+    text = {"title": "The mill", "text": "The mill of Orr grinds rye on Mondays. " * 6, "id": "mill"}
+    assert mine.post(DOCUMENTS, json={"documents": [text]}).status_code == 202
+    found = prepared(mine)
+    assert set(found) - set(before) == {"kell.md", "notes/Ö.txt", "mill"}
+    assert found["mill"]["title"] == "The mill"
+    assert found["mill"]["status"] == "ready"
+    assert found["mill"]["progress"]["done"] == found["mill"]["progress"]["total"] > 0
+    assert "The mill" in {one["title"] for one in sources(mine, "What does the mill of Orr grind?", top_k=3)}
+    assert mine.get(f"{DOCUMENTS}/notes/Ö.txt").json()["chunks"] >= 1
+    by_id = {"messages": [{"role": "user", "content": "What is it?"}], "max_tokens": 2, "documents": [{"id": "mill"}]}
+    assert {one["title"] for one in mine.post(CHAT, json=by_id).json()["kvblend"]["sources"]} == {"The mill"}
+    gone = mine.delete(f"{DOCUMENTS}/mill")
+    assert gone.json() == {"id": "mill", "object": "document", "deleted": True}
+    assert "The mill" not in {one["title"] for one in sources(mine, "What does the mill of Orr grind?", top_k=3)}
+    assert error(mine.delete(f"{DOCUMENTS}/mill")) == error(mine.get(f"{DOCUMENTS}/mill")) == (404, "not_found")
+    assert mine.post(CHAT, json=by_id).status_code == 400
+
+
+def test_a_corpus_begins_with_its_first_document(mine: httpx.Client) -> None:
+    assert prepared(mine, corpus="kell") == {}
+    assert error(mine.get(f"{DOCUMENTS}/x", params={"corpus": "kell"})) == (404, "not_found")
+    body = {"documents": [{"title": "Domes", "text": DOMES}], "corpus": "kell"}
+    assert mine.post(DOCUMENTS, json=body).status_code == 202
+    assert len(prepared(mine, corpus="kell")) == 1
+    names = [one["id"] for one in mine.get("/v1/models").json()["data"]]
+    assert names[-1].endswith("+corpus:kell")
+    assert {one["title"] for one in sources(mine, "How many domes?", corpus="kell")} == {"Domes"}
+    text = {"text": DOMES}
+    assert (
+        mine.post(DOCUMENTS, params={"corpus": "third"}, files={"file": ("a.txt", b"A sentence. " * 9)}).status_code
+        == 202
+    )
+    refused = mine.post(DOCUMENTS, json={"documents": [text], "corpus": "fourth"})
+    assert error(refused) == (400, "invalid_value")
+    assert "3 corpora" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        {"json": {}},
+        {"json": {"documents": []}},
+        {"json": {"documents": [{"title": "x"}]}},
+        {"json": {"documents": [{"text": " "}]}},
+        {"json": {"documents": [{"text": "x", "url": "http://a"}]}},
+        {"json": {"documents": [{"text": "x"}] * 101}},
+        {"json": {"documents": [{"text": "x"}], "corpus": "../up"}},
+        {"json": {"documents": [{"text": "x"}], "corpus": "a"}, "params": {"corpus": "b"}},
+        {"json": {"documents": [{"text": "x"}]}, "params": {"corpse": "b"}},
+        {"content": b"x"},
+        {"content": b"--a\r\n", "headers": {"content-type": "multipart/form-data; boundary=a"}},
+        {"content": b"--a\r\n", "headers": {"content-type": "multipart/form-data"}},
+        {"files": {"other": ("a.txt", b"x")}},
+        {"files": {"file": ("a.exe", b"x")}},
+        {"files": {"file": ("", b"x")}},
+        {"files": {"corpus": (None, b"a")}},
+        {"files": {"file": ("a.txt", b"x"), "corpus": (None, b"a"), "more": (None, b"b")}},
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_is_no_document_is_refused(http: httpx.Client, request_of: dict[str, Any]) -> None:
+    response = http.post(DOCUMENTS, **request_of)
+    assert response.status_code == 400, response.text
+    assert "\n" not in response.json()["error"]["message"]
+
+
+def test_a_file_that_cannot_be_read_is_told_as_failed(mine: httpx.Client) -> None:
+    assert mine.post(DOCUMENTS, files={"file": ("broken.pdf", b"not a PDF at all")}).status_code == 202
+    status = prepared(mine)["broken.pdf"]
+    assert status["status"] == "failed"
+    assert status["reason"]
+
+
+def test_uploads_have_a_limit_of_their_own(mine: httpx.Client) -> None:
+    files = {"file": ("large.txt", b"word " * 60_000)}
+    assert error(mine.post(DOCUMENTS, files=files)) == (413, "body_too_large")
+    assert error(mine.post(DOCUMENTS, json={"documents": [{"text": "word " * 60_000}]})) == (413, "body_too_large")
+
+
+def test_documents_are_their_tenants_own(served: Served) -> None:
+    with listening(served.hall.service, Tenants([("anns", "ann"), ("bobs", "bob")])) as locked:
+
+        def call(key: str, method: str, path: str = "", **more: Any) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.request(method, f"{locked.url}{DOCUMENTS}{path}", headers=headers, timeout=60, **more)
+
+        added = call("anns", "POST", json={"documents": [{"id": "secret", "text": DOMES}]})
+        assert added.status_code == 202
+        assert [one["id"] for one in call("anns", "GET").json()["data"]] == ["secret"]
+        assert call("bobs", "GET").json()["data"] == []
+        assert call("bobs", "GET", "/secret").status_code == 404
+        assert call("bobs", "DELETE", "/secret").status_code == 404
+        assert call("none", "GET").status_code == 401
+        assert call("anns", "DELETE", "/secret").json()["deleted"]
+        locked.hall.service = None  # the other server's
