@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blend.chunks.deciding import in_copies, remove_spare, with_given_surrogate, with_surrogate, without_surrogate
 from blend.chunks.library import ChunkLibrary, KeysInUse
 from blend.config import CorpusConfig
 from blend.prompt import PromptTemplate, render_chunk
@@ -104,7 +105,7 @@ def precompute(
         library.forget(gone, keep)
     update = update_index(index_dir, chunks, embedder, progress)
     if not quick:
-        library = _with_surrogate(library, ids, template, config, keep).in_copies(one=config.one_copy)
+        library = in_copies(_with_surrogate(library, ids, template, config, keep), one=config.one_copy)
     if library.contextual:
         store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
     wanted = library.quickest(ids) if quick else library.wanted(ids)
@@ -112,7 +113,7 @@ def precompute(
     begin = time.perf_counter()
     tokens = library.compute(missing, progress)
     seconds = time.perf_counter() - begin
-    library.remove_spare(ids, keep)
+    remove_spare(library, ids, keep)
     return Precomputed(
         documents=len({chunk.document_id for chunk in chunks}),
         chunks=len(chunks),
@@ -136,11 +137,11 @@ def _with_surrogate(
     keep: KeysInUse,
 ) -> ChunkLibrary:
     if not config.surrogate_tokens:
-        return library.without_surrogate(keep)
+        return without_surrogate(library, keep)
     if config.surrogate_text:
         given = tuple(template.encode(config.surrogate_text)[: config.surrogate_tokens])
-        return library.with_given_surrogate(given, keep)
-    return library.with_surrogate(ids, config.surrogate_tokens)
+        return with_given_surrogate(library, given, keep)
+    return with_surrogate(library, ids, config.surrogate_tokens)
 
 
 def _keys_of_others(
