@@ -23,6 +23,7 @@ from blend.serve.ask import (
     TokenText,
     TracedToken,
 )
+from blend.serve.budgets import LEARN_BUDGET
 from blend.serve.chat import Turn, question_turns
 from blend.serve.documents import Documents
 from blend.serve.engine import (
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from blend.rag import Rag
     from blend.types import PromptLayout
 
-LEARN_BUDGET = 4 << 30
 _LOOK_S = 0.5
 OnReply = Callable[[Reply], None]
 
