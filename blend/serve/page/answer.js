@@ -1,6 +1,6 @@
 // One answer: its text as it comes, and beneath it what the server says of its prefill.
 
-import { ServerError } from "./api.js";
+import { failureOf } from "./api.js";
 import { announce, count, el, seconds, tell } from "./dom.js";
 import { Prose } from "./prose.js";
 import { sourcesView } from "./sources.js";
@@ -8,16 +8,13 @@ import { timeView } from "./times.js";
 import { tokensView } from "./tokens.js";
 
 const NAMES = { blend: "Blended", full: "Full prefill" };
-const ENDS = {
-  length: "Cut off: the longest answer is set to this many tokens.",
-  deadline: "Given up: the first token was not there in time.",
-  shutdown: "Cut off: the server is shutting down.",
-  cancelled: "Stopped.",
-};
+const CUT = "Cut off: the longest answer is set to this many tokens.";
+const EMPTY = "The model ended its answer at once, without a word.";
 
 export class AnswerView {
-  // method: named above the answer, where two stand side by side.
-  constructor(method) {
+  // compared: two stand side by side and are named; what both have in common stands under the first alone.
+  constructor(method, compared) {
+    this.alone = !compared || method === "blend";
     this.text = "";
     this.error = null;
     this.opened = null;
@@ -30,12 +27,12 @@ export class AnswerView {
     this.more = el("div", { class: "more" });
     // Spoken once it is whole: a voice cannot follow tokens.
     this.spoken = el("div", { class: "spoken", "aria-live": "polite", "aria-busy": "true" }, this.prose.element);
-    const name = method && el("h3", { class: "method" }, NAMES[method]);
-    this.element = el("section", { class: "answer", "aria-label": method ? `Answer, ${NAMES[method]}` : "Answer" }, name, this.wait, this.spoken, this.note, this.facts, this.more);
+    const name = compared && el("h3", { class: "method" }, NAMES[method]);
+    this.element = el("div", { class: "answer", role: "group", "aria-label": compared ? `Answer, ${NAMES[method]}` : "Answer" }, name, this.wait, this.spoken, this.note, this.facts, this.more);
   }
 
   take(event) {
-    if (event.error) throw new ServerError(event.error.message);
+    if (event.error) throw failureOf(event.error);
     if (event.kvblend) this.open(event.kvblend);
     if (event.usage) this.usage = event.usage;
     const [choice] = event.choices ?? [];
@@ -48,7 +45,8 @@ export class AnswerView {
     this.wait.remove();
     this.began = performance.now();
     const { sources = [], figures, trace = [] } = kvblend;
-    this.more.append(timeView(figures), ...sourcesView(sources), ...tokensView(trace, sources));
+    this.more.append(timeView(figures));
+    if (this.alone) this.more.append(...sourcesView(sources), ...tokensView(trace, sources));
     this.tellFacts();
     announce(`Answering after ${seconds(figures.ttft_s)}`);
   }
@@ -75,8 +73,8 @@ export class AnswerView {
 
   close() {
     this.ended = performance.now();
-    if (ENDS[this.reason]) this.remark(ENDS[this.reason]);
-    else if (!this.text) this.remark("The model ended its answer at once, without a word.");
+    if (this.reason === "length") this.remark(CUT);
+    else if (!this.text) this.remark(EMPTY);
     this.finish();
   }
 

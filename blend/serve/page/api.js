@@ -15,32 +15,19 @@ export class ServerError extends Error {
   }
 }
 
-const REMEDIES = {
-  401: "Enter a key that this server knows.",
-  413: "Send less at once.",
-  500: "The server’s log says why.",
-  502: "See whether `blend serve` is running.",
-  503: "Try again in a moment.",
-};
 const UNREACHED = "The server cannot be reached. See whether `blend serve` is running, then try again.";
 
+// "no such corpus; add documents" -> one sentence. The server's own lines say what to do.
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
 
-// "Token limit reached; ask for fewer" -> with a full stop, and the remedy where the server names none.
-function line(message, status, wait) {
-  const remedy = wait ? `Try again in ${Math.ceil(Number(wait)) || 1} s.` : REMEDIES[status];
-  return [message && sentence(message), remedy].filter(Boolean).join(" ") || `The server answered ${status} and gave no reason.`;
-}
+// error: what stands under that name in a body of OpenAI's shape.
+export const failureOf = (error, status = 0) => new ServerError(sentence(error.message), status);
 
 async function refusal(response) {
-  let message = response.statusText;
-  try {
-    const { error } = await response.json();
-    message = error?.message ?? message;
-  } catch {
-    // An answer of something in between, such as a proxy, is no JSON: its status has to do.
-  }
-  return new ServerError(line(message, response.status, response.headers.get("Retry-After")), response.status);
+  // Something in between may have answered, such as a proxy, whose words are no line for a person.
+  const body = await response.json().catch(() => null);
+  if (body?.error?.message) return failureOf(body.error, response.status);
+  return new ServerError(`The server answered ${response.status} ${response.statusText}. See whether \`blend serve\` is running.`, response.status);
 }
 
 // Raises ServerError, and AbortError when `signal` fired.

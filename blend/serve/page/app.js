@@ -6,9 +6,11 @@ import { Documents } from "./documents.js";
 import { announce, byId, tell } from "./dom.js";
 import { Options } from "./options.js";
 
+const RELOAD_MS = 2000;
+
 const options = new Options();
 const documents = new Documents({ corpus: () => options.corpus(), onChange: loadModels, onError: failed });
-const conversation = new Conversation({ options, onBusy: busy, onError: failed });
+const conversation = new Conversation({ options, onBusy: busy, onError: (error) => failed(error, byId("trouble")) });
 
 async function loadModels() {
   options.showModels((await getJson("v1/models")).data.map((model) => model.id));
@@ -22,13 +24,15 @@ async function load() {
     tell(byId("trouble"), "");
   } catch (error) {
     failed(error, byId("trouble"));
+    // 503: the model is loading. The page is there before it.
+    if (error.status === 503) setTimeout(load, RELOAD_MS);
   }
 }
 
 // A key is asked for wherever the server wants one; all else is told where it happened.
 function failed(error, place) {
   if (error.status !== 401) return tell(place, error.message);
-  tell(byId("key-trouble"), key.get() ? error.message : "");
+  tell(byId("key-trouble"), key.get() ? "This server does not know the key. Enter another." : "");
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
   byId("key").select();
 }
@@ -88,7 +92,10 @@ byId("unfold").addEventListener("click", () => {
   byId("unfold").setAttribute("aria-expanded", String(open));
   if (open) byId("side").scrollIntoView();
 });
-byId("corpus").addEventListener("change", () => documents.refresh().catch((error) => failed(error, byId("document-trouble"))));
+byId("corpus").addEventListener("change", () => {
+  options.lock();
+  documents.attempt(() => documents.refresh());
+});
 byId("key-form").addEventListener("submit", () => {
   key.set(byId("key").value.trim());
   byId("key").value = "";

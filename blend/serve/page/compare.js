@@ -2,23 +2,24 @@
 
 import { el, seconds } from "./dom.js";
 
-export function verdict(blended, full) {
+// A line that is there from the start, so that nothing moves when it is filled: {element, tell(blended, full)}.
+export function verdict() {
+  const element = el("p", { class: "verdict", role: "status" }, "Asked twice, one after the other: blended, then with full prefill.");
+  return { element, tell: (blended, full) => element.replaceChildren(...said(blended, full)) };
+}
+
+function said(blended, full) {
   const [fast, slow] = [blended, full].map((view) => view.opened?.figures.ttft_s);
-  if (!fast || !slow) return el("p", { class: "verdict" }, "The server gave no times to compare.");
+  if (!fast || !slow) return [likeness(blended.text, full.text)];
   const times = slow / fast;
   const speed = times >= 1 ? `${times.toFixed(1)} times as fast` : `${(1 / times).toFixed(1)} times as slow`;
-  return el(
-    "p",
-    { class: "verdict", role: "status" },
-    el("b", {}, `${seconds(fast)} instead of ${seconds(slow)}`),
-    ` to the first token: blending was ${speed}. ${likeness(blended.text, full.text)}`,
-  );
+  return [el("b", {}, `${seconds(fast)} instead of ${seconds(slow)}`), ` to the first token: blending was ${speed}. ${likeness(blended.text, full.text)}`];
 }
 
 function likeness(one, other) {
   const [a, b] = [one, other].map((text) => text.trim().split(/\s+/));
-  const same = a.findIndex((word, i) => word !== b[i]);
-  if (same < 0 && a.length === b.length) return "Both answers are the same.";
-  const first = same < 0 ? a.length : same;
-  return first ? `The answers are the same for ${first} ${first === 1 ? "word" : "words"}, then differ.` : "The answers differ from the first word.";
+  const differs = a.findIndex((word, i) => word !== b[i]);
+  if (differs < 0 && a.length === b.length) return "Both answers are the same.";
+  const same = differs < 0 ? a.length : differs;
+  return same ? `The answers are the same for ${same} ${same === 1 ? "word" : "words"}, then differ.` : "The answers differ from the first word.";
 }

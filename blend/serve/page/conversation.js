@@ -53,16 +53,17 @@ export class Conversation {
   async answers(turn, messages, signal) {
     const compared = this.options.compares();
     const place = el("div", { class: "answers" });
-    turn.append(place);
+    const said = compared ? verdict() : null;
+    turn.append(...(said ? [said.element] : []), place);
     const views = [];
     for (const method of compared ? ["blend", "full"] : ["blend"]) {
-      const view = new AnswerView(compared ? method : null);
+      const view = new AnswerView(method, compared);
       views.push(view);
       place.append(view.element);
       await stream(view, this.options.body(messages, method), signal);
       if (view.error || signal.aborted) return views;
     }
-    if (compared) turn.append(verdict(...views));
+    said?.tell(...views);
     return views;
   }
 }

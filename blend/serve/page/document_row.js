@@ -2,10 +2,10 @@
 
 import { announce, count, el } from "./dom.js";
 
-const WORKING = new Set(["queued", "waiting", "pending", "running", "processing", "deleting"]);
+const DONE = new Set(["ready", "failed"]);
 
 export const nameOf = (item) => item.title || item.id;
-export const working = (item) => WORKING.has(item.status);
+export const working = (item) => !DONE.has(item.status);
 
 export class DocumentRow {
   constructor(id, name, onDelete) {
@@ -20,7 +20,7 @@ export class DocumentRow {
 }
 
 function stateOf(item) {
-  if (item.error) return [el("span", { class: "soft bad" }, item.error.message ?? item.error)];
+  if (item.reason) return [el("span", { class: "soft bad" }, item.reason)];
   if (!working(item)) return item.chunks ? [el("span", { class: "soft" }, count(item.chunks, "passage"))] : [];
   if (!item.progress?.total) return [el("span", { class: "soft" }, "waiting")];
   const share = item.progress.done / item.progress.total;

@@ -61,7 +61,7 @@ export class Options {
       temperature: 0,
       stream: true,
       stream_options: { include_usage: true },
-      kvblend: { ...retrieve, method, trace: byId("trace").checked },
+      kvblend: { ...retrieve, method, trace: method === "blend" && byId("trace").checked },
     };
   }
 }

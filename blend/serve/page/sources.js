@@ -15,8 +15,8 @@ export function sourcesView(sources) {
   const hits = sources.filter((source) => source.hit).length;
   return [
     el(
-      "section",
-      { class: "sources", "aria-label": "Sources" },
+      "div",
+      { class: "sources", role: "group", "aria-label": "Sources" },
       el("h3", {}, "Sources ", el("span", { class: "count" }, `${hits} of ${count(sources.length, "stored cache")} found`)),
       el("ol", {}, sources.map(sourceView)),
     ),
@@ -41,7 +41,7 @@ function sourceView(source, index) {
         el("span", { class: source.hit ? "badge hit" : "badge miss" }, source.hit ? "hit" : "miss"),
         el("span", { class: "soft" }, facts.join(" · ")),
       ),
-      el("p", { class: "passage", tabindex: "0", role: "region", "aria-label": `Text of ${title}` }, source.text),
+      el("p", { class: "passage", tabindex: "0", role: "group", "aria-label": `Text of ${title}` }, source.text),
       el("p", { class: "soft" }, source.hit ? "Its cache came out of the store." : "It had no cache in the store and was computed for this answer."),
     ),
   );

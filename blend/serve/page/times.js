@@ -22,8 +22,8 @@ export function timeView(figures) {
   const longest = Math.max(whole, figures.full_s ?? 0);
   const name = figures.method === "full" ? "Full prefill" : "This answer";
   return el(
-    "section",
-    { class: "times", "aria-label": "Where the time went" },
+    "div",
+    { class: "times", role: "group", "aria-label": "Where the time went" },
     el("h3", {}, "Time to the first token ", el("span", { class: "count" }, comparison(figures))),
     row(name, whole, parts, longest),
     figures.method !== "full" && figures.full_s !== null && figures.full_s !== undefined ? row("Full prefill", figures.full_s, [{ name: "full", took: figures.full_s }], longest) : null,
