@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from visitor import Visitor
+from visitor import KEY, Visitor
 
 from tests.cli.blend_process import REPOSITORY, Blend
 from tests.tiny_model import save_tiny_model
 
 TOPICS = ("harbour", "orchard", "glacier", "library")
-KEY = "a-key-for-tests"
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ def test_sources_and_times(visit: Visit) -> None:
     turn = visit().options().answered("How many gates has the harbour?")
     expect(turn.locator(".facts")).to_have_text(re.compile(r"to the first token · \d+ prompt tokens, \d+ computed.* · 24 answer tokens"))
     times = turn.get_by_role("group", name="Where the time went")
-    expect(times.locator(".timed").first).to_contain_text("This answer")
+    expect(times.locator(".timed").first).to_contain_text("Blended")
     assert times.locator(".legend li").count() >= 2
     sources = turn.locator(".sources li")
     expect(sources).to_have_count(3)

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import KEY
 from playwright.sync_api import expect
-from visitor import Visitor
+from visitor import KEY, Visitor
 
 Visit = Callable[..., Visitor]
 HOSTILE = '<img src=x onerror="alert(1)">'

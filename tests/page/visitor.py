@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Request, expect
 
+KEY = "a-key-for-tests"
+
 
 class Visitor:
     """A page that is open at `url`. `leave` tells what went wrong while nobody looked.

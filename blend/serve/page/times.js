@@ -20,7 +20,7 @@ export function timeView(figures) {
   const parts = stagesOf(figures);
   const whole = parts.reduce((sum, part) => sum + part.took, 0);
   const longest = Math.max(whole, figures.full_s ?? 0);
-  const name = figures.method === "full" ? "Full prefill" : "This answer";
+  const name = figures.method === "full" ? "Full prefill" : "Blended";
   return el(
     "div",
     { class: "times", role: "group", "aria-label": "Where the time went" },
