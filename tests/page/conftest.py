@@ -82,23 +82,25 @@ def filled(commands: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFac
         (folder / "documents" / f"{topic}.md").write_text(_document(topic), encoding="utf-8")
     model = save_tiny_model(folder / "tiny", "\n".join(map(_document, TOPICS)))
     blend = Blend(commands, folder, model, folder / "store")
-    result = blend("precompute", folder / "documents", "--chunk-tokens", "64")
+    result = blend("precompute", folder / "documents", "--chunk-tokens", "64", "--quick")
     assert result.code == 0, result.err
     return blend
 
 
 def _document(topic: str) -> str:
-    lines = (f"The {topic} has {part + 2} gates, and keeper {part} counts {13 * part} visitors a day." for part in range(8))
+    lines = (
+        f"The {topic} has {part + 2} gates, and keeper {part} counts {13 * part} visitors a day." for part in range(8)
+    )
     return f"# The {topic}\n\n" + "\n\n".join(lines) + "\n"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def url(filled: Blend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with serving(filled.at(_copy(filled, tmp_path_factory))) as address:
         yield address
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def locked_url(filled: Blend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a server that wants `KEY`."""
     with serving(filled.at(_copy(filled, tmp_path_factory)), "--api-key", KEY) as address:

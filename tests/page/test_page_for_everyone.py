@@ -60,11 +60,12 @@ def test_dark_is_dark_and_motion_is_spared(visit: Visit) -> None:
 
 
 def test_the_keyboard_is_enough(visit: Visit) -> None:
-    visitor = visit().options()
+    visitor = visit()
     page, keys = visitor.page, visitor.page.keyboard
-    page.reload()
-    expect(page.locator("#corpus option")).not_to_have_count(0)
     expect(page.get_by_label("Your question")).to_be_focused()
+    expect(page.locator("#corpus option")).not_to_have_count(0)
+    visitor.options()
+    _walk(visitor, "Shift+Tab", "textarea", "Your question")
     keys.type("How many gates")
     keys.press("Shift+Enter")
     keys.type("has the harbour?")

@@ -40,7 +40,7 @@ class Visitor:
 
     def leave(self) -> None:
         self.page.context.close()
-        assert self.wrong == []
+        assert not self.wrong, self.wrong
 
     def options(self, *, passages: int = 3, tokens: int = 24) -> Visitor:
         self.page.get_by_label("Passages to find").fill(str(passages))

@@ -46,7 +46,7 @@ function stagesOf(figures) {
 }
 
 function comparison(figures) {
-  if (figures.method === "full") return "everything was computed";
+  if (figures.method === "full") return "nothing was blended";
   if (!figures.full_s) return "full prefill is not measured yet";
   const times = figures.full_s / figures.ttft_s;
   return times >= 1.05 ? `${times.toFixed(1)} times as fast as full prefill` : "no faster than full prefill";
@@ -54,7 +54,7 @@ function comparison(figures) {
 
 function notes(figures) {
   const lines = [...(figures.notes ?? [])];
-  if (figures.reason) lines.unshift(`Everything was computed: ${figures.reason}.`.replace(/\.\.$/, "."));
+  if (figures.reason) lines.unshift(`Nothing was blended: ${figures.reason}.`.replace(/\.\.$/, "."));
   return lines;
 }
 
