@@ -60,6 +60,16 @@ def write_texts(questions: Path | None, folder: Path) -> tuple[Path, list[str]]:
     return folder / "docs", [question.question for question in DEMO_QUESTIONS]
 
 
+def tiny_model(folder: Path) -> Path:
+    """A random model of four narrow layers, with a tokenizer made of the corpus."""
+    from retrieval import load_documents
+    from tests.tiny_model import save_tiny_model
+
+    source, _ = write_texts(None, folder)
+    text = "\n".join(document.text for document in load_documents([source]).documents[:3])
+    return save_tiny_model(folder / "tiny", text[:200_000])
+
+
 def make_corpus(
     model: Path, store: Path, *, questions: Path | None, passages: int, chunk_tokens: int, threads: int
 ) -> Corpus:

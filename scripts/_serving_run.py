@@ -11,7 +11,7 @@ from pathlib import Path
 
 from _results import Results, Row
 from _serving import Traffic
-from _serving_corpus import Corpus, make_corpus, write_texts
+from _serving_corpus import Corpus, make_corpus
 from _serving_figures import summary
 from _serving_load import one_by_one, open_loop
 from _serving_parts import decode, plain_rates, stall
@@ -23,16 +23,6 @@ MARGIN = 1024  # tokens of a prompt beside its passages and its answer
 def say(line: str) -> None:
     """To whoever waits; results go to standard output."""
     print(line, file=sys.stderr, flush=True)
-
-
-def tiny_model(folder: Path) -> Path:
-    """A random model of four narrow layers, with a tokenizer made of the corpus."""
-    from retrieval import load_documents
-    from tests.tiny_model import save_tiny_model
-
-    source, _ = write_texts(None, folder)
-    text = "\n".join(document.text for document in load_documents([source]).documents[:3])
-    return save_tiny_model(folder / "tiny", text[:200_000])
 
 
 class Bench:

@@ -27,7 +27,7 @@ VLLM = (
     *("-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32", "--host", "127.0.0.1"),
     *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
 )
-START_S = 900.0  # vLLM compiles on its first start
+START_S = 1800.0  # vLLM compiles the model on its first start
 _URL = re.compile(r"http://[\w.\[\]:]+:\d+")
 
 
@@ -35,13 +35,14 @@ _URL = re.compile(r"http://[\w.\[\]:]+:\d+")
 class Server:
     """How a server is started, and how it is asked.
 
-    url: where it will listen; "" for one that says so itself when it is ready. environment: the whole of it.
+    url: where it will listen; "" for one that says so itself. ready: path that answers when it is. environment: all of it.
     """
 
     name: str
     command: tuple[str, ...]
     words: Words
     url: str = ""
+    ready: str = "/health"
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -61,7 +62,7 @@ def blend_server(
     def words(asked: Asked) -> Request:
         return Request("/v1/chat/completions", {**chat(asked, way), **greedy(answer_tokens)})
 
-    return Server(name, command, words, environment=project_environment(threads))
+    return Server(name, command, words, ready="/ready", environment=project_environment(threads))
 
 
 def chat(asked: Asked, way: Way) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def vllm_server(python: str, model: Path, *, threads: int, answer_tokens: int, l
     def words(asked: Asked) -> Request:
         return Request("/v1/completions", {"prompt": list(layout(asked)), **greedy(answer_tokens)})
 
-    return Server("vllm", command, words, f"http://127.0.0.1:{port}", vllm_environment(python, threads))
+    return Server("vllm", command, words, f"http://127.0.0.1:{port}", environment=vllm_environment(python, threads))
 
 
 def vllm_environment(python: str, threads: int) -> dict[str, str]:
@@ -162,7 +163,7 @@ def _ready(server: Server, process: subprocess.Popen[str], log: Path) -> str:
     while time.monotonic() < until and process.poll() is None:
         found = _URL.search(log.read_text(encoding="utf-8", errors="replace")) if not server.url else None
         url = server.url or (found.group() if found else "")
-        if url and _answers(f"{url}/health"):
+        if url and _answers(f"{url}{server.ready}"):
             return url
         time.sleep(0.2)
     last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
