@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,15 +15,17 @@ from blend.chunks.correction import KVCorrection
 from blend.chunks.correction_check import CorrectionCheck
 from blend.chunks.corrections import Corrections, StoredCorrections
 from blend.chunks.encode import ChunkEncoder
-from blend.chunks.library import ChunkLibrary, OpenLibrary, Tokens, Variant
+from blend.chunks.library import ChunkLibrary, Tokens, Variant
+from blend.chunks.placed import Opener, Placed, place
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
-from blend.recompute import Steps, make_plan, recompute
+from blend.model.rows import Steps
+from blend.recompute import make_plan, recompute
 from blend.select import make_selector
 from blend.select.controls import All
 from blend.store.base import ChunkStore
 from blend.timing import Progress, Stopwatch, no_progress
-from blend.types import PromptLayout, Selection
+from blend.types import ChunkCache, PromptLayout, Selection
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
@@ -37,7 +39,8 @@ class Blend:
     """A finished prefill.
 
     cache: KV of the whole prompt, ready for decoding. logits: of the next token, `[1, vocab]`. first_token: their argmax.
-    hits: which chunks came out of the store. missing: caches that it should have held. problems: one line for every chunk's
+    hits: which chunks came out of the store, False for ordinary text. exact: of so many of the first rows the KV is what full
+    prefill gives. missing: caches that it should have held. problems: one line for every chunk's
     entry that had to be refused. artifact_problems: the same for surrogate context and KV corrections, without which it was
     then blended. correction_fits: False where the KV corrections were left out for this prompt, and more rows recomputed.
     notes: what was done otherwise than configured, a line each. stages: seconds per stage. ttft_s: seconds from the call to
@@ -51,6 +54,7 @@ class Blend:
     first_token: int
     selection: Selection
     hits: tuple[bool, ...]
+    exact: int
     missing: tuple[Variant, ...]
     problems: tuple[str, ...]
     artifact_problems: tuple[str, ...]
@@ -170,20 +174,25 @@ class Blender:
         room: int = 256,
         watch: Stopwatch | None = None,
         most_rows: int | None = None,
+        known: ChunkCache | None = None,
     ) -> Steps[Blend]:
         """`prefill` for a scheduler: yields rows for `Decoder.prefill`, is sent their logits, ends with the `Blend`.
 
-        The rows may run in one pass with rows of other prompts, whose answers then need not wait. most_rows: of a piece. What
-        the selector looks at beforehand runs inside. An `EntryDamagedError` that running the rows raised is to be thrown in.
-        Close it when it is given up. Raises as `prefill`.
+        The rows may run in one pass with rows of other prompts, whose answers then need not wait. most_rows: of a piece. known:
+        KV of the prefix, or of its first rows, where that is at hand; the rest is computed first. What the selector looks at
+        beforehand runs inside. An `EntryDamagedError` that running the rows raised is to be thrown in. Close it when it is
+        given up. Raises as `prefill`.
         """
         config = config or self.config
         if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows)
-        library = self.library(layout.prefix)
+        library = self.library(layout.kept_behind)
         watch = watch or Stopwatch(self.decoder.device)
-        run = partial(self._pass, layout, room=room, watch=watch, most_rows=most_rows)
+        if known is None and library.prefix == layout.prefix:
+            known = library.isolated.prefix
+        known = known or self.decoder.no_rows()
+        run = partial(self._pass, layout, known, room=room, watch=watch, most_rows=most_rows)
         try:
             first = yield from run(library.open, config, corrected=config.correction)
         except EntryDamagedError:  # found while a layer was read: once more, with everything verified beforehand
@@ -195,7 +204,7 @@ class Blender:
             done = _instead_of(first, again, more)
         with watch.stage("first_token"):
             first_token = int(done.logits[0].argmax())
-        opened = done.opened
+        opened = done.placed.opened
         return Blend(
             decoder=self.decoder,
             layout=layout,
@@ -203,7 +212,8 @@ class Blender:
             logits=done.logits,
             first_token=first_token,
             selection=done.selection,
-            hits=opened.hits,
+            hits=done.placed.hits,
+            exact=done.exact,
             missing=opened.missing,
             problems=opened.problems,
             artifact_problems=(*(library.problems if config.surrogate else ()), *first.problems),
@@ -217,7 +227,8 @@ class Blender:
     def _pass(
         self,
         layout: PromptLayout,
-        opened_by: Callable[..., OpenLibrary],
+        known: ChunkCache,
+        opener: Opener,
         config: BlendConfig,
         *,
         room: int,
@@ -227,37 +238,38 @@ class Blender:
     ) -> Steps[_Pass]:
         """Put the stored chunks in place, with or without the KV correction, and recompute."""
         with watch.stage("load"):
-            opened = opened_by(layout.chunks, contextual=config.surrogate)
-        with closing(opened):
+            placed = place(layout, opener, contextual=config.surrogate)
+        with closing(placed):
             with watch.stage("reposition"):
                 plan = make_plan(
                     layout,
-                    opened.hits,
+                    placed.hits,
                     make_selector(config.selector),
                     config.ratio,
                     self.decoder.device,
-                    first_exact=opened.first_exact,
+                    first_exact=placed.first_exact,
+                    known=known.tokens,
                 )
                 adding = corrected and not isinstance(plan.selector, All)
-                found = self.corrections(opened) if adding else Corrections((), ())
-                prefix = opened.library.isolated.prefix
-                assembly = Assembly(self.decoder, layout, prefix, opened.readers, room, found.of_chunks, watch)
+                found = self.corrections(placed) if adding else Corrections((), ())
+                assembly = Assembly(self.decoder, layout, known, placed.readers, room, found.of_chunks, watch)
             check = CorrectionCheck(self.decoder, layout, assembly.added)
             with assembly, assembly.cache.watched(check.see) if assembly.added else nullcontext():
                 found_rows = recompute(self.decoder, assembly.cache, plan, watch=watch, most_rows=most_rows)
                 logits, selection = yield from found_rows
-        return _Pass(assembly.cache, logits, selection, check.score() >= 0, found.problems, opened)
+        return _Pass(assembly.cache, logits, selection, check.score() >= 0, found.problems, placed, plan.exact)
 
-    def corrections(self, opened: OpenLibrary) -> Corrections:
-        """The KV correction of each chunk of a prompt as it is stored; none for a first one that is exact where it stands."""
-        return self._corrections.of_prompt(opened)
+    def corrections(self, placed: Placed) -> Corrections:
+        """The KV correction for each place of a prompt; none for a first chunk that is exact where it stands."""
+        found = self._corrections.of_prompt(placed.opened, first=placed.first)
+        return found._replace(of_chunks=placed.spread(found.of_chunks))
 
     def remember(self, blend: Blend) -> int:
         """Compute and store the caches that `blend` missed, so that the next prompt hits; how many chunks they are of.
 
         Raises `StoreError` when the store cannot be written.
         """
-        self.library(blend.layout.prefix).compute(blend.missing)
+        self.library(blend.layout.kept_behind).compute(blend.missing)
         return len({wanted.chunk for wanted in blend.missing})
 
 
@@ -269,7 +281,8 @@ class _Pass(NamedTuple):
     selection: Selection
     fits: bool
     problems: tuple[str, ...]
-    opened: OpenLibrary
+    placed: Placed
+    exact: int
     notes: tuple[str, ...] = ()
 
 

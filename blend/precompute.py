@@ -9,26 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blend.chunks.library import ChunkLibrary, KeysInUse
 from blend.config import CorpusConfig
-from blend.prompt import PromptTemplate, render_chunk
+from blend.indexing import Corpus, plan, prepare
+from blend.prompt import PromptTemplate
 from blend.store.base import ChunkStore
 from blend.timing import Progress, no_progress
-from blend.types import ChunkKey
-from retrieval import (
-    Chunk,
-    ChunkIndex,
-    LoadedDocuments,
-    RetrievalError,
-    SkippedDocument,
-    chunk_documents,
-    update_index,
-)
-from retrieval.errors import IndexMissingError
+from retrieval import LoadedDocuments, SkippedDocument
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
@@ -59,14 +48,6 @@ class Precomputed:
     rebuilt: str = ""
 
 
-@dataclass(frozen=True)
-class TitledText:
-    """A chunk as a prompt needs it."""
-
-    title: str
-    text: str
-
-
 def precompute(
     loaded: LoadedDocuments,
     *,
@@ -90,32 +71,17 @@ def precompute(
     Raises `RetrievalError` when nothing can be indexed, or when there is an index to add to that cannot be read, and
     `StoreError` when the store cannot be written.
     """
-    held = _held(index_dir, required=add)
-    given = {document.id for document in loaded.documents}
-    kept = [chunk for chunk in held if add and chunk.document_id not in given]
-    chunks = (*kept, *_chunks(loaded, template, config, progress))
-    library = ChunkLibrary(decoder, store, template.prefix, config.batch_tokens, corpus=config.name)
-    keep = cache(partial(_keys_of_others, decoder, store, template, others or {}))
-    ids = list(dict.fromkeys(template.chunk_ids(chunk) for chunk in chunks))
-    words = describe_namespace(decoder, template)
-    store.describe(library.isolated.identity.namespace, words)
-    # Before the index forgets them; only its own entries go, a report's stay.
-    for gone in {template.chunk_ids(chunk) for chunk in held}.difference(ids):
-        library.forget(gone, keep)
-    update = update_index(index_dir, chunks, embedder, progress)
-    if not quick:
-        library = _with_surrogate(library, ids, template, config, keep).in_copies(one=config.one_copy)
-    if library.contextual:
-        store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
-    wanted = library.quickest(ids) if quick else library.wanted(ids)
-    missing = library.lacking(wanted)
+    corpus = Corpus(decoder, template, embedder, store, index_dir, config, others or {})
+    change = plan(corpus, loaded.documents, stays=(lambda document: True) if add else None, progress=progress)
+    change.forget()  # before the index forgets them; only its own entries go, a report's stay
+    library, wanted, missing, update = prepare(change, quick=quick, progress=progress)
     begin = time.perf_counter()
     tokens = library.compute(missing, progress)
     seconds = time.perf_counter() - begin
-    library.remove_spare(ids, keep)
+    library.remove_spare(change.ids, change.keep)
     return Precomputed(
-        documents=len({chunk.document_id for chunk in chunks}),
-        chunks=len(chunks),
+        documents=len({chunk.document_id for chunk in change.chunks}),
+        chunks=len(change.chunks),
         added=update.added,
         removed=update.removed,
         computed=len(missing),
@@ -126,61 +92,3 @@ def precompute(
         skipped=loaded.skipped,
         rebuilt=update.reason,
     )
-
-
-def _with_surrogate(
-    library: ChunkLibrary,
-    ids: list[tuple[int, ...]],
-    template: PromptTemplate,
-    config: CorpusConfig,
-    keep: KeysInUse,
-) -> ChunkLibrary:
-    if not config.surrogate_tokens:
-        return library.without_surrogate(keep)
-    if config.surrogate_text:
-        given = tuple(template.encode(config.surrogate_text)[: config.surrogate_tokens])
-        return library.with_given_surrogate(given, keep)
-    return library.with_surrogate(ids, config.surrogate_tokens)
-
-
-def _keys_of_others(
-    decoder: Decoder, store: ChunkStore, template: PromptTemplate, others: Mapping[str, Path]
-) -> frozenset[ChunkKey]:
-    """The caches that other corpora of the store use. One whose index cannot be read answers nothing, and uses none."""
-    keys: set[ChunkKey] = set()
-    for name, directory in others.items():
-        library = ChunkLibrary(decoder, store, template.prefix, corpus=name)
-        keys |= library.keys([template.chunk_ids(chunk) for chunk in _held(directory, required=False)])
-    return frozenset(keys)
-
-
-def _chunks(loaded: LoadedDocuments, template: PromptTemplate, config: CorpusConfig, progress: Progress) -> list[Chunk]:
-    """The documents divided, each on its own: none depends on another."""
-    chunks: list[Chunk] = []
-    for number, document in enumerate(loaded.documents, 1):
-        chunks += chunk_documents(
-            [document],
-            template.encode,
-            config.chunk_tokens,
-            render=lambda title, text: render_chunk(TitledText(title, text)),
-        )
-        progress("chunk", number, len(loaded.documents))
-    return chunks
-
-
-def describe_namespace(decoder: Decoder, template: PromptTemplate) -> dict[str, str]:
-    """Words for a group of entries, so that a store made with another model can be named."""
-    dtype = str(decoder.dtype).removeprefix("torch.")
-    return {"model": decoder.name, "dtype": dtype, "prefix_tokens": str(len(template.prefix))}
-
-
-def _held(index_dir: Path, *, required: bool) -> tuple[Chunk, ...]:
-    """What the index holds before it is replaced. One that cannot be read holds nothing, unless it is required."""
-    try:
-        return ChunkIndex.load(index_dir).chunks
-    except IndexMissingError:
-        return ()
-    except RetrievalError:
-        if required:
-            raise
-        return ()

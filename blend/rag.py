@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from blend.blender import Blend, Blender
 from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import corpora, index_dir, make_folder, require_corpus
-from blend.errors import PromptError, StoreError
+from blend.errors import ConfigError, PromptError, StoreError
 from blend.model.decoder import Decoder, pick_device
 from blend.model.full_prefill import full_prefill
 from blend.model.generate import Generation, OnText, generate
@@ -21,7 +22,16 @@ from blend.store import open_store
 from blend.timing import Progress, Stopwatch, no_progress
 from blend.types import PromptLayout
 from blend.weights import resolve_model
-from retrieval import ChunkIndex, CurrentIndex, LoadedDocuments, RankedChunk, Retriever, load_documents, load_embedder
+from retrieval import (
+    ChunkIndex,
+    CurrentIndex,
+    LoadedDocuments,
+    RankedChunk,
+    RetrievalError,
+    Retriever,
+    load_documents,
+    load_embedder,
+)
 from retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
@@ -71,7 +81,8 @@ class Rag:
     """A decoder, a store of chunk caches and an index of chunks, in one directory `store`.
 
     model: a catalog name, a HuggingFace id or a model directory. corpus: how documents become chunks, and which of the store's
-    corpora it is. budget_bytes, store_key: see `open_store`. Everything heavy is loaded on first use. Threads may ask at the
+    corpora it is. budget_bytes, store_key: see `open_store`. decoder, embedder, kv: those of another `Rag` that this one is to
+    share, kv being its `store`. Everything heavy is loaded on first use. Threads may ask at the
     same time, also while one precomputes; what another process precomputes is seen.
     """
 
@@ -88,18 +99,45 @@ class Rag:
         budget_bytes: int | None = None,
         store_key: bytes | None = None,
         on_fetch: Progress = no_progress,
+        decoder: Decoder | None = None,
+        embedder: Embedder | None = None,
+        kv: ChunkStore | None = None,
     ) -> None:
+        self._shared = decoder, embedder, kv
         self.root = Path(store).expanduser()
         self._retriever: Retriever | None = None
         self._store_key = store_key
         self.blend_config = blend or BlendConfig()
         self.corpus_config = corpus or CorpusConfig()
         self._index = CurrentIndex(index_dir(self.root, self.corpus_config.name))
-        self._prompt_config = prompt or PromptConfig()
+        self.prompt_config = prompt or PromptConfig()
         self._model, self._device, self._dtype = model, device, dtype
         self._budget_bytes, self._on_fetch = budget_bytes, on_fetch
         self._rehearsed: PromptLayout | None = None
         self._rehearsed_full = False
+
+    def sibling(self, corpus: str, root: Path | None = None) -> Rag:
+        """Another corpus of the store, or one of the store in `root`, with the same options, decoder and embedder.
+
+        Raises `ConfigError` for what cannot name a corpus.
+        """
+        kv = self.store if root is None or root == self.root else None
+        other = Rag(
+            root or self.root,
+            model=self._model,
+            blend=self.blend_config,
+            prompt=self.prompt_config,
+            corpus=replace(self.corpus_config, name=corpus),
+            budget_bytes=self._budget_bytes,
+            store_key=self._store_key,
+            decoder=self.decoder,
+            embedder=self.embedder,
+            kv=kv,
+        )
+        with suppress(RetrievalError, ConfigError):  # there is no corpus yet, or asking it will say what is wrong
+            if other.index.embedder != self.embedder.name:
+                other._shared = self.decoder, load_embedder(other.index.embedder), kv
+        return other
 
     @property
     def index_dir(self) -> Path:
@@ -109,12 +147,16 @@ class Rag:
     @cached_property
     def store(self) -> ChunkStore:
         """The store of chunk caches."""
+        if self._shared[2] is not None:
+            return self._shared[2]
         codec = self.corpus_config.codec
         return open_store(self.root / "kv", codec=codec, budget_bytes=self._budget_bytes, key=self._store_key)
 
     @cached_property
     def decoder(self) -> Decoder:
         """The decoder."""
+        if self._shared[0] is not None:
+            return self._shared[0]
         pick_device(self._device)  # before weights are fetched in vain
         location = resolve_model(self._model, progress=self._on_fetch)
         return Decoder.load(str(location), name=self._model, device=self._device, dtype=self._dtype)
@@ -122,12 +164,12 @@ class Rag:
     @cached_property
     def template(self) -> PromptTemplate:
         """The prompt around the chunks."""
-        return PromptTemplate(self.decoder.tokenizer, self._prompt_config)
+        return PromptTemplate(self.decoder.tokenizer, self.prompt_config)
 
     @cached_property
     def embedder(self) -> Embedder:
         """The embedding model."""
-        return load_embedder(self.corpus_config.embedder)
+        return self._shared[1] or load_embedder(self.corpus_config.embedder)
 
     @cached_property
     def blender(self) -> Blender:

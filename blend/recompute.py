@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from blend.model.rows import Narrowing, RowRequest
+from blend.model.rows import Narrowing, RowRequest, Steps
 from blend.select import All, Evidence, Nothing, QueryScore, Selector, Step
 from blend.select.base import KV
 from blend.select.contract import needs_of, rows_of
@@ -22,24 +22,28 @@ if TYPE_CHECKING:
     from blend.model.decoder import Decoder
 
 
-_Result = TypeVar("_Result")
-
-
 @dataclass(frozen=True)
 class Plan:
     """What is to be recomputed before the selector has spoken.
 
-    candidates: sorted positions of context rows whose stored KV may differ from full recompute. required: rows after the prefix
-    that hold none. stale: rows that hold stored KV and stand elsewhere than where it was computed. budget: candidates to
-    recompute. selector: who chooses them.
+    candidates: sorted positions of context rows whose stored KV may differ from full recompute. ahead: rows of the prefix that
+    are not known. required: rows after it that hold none. stale: rows that hold stored KV and stand elsewhere than where it was
+    computed. budget: candidates to recompute. selector: who chooses them.
     """
 
     layout: PromptLayout
     candidates: torch.Tensor
+    ahead: torch.Tensor
     required: torch.Tensor
     stale: torch.Tensor
     budget: int
     selector: Selector
+
+    @property
+    def exact(self) -> int:
+        """How many of the prompt's first rows will be what full prefill gives, if the known rows of the prefix are."""
+        left = self.stale.shape[0] and self.budget < self.candidates.shape[0]
+        return int(self.stale[0]) if left else self.layout.rows
 
 
 def make_plan(
@@ -50,11 +54,13 @@ def make_plan(
     device: torch.device,
     *,
     first_exact: bool = True,
+    known: int | None = None,
 ) -> Plan:
     """Split the rows by what the store gave, and turn a share of the stored rows into a budget.
 
     first_exact: whether a stored first chunk stands where it was computed, right behind the prefix: it is exact then, so no
-    budget is spent on it. A budget of nothing, or of everything, needs no selector.
+    budget is spent on it. known: rows of the prefix whose KV is at hand; None for all. A budget of nothing, or of everything,
+    needs no selector.
     """
     stored = torch.zeros(layout.rows, dtype=torch.bool)
     for hit, span in zip(hits, layout.chunk_spans, strict=True):
@@ -70,10 +76,9 @@ def make_plan(
         candidates = stale
         budget = min(budget, candidates.shape[0])
         selector = selector if budget else Nothing()
-    return Plan(layout, candidates.to(device), required.to(device), stale.to(device), budget, selector)
-
-
-Steps = Generator[RowRequest, torch.Tensor, _Result]  # yields rows to run, is sent their logits, ends with a result
+    ahead = torch.arange(len(layout.prefix) if known is None else known, len(layout.prefix))
+    on = [part.to(device) for part in (candidates, ahead, required, stale)]
+    return Plan(layout, on[0], on[1], on[2], on[3], budget, selector)
 
 
 def recompute(
@@ -88,22 +93,31 @@ def recompute(
     Time goes to the stages select and recompute of `watch`. Raises `ConfigError` when the selector needs a layer that the
     decoder does not have, or breaks its contract (`blend.select.contract`).
     """
-    depth = len(decoder.layers)
+    depth, ids = len(decoder.layers), torch.tensor(plan.layout.token_ids, device=decoder.device)
     needs = needs_of(plan.selector, depth)
+    asks = needs.query is not None or needs.truth
+    before = plan.ahead if asks else plan.ahead[:0]  # the question looks at the prefix, so that comes first
+    with watch.stage("recompute"):
+        for piece in _pieces(before, most_rows):
+            yield RowRequest(ids[piece][None], piece, cache)
     with watch.stage("select"):
         asked = _asked(decoder, cache, plan, needs.query) if needs.query else None
         truth = true_weight(decoder, cache, plan.layout) if needs.truth else None
-    choice = _Choice(plan, cache, asked, truth, watch)
+    choice = _Choice(plan, cache, asked, truth, watch, with_prefix=not asks)
     for step in (s for s in needs.steps if s.layer == 0):
         choice.narrow(step, None)
-    rows, ids = choice.rows, torch.tensor(plan.layout.token_ids, device=decoder.device)
     narrowings = tuple(Narrowing(step.layer, partial(_narrow, choice, step)) for step in needs.steps if step.layer > 0)
     with watch.stage("recompute"):
         if most_rows is not None:
             cache.settle()  # what may be wrong with stored layers shows before other prompts' rows are in the same pass
-        for piece in torch.split(rows, rows.shape[0] if most_rows is None or narrowings else most_rows):
+        for piece in _pieces(choice.rows, None if narrowings else most_rows):
             logits = yield RowRequest(ids[piece][None], piece, cache, narrowings)
-    return logits, Selection(choice.rows, choice.rows_per_layer(depth))
+    scores = asked.sum(0) if asked is not None else None
+    return logits, Selection(choice.rows, choice.rows_per_layer(depth), scores).behind(before)
+
+
+def _pieces(rows: torch.Tensor, most: int | None) -> Sequence[torch.Tensor]:
+    return torch.split(rows, most or rows.shape[0]) if rows.shape[0] else ()
 
 
 def _asked(decoder: Decoder, cache: BlendedCache, plan: Plan, score: QueryScore) -> torch.Tensor:
@@ -121,17 +135,20 @@ class _Choice:
         asked: torch.Tensor | None,
         truth: torch.Tensor | None,
         watch: Stopwatch,
+        *,
+        with_prefix: bool,
     ) -> None:
         self._plan, self._cache, self._asked, self._truth, self._watch = plan, cache, asked, truth, watch
         self._candidates = plan.candidates
-        self.rows = torch.cat((plan.candidates, plan.required)).sort().values
+        self._always = torch.cat((plan.ahead, plan.required)) if with_prefix else plan.required
+        self.rows = torch.cat((plan.candidates, self._always)).sort().values
         self._history = [(0, self.rows.shape[0])]
 
     def narrow(self, step: Step, fresh: KV | None) -> torch.Tensor:
         """The rows to keep from `step` on; `fresh` is the KV of all rows still there, `[1, kv_heads, rows, head_dim]`."""
         with self._watch.stage("select"):
             self._candidates = rows_of(self._plan.selector, self._evidence(step, fresh))
-            self.rows = torch.cat((self._candidates, self._plan.required)).sort().values
+            self.rows = torch.cat((self._candidates, self._always)).sort().values
         self._history.append((step.layer, self.rows.shape[0]))
         return self.rows
 

@@ -7,8 +7,8 @@ PromptLayout (token ids of one prompt) -> ChunkKey (where a chunk's KV lives) ->
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,16 +30,69 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
+class Part(NamedTuple):
+    """Rows of a stored chunk: those of `whole` from `first` on, as many as the prompt has of it."""
+
+    whole: tuple[int, ...]
+    first: int
+
+
 @dataclass(frozen=True)
 class PromptLayout:
     """Token ids of one prompt, segment by segment: `prefix`, then `chunks` in order, then `suffix`.
 
     Segments are tokenised one by one and joined as ids, so that a chunk has the same ids in every prompt.
+
+    plain: places among `chunks` of ordinary text between them, which is computed always and stored never. parts: places that
+    hold only a part of a stored chunk. home: the prefix behind which the caches of the chunks are computed and kept, where that
+    is not `prefix` itself: many prompts with prefixes of their own then share them.
     """
 
     prefix: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]
     suffix: tuple[int, ...]
+    plain: frozenset[int] = frozenset()
+    parts: Mapping[int, Part] = field(default_factory=dict)
+    home: tuple[int, ...] | None = None
+
+    @property
+    def kept_behind(self) -> tuple[int, ...]:
+        """The prefix that the chunks' caches are kept behind."""
+        return self.prefix if self.home is None else self.home
+
+    @property
+    def stored(self) -> tuple[tuple[int, ...] | None, ...]:
+        """For each place the chunk whose cache is used there, or None for ordinary text."""
+        return tuple(
+            None if place in self.plain else self.parts[place].whole if place in self.parts else chunk
+            for place, chunk in enumerate(self.chunks)
+        )
+
+    @property
+    def exact_first(self) -> bool:
+        """Whether a chunk's isolated cache is exact in the first place: it was computed behind these very tokens."""
+        return self.home in (None, self.prefix) and 0 not in self.plain and 0 not in self.parts
+
+    def all_plain(self) -> PromptLayout:
+        """The same prompt with nothing to be taken from the store."""
+        return replace(self, plain=frozenset(range(len(self.chunks))), parts={})
+
+    def behind(self, rows: int) -> PromptLayout:
+        """The same prompt with its first rows, more than the prefix and less than all, as the prefix: their KV is there."""
+        suffix = self.suffix[max(0, rows - self.context.stop) :]
+        chunks, plain, parts = list[tuple[int, ...]](), set[int](), dict[int, Part]()
+        for place, (chunk, span) in enumerate(zip(self.chunks, self.chunk_spans, strict=True)):
+            if span.stop <= rows:
+                continue
+            cut = max(0, rows - span.start)
+            if place in self.plain:
+                plain.add(len(chunks))
+            elif cut or place in self.parts:
+                whole, first = self.parts.get(place, Part(chunk, 0))
+                parts[len(chunks)] = Part(whole, first + cut)
+            chunks.append(chunk[cut:])
+        prefix = self.token_ids[:rows]
+        return PromptLayout(prefix, tuple(chunks), suffix, frozenset(plain), parts, self.kept_behind)
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
@@ -162,10 +215,25 @@ class Selection:
 
     rows: sorted int64 positions that were computed in every layer, `[rows]`; always contains every suffix row and every
     uncached row. rows_per_layer: how many rows each layer ran on; more than `rows` where a selector looks before it decides.
+    scores: what the question's attention gives each row of the prompt, fp32 `[rows]`, where the selector asked for it.
     """
 
     rows: torch.Tensor
     rows_per_layer: tuple[int, ...]
+    scores: torch.Tensor | None = None
+
+    def behind(self, rows: torch.Tensor) -> Selection:
+        """The same with these rows of the prefix, `[rows]`, computed beforehand in every layer."""
+        import torch
+
+        more = int(rows.shape[0])
+        if not more:
+            return self
+        return replace(
+            self,
+            rows=torch.cat((rows, self.rows)),
+            rows_per_layer=tuple(count + more for count in self.rows_per_layer),
+        )
 
     def share(self, prompt_rows: int) -> float:
         """Rows computed, summed over layers, over those of full prefill of a prompt of that length."""

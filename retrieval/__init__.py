@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from retrieval.embedders import Embedder, load_embedder
     from retrieval.errors import RetrievalError
     from retrieval.index import ChunkIndex, IndexUpdate, update_index
-    from retrieval.loading import load_documents
+    from retrieval.loading import load_bytes, load_documents
     from retrieval.retriever import RankedChunk, RankedChunks, Retriever
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Retriever",
     "SkippedDocument",
     "chunk_documents",
+    "load_bytes",
     "load_documents",
     "load_embedder",
     "update_index",
@@ -49,7 +50,7 @@ _HOMES = {
     "embedders": ("Embedder", "load_embedder"),
     "errors": ("RetrievalError",),
     "index": ("ChunkIndex", "IndexUpdate", "update_index"),
-    "loading": ("load_documents",),
+    "loading": ("load_bytes", "load_documents"),
     "retriever": ("RankedChunk", "RankedChunks", "Retriever"),
 }
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain, count
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 
 from retrieval.cleaning import clean, clean_title, valid_name
 from retrieval.document import Document, LoadedDocuments, SkippedDocument
@@ -35,10 +36,21 @@ def load_documents(paths: str | Path | Iterable[str | Path]) -> LoadedDocuments:
         for path in _files(root, skipped):
             if (where := path.absolute()) not in seen:
                 seen.add(where)
-                _load_file(path, _free_name(root, path, taken), documents, skipped)
+                _load(path, partial(_bytes, path), _free_name(root, path, taken), documents, skipped)
     if not documents:
         raise DocumentsError(_nothing(roots, skipped))
     return LoadedDocuments(tuple(documents[name] for name in sorted(documents)), tuple(skipped))
+
+
+def load_bytes(name: str, data: bytes) -> LoadedDocuments:
+    """Read every document in the bytes of a file. Its name tells what kind it is and gives the ids; no file is touched.
+
+    Never raises: what cannot be read is in `skipped`.
+    """
+    documents: dict[str, Document] = {}
+    skipped: list[SkippedDocument] = []
+    _load(PurePosixPath(name), lambda: data, valid_name(name), documents, skipped)
+    return LoadedDocuments(tuple(documents[key] for key in sorted(documents)), tuple(skipped))
 
 
 def _nothing(roots: list[Path], skipped: list[SkippedDocument]) -> str:
@@ -71,10 +83,16 @@ def _free_name(root: Path, path: Path, taken: set[str]) -> str:
     return free
 
 
-def _load_file(path: Path, name: str, documents: dict[str, Document], skipped: list[SkippedDocument]) -> None:
+def _load(
+    path: PurePath,
+    content: Callable[[], bytes],
+    name: str,
+    documents: dict[str, Document],
+    skipped: list[SkippedDocument],
+) -> None:
     where = valid_name(str(path))
     try:
-        parts = _read(path)
+        parts = _read(path, content)
     except UnreadableError as error:
         skipped.append(SkippedDocument(where, str(error)))
         return
@@ -93,11 +111,11 @@ def _load_file(path: Path, name: str, documents: dict[str, Document], skipped: l
             documents[key] = Document(key, title, text, source, part.markup)
 
 
-def _read(path: Path) -> list[Part | Fault]:
+def _read(path: PurePath, content: Callable[[], bytes]) -> list[Part | Fault]:
     reader = reader_for(path.suffix)
     if reader is None:
         raise UnreadableError(f"is none of the kinds that can be read ({_KINDS})")
-    data = _bytes(path)
+    data = content()
     if not data.strip():
         raise UnreadableError("is empty")
     try:

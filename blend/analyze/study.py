@@ -17,6 +17,7 @@ from blend.analyze.segments import Segments
 from blend.analyze.tokens import token_texts, word_kinds
 from blend.blender import Blend, Blender
 from blend.chunks.assemble import assemble
+from blend.chunks.placed import place
 from blend.errors import ConfigError, PromptError
 from blend.model.attention import AttentionCall
 from blend.types import PromptLayout
@@ -138,13 +139,13 @@ def _stored(
 ) -> tuple[BlendedCache, bool]:
     """The stored chunks at the prompt's positions, nothing recomputed, and whether a KV correction was added."""
     library = blender.library(layout.prefix)
-    opened = library.open_sound(layout.chunks, contextual=contextual)
-    if not all(opened.hits):
-        opened.close()
-        why = opened.problems[0] if opened.problems else "the store dropped them; give it a larger budget"
+    placed = place(layout, library.open_sound, contextual=contextual)
+    if not all(placed.hits):
+        placed.close()
+        why = placed.opened.problems[0] if placed.opened.problems else "the store dropped them; give it a larger budget"
         raise PromptError(f"some chunks of the prompt cannot be read back from the store: {why}")
-    corrections = blender.corrections(opened).of_chunks if corrected else ()
-    assembly = assemble(blender.decoder, layout, library.isolated.prefix, opened.readers, corrections)
+    corrections = blender.corrections(placed).of_chunks if corrected else ()
+    assembly = assemble(blender.decoder, layout, library.isolated.prefix, placed.readers, corrections)
     return assembly.cache, bool(assembly.added)
 
 

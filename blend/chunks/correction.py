@@ -210,13 +210,13 @@ def position_features(
 ) -> torch.Tensor:
     """Where context rows stand, fp32 `[rows, POSITION_FEATURES]`.
 
-    A constant; the log of how much longer the row's context is than it was alone; the log of what stands before the chunk; and
-    how near the row is to the start of its chunk. before, length: what stands before a chunk, and before a row in its chunk,
-    counts as at most so many tokens.
+    A constant; the log of how much longer the row's context is than it was alone; the log of what stands before the chunk but
+    for a prefix like that of its cache; and how near the row is to the start of its chunk. before, length: what stands before a
+    chunk, and before a row in its chunk, counts as at most so many tokens.
     """
     start = layout.chunk_starts(rows)
     local = (rows - start).float().clamp_max(math.inf if length is None else length - 1)
-    ahead = (start - len(layout.prefix)).float().clamp_max(math.inf if before is None else before)
+    ahead = (start - len(layout.kept_behind)).float().clamp(0, math.inf if before is None else before)
     near = [local == 0, local == 1, (local > 1) & (local < 4)]
     return torch.stack(
         (

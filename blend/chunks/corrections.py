@@ -51,9 +51,12 @@ class StoredCorrections:
             self._held[name] = held = self._read(name, library.generation)
         return held
 
-    def of_prompt(self, opened: OpenLibrary) -> Corrections:
-        """The KV correction of each chunk of a prompt as it is stored; none for a first one that is exact where it stands."""
-        kinds = [(one.contextual, place == 0) for place, one in enumerate(opened.used)]
+    def of_prompt(self, opened: OpenLibrary, *, first: bool = True) -> Corrections:
+        """The KV correction of each chunk of a prompt as it is stored; none for a first one that is exact where it stands.
+
+        first: whether the first of them stands in a prompt's first place.
+        """
+        kinds = [(one.contextual, first and place == 0) for place, one in enumerate(opened.used)]
         held = {
             (contextual, first): self.held(opened.library, contextual=contextual, first=first)
             for contextual, first in sorted(set(kinds))

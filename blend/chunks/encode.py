@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from blend.config import BATCH_TOKENS
 from blend.errors import PromptError
 from blend.model.cache import BlendedCache
+from blend.model.rows import RowRequest, Steps
 from blend.types import ChunkCache
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class ChunkEncoder:
             raise PromptError("chunks need a prefix of at least one token in front of them")
         decoder.check_length(len(self.prefix_tokens))
         self._batch_tokens = batch_tokens
+        self._prefix: ChunkCache | None = None
 
     def encode(self, chunks: Sequence[Sequence[int]]) -> Iterator[tuple[int, ChunkCache]]:
         """Yield `(index into chunks, its cache)`, in order of length; tensors are on the decoder's device.
@@ -76,13 +77,33 @@ class ChunkEncoder:
         for layer, keys, values in zip(cache.layers, self.prefix.keys, self.prefix.values, strict=True):
             layer.write_run(0, keys.expand(batch, *keys.shape), values.expand(batch, *values.shape))
 
-    @cached_property
+    @property
     def prefix(self) -> ChunkCache:
         """The KV of the prefix itself."""
-        ids = torch.tensor([self.prefix_tokens], device=self.decoder.device)
-        cache = self.decoder.new_cache(ids.shape[1])
-        self.decoder.encode_rows(ids, 0, cache)
-        return _cut(cache, 0, 0, ids.shape[1])
+        if self._prefix is None:
+            ids = torch.tensor([self.prefix_tokens], device=self.decoder.device)
+            cache = self.decoder.new_cache(ids.shape[1])
+            self.decoder.encode_rows(ids, 0, cache)
+            self._prefix = _cut(cache, 0, 0, ids.shape[1])
+        return self._prefix
+
+    def steps(self, chunk: Sequence[int], most_rows: int) -> Steps[ChunkCache]:
+        """One chunk's cache for a scheduler: yields rows for `Decoder.prefill`, as `Blender.steps` does."""
+        start = len(self.prefix_tokens)
+        self.decoder.check_length(start + len(chunk))
+        if self._prefix is None:
+            cache = yield from self._pieces(self.prefix_tokens, 0, self.decoder.new_cache(start), most_rows)
+            self._prefix = _cut(cache, 0, 0, start)
+        cache = self.decoder.new_cache(start + len(chunk))
+        self._put_prefix(cache, 1)
+        cache = yield from self._pieces(chunk, start, cache, most_rows)
+        return _cut(cache, 0, start, len(chunk))
+
+    def _pieces(self, ids: Sequence[int], start: int, cache: BlendedCache, most_rows: int) -> Steps[BlendedCache]:
+        rows, tokens = torch.arange(len(ids), device=self.decoder.device), torch.tensor(ids, device=self.decoder.device)
+        for piece in torch.split(rows, most_rows):
+            yield RowRequest(tokens[piece][None], piece + start, cache)
+        return cache
 
 
 def _cut(cache: BlendedCache, row: int, start: int, length: int) -> ChunkCache:

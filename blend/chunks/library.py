@@ -306,15 +306,20 @@ class ChunkLibrary:
             self.store.delete(key)
 
     def open(
-        self, chunks: Sequence[Tokens], *, contextual: bool = True, refused: Mapping[ChunkKey, str] | None = None
+        self,
+        chunks: Sequence[Tokens],
+        *,
+        contextual: bool = True,
+        isolated_first: bool = True,
+        refused: Mapping[ChunkKey, str] | None = None,
     ) -> OpenLibrary:
         """The best stored cache for every chunk of a prompt, in order: isolated for the first, contextual for the others.
 
-        Of a corpus in one copy the first chunk's is contextual too. Where a contextual one is missing or damaged the isolated
-        one takes its place. contextual: whether to use contextual caches. refused: see `open_chunks`. Close what is returned;
-        layers are verified when they are read.
+        Of a corpus in one copy the first chunk's is contextual too, and without `isolated_first`. Where a contextual one is
+        missing or damaged the isolated one takes its place. contextual: whether to use contextual caches. refused: see
+        `open_chunks`. Close what is returned; layers are verified when they are read.
         """
-        best = self._best(chunks, contextual=contextual)
+        best = self._best(chunks, contextual=contextual, isolated_first=isolated_first)
         readers, problems = self._open(best, refused)
         lacking = dict.fromkeys(one for one, reader in zip(best, readers, strict=True) if reader is None)
         places = [place for place, one in enumerate(best) if one in lacking and one.contextual]
@@ -327,20 +332,23 @@ class ChunkLibrary:
         lines = dict.fromkeys((*problems, *more))
         return OpenLibrary(self, tuple(used), tuple(readers), tuple(lines), tuple(lacking))
 
-    def open_sound(self, chunks: Sequence[Tokens], *, contextual: bool = True) -> OpenLibrary:
+    def open_sound(
+        self, chunks: Sequence[Tokens], *, contextual: bool = True, isolated_first: bool = True
+    ) -> OpenLibrary:
         """As `open`, with every layer read and found to be what was written."""
         refused: dict[ChunkKey, str] = {}
         while True:  # what takes the place of a damaged entry may be damaged itself
-            opened = self.open(chunks, contextual=contextual, refused=refused)
+            opened = self.open(chunks, contextual=contextual, isolated_first=isolated_first, refused=refused)
             found = opened.damaged()
             if not found:
                 return opened
             opened.close()
             refused |= found
 
-    def _best(self, chunks: Sequence[Tokens], *, contextual: bool) -> list[Variant]:
+    def _best(self, chunks: Sequence[Tokens], *, contextual: bool, isolated_first: bool = True) -> list[Variant]:
+        alone = isolated_first and not self.one_copy
         return [
-            Variant(chunk, contextual and (place > 0 or self.one_copy) and self._has_contextual(chunk))
+            Variant(chunk, contextual and not (alone and place == 0) and self._has_contextual(chunk))
             for place, chunk in enumerate(chunks)
         ]
 

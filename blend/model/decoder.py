@@ -21,7 +21,7 @@ from blend.model.cache import BlendedCache
 from blend.model.driver import RowDriver
 from blend.model.fingerprint import checkpoint_digest, parameters_digest
 from blend.model.rows import Narrowing, RowRequest
-from blend.types import CacheIdentity
+from blend.types import CacheIdentity, ChunkCache
 from blend.weights.hub import require_on_hub
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -126,6 +126,15 @@ class Decoder:
     def new_cache(self, capacity: int) -> BlendedCache:
         """An empty cache with room for `capacity` rows."""
         return BlendedCache(len(self.layers), capacity)
+
+    def no_rows(self) -> ChunkCache:
+        """The KV of no tokens at all."""
+        shapes = [(layer.key_shape, layer.value_shape) for layer in self.rotations]
+        keys, values = (
+            tuple(torch.empty((heads, 0, width), dtype=self.dtype, device=self.device) for heads, width in kind)
+            for kind in zip(*shapes, strict=True)
+        )
+        return ChunkCache(keys, values, 0)
 
     def prefill_rows(
         self,

@@ -6,12 +6,12 @@ several prompts lie one after another in one flat sequence; every prompt keeps a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -53,6 +53,11 @@ class RowRequest:
     cache: BlendedCache
     narrowings: tuple[Narrowing, ...] = ()
     observe: Callable[[AttentionCall], None] | None = None
+
+
+_Result = TypeVar("_Result")
+Steps = Generator[RowRequest, torch.Tensor, _Result]
+"""Yields rows to run, is sent their logits, ends with a result: work of the decoder that a scheduler interleaves."""
 
 
 class Run:

@@ -11,6 +11,7 @@ from blend.serve.engine import EndReason, Sampling
 Role = Literal["system", "user", "assistant"]
 SourceKind = Literal["document", "retrieved", "pasted", "learned"]
 Method = Literal["blend", "full"]
+TokenPart = Literal["prefix", "chunk", "text", "suffix"]
 
 
 class Message(NamedTuple):
@@ -75,9 +76,9 @@ class Figures(NamedTuple):
 
     method: "blend", or "full" where everything was computed; reason: why, if blending was asked for. rows: of the prompt.
     rows_computed: in every layer. rows_reused: exact rows of earlier prompts with the same beginning. hits, chunks: stored
-    chunks found, and looked for. stages: seconds by stage. waited_s: in the queue. ttft_s: from arrival to the first token.
-    full_s: what full prefill of the prompt would have taken by this machine's measured profile, None while there is none.
-    notes: what was done otherwise than configured.
+    chunks found, and looked for. bytes_loaded: of their KV. stages: seconds by stage. waited_s: in the queue. ttft_s: from
+    arrival to the first token. full_s: what full prefill of the prompt would have taken by this machine's measured profile,
+    None while there is none. notes: what was done otherwise than configured.
     """
 
     method: Method
@@ -87,6 +88,7 @@ class Figures(NamedTuple):
     rows_reused: int
     hits: int
     chunks: int
+    bytes_loaded: int
     stages: Mapping[str, float]
     waited_s: float
     ttft_s: float
@@ -98,7 +100,7 @@ class TracedToken(NamedTuple):
     """A token of the prompt. part: "prefix", "chunk", "text" or "suffix". score: of the selector, where it gave one."""
 
     text: str
-    part: Literal["prefix", "chunk", "text", "suffix"]
+    part: TokenPart
     recomputed: bool
     score: float | None
 

@@ -11,54 +11,74 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
-from blend.errors import PromptError, StoreError
+from blend.errors import PromptError
 from blend.model.few_rows import MOST_ROWS
+from blend.serve.caching import OnDone
+from blend.serve.encoding import Encoding, nobody_waits
 from blend.serve.engine import Event, Holding, QueueFullError, Work
 from blend.serve.job import Job
-from blend.timing import Stopwatch
+from blend.serve.prefixes import Prefixes
+from blend.serve.worth import LEAST
 
 if TYPE_CHECKING:
-    from blend.blender import Blend, Blender
+    from blend.blender import Blender
+    from blend.chunks.library import ChunkLibrary, Variant
+    from blend.model.rows import RowRequest
 
 MOST_RUNNING = 16
 MOST_WAITING = 64
+MOST_LACKING = 512  # caches that prompts lacked; of more the next prompts remind
 KV_BUDGET = 4 << 30
+PREFIX_BUDGET = 1 << 30
+GPU_ROWS = 1024
+TURN = 4  # while answers are decoded, one pass in so many computes a piece of a chunk's cache
 
 
 class EmbeddedEngine:
     """An `Engine` over a blender's decoder and store, with a thread of its own.
 
-    most_running, most_waiting: prompts. pass_rows: of one pass, decoding and prefill together. kv_budget: bytes that the caches
-    of running prompts may take; a prompt waits until there is room. What the store lacked for a prompt is computed and stored
-    when nothing else is to be done.
+    blender_of: that of a tenant's corpus, on the same decoder; without it all share `blender`. most_running, most_waiting:
+    prompts. pass_rows: of one pass, decoding and prefill together. kv_budget: bytes that the caches of running prompts may
+    take; a prompt waits until there is room. prefix_budget: bytes of KV of earlier prompts and conversations that are kept.
+    least_gain: rows that blending must save a prompt. remember: whether what the store lacked for a prompt is computed and
+    stored, when nothing else is to be done.
     """
 
     def __init__(
         self,
         blender: Blender,
         *,
+        blender_of: Callable[[str, str], Blender] | None = None,
         most_running: int = MOST_RUNNING,
         most_waiting: int = MOST_WAITING,
-        pass_rows: int = MOST_ROWS,
+        pass_rows: int | None = None,
         kv_budget: int = KV_BUDGET,
+        prefix_budget: int = PREFIX_BUDGET,
+        least_gain: int = LEAST,
+        remember: bool = True,
     ) -> None:
-        self._blender, self._decoder = blender, blender.decoder
+        self._blender, self._least_gain = blender, least_gain
+        self._blender_of = blender_of or (lambda tenant, corpus: blender)
+        self._decoder, self._remember = blender.decoder, remember
         self._most_running, self._most_waiting = most_running, most_waiting
+        if pass_rows is None:
+            pass_rows = MOST_ROWS if self._decoder.device.type == "cpu" else GPU_ROWS
         self._piece_rows, self._kv_budget = max(1, pass_rows - most_running), kv_budget
         width = sum(layer.width for layer in self._decoder.rotations)
         self._row_bytes = width * self._decoder.dtype.itemsize
+        self._prefixes = Prefixes(prefix_budget)
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._running: list[Job] = []
-        self._lacking: deque[Blend] = deque(maxlen=most_waiting)
+        self._encodings: deque[Encoding] = deque()
         self._open = True
         self._seconds = 1.0  # that an answer took lately
+        self._passes = 0
         self._thread = threading.Thread(target=self._loop, name="kvblend-engine", daemon=True)
         self._thread.start()
 
@@ -67,7 +87,8 @@ class EmbeddedEngine:
         if not (work.layout.prefix and work.layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self._decoder.check_length(work.layout.rows + work.sampling.max_tokens)
-        job = Job(work, next(self._numbers), on_event, Stopwatch(self._decoder.device))
+        blender = self._blender_of(work.tenant, work.corpus)
+        job = Job(work, blender, self._prefixes, next(self._numbers), on_event, least_gain=self._least_gain)
         if self._bytes(job) > self._kv_budget:
             raise PromptError(
                 f"the prompt and its answer need {self._bytes(job) >> 20} MiB of KV memory, all there is are "
@@ -88,7 +109,27 @@ class EmbeddedEngine:
         """See `Engine.holding`."""
         with self._changed:
             used = sum(map(self._bytes, self._running))
-            return Holding(len(self._running), len(self._waiting), used, self._kv_budget)
+            counts = len(self._running), len(self._waiting), used, self._kv_budget
+            return Holding(*counts, self._prefixes.nbytes, sum(len(one) for one in self._encodings))
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
+    def encode(self, library: ChunkLibrary, wanted: Sequence[Variant], on_done: OnDone) -> Encoding:
+        """Compute and store these caches in small pieces, beside answers and when there are none; see `Encoding`."""
+        encoding = Encoding(library, wanted, self._piece_rows, on_done)
+        with self._changed:
+            if not self._open:
+                raise QueueFullError(len(self._waiting), 1.0)
+            self._encodings.append(encoding)
+            self._changed.notify_all()
+        return encoding
+
+    def forget(self, tenant: str) -> None:
+        """Let go of all that is kept in memory of this tenant's prompts."""
+        self._prefixes.forget(tenant)
 
     def close(self, finish_s: float = 0.0) -> None:
         """See `Engine.close`."""
@@ -106,24 +147,23 @@ class EmbeddedEngine:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                idle = not (self._waiting or self._running)
-                if idle and not (self._lacking or self._closing):
+                if not (self._waiting or self._running or self._encodings or self._closing):
                     self._changed.wait()
                 self._admit()
                 jobs = list(self._running)
                 if self._closing:
                     break
             with torch.inference_mode():
-                if jobs:
-                    self._pass(jobs)
-                elif self._lacking:
-                    with suppress(Exception):  # it is for later prompts; nobody waits for it
-                        self._remember(self._lacking.popleft())
+                self._pass(jobs)
             self._leave()
         for job in (*self._running, *self._waiting):
             job.end("shutdown")
+        for encoding in self._encodings:
+            encoding.cancel()
+            encoding.close()
         with self._changed:
             self._running, self._waiting = [], []
+            self._encodings.clear()
             self._changed.notify_all()
 
     @property
@@ -144,27 +184,56 @@ class EmbeddedEngine:
             self._running.append(job)
 
     def _pass(self, jobs: Sequence[Job]) -> None:
-        """One row of every answer, and a piece of the first prompt that is not prefilled."""
+        """One row of every answer, and a piece of the first prompt that is not prefilled, or else of a chunk's cache."""
         for job in jobs:
             if reason := job.given_up:
                 job.end(reason)
         live = [job for job in jobs if not job.ended]
         prefilling = next((job for job in live if job.blend is None), None)
         if prefilling is not None and not prefilling.begun:
-            self._guarded(prefilling, lambda: prefilling.begin(self._blender, self._piece_rows))
+            self._guarded(prefilling, lambda: prefilling.begin(self._piece_rows))
         taking = [job for job in live if job.blend is not None or (job is prefilling and not job.ended)]
-        if not taking:
-            return
+        self._passes += 1
+        encoding = self._encoding() if prefilling is None and (not taking or self._passes % TURN == 0) else None
+        requests = [job.request() for job in taking]
+        if encoding is not None and (piece := encoding.piece()) is not None:
+            requests.append(piece)
+        else:
+            encoding = None
+        if requests:
+            self._run(taking, requests, prefilling, encoding)
+
+    def _run(
+        self, taking: Sequence[Job], requests: Sequence[RowRequest], prefilling: Job | None, encoding: Encoding | None
+    ) -> None:
         try:
-            logits = self._decoder.prefill([job.request() for job in taking])
-        except Exception as error:  # no prompt may end the engine; the one that was being prefilled is the suspect
+            logits = self._decoder.prefill(requests)
+        except Exception as error:  # no prompt may end the engine; what was being prefilled is the suspect
+            if encoding is not None:
+                encoding.fail(error)
+                return
             for job in [prefilling] if prefilling in taking and prefilling is not None else taking:
                 job.fail(error)
             return
+        if encoding is not None:
+            encoding.took(logits[-1:])
         for number, job in enumerate(taking):
             self._guarded(job, lambda job=job, number=number: job.took(logits[number : number + 1]))  # type: ignore[misc]
-            if job is prefilling and job.blend is not None and job.blend.missing:
-                self._lacking.append(job.blend)
+            if job is prefilling and job.blend is not None and self._remember and job.work.remember:
+                self._guarded(job, lambda job=job: self._lack(job))  # type: ignore[misc]
+
+    def _lack(self, job: Job) -> None:
+        """Have computed what the store lacked for this prompt."""
+        missing = job.missing
+        if missing and self._open and sum(len(one) for one in self._encodings) < MOST_LACKING:
+            self.encode(job.blender.library(job.work.layout.kept_behind), missing, nobody_waits)
+
+    def _encoding(self) -> Encoding | None:
+        """The first of the chunk caches that are to be computed."""
+        with self._changed:
+            while self._encodings and self._encodings[0].done:
+                self._encodings.popleft()
+            return self._encodings[0] if self._encodings else None
 
     def _guarded(self, job: Job, call: Callable[[], None]) -> None:
         try:
@@ -180,14 +249,3 @@ class EmbeddedEngine:
                 self._running = [job for job in self._running if not job.ended]
                 self._seconds = 0.8 * self._seconds + 0.2 * max(job.age_s for job in done)
                 self._changed.notify_all()
-
-    def _remember(self, blend: Blend) -> None:
-        """Compute one cache that a prompt lacked; the rest has its turn when nothing else is to be done."""
-        library = self._blender.library(blend.layout.prefix)
-        missing = library.missing([one.chunk for one in blend.missing])
-        try:
-            library.compute(missing[:1])
-        except StoreError:  # without a store to write to, the next prompt computes it again
-            return
-        if len(missing) > 1:
-            self._lacking.appendleft(blend)

@@ -55,31 +55,45 @@ class Sampling:
 class Work:
     """A prompt to be answered.
 
-    config: how its chunks are blended, if not as the engine does. priority: smaller ones first. deadline_s: seconds from its
-    arrival in which the first token must come.
+    config: how its chunks are blended, if not as the engine does. tenant: whose it is: what is kept of it serves nobody else.
+    corpus: of the tenant, whose chunks these are. full: nothing is to be blended. remember: whether what the store lacks for it
+    may be computed and stored afterwards. priority: smaller ones first. deadline_s: seconds from its arrival in which the first
+    token must come. trace: whether `Started` is to tell row by row what was done.
     """
 
     layout: PromptLayout
     sampling: Sampling = field(default_factory=Sampling)
     config: BlendConfig | None = None
+    tenant: str = ""
+    corpus: str = ""
+    full: bool = False
+    remember: bool = True
     priority: int = 0
     deadline_s: float | None = None
+    trace: bool = False
 
 
 class Started(NamedTuple):
     """The prompt is prefilled; the first token follows.
 
-    hits: which chunks came out of the store. rows, rows_computed: of the prompt; computed in every layer. stages: seconds by
-    stage. waited_s: before anything was done for it. ttft_s: from its arrival. notes: what was done otherwise than configured.
+    hits: for each place of the layout that may be stored, whether its KV was there. rows, rows_computed: of the prompt, and
+    of these in every layer. rows_reused: its first rows, whose KV was in memory. bytes_loaded: of stored KV. reason: why
+    everything was computed, or "". stages: seconds by stage. waited_s: before anything was done for it. ttft_s: from its
+    arrival. notes: what was done otherwise than configured. trace: for each row, where that was asked for, whether it was
+    computed, and the selector's score or None.
     """
 
     hits: tuple[bool, ...]
     rows: int
     rows_computed: int
+    rows_reused: int
+    bytes_loaded: int
+    reason: str
     stages: Mapping[str, float]
     waited_s: float
     ttft_s: float
     notes: tuple[str, ...]
+    trace: tuple[tuple[bool, float | None], ...] = ()
 
 
 class Token(NamedTuple):
@@ -113,12 +127,18 @@ class Handle(Protocol):
 
 
 class Holding(NamedTuple):
-    """What an engine is busy with. kv_bytes: reserved for running prompts, of kv_budget."""
+    """What an engine is busy with.
+
+    kv_bytes: reserved for running prompts, of kv_budget. prefix_bytes: of how earlier prompts began. encoding: caches of chunks
+    that are still to be computed.
+    """
 
     running: int
     waiting: int
     kv_bytes: int
     kv_budget: int
+    prefix_bytes: int = 0
+    encoding: int = 0
 
 
 class Engine(Protocol):
@@ -129,6 +149,11 @@ class Engine(Protocol):
 
         Raises `PromptError` when it can never run, `QueueFullError` when too many wait.
         """
+
+    @property
+    def alive(self) -> bool:
+        """Whether answers can still come."""
+        ...
 
     def holding(self) -> Holding:
         """What it is busy with now."""

@@ -9,29 +9,47 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blend.model.rows import RowRequest
+from blend.model.rows import RowRequest, Steps
 from blend.serve.engine import Ended, EndReason, Event, Failed, Started, Token, Work
 from blend.serve.sampling import Sampler
+from blend.serve.worth import LEAST, reason_against
 from blend.timing import Stopwatch
 
 if TYPE_CHECKING:
     from blend.blender import Blend, Blender
-    from blend.recompute import Steps
+    from blend.chunks.library import Variant
+    from blend.serve.prefixes import Found, Prefixes
+    from blend.types import PromptLayout
 
 
 class Job:
     """A prompt, and everything that is held for it. Only the engine's thread touches it, but for `cancel`.
 
+    prefixes: where KV of earlier prompts is found, and that of this one is left. least_gain: see `reason_against`.
     order: sorts jobs by priority and arrival. capacity: rows of its cache at most.
     """
 
-    def __init__(self, work: Work, number: int, on_event: Callable[[Event], None], watch: Stopwatch) -> None:
+    def __init__(
+        self,
+        work: Work,
+        blender: Blender,
+        prefixes: Prefixes,
+        number: int,
+        on_event: Callable[[Event], None],
+        *,
+        least_gain: int = LEAST,
+    ) -> None:
         self.work, self.order = work, (work.priority, number)
+        self.blender = blender
         self.capacity = work.layout.rows + work.sampling.max_tokens
         self.blend: Blend | None = None
         self.ended = False
-        self._on_event, self._watch, self._arrived = on_event, watch, time.monotonic()
+        self._prefixes, self._least_gain = prefixes, least_gain
+        self._on_event, self._watch, self._arrived = on_event, Stopwatch(blender.decoder.device), time.monotonic()
         self._waited_s = 0.0
+        self._found: Found | None = None
+        self._reused = 0
+        self._reason = ""
         self._steps: Steps[Blend] | None = None
         self._piece: RowRequest | None = None
         self._sampler: Sampler | None = None
@@ -55,19 +73,48 @@ class Job:
         late = self.work.deadline_s is not None and self.age_s > self.work.deadline_s
         return "deadline" if late and self.blend is None else None
 
-    def begin(self, blender: Blender, most_rows: int) -> None:
-        """Open its chunks, choose the rows, and make the first piece ready."""
+    def begin(self, most_rows: int) -> None:
+        """Find what is known of its beginning, open its chunks, choose the rows, and make the first piece ready."""
         self._waited_s = self.age_s
-        room = self.work.sampling.max_tokens
-        self._steps = blender.steps(
-            self.work.layout, config=self.work.config, room=room, watch=self._watch, most_rows=most_rows
+        layout, config = self.work.layout, self.work.config or self.blender.config
+        self._found = self._find()
+        if self._reused > len(layout.prefix):
+            layout = layout.behind(self._reused)
+        self._reason = "asked for" if self.work.full else reason_against(self.blender, layout, config, self._least_gain)
+        self._steps = self.blender.steps(
+            layout.all_plain() if self._reason else layout,
+            config=config,
+            room=self.work.sampling.max_tokens,
+            watch=self._watch,
+            most_rows=most_rows,
+            known=self._found.known if self._found is not None else None,
         )
         self._piece = next(self._steps)
+
+    def _find(self) -> Found | None:
+        """What is known of the prompt's beginning; None where it is less than the blender has anyway."""
+        layout = self.work.layout
+        has = len(layout.prefix) if layout.prefix == layout.kept_behind else 0
+        found = self._prefixes.find(self.work.tenant, layout.token_ids)
+        if found is not None and len(layout.prefix) < found.known.tokens <= _exact_anyway(layout):
+            found = found.first(len(layout.prefix))
+        self._reused = max(has, found.known.tokens if found is not None else 0)
+        return found if found is not None and found.known.tokens > has else None
 
     @property
     def begun(self) -> bool:
         """Whether its prefill is under way or done."""
         return self._steps is not None
+
+    @property
+    def missing(self) -> tuple[Variant, ...]:
+        """The caches that the store lacked; of a prompt that was computed in full, all of them may be lacking."""
+        if self.blend is None:
+            return ()
+        if self._reason != "cold":
+            return self.blend.missing
+        library = self.blender.library(self.work.layout.kept_behind)
+        return tuple(library.missing([chunk for chunk in self.work.layout.stored if chunk is not None]))
 
     def request(self) -> RowRequest:
         """The rows that it wants in the next pass: a piece of its prefill, or its last token."""
@@ -95,18 +142,37 @@ class Job:
     def _start(self, blend: Blend) -> None:
         self.blend, self._piece = blend, None
         self._sampler = Sampler(blend.decoder, self.work.sampling, blend.layout.token_ids)
-        notes = (*blend.notes, *blend.problems, *blend.artifact_problems)
-        figures = (
-            blend.hits,
-            blend.layout.rows,
-            blend.rows_recomputed,
-            blend.stages,
-            self._waited_s,
-            self.age_s,
-            notes,
-        )
-        self._on_event(Started(*figures))
+        self._prefixes.keep(self.work.tenant, self.work.layout.token_ids[: self._exact], blend.cache)
+        self._on_event(self._started(blend))
         self._next(blend.logits)
+
+    def _started(self, blend: Blend) -> Started:
+        stored = zip(self.work.layout.stored, self._hits(blend), strict=True)
+        return Started(
+            hits=tuple(hit for chunk, hit in stored if chunk is not None),
+            rows=self.work.layout.rows,
+            rows_computed=blend.rows_recomputed,
+            rows_reused=self._reused,
+            bytes_loaded=blend.bytes_loaded,
+            reason=self._reason,
+            stages=blend.stages,
+            waited_s=self._waited_s,
+            ttft_s=self.age_s,
+            notes=(*blend.notes, *blend.problems, *blend.artifact_problems),
+            trace=_traced(blend) if self.work.trace else (),
+        )
+
+    def _hits(self, blend: Blend) -> list[bool]:
+        """For each place of the prompt whether its KV was there; those before what is known are."""
+        covered = len(self.work.layout.chunks) - len(blend.layout.chunks)
+        return [True] * covered + list(blend.hits)
+
+    @property
+    def _exact(self) -> int:
+        """How many of the prompt's first rows are what full prefill gives."""
+        assert self.blend is not None
+        blended = self._found is not None and self._found.exact < self._found.known.tokens
+        return self._found.exact if self._found is not None and blended else self.blend.exact
 
     def _next(self, logits: torch.Tensor) -> None:
         assert self._sampler is not None
@@ -120,7 +186,21 @@ class Job:
 
     def end(self, reason: EndReason) -> None:
         """Tell, and let go of everything."""
+        if reason in ("stop", "length", "cancelled"):
+            with suppress(Exception):  # it is for later prompts
+                self._leave_rows()
         self._close(Ended(reason))
+
+    def _leave_rows(self) -> None:
+        """Leave prompt and answer to the next turn; the last token's KV was never computed."""
+        if self.blend is None or self.ended or not self._tokens:
+            return
+        layout, cache = self.work.layout, self.blend.cache
+        ids = (*layout.token_ids, *self._tokens)
+        if self._exact == layout.rows:
+            self._prefixes.keep(self.work.tenant, ids[:-1], cache)
+        else:
+            self._prefixes.keep_conversation(self.work.tenant, ids, cache, self._exact)
 
     def fail(self, error: Exception) -> None:
         """The same, with an error."""
@@ -134,3 +214,20 @@ class Job:
             self._steps.close()
         with suppress(Exception):  # a listener that is gone must not harm the others
             self._on_event(event)
+
+
+def _exact_anyway(layout: PromptLayout) -> int:
+    """So many rows are exact in a blended prompt whose first chunk stands where it was computed, and cost nothing but loading.
+
+    To know them from memory would change which rows are recomputed, and so an answer, for nothing.
+    """
+    return layout.chunk_spans[0].stop if layout.chunks and layout.exact_first else len(layout.prefix)
+
+
+def _traced(blend: Blend) -> tuple[tuple[bool, float | None], ...]:
+    computed = torch.zeros(blend.layout.rows, dtype=torch.bool)
+    computed[blend.selection.rows.cpu()] = True
+    scores: list[float | None] = [None] * blend.layout.rows
+    if blend.selection.scores is not None:
+        scores = [*blend.selection.scores.tolist()]
+    return tuple(zip(computed.tolist(), scores, strict=True))

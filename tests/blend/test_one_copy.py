@@ -19,6 +19,7 @@ from blend.blender import Blender
 from blend.chunks.correction import position_features, rows_of
 from blend.chunks.fit_first import fit_first
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
+from blend.chunks.placed import place
 from blend.config import BlendConfig
 from blend.eval.evaluator import PLAIN_REUSE, Evaluator, Method, standard_methods
 from blend.prompt import PromptTemplate
@@ -202,9 +203,9 @@ def test_chunks_of_the_surrogate_context_stay_exact_in_the_first_place() -> None
     library = blender.library(LAYOUT.prefix)
     layout = PromptLayout(LAYOUT.prefix, (library.surrogate[0], *LAYOUT.chunks), LAYOUT.suffix)
     library.compute(library.missing(layout.chunks))
-    opened = library.open(layout.chunks)
-    assert opened.first_exact
-    assert blender.corrections(opened).of_chunks[0] is None
+    placed = place(layout, library.open, contextual=True)
+    assert placed.first_exact
+    assert blender.corrections(placed).of_chunks[0] is None
     blend, dense = blender.prefill(layout, config=REUSE), dense_prefill(eager_model("llama"), layout.token_ids)
     span = slice(*layout.chunk_spans[0])
     for index, kv in enumerate(dense.layers):

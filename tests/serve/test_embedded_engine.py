@@ -66,7 +66,9 @@ def make_engine() -> Iterator[Callable[..., EmbeddedEngine]]:
 
     def make(name: str = "llama", **options: int) -> EmbeddedEngine:
         blender = Blender(decoder(name), open_store("memory:", codec="native"), BlendConfig(ratio=0.3))
-        made.append(EmbeddedEngine(blender, **options))
+        # Unless a test says otherwise every prompt is blended, however short, and leaves nothing to later ones.
+        usual = {"prefix_budget": 0, "least_gain": -(10**6), "remember": False}
+        made.append(EmbeddedEngine(blender, **{**usual, **options}))
         return made[-1]
 
     yield make
@@ -130,7 +132,7 @@ def test_an_answer_goes_on_while_another_prompt_is_prefilled(make_engine: Callab
 
 
 def test_what_the_store_lacked_is_there_for_the_next(make_engine: Callable[..., EmbeddedEngine]) -> None:
-    engine, layout = make_engine(), make_layout()
+    engine, layout = make_engine(remember=True), make_layout()
     first = ask(engine, layout).wait()
     assert first.started.hits == (False,) * 4
     assert first.started.rows_computed == layout.rows - len(layout.prefix)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import mean
 
 from blend.chunks.assemble import assemble
+from blend.chunks.placed import place
 from blend.eval.dataset import Record
 from blend.eval.selection.workload import Setting, Workload, load_decoder, load_workloads
 from blend.recompute import make_plan
@@ -42,10 +43,10 @@ def layer_shares(workload: Workload, record: Record) -> list[float]:
     layout = evaluator.template.layout(record.question, record.chunks)
     evaluator.cache_chunks(layout)
     library = blender.library(layout.prefix)
-    opened = library.open_sound(layout.chunks)
-    of_chunks = blender.corrections(opened).of_chunks
-    cache = assemble(decoder, layout, library.isolated.prefix, opened.readers, of_chunks).cache
-    plan = make_plan(layout, opened.hits, Nothing(), 0.0, decoder.device, first_exact=opened.first_exact)
+    placed = place(layout, library.open_sound, contextual=True)
+    of_chunks = blender.corrections(placed).of_chunks
+    cache = assemble(decoder, layout, library.isolated.prefix, placed.readers, of_chunks).cache
+    plan = make_plan(layout, placed.hits, Nothing(), 0.0, decoder.device, first_exact=placed.first_exact)
     cost = true_weight(decoder, cache, layout)[plan.stale]
     scores = query_attention(decoder, cache, layout, QueryScore("all"))[:, plan.stale]
     budget = max(1, round(BUDGET * len(cost)))

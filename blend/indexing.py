@@ -1,0 +1,190 @@
+"""One change of a corpus, step by step: which chunks it is to hold, the index that holds them, the caches that they lack.
+
+    plan -> CorpusChange -> prepare -> Prepared
+
+Until `prepare` nothing is written; after it the chunks can be retrieved, and whoever likes computes what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from blend.chunks.library import ChunkLibrary, Tokens, Variant
+from blend.config import CorpusConfig
+from blend.prompt import PromptTemplate, render_chunk
+from blend.store.base import ChunkStore
+from blend.timing import Progress, no_progress
+from blend.types import ChunkKey
+from retrieval import Chunk, ChunkIndex, Document, IndexUpdate, RetrievalError, chunk_documents, update_index
+from retrieval.errors import IndexMissingError
+
+if TYPE_CHECKING:
+    from blend.model.decoder import Decoder
+    from retrieval import Embedder
+
+
+@dataclass(frozen=True)
+class TitledText:
+    """A chunk as a prompt needs it."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What one corpus is kept with.
+
+    others: name and index directory of the store's other corpora: caches that they use as well are not removed. known: token
+    ids of chunks by the chunks' ids, as far as they were asked for before.
+    """
+
+    decoder: Decoder
+    template: PromptTemplate
+    embedder: Embedder
+    store: ChunkStore
+    index_dir: Path
+    config: CorpusConfig
+    others: Mapping[str, Path] = field(default_factory=dict)
+    known: dict[str, Tokens] = field(default_factory=dict)
+
+    def library(self) -> ChunkLibrary:
+        """Its chunk caches as the store stands now."""
+        config = self.config
+        return ChunkLibrary(self.decoder, self.store, self.template.prefix, config.batch_tokens, corpus=config.name)
+
+    def token_ids(self, chunk: Chunk) -> Tokens:
+        """Of a chunk as it stands in prompts."""
+        ids = self.known.get(chunk.id)
+        if ids is None:
+            self.known[chunk.id] = ids = self.template.chunk_ids(chunk)
+        return ids
+
+
+@dataclass(frozen=True)
+class CorpusChange:
+    """Chunks that a corpus is to hold, before anything is written.
+
+    library: the corpus's caches before. ids: token ids of the chunks, each once. gone: those that the corpus holds now and is
+    not to hold any more.
+    """
+
+    corpus: Corpus
+    library: ChunkLibrary
+    chunks: tuple[Chunk, ...]
+    ids: tuple[Tokens, ...]
+    gone: tuple[Tokens, ...]
+
+    def forget(self) -> None:
+        """Remove the caches of what is gone. Raises `StoreError` when the store cannot be written."""
+        for ids in self.gone:
+            self.library.forget(ids, self.keep)
+
+    def keep(self) -> Collection[ChunkKey]:
+        """The caches that other corpora use."""
+        return self._others
+
+    @cached_property
+    def _others(self) -> frozenset[ChunkKey]:
+        """One whose index cannot be read answers nothing, and uses none."""
+        corpus, keys = self.corpus, set[ChunkKey]()
+        for name, directory in corpus.others.items():
+            library = ChunkLibrary(corpus.decoder, corpus.store, corpus.template.prefix, corpus=name)
+            keys |= library.keys([corpus.template.chunk_ids(chunk) for chunk in _held(directory, required=False)])
+        return frozenset(keys)
+
+
+class Prepared(NamedTuple):
+    """A corpus whose index holds what it is to hold. wanted: the caches that it should have; missing: those to compute."""
+
+    library: ChunkLibrary
+    wanted: list[Variant]
+    missing: list[Variant]
+    update: IndexUpdate
+
+
+def plan(
+    corpus: Corpus,
+    documents: Sequence[Document],
+    *,
+    stays: Callable[[str], bool] | None = None,
+    progress: Progress = no_progress,
+) -> CorpusChange:
+    """A corpus of these documents, and of those that it held under other ids as far as they stay.
+
+    stays: told the id of a document; without it none do. Raises `RetrievalError` when documents cannot be divided, or
+    when some are to stay and the index cannot be read.
+    """
+    held = _held(corpus.index_dir, required=stays is not None)
+    given = {document.id for document in documents}
+    kept = [chunk for chunk in held if stays and chunk.document_id not in given and stays(chunk.document_id)]
+    chunks = (*kept, *_chunks(documents, corpus.template, corpus.config, progress))
+    ids = dict.fromkeys(map(corpus.token_ids, chunks))
+    gone = dict.fromkeys(ids_of for chunk in held if (ids_of := corpus.token_ids(chunk)) not in ids)
+    return CorpusChange(corpus, corpus.library(), chunks, tuple(ids), tuple(gone))
+
+
+def prepare(change: CorpusChange, *, quick: bool = False, progress: Progress = no_progress) -> Prepared:
+    """Bring the index up to date, decide on the surrogate context, and see which caches are missing.
+
+    From here on the chunks can be retrieved. quick: see `precompute`. Raises `RetrievalError` when the index cannot be
+    written, `StoreError` when the store cannot.
+    """
+    corpus, config, library = change.corpus, change.corpus.config, change.library
+    words = describe_namespace(corpus.decoder, corpus.template)
+    corpus.store.describe(library.isolated.identity.namespace, words)
+    update = update_index(corpus.index_dir, change.chunks, corpus.embedder, progress)
+    if not quick:
+        library = _with_surrogate(library, change).in_copies(one=config.one_copy)
+    if library.contextual:
+        corpus.store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
+    wanted = library.quickest(change.ids) if quick else library.wanted(change.ids)
+    return Prepared(library, wanted, library.lacking(wanted), update)
+
+
+def _with_surrogate(library: ChunkLibrary, change: CorpusChange) -> ChunkLibrary:
+    config = change.corpus.config
+    if not config.surrogate_tokens:
+        return library.without_surrogate(change.keep)
+    if config.surrogate_text:
+        given = tuple(change.corpus.template.encode(config.surrogate_text)[: config.surrogate_tokens])
+        return library.with_given_surrogate(given, change.keep)
+    return library.with_surrogate(change.ids, config.surrogate_tokens)
+
+
+def _chunks(
+    documents: Sequence[Document], template: PromptTemplate, config: CorpusConfig, progress: Progress
+) -> list[Chunk]:
+    """The documents divided, each on its own: none depends on another."""
+    chunks: list[Chunk] = []
+    for number, document in enumerate(documents, 1):
+        chunks += chunk_documents(
+            [document],
+            template.encode,
+            config.chunk_tokens,
+            render=lambda title, text: render_chunk(TitledText(title, text)),
+        )
+        progress("chunk", number, len(documents))
+    return chunks
+
+
+def describe_namespace(decoder: Decoder, template: PromptTemplate) -> dict[str, str]:
+    """Words for a group of entries, so that a store made with another model can be named."""
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    return {"model": decoder.name, "dtype": dtype, "prefix_tokens": str(len(template.prefix))}
+
+
+def _held(index_dir: Path, *, required: bool) -> tuple[Chunk, ...]:
+    """What the index holds before it is replaced. One that cannot be read holds nothing, unless it is required."""
+    try:
+        return ChunkIndex.load(index_dir).chunks
+    except IndexMissingError:
+        return ()
+    except RetrievalError:
+        if required:
+            raise
+        return ()

@@ -1,0 +1,157 @@
+"""Conversations -> prompts: the model's own chat template around text in which chunks have caches of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from blend.config import PromptConfig
+from blend.errors import PromptError
+from blend.plain_text import TextTokenizer
+from blend.prompt import Parts
+from blend.serve.ask import Message, Role
+from blend.types import Part, PromptLayout
+
+# Private-use characters stand for what users wrote while the template is applied: no template contains or changes them.
+_MARK = 0xE100
+_MOST_MESSAGES = 4096
+_PROBE = "\ue000"
+
+
+class Passage(NamedTuple):
+    """Text with a cache of its own. ids: in the prompt. part: where these are only some rows of a stored chunk."""
+
+    ids: tuple[int, ...]
+    part: Part | None = None
+
+
+Written = Sequence[str | Passage]
+"""A message's content: ordinary text and passages, one after another."""
+
+
+class Turn(NamedTuple):
+    """One message of a conversation as it is to stand in the prompt."""
+
+    role: Role
+    content: Written
+
+
+class ChatTemplate:
+    """Puts conversations into prompts. home: the prefix that the caches of passages are kept behind.
+
+    Raises `PromptError` for None: a decoder without a tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, home: tuple[int, ...]) -> None:
+        if tokenizer is None:
+            raise PromptError("this decoder has no tokenizer, so it cannot be asked in words")
+        self._tokenizer, self._text, self._home = tokenizer, TextTokenizer(tokenizer), home
+
+    def layout(self, turns: Sequence[Turn]) -> PromptLayout:
+        """Token ids of a conversation, ready for its answer. Raises `PromptError` for one that the template refuses."""
+        return self._laid(list(self._items(turns)))
+
+    def continued(self, content: Written) -> PromptLayout:
+        """Token ids of plain text that is to be continued, with what the model expects at the start."""
+        bos = self._tokenizer.bos_token if getattr(self._tokenizer, "add_bos_token", False) else ""
+        return self._laid([(bos or "", True), *(one if isinstance(one, Passage) else (one, False) for one in content)])
+
+    def _items(self, turns: Sequence[Turn]) -> Iterator[tuple[str, bool] | Passage]:
+        """The prompt's text in order: the template's own, users', and passages."""
+        marks = {chr(_MARK + number): turn for number, turn in enumerate(turns)}
+        text = self._apply([{"role": turn.role, "content": mark} for mark, turn in marks.items()])
+        missing = [turn.role for mark, turn in marks.items() if mark not in text]
+        if missing:
+            raise PromptError(f"the model's chat template has no place for a message of the role {missing[0]!r}")
+        own = ""
+        for character in text:
+            if character not in marks:
+                own += character
+                continue
+            yield own, True
+            own = ""
+            yield from self._written(marks[character])
+        yield own, True
+
+    def _written(self, turn: Turn) -> Iterator[tuple[str, bool] | Passage]:
+        last = len(turn.content) - 1
+        for number, one in enumerate(turn.content):
+            if isinstance(one, Passage):
+                yield one
+                continue
+            if self._trims:
+                one = one.lstrip() if number == 0 else one
+                one = one.rstrip() if number == last else one
+            yield one, False
+
+    @cached_property
+    def _trims(self) -> bool:
+        """Whether the template trims messages, as those of Llama 3 do."""
+        return f" {_PROBE} " not in self._apply([{"role": "user", "content": f" {_PROBE} "}])
+
+    def _apply(self, messages: list[dict[str, str]]) -> str:
+        if len(messages) > _MOST_MESSAGES:
+            raise PromptError(f"the conversation has {len(messages)} messages; shorten it to {_MOST_MESSAGES}")
+        if not getattr(self._tokenizer, "chat_template", None):
+            # A model that knows no roles reads a transcript.
+            lines = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
+            return "\n\n".join([(self._tokenizer.bos_token or "") + lines[0], *lines[1:], "Assistant:"])
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+                )
+            )
+        except Exception as error:  # whatever the template's author raises
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise PromptError(f"the model's chat template refuses these messages: {why}") from None
+
+    def _laid(self, items: Sequence[tuple[str, bool] | Passage]) -> PromptLayout:
+        """Items put into a layout: before the first passage the prefix, behind the last one the suffix."""
+        runs: list[Parts] = [[]]
+        passages: list[Passage] = []
+        for item in items:
+            if isinstance(item, Passage):
+                passages.append(item)
+                runs.append([])
+            elif item[0]:
+                runs[-1].append(item)
+        texts = [tuple(self._text.join(run)) if run else () for run in runs]
+        if not passages:
+            return self._plain(texts[0])
+        if not texts[0] or not texts[-1]:
+            raise PromptError("the prompt needs text in front of its passages and behind them")
+        return self._between(texts, passages)
+
+    def _between(self, texts: Sequence[tuple[int, ...]], passages: Sequence[Passage]) -> PromptLayout:
+        chunks, plain, parts = list[tuple[int, ...]](), set[int](), dict[int, Part]()
+        for passage, behind in zip(passages, (*texts[1:-1], ()), strict=True):
+            if passage.part is not None:
+                parts[len(chunks)] = passage.part
+            chunks.append(passage.ids)
+            if behind:
+                plain.add(len(chunks))
+                chunks.append(behind)
+        return PromptLayout(texts[0], tuple(chunks), texts[-1], frozenset(plain), parts, self._home)
+
+    def _plain(self, ids: tuple[int, ...]) -> PromptLayout:
+        if len(ids) < 2:
+            raise PromptError("the prompt is empty; ask something")
+        return PromptLayout(ids[:-1], (), ids[-1:], home=self._home)
+
+
+def question_turns(messages: Sequence[Message], passages: Sequence[Passage], config: PromptConfig) -> list[Turn]:
+    """A conversation whose last message is asked over documents, which stand in front of it.
+
+    Without a system message of its own it is put as `PromptTemplate` puts a question, and has the same token ids.
+    """
+    *before, last = messages
+    turns = [Turn(message.role, (message.content,)) for message in before]
+    if any(message.role == "system" for message in before):
+        return [*turns, Turn("user", (DOCUMENTS, *passages, last.content))]
+    asked = config.question.replace("{question}", last.content.strip())
+    return [Turn("system", (config.system,)), *turns, Turn("user", (config.instruction, *passages, asked))]
+
+
+DOCUMENTS = "Answer from these documents.\n\n"

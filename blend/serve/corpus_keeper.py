@@ -1,0 +1,93 @@
+"""What a change of documents does to a corpus's index and caches; one thread does it, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from blend.chunks.library import ChunkLibrary, Tokens
+from blend.corpora import corpora, index_dir, make_folder
+from blend.errors import ConfigError
+from blend.indexing import Corpus, CorpusChange, Prepared, plan, prepare
+from blend.serve.spool import Spool
+from blend.serve.uploads import part_of
+from blend.timing import Progress
+from retrieval import Document
+from retrieval.errors import IndexMissingError
+
+if TYPE_CHECKING:
+    from blend.rag import Rag
+    from retrieval import ChunkIndex
+
+
+class Applied(NamedTuple):
+    """A corpus after a change. chunks: token ids of each document's chunks."""
+
+    chunks: dict[str, frozenset[Tokens]]
+    prepared: Prepared
+
+
+def current_index(rag: Rag) -> ChunkIndex | None:
+    """The chunks of the corpus as they are now, None where it has never had any."""
+    try:
+        return rag.index
+    except (IndexMissingError, ConfigError):  # the latter where the store has other corpora
+        return None
+
+
+class CorpusKeeper:
+    """Of the corpus of `rag`. spool: remembers chunks whose caches are to go, should the process end before they do."""
+
+    def __init__(self, rag: Rag, spool: Spool) -> None:
+        self._rag, self._spool = rag, spool
+        self._known: dict[str, Tokens] = {}
+
+    def documents(self) -> set[str]:
+        """Ids of those that the index holds."""
+        index = current_index(self._rag)
+        return {chunk.document_id for chunk in index.chunks} if index else set()
+
+    def apply(self, documents: Sequence[Document], removed: Sequence[str], progress: Progress) -> Applied:
+        """Put documents into the index in place of those with their ids, and take the removed uploads out.
+
+        The caches of what went are still there: `forget` is to follow. Raises `RetrievalError`, `StoreError`, and what
+        `progress` raises; the index is then as it was.
+        """
+        make_folder(self._rag.root, self._rag.corpus_config.name)
+        change = plan(self._corpus(), documents, stays=lambda name: not _among(name, removed), progress=progress)
+        # First on disk: a process that ends behind the new index would not know what to remove.
+        self._spool.write_gone({*self._spool.gone(), *change.gone}.difference(change.ids))
+        prepared = prepare(change, progress=progress)
+        self._known = {chunk.id: change.corpus.token_ids(chunk) for chunk in change.chunks}
+        self._rag.store.advance()
+        return Applied(_by_document(change), prepared)
+
+    def forget(self, chunks: Collection[Tokens], library: ChunkLibrary, current: Collection[Tokens]) -> None:
+        """Remove the caches of these chunks and of those that went before, unless they are current or others use them.
+
+        Prompts that run keep the entries that they opened. Raises `StoreError`; what is left is then remembered.
+        """
+        gone = tuple({*self._spool.gone(), *chunks}.difference(current))
+        self._spool.write_gone(gone)
+        CorpusChange(self._corpus(), library, (), (), gone).forget()
+        self._spool.write_gone(())
+
+    def remove_spare(self, library: ChunkLibrary, current: Sequence[Tokens]) -> None:
+        """Of a corpus in one copy, remove what is not to stay."""
+        library.remove_spare(current, CorpusChange(self._corpus(), library, (), (), ()).keep)
+
+    def _corpus(self) -> Corpus:
+        rag, config = self._rag, self._rag.corpus_config
+        others = {name: index_dir(rag.root, name) for name in corpora(rag.root) if name != config.name}
+        return Corpus(rag.decoder, rag.template, rag.embedder, rag.store, rag.index_dir, config, others, self._known)
+
+
+def _among(document: str, uploads: Sequence[str]) -> bool:
+    return any(part_of(document, upload) for upload in uploads)
+
+
+def _by_document(change: CorpusChange) -> dict[str, frozenset[Tokens]]:
+    found: dict[str, set[Tokens]] = {}
+    for chunk in change.chunks:
+        found.setdefault(chunk.document_id, set()).add(change.corpus.token_ids(chunk))
+    return {name: frozenset(mine) for name, mine in found.items()}

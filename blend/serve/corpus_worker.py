@@ -1,0 +1,220 @@
+"""The thread that keeps one corpus: reads what was handed in, brings the index up to date, has the caches computed."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from blend.errors import ConfigError, StoreError
+from blend.serve.cache_feeder import CacheFeeder, Calibrate
+from blend.serve.caching import Compute, DocumentState, first_line
+from blend.serve.corpus_keeper import CorpusKeeper
+from blend.serve.spool import Spool
+from blend.serve.uploads import Upload, part_of, read
+from retrieval import Document
+from retrieval.errors import DocumentsError
+
+MOST_AT_ONCE, MOST_BYTES_AT_ONCE = 16, 64 << 20  # that go into the index together
+RETRY_S = 30.0  # until what a store refused is tried again
+MOST_FAILED = 1000  # that are remembered
+
+
+class ClosingError(Exception):
+    """The thread is to end; what it was at comes again with the next process."""
+
+
+@dataclass(eq=False)
+class Task:
+    """An upload on its way into the index. upload: without its bytes. error: why it did not get there."""
+
+    number: int
+    upload: Upload
+    nbytes: int
+    state: DocumentState = "queued"
+    error: Exception | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class CorpusWorker:
+    """What is shared with it is read and changed under `changed`.
+
+    tasks: what waits, in order. failed: reasons by the ids of uploads. problem: what the thread failed at in the background
+    and will try again, or empty. limit: of documents.
+    """
+
+    def __init__(
+        self, keeper: CorpusKeeper, spool: Spool, compute: Compute, calibrate: Calibrate | None, limit: int
+    ) -> None:
+        self._keeper, self._spool, self._limit = keeper, spool, limit
+        self._look, self._busy, self._closed = True, False, False
+        self.changed = threading.Condition()
+        self.caches = CacheFeeder(keeper, compute, calibrate, self.changed)
+        self.tasks = deque(Task(number, *spool.head(number)) for number in spool.numbers())
+        self.failed: dict[str, str] = {}
+        self.problem = ""
+        self._thread = threading.Thread(target=self._run, name="kvblend-documents", daemon=True)
+        self._thread.start()
+
+    def put(self, tasks: Sequence[Task]) -> None:
+        """Let these wait."""
+        with self.changed:
+            self.tasks.extend(tasks)
+            self.changed.notify_all()
+
+    def saw(self, documents: Collection[str]) -> None:
+        """The index holds these now. Where none of its own tasks made it so, another process did: it is looked at again."""
+        with self.changed:
+            if not self.tasks and not self.caches.knows(documents):
+                self._look = True
+                self.changed.notify_all()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether everything is in the index and everything computed, as far as it can be."""
+        return self.caches.quiet and not (self.tasks or self._look or self._busy)
+
+    def close(self) -> None:
+        """End the thread; what it has not done waits on disk."""
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+        self.caches.cancel()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                on_time = self.changed.wait_for(self._due, RETRY_S)
+                if self._closed:
+                    return
+                if not on_time:
+                    self.caches.retry()
+                    self._look = self._look or bool(self.problem)
+                batch, looking = list(self._batch()), self._look
+                self._look, self._busy = looking and bool(batch), True
+            try:
+                self._step(batch, looking)
+                problem = None
+            except ClosingError:
+                return
+            except Exception as error:  # a store or a disk that is down; no document is the worse for it
+                problem = first_line(error)
+            with self.changed:
+                self.problem, self._busy = self.problem if problem is None else problem, False
+                self.changed.notify_all()
+
+    def _due(self) -> bool:
+        return bool(self.tasks or self._look or self._closed) or self.caches.due
+
+    def _step(self, batch: Sequence[Task], looking: bool) -> None:
+        """One thing, the most urgent first: what is indexed can be asked for."""
+        if batch:
+            self._take(batch)
+        elif looking:
+            if self._keeper.documents() or self._spool.gone():
+                self._apply((), ())
+        else:
+            self.caches.step()
+
+    def _batch(self) -> Iterator[Task]:
+        """The first tasks, as many as may go together."""
+        nbytes = 0
+        for number, task in enumerate(self.tasks):
+            nbytes += task.nbytes
+            if number == MOST_AT_ONCE or (number and nbytes > MOST_BYTES_AT_ONCE):
+                return
+            yield task
+
+    def _take(self, batch: Sequence[Task]) -> None:
+        """Read some uploads and put them into the index together; one after another where together they fail."""
+        documents: dict[str, Document] = {}
+        removed: list[str] = []
+        fine = [task for task in batch if self._read(task, documents, removed)]
+        try:
+            if fine:
+                self._apply(list(documents.values()), removed)
+        except ClosingError:
+            for task in fine:
+                self._spool.put_back(task.number)
+            raise
+        except Exception as error:  # no document may end the thread
+            for task in fine:
+                if len(fine) > 1:
+                    self._take([task])
+                else:
+                    self._finish(task, error)
+        else:
+            for task in fine:
+                self._finish(task)
+
+    def _read(self, task: Task, documents: dict[str, Document], removed: list[str]) -> bool:
+        """Whether an upload could be read; what it brings or takes is then in `documents` and `removed`."""
+        self._enter(task, "reading")
+        try:
+            upload = self._spool.take(task.number)
+            if upload.kind == "delete":
+                removed.append(upload.id)
+                for name in [name for name in documents if part_of(name, upload.id)]:
+                    del documents[name]
+            else:
+                documents |= self._documents(upload, documents)
+        except Exception as error:  # a parser may raise anything
+            self._finish(task, error)
+            return False
+        self._enter(task, "indexing")
+        return True
+
+    def _documents(self, upload: Upload, others: dict[str, Document]) -> dict[str, Document]:
+        found, skipped = read(upload)
+        reasons = [f"{one.source} {one.reason}" for one in skipped]
+        if not found:
+            raise DocumentsError(reasons[0] if reasons else f"{upload.id} holds no document")
+        names = self._keeper.documents() | set(others) | {one.id for one in found}
+        if len(names) > self._limit:
+            raise ConfigError(f"the corpus would have {len(names):,} documents, at most {self._limit:,} are taken")
+        self._note(upload.id, f"{len(reasons)} left out, the first: {reasons[0]}" if reasons else "")
+        return {one.id: one for one in found}
+
+    def _apply(self, documents: Sequence[Document], removed: Sequence[str]) -> None:
+        applied = self._keeper.apply(documents, removed, self._going_on)
+        self.caches.replace(applied)
+        try:
+            self.caches.forget()
+            self.problem = ""
+        except StoreError as error:  # the spool knows what is to go, and the index is as it is to be
+            self.problem = first_line(error)
+
+    def _going_on(self, stage: str, done: int, total: int) -> None:
+        if self._closed:
+            raise ClosingError
+
+    def _enter(self, task: Task, state: DocumentState) -> None:
+        with self.changed:
+            task.state = state
+
+    def _note(self, name: str, reason: str) -> None:
+        """Remember why an upload failed, or that it did not."""
+        with self.changed:
+            self.failed.pop(name, None)
+            if reason:
+                self.failed[name] = reason
+            while len(self.failed) > MOST_FAILED:
+                del self.failed[next(iter(self.failed))]
+
+    def _finish(self, task: Task, error: Exception | None = None) -> None:
+        """An upload is in the index, or never will be."""
+        with suppress(OSError):  # a folder that cannot be written: then the next process does it again, to the same end
+            self._spool.remove(task.number)
+        name, leaving = task.upload.id, task.upload.kind == "delete"
+        if error is not None and not leaving:
+            self._note(name, first_line(error))
+        with self.changed:
+            if error is None and leaving:
+                self.failed = {one: reason for one, reason in self.failed.items() if not part_of(one, name)}
+            task.error = error
+            self.tasks.remove(task)
+            self.changed.notify_all()
+        task.done.set()

@@ -1,0 +1,91 @@
+"""Caches of chunks computed in small pieces, so that answers go on meanwhile."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from blend.model.rows import RowRequest, Steps
+from blend.serve.caching import OnDone
+
+if TYPE_CHECKING:
+    import torch
+
+    from blend.chunks.library import ChunkLibrary, Variant
+    from blend.types import ChunkCache
+
+
+def nobody_waits(wanted: Variant, error: Exception | None) -> None:
+    """Of what is computed for later prompts nobody wants to be told."""
+
+
+class Encoding:
+    """Caches that are to be computed and stored one after another; what the store has by then is left out.
+
+    Only the engine's thread runs it; `cancel` and `len`, how many are left, are for everybody.
+    """
+
+    def __init__(self, library: ChunkLibrary, wanted: Sequence[Variant], most_rows: int, on_done: OnDone) -> None:
+        self._library, self._left, self._most_rows, self._on_done = library, deque(wanted), most_rows, on_done
+        self._steps: Steps[ChunkCache] | None = None
+        self._piece: RowRequest | None = None
+        self._cancelled = False
+
+    def __len__(self) -> int:
+        return 0 if self._cancelled else len(self._left)
+
+    def cancel(self) -> None:
+        """Compute no more of them."""
+        self._cancelled = True
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do."""
+        return self._cancelled or not self._left
+
+    def piece(self) -> RowRequest | None:
+        """The next rows to run, or None where nothing is left."""
+        while not self.done and self._piece is None:
+            try:
+                self._begin()
+            except Exception as error:  # the store, or a chunk that is too long
+                self.fail(error)
+        return None if self.done else self._piece
+
+    def _begin(self) -> None:
+        wanted = self._left[0]
+        if not self._library.lacking([wanted]):
+            self._end(None)
+            return
+        self._steps = self._library.encoder(contextual=wanted.contextual).steps(wanted.chunk, self._most_rows)
+        self._piece = next(self._steps)
+
+    def took(self, logits: torch.Tensor) -> None:
+        """The piece was run."""
+        assert self._steps is not None
+        try:
+            self._piece = self._steps.send(logits)
+        except StopIteration as finished:
+            try:
+                self._library.store.put(self._library.key(self._left[0]), finished.value)
+            except Exception as error:
+                self.fail(error)
+            else:
+                self._end(None)
+
+    def fail(self, error: Exception) -> None:
+        """Give up the one that is being computed."""
+        self._end(error)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        if self._steps is not None:
+            self._steps.close()
+
+    def _end(self, error: Exception | None) -> None:
+        self._piece = self._steps = None
+        done = self._left.popleft()
+        with suppress(Exception):  # whoever listens must not harm the engine
+            self._on_done(done, error)

@@ -1,0 +1,102 @@
+"""The book of learned passages: which caches came of passages in messages, what each takes, which go when it is too much."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+
+from blend.errors import StoreError
+from blend.files import write_atomically
+from blend.types import ChunkKey
+
+_VERSION = 1
+_HEX = re.compile(r"[0-9a-f]{8,128}")
+
+
+class Learned:
+    """Keys of the caches of learned passages, within a budget, the least recently seen first. Threads may share one.
+
+    path: a file that holds digests and sizes, nobody's text; what a damaged one held is unknown until it is seen again.
+    budget_bytes: what the caches may take together. The caller removes caches from the store: those that `seen` returns,
+    unless they are of use as chunks of a corpus too.
+    """
+
+    def __init__(self, path: Path, budget_bytes: int) -> None:
+        self._path, self._budget = path, budget_bytes
+        self._sizes = dict(_read(path))
+        self._written = list(self._sizes.items())
+        self._lock = Lock()
+
+    def seen(self, caches: Mapping[ChunkKey, int]) -> list[ChunkKey]:
+        """These caches, with the bytes each takes in the store, were used or made; which ones are to be forgotten for them.
+
+        Of these themselves only when nothing else is left. What it returns is out of the book.
+        """
+        with self._lock:
+            for key, nbytes in caches.items():
+                self._sizes.pop(key, None)
+                self._sizes[key] = nbytes
+            surplus, gone = sum(self._sizes.values()) - self._budget, []
+            while surplus > 0:
+                key = next(iter(self._sizes))
+                surplus -= self._sizes.pop(key)
+                gone.append(key)
+            return gone
+
+    def drop(self, keys: Iterable[ChunkKey]) -> None:
+        """The store holds these no more, or for other reasons."""
+        with self._lock:
+            for key in keys:
+                self._sizes.pop(key, None)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches in the book."""
+        with self._lock:
+            return sum(self._sizes.values())
+
+    def save(self) -> None:
+        """Write the file, if anything has changed. Raises `StoreError` when that fails; the old one is then still there.
+
+        Call it after the caches that `seen` returned are removed: should the process end in between, the book names too many.
+        """
+        with self._lock:
+            entries = list(self._sizes.items())
+            if entries == self._written:
+                return
+            caches = [[*key, nbytes] for key, nbytes in entries]
+            content = json.dumps({"version": _VERSION, "caches": caches}).encode()
+            try:
+                self._path.parent.mkdir(0o700, parents=True, exist_ok=True)
+                write_atomically(self._path, [content], durable=False)
+            except OSError as error:
+                raise StoreError(f"the book of learned passages {self._path} cannot be written: {error}") from error
+            self._written = entries
+
+
+def _read(path: Path) -> Iterator[tuple[ChunkKey, int]]:
+    """What the file holds, the least recently seen first; nothing of a damaged one."""
+    found: object = None
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_bytes())
+    entries = found.get("caches") if isinstance(found, dict) and found.get("version") == _VERSION else None
+    if isinstance(entries, list) and all(map(_is_entry, entries)):
+        yield from ((ChunkKey(namespace, digest), nbytes) for namespace, digest, nbytes in entries)
+
+
+def _is_entry(entry: object) -> bool:
+    if not isinstance(entry, list) or len(entry) != 3:
+        return False
+    *digests, nbytes = entry
+    named = all(isinstance(digest, str) and _HEX.fullmatch(digest) for digest in digests)
+    return named and type(nbytes) is int and nbytes > 0

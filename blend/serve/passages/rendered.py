@@ -1,0 +1,110 @@
+"""A chunk as it stands in prompts, and which of its tokens a part of its characters makes up."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from blend.prompt import PromptTemplate, render_chunk
+
+LEAST_TOKENS = 16
+LEAST_SHARE = 0.8  # of the chunk's tokens
+_REMEMBERED = 1024  # chunks
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece writes one
+
+
+class Passage(NamedTuple):
+    """A text that was not known as a chunk, with what a prompt needs to know of one."""
+
+    title: str
+    text: str
+
+
+class Part(NamedTuple):
+    """Tokens `first` to `first + len(ids) - 1` of a chunk, which are its characters `start` to `stop - 1`."""
+
+    ids: tuple[int, ...]
+    first: int
+    start: int
+    stop: int
+
+
+class Rendered(NamedTuple):
+    """A chunk as it stands in prompts. lead: characters of its title line."""
+
+    text: str
+    lead: int
+    ids: tuple[int, ...]
+
+
+class Renderer:
+    """Chunks to tokens, the last ones remembered. Threads may share one.
+
+    template: of the prompts. tokenizer: that of the template; one that does not say where its tokens lie in the text, as those
+    written in Python, leaves chunks whole.
+    """
+
+    def __init__(self, template: PromptTemplate, tokenizer: Any) -> None:
+        self.template = template
+        self._tokenizer = tokenizer
+        self._remembered = lru_cache(_REMEMBERED)(self._render)
+        self._parts = lru_cache(_REMEMBERED)(self._cut)
+
+    def render(self, title: str, text: str) -> Rendered:
+        """The chunk with this title and text."""
+        return self._remembered(title, text)
+
+    def part(self, title: str, text: str, start: int, stop: int) -> Part | None:
+        """The tokens that lie wholly within characters `start` to `stop - 1` of the rendered chunk.
+
+        None where these are too few to be worth it, or where their text is not known for certain.
+        """
+        return self._parts(title, text, start, stop)
+
+    def _render(self, title: str, text: str) -> Rendered:
+        chunk = Passage(title, text)
+        return Rendered(render_chunk(chunk), len(title) + 1 if title else 0, self.template.chunk_ids(chunk))
+
+    def _edges(self, whole: Rendered) -> tuple[tuple[int, int], ...]:
+        """`(character, token)` wherever the chunk can be cut between two tokens, ascending; none where that is not known.
+
+        As where its tokens are not what the tokenizer makes of it in one piece, because it spells out a control token.
+        """
+        if not getattr(self._tokenizer, "is_fast", False):
+            return ()
+        encoded = self._tokenizer(whole.text, add_special_tokens=False, return_offsets_mapping=True)
+        if tuple(encoded["input_ids"]) != whole.ids:
+            return ()
+        edges, reached = [(0, 0)], 0
+        for token, (start, stop) in enumerate(encoded["offset_mapping"]):
+            if token and start >= reached:  # else both are part of one character
+                edges.append((reached, token))
+            reached = max(reached, stop)
+        return (*edges, (reached, len(whole.ids)))
+
+    def _cut(self, title: str, text: str, start: int, stop: int) -> Part | None:
+        whole = self.render(title, text)
+        if len(whole.ids) < LEAST_TOKENS:
+            return None
+        if (start, stop) == (0, len(whole.text)):
+            return Part(whole.ids, 0, start, stop)
+        edges = self._edges(whole)
+        first, last = bisect_left(edges, (start, 0)), bisect_right(edges, (stop, len(whole.ids))) - 1
+        if first >= last:
+            return None
+        (start, begin), (stop, end) = edges[first], edges[last]
+        ids = whole.ids[begin:end]
+        if len(ids) < max(LEAST_TOKENS, LEAST_SHARE * len(whole.ids)) or not self._says(ids, whole.text[start:stop]):
+            return None
+        return Part(ids, begin, start, stop)
+
+    def _says(self, ids: tuple[int, ...], text: str) -> bool:
+        """Whether the ids spell the text as the tokenizer normalises it. Blanks apart: some decoders drop those in front."""
+        normalizer = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None)
+        meant = text if normalizer is None else normalizer.normalize_str(text)
+        return _letters(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)) == _letters(meant)
+
+
+def _letters(text: str) -> str:
+    return "".join(text.replace(_SPACE, " ").split())

@@ -1,0 +1,84 @@
+"""A message as ordinary text and passages that may have caches of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from blend.serve.passages.divide import is_long, passages
+from blend.serve.passages.family import KnownChunk
+from blend.serve.passages.known import Found, KnownTexts
+from blend.serve.passages.rendered import Renderer
+
+Kind = Literal["text", "pasted", "learned"]
+
+
+class Segment(NamedTuple):
+    """A piece of a message.
+
+    kind: "text" is ordinary, and has neither ids nor a chunk: it is tokenised together with what stands beside it. "pasted" is
+    a known chunk, "learned" a passage that has been or is to be learned. ids: what it is in the prompt. whole: ids of the chunk
+    whose cache it is in, of which it is tokens `first` to `first + len(ids) - 1`. chunk: the known one.
+    """
+
+    text: str
+    ids: tuple[int, ...] = ()
+    kind: Kind = "text"
+    whole: tuple[int, ...] = ()
+    first: int = 0
+    chunk: KnownChunk | None = None
+
+
+class _Piece(NamedTuple):
+    """A segment that is no ordinary text, and where it stands."""
+
+    start: int
+    stop: int
+    segment: Segment
+
+
+def segments(text: str, known: KnownTexts, *, learned_on: bool) -> list[Segment]:
+    """A message cut at the known chunks that were pasted into it and, in a long one, at passages to be learned.
+
+    The segments' texts, one after another, are the message. A passage to be learned is kept as a chunk without a title is, so
+    that it is the same one when it comes as a document. Takes time linear in the message's length, whatever it holds.
+    """
+    pieces = [_pasted(text, one, known.renderer) for one in known.find(text)]
+    if learned_on and is_long(text, known.renderer):
+        edges = [(0, 0), *((one.start, one.stop) for one in pieces), (len(text), len(text))]
+        runs = [(before, after) for (_, before), (after, _) in pairwise(edges)]
+        pieces.extend(one for run in runs for one in _learned(text, *run, known.renderer))
+    return list(_filled(text, sorted(pieces, key=lambda one: one.start)))
+
+
+def _pasted(text: str, found: Found, renderer: Renderer) -> _Piece:
+    whole = renderer.render(found.chunk.title, found.chunk.text.strip()).ids
+    segment = Segment(text[found.start : found.stop], found.part.ids, "pasted", whole, found.part.first, found.chunk)
+    return _Piece(found.start, found.stop, segment)
+
+
+def _learned(text: str, start: int, stop: int, renderer: Renderer) -> Iterator[_Piece]:
+    """The passages of a run of ordinary text, each with as much of a chunk's closing blank line as follows it."""
+    for block in passages(text, start, stop, renderer):
+        inside, end = text[block.start : block.stop], block.stop
+        while end < min(stop, block.stop + 2) and text[end] == "\n":
+            end += 1
+        part = renderer.part("", inside, 0, end - block.start)
+        if part is not None:
+            end = block.start + part.stop
+            whole = renderer.render("", inside).ids
+            segment = Segment(text[block.start : end], part.ids, "learned", whole, part.first)
+            yield _Piece(block.start, end, segment)
+
+
+def _filled(text: str, pieces: list[_Piece]) -> Iterator[Segment]:
+    """With the ordinary text between them."""
+    reached = 0
+    for piece in pieces:
+        if piece.start > reached:
+            yield Segment(text[reached : piece.start])
+        yield piece.segment
+        reached = piece.stop
+    if reached < len(text):
+        yield Segment(text[reached:])

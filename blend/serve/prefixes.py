@@ -1,0 +1,227 @@
+"""KV of how prompts begin, kept in memory for the next prompt that begins so: system prompts, examples, conversations.
+
+Two kinds of rows are kept, and never mixed up. *Exact* rows are what full prefill gives: they are held in a radix tree of token
+ids (as SGLang's RadixAttention, Zheng et al. 2024, has it) and serve every prompt that begins with the same tokens. *Blended*
+rows are those of a prompt some of whose chunks came out of the store: they serve only the conversation that they belong to,
+that is, a prompt that begins with all of that prompt and with all of the answer that was given to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from blend.types import ChunkCache
+
+if TYPE_CHECKING:
+    from blend.model.cache import BlendedCache
+
+Tokens = tuple[int, ...]
+
+
+class Found(NamedTuple):
+    """KV of a prompt's first rows; exact: how many of them, from the first on, are what full prefill gives."""
+
+    known: ChunkCache
+    exact: int
+
+    def first(self, rows: int) -> Found:
+        """So many rows of it."""
+        return Found(_view(self.known, 0, rows), min(rows, self.exact))
+
+
+class Prefixes:
+    """Of many owners, within `budget` bytes together; what was not used for longest goes. Threads may share it.
+
+    An owner's rows serve nobody else.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._lock = threading.Lock()
+        self._trees: dict[str, _Node] = {}
+        self._nodes: OrderedDict[_Node, None] = OrderedDict()  # the least recently used first, children before parents
+        self._conversations: OrderedDict[tuple[str, bytes], _Conversation] = OrderedDict()
+        self._nbytes = 0
+        self._clock = itertools.count()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return self._nbytes
+
+    def find(self, owner: str, ids: Tokens) -> Found | None:
+        """The longest beginning of a prompt whose KV is here, short of its last row; None where there is none."""
+        with self._lock:
+            told = self._conversation(owner, ids)
+            path = self._path(owner, ids[:-1])
+            exact = sum(count for _, count in path)
+            if told is not None and told.known.tokens > exact:
+                return Found(told.known, told.exact)
+            return Found(_joined([node.kv(count) for node, count in path]), exact) if exact else None
+
+    def keep(self, owner: str, ids: Sequence[int], cache: BlendedCache) -> None:
+        """Take in the exact KV of these tokens, the first rows of `cache`."""
+        wanted = tuple(ids)
+        with self._lock:
+            path = self._path(owner, wanted)
+            done = sum(count for _, count in path)
+            if done == len(wanted):
+                return
+            parent = self._split(*path[-1]) if path else self._trees.setdefault(owner, _Node((), None))
+            node = _Node(wanted[done:], parent)
+            node.cache = _rows(cache, done, len(wanted))
+            parent.children[wanted[done]] = node
+            self._nodes[node] = None
+            self._nbytes += node.cache.nbytes
+            self._path(owner, wanted)  # those above are now the more recently used
+            self._shrink()
+
+    def keep_conversation(self, owner: str, ids: Sequence[int], cache: BlendedCache, exact: int) -> None:
+        """Take in a blended prompt with its answer: KV of all tokens but the last, of which the first `exact` are exact."""
+        known = _rows(cache, 0, len(ids) - 1)
+        with self._lock:
+            key = owner, _digest(ids)
+            self._nbytes += known.nbytes - self._drop(key)
+            self._conversations[key] = _Conversation(known, exact, len(ids), next(self._clock))
+            self._shrink()
+
+    def forget(self, owner: str) -> None:
+        """Let go of everything of this owner."""
+        with self._lock:
+            for key in [key for key in self._conversations if key[0] == owner]:
+                self._nbytes -= self._drop(key)
+            root = self._trees.pop(owner, None)
+            for node in root.below() if root else ():
+                if node.cache is not None:
+                    del self._nodes[node]
+                    self._nbytes -= node.cache.nbytes
+
+    def _conversation(self, owner: str, ids: Tokens) -> _Conversation | None:
+        lengths = sorted(
+            {one.length for (whose, _), one in self._conversations.items() if whose == owner}, reverse=True
+        )
+        for length in lengths:
+            key = owner, _digest(ids[:length])
+            if length < len(ids) and key in self._conversations:
+                self._conversations.move_to_end(key)
+                found = self._conversations[key] = self._conversations[key]._replace(used=next(self._clock))
+                return found
+        return None
+
+    def _drop(self, key: tuple[str, bytes]) -> int:
+        gone = self._conversations.pop(key, None)
+        return gone.known.nbytes if gone else 0
+
+    def _path(self, owner: str, ids: Tokens) -> list[tuple[_Node, int]]:
+        """The nodes that hold the longest beginning of `ids`, each with how many of its rows; they count as used now."""
+        node, path, at = self._trees.get(owner), list[tuple[_Node, int]](), 0
+        while node is not None and at < len(ids):
+            node = node.children.get(ids[at])
+            if node is not None:
+                count = _common(node.ids, ids[at:])
+                path.append((node, count))
+                at += count
+                if count < len(node.ids):
+                    break
+        now = next(self._clock)
+        for used, _ in reversed(path):
+            used.used = now
+            self._nodes.move_to_end(used)
+        return path
+
+    def _split(self, node: _Node, count: int) -> _Node:
+        """The node cut after `count` of its rows; the first part, which is its parent now."""
+        if count == len(node.ids):
+            return node
+        assert node.cache is not None
+        assert node.parent is not None
+        upper = _Node(node.ids[:count], node.parent)
+        # Copies: a view would keep the memory of both for as long as one of them lives.
+        upper.cache, node.cache = _cut(node.cache, 0, count), _cut(node.cache, count, len(node.ids))
+        node.parent.children[upper.ids[0]] = upper
+        node.ids, node.parent = node.ids[count:], upper
+        upper.children[node.ids[0]] = node
+        self._nodes[upper] = None
+        return upper
+
+    def _shrink(self) -> None:
+        while self._nbytes > self.budget:
+            leaf = next((node for node in self._nodes if not node.children), None)
+            key = next(iter(self._conversations), None)
+            if key is not None and (leaf is None or self._conversations[key].used < leaf.used):
+                self._nbytes -= self._drop(key)
+            elif leaf is not None and leaf.parent is not None and leaf.cache is not None:
+                del self._nodes[leaf], leaf.parent.children[leaf.ids[0]]
+                self._nbytes -= leaf.cache.nbytes
+            else:
+                return
+
+
+class _Conversation(NamedTuple):
+    known: ChunkCache
+    exact: int
+    length: int
+    used: int
+
+
+class _Node:
+    """Neighbouring tokens and their KV; the root has none."""
+
+    def __init__(self, ids: Tokens, parent: _Node | None) -> None:
+        self.ids, self.parent = ids, parent
+        self.cache: ChunkCache | None = None
+        self.used = 0
+        self.children: dict[int, _Node] = {}
+
+    def kv(self, count: int) -> ChunkCache:
+        """Views of its first rows."""
+        assert self.cache is not None
+        return _view(self.cache, 0, count)
+
+    def below(self) -> Iterator[_Node]:
+        """Itself, and all nodes below it."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            waiting.extend(node.children.values())
+            yield node
+
+
+def _common(some: Tokens, others: Tokens) -> int:
+    """How many tokens both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(some, others, strict=False)) if a != b), min(len(some), len(others)))
+
+
+def _digest(ids: Sequence[int]) -> bytes:
+    return blake2b(",".join(map(str, ids)).encode(), digest_size=16).digest()
+
+
+def _view(cache: ChunkCache, start: int, stop: int) -> ChunkCache:
+    keys, values = (tuple(part[:, start:stop] for part in kind) for kind in (cache.keys, cache.values))
+    return ChunkCache(keys, values, cache.start + start)
+
+
+def _cut(cache: ChunkCache, start: int, stop: int) -> ChunkCache:
+    part = _view(cache, start, stop)
+    return ChunkCache(tuple(k.clone() for k in part.keys), tuple(v.clone() for v in part.values), part.start)
+
+
+def _rows(cache: BlendedCache, start: int, stop: int) -> ChunkCache:
+    """Copies: the cache itself has room for an answer of any length."""
+    pairs = [cache.view(index) for index in range(len(cache.layers))]
+    return _cut(ChunkCache(tuple(k[0] for k, _ in pairs), tuple(v[0] for _, v in pairs), 0), start, stop)
+
+
+def _joined(parts: Sequence[ChunkCache]) -> ChunkCache:
+    if len(parts) == 1:
+        return parts[0]
+    keys = tuple(torch.cat(some, 1) for some in zip(*(part.keys for part in parts), strict=True))
+    values = tuple(torch.cat(some, 1) for some in zip(*(part.values for part in parts), strict=True))
+    return ChunkCache(keys, values, 0)

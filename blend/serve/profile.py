@@ -1,0 +1,54 @@
+"""What full prefill would have taken on this machine, from what it was measured to take."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING
+
+from blend.model.full_prefill import full_prefill
+from blend.types import PromptLayout
+
+if TYPE_CHECKING:
+    from blend.model.decoder import Decoder
+
+MEASURED_ROWS = 256
+
+
+class Profile:
+    """Seconds of full prefill by the length of the prompt: operations, at the rate that was measured.
+
+    A row takes 2 operations a parameter, and its attention 4 for each key, query head and head dimension in every layer.
+    Threads may share it.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        config = decoder.config
+        self._decoder, self._lock = decoder, threading.Lock()
+        weights = sum(part.numel() for layer in decoder.layers for part in layer.parameters())
+        heads = getattr(config, "num_attention_heads", 1)
+        width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+        self._of_row, self._of_pair = 2.0 * weights, 4.0 * heads * width * len(decoder.layers)
+        self._rate: float | None = None
+
+    def measure(self) -> None:
+        """Prefill some rows in full, once to warm up and once for the clock."""
+        token = 1 % self._decoder.vocabulary
+        rows = min(MEASURED_ROWS, self._decoder.context_length or MEASURED_ROWS)
+        layout = PromptLayout((token,), ((token,) * (rows - 2),), (token,))
+        for _ in range(2):
+            self.saw(rows, full_prefill(self._decoder, layout).ttft_s, anew=True)
+
+    def saw(self, rows: int, seconds: float, *, anew: bool = False) -> None:
+        """A prompt of so many rows was prefilled in full, in so many seconds that nothing else took part in."""
+        rate = self._operations(rows) / max(seconds, 1e-9)
+        with self._lock:
+            known = None if anew else self._rate
+            self._rate = rate if known is None else math.exp(0.8 * math.log(known) + 0.2 * math.log(rate))
+
+    def seconds(self, rows: int) -> float | None:
+        """What full prefill of a prompt of so many rows takes; None while nothing was measured."""
+        return None if self._rate is None else self._operations(rows) / self._rate
+
+    def _operations(self, rows: int) -> float:
+        return rows * self._of_row + rows * (rows + 1) / 2 * self._of_pair

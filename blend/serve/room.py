@@ -1,0 +1,176 @@
+"""What one tenant has: a store of its own with its corpora, and what is known and learned of its texts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blend.corpora import check_corpus_name, corpora
+from blend.errors import PromptError, StoreError
+from blend.prompt import render_chunk
+from blend.serve.ask import GivenDocument, SourceKind
+from blend.serve.chat import ChatTemplate, Passage, Written
+from blend.serve.passages.known import KnownTexts
+from blend.serve.passages.learned import Learned
+from blend.serve.passages.rendered import Renderer
+from blend.serve.passages.segments import Segment, segments
+from blend.types import Part
+from retrieval import Chunk, RetrievalError, chunk_documents
+from retrieval.document import Document
+
+if TYPE_CHECKING:
+    from blend.rag import Rag
+
+TENANTS = "tenants"
+
+
+class Cited(NamedTuple):
+    """A passage of a prompt, and what its reader is told of it."""
+
+    passage: Passage
+    kind: SourceKind
+    id: str
+    title: str
+    text: str
+    score: float | None = None
+
+
+def room_root(root: Path, tenant: str) -> Path:
+    """Where a tenant's store lies in the server's; nobody's is the server's own."""
+    check_corpus_name(tenant)
+    return root / TENANTS / tenant if tenant else root
+
+
+class Room:
+    """One tenant's corpora and texts. Threads may share it.
+
+    rag: its corpus without a name. learn_budget: bytes of caches of texts that came with questions; 0 learns nothing.
+    """
+
+    def __init__(self, rag: Rag, learn_budget: int) -> None:
+        self._rags, self._lock = {"": rag}, threading.RLock()
+        self.chat = ChatTemplate(rag.decoder.tokenizer, rag.template.prefix)
+        self._renderer = Renderer(rag.template, rag.decoder.tokenizer)
+        self._known: dict[str, tuple[object, KnownTexts]] = {}
+        self.learned = Learned(rag.root / "learned.json", learn_budget) if learn_budget else None
+
+    @property
+    def corpora(self) -> tuple[str, ...]:
+        """Names of its corpora."""
+        return corpora(self._rags[""].root)
+
+    def rag(self, corpus: str = "") -> Rag:
+        """A corpus of this name, there or not yet. Raises `ConfigError` for what cannot name one."""
+        with self._lock:
+            if corpus not in self._rags:
+                self._rags[corpus] = self._rags[""].sibling(corpus)
+            return self._rags[corpus]
+
+    def retrieved(self, corpus: str, question: str, top_k: int) -> list[Cited]:
+        """The chunks of a corpus that are most like the question. Raises `RetrievalError` where there is no corpus."""
+        rag = self.rag(corpus)
+        found = rag.retriever.search(question, top_k)
+        if not found:
+            raise PromptError("the corpus holds no chunks; add documents first")
+        return [self._of_chunk(rag, hit.chunk, "retrieved", hit.score) for hit in found]
+
+    def given(self, corpus: str, documents: Sequence[GivenDocument]) -> list[Cited]:
+        """Documents that came with a question, or that it names, as chunks. Raises `PromptError` for ids that nothing has."""
+        rag = self.rag(corpus)
+        found: list[Cited] = []
+        for number, document in enumerate(documents):
+            chunks: Iterable[Chunk] = ()
+            if document.text.strip():
+                name = document.id or f"document {number + 1}"
+                new = Document(name, document.title, document.text, "")
+                chunks = chunk_documents([new], rag.template.encode, rag.corpus_config.chunk_tokens, _rendered)
+            elif document.id:
+                chunks = self._named(rag, document.id)
+            found.extend(self._of_chunk(rag, chunk, "document", None) for chunk in chunks)
+        return found
+
+    def written(self, corpus: str | None, text: str, *, learning: bool = True) -> tuple[Written, list[Cited]]:
+        """A message as ordinary text and passages: chunks of a corpus that were pasted, and long texts to be learned.
+
+        corpus: None looks for the one that knows most of it. learning: whether there may be any of the latter.
+        """
+        learning = learning and self.learned is not None
+        names = (corpus,) if corpus is not None else self.corpora or ("",)
+        cut = [segments(text, self._texts(name), learned_on=learning) for name in names]
+        best = max(cut, key=lambda one: sum(len(part.ids) for part in one if part.kind == "pasted"))
+        cited = [_cited(part) for part in best if part.ids]
+        passages = iter(cited)
+        return [next(passages).passage if part.ids else part.text for part in best], cited
+
+    def learn(self, corpus: str, cited: Sequence[Cited]) -> bool:
+        """Whether these passages may be stored; those that go for them are removed from the store.
+
+        Chunks of the tenant's corpora always may.
+        """
+        new = [one for one in cited if one.kind in ("document", "learned")]
+        if not new:
+            return True
+        if self.learned is None:
+            return False
+        rag = self.rag(corpus)
+        library = rag.blender.library(rag.template.prefix)
+        width = sum(layer.width for layer in rag.decoder.rotations) * 2  # bytes, of a codec of 16 bits a value
+        chunks = [one.passage.part.whole if one.passage.part else one.passage.ids for one in new]
+        keys = {library.key(one): len(one.chunk) * width for one in library.wanted(chunks)}
+        gone = self.learned.seen(keys)
+        with suppress(StoreError):  # the store is down or read-only: what is too much goes another time
+            used = self._in_use() if gone else set()
+            for key in gone:
+                if key not in used:
+                    rag.store.delete(key)
+            self.learned.save()
+        return True
+
+    def _in_use(self) -> set[Any]:
+        """Keys of everything that the corpora hold."""
+        keys: set[Any] = set()
+        for name in self.corpora:
+            rag = self.rag(name)
+            library = rag.blender.library(rag.template.prefix)
+            keys |= library.keys([rag.template.chunk_ids(chunk) for chunk in rag.index.chunks])
+        return keys
+
+    def _texts(self, corpus: str) -> KnownTexts:
+        """The texts of a corpus's chunks as they are now."""
+        index = None
+        with suppress(RetrievalError, ValueError):  # without a corpus no text is known
+            index = self.rag(corpus).index
+        with self._lock:
+            held = self._known.get(corpus)
+            if held is None:
+                held = self._known[corpus] = (None, KnownTexts(self._renderer))
+            if held[0] is not index:
+                held[1].update(index.chunks if index is not None else ())
+                self._known[corpus] = (index, held[1])
+            return held[1]
+
+    def _named(self, rag: Rag, document: str) -> list[Chunk]:
+        with suppress(RetrievalError):
+            if chunks := [chunk for chunk in rag.index.chunks if chunk.document_id == document]:
+                return chunks
+        raise PromptError(f"no document has the id {document!r}; GET /v1/documents lists those there are")
+
+    def _of_chunk(self, rag: Rag, chunk: Chunk, kind: SourceKind, score: float | None) -> Cited:
+        ids = rag.template.chunk_ids(chunk)
+        return Cited(Passage(ids), kind, chunk.id, chunk.title, chunk.text, score)
+
+
+def _rendered(title: str, text: str) -> str:
+    from blend.precompute import TitledText
+
+    return render_chunk(TitledText(title, text))
+
+
+def _cited(segment: Segment) -> Cited:
+    part = None if segment.whole in ((), segment.ids) else Part(segment.whole, segment.first)
+    chunk, kind = segment.chunk, "pasted" if segment.kind == "pasted" else "learned"
+    passage = Passage(segment.ids, part)
+    return Cited(passage, kind, chunk.id if chunk else "", chunk.title if chunk else "", segment.text)  # type: ignore[arg-type]

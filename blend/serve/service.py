@@ -1,0 +1,266 @@
+"""Questions in words to work for the engine, and its events to replies in words: everything about a server but the network."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from blend.errors import PromptError
+from blend.serve.ask import (
+    Ask,
+    Closed,
+    Delta,
+    Figures,
+    Opened,
+    Refused,
+    Reply,
+    Source,
+    TokenPart,
+    TokenText,
+    TracedToken,
+)
+from blend.serve.chat import Turn, question_turns
+from blend.serve.engine import (
+    Ended,
+    EndReason,
+    Engine,
+    Event,
+    Failed,
+    Handle,
+    QueueFullError,
+    Sampling,
+    Started,
+    Token,
+    Work,
+)
+from blend.serve.profile import Profile
+from blend.serve.room import Cited, Room, room_root
+from blend.serve.text import Speaker
+
+if TYPE_CHECKING:
+    from blend.rag import Rag
+    from blend.types import PromptLayout
+
+LEARN_BUDGET = 4 << 30
+OnReply = Callable[[Reply], None]
+
+
+class Service:
+    """Answers questions of many tenants over one engine. Threads may share it.
+
+    rag: the corpus without a name of nobody in particular; its decoder answers. engine: over that decoder. learn_budget: bytes
+    of each tenant's store for caches of texts that came with questions; 0 learns nothing. full: nothing is ever blended.
+    """
+
+    def __init__(self, rag: Rag, engine: Engine, *, learn_budget: int = LEARN_BUDGET, full: bool = False) -> None:
+        self.engine, self.full = engine, full
+        self.model = rag.decoder.name
+        self._rag, self._learn_budget = rag, learn_budget
+        self._rooms: dict[str, Room] = {}
+        self._lock = threading.Lock()
+        self._profile = Profile(rag.decoder)
+        self.ready = False
+
+    def warm_up(self) -> None:
+        """Make the first answer as fast as the others, and measure what full prefill takes."""
+        rag = self._rag
+        _ = rag.blender.encoder(rag.template.prefix).prefix
+        if rag.index_dir.exists():
+            _ = rag.embedder
+        self._profile.measure()
+        self.ready = True
+
+    def room(self, tenant: str) -> Room:
+        """What a tenant has. Raises `ConfigError` for what cannot name one."""
+        with self._lock:
+            if tenant not in self._rooms:
+                rag = self._rag.sibling("", room_root(self._rag.root, tenant)) if tenant else self._rag
+                self._rooms[tenant] = Room(rag, self._learn_budget)
+            return self._rooms[tenant]
+
+    @property
+    def alive(self) -> bool:
+        """Whether answers can still come: the engine runs."""
+        return self.engine.alive
+
+    def corpora(self, tenant: str) -> tuple[str, ...]:
+        """Names of a tenant's corpora; "" is the one without a name."""
+        return self.room(tenant).corpora
+
+    def submit(self, ask: Ask, on_reply: OnReply) -> Handle:
+        """Take a question in; its replies go to `on_reply`, from another thread, which must not wait in there.
+
+        Takes as long as retrieval and tokenising do. Raises `PromptError` and `ConfigError` for what cannot be answered,
+        `RetrievalError` where there is nothing to retrieve from, `QueueFullError` when too many wait.
+        """
+        begin = time.monotonic()
+        room = self.room(ask.tenant)
+        layout, cited = _put(room, ask)
+        rag = room.rag(ask.corpus)
+        sampling = replace(ask.sampling, max_tokens=_room_for(rag, layout, ask.sampling.max_tokens))
+        work = Work(
+            layout,
+            sampling,
+            tenant=ask.tenant,
+            corpus=ask.corpus,
+            full=self.full or ask.method == "full",
+            remember=not self.full and room.learn(ask.corpus, cited),
+            priority=ask.priority,
+            deadline_s=ask.deadline_s,
+            trace=ask.trace,
+        )
+        conversation = _Conversation(
+            rag, ask, sampling, layout, cited, on_reply, self._profile, time.monotonic() - begin
+        )
+        if ask.deadline_s is not None:
+            work = replace(work, deadline_s=ask.deadline_s - conversation.before_s)
+        conversation.handle = self.engine.submit(work, conversation.on_event)
+        return conversation
+
+    def close(self, finish_s: float = 0.0) -> None:
+        """Take nothing in any more, and let what runs finish if that takes no longer than this."""
+        self.ready = False
+        self.engine.close(finish_s)
+
+
+def _put(room: Room, ask: Ask) -> tuple[PromptLayout, list[Cited]]:
+    """The prompt of a question, and its passages in order."""
+    if ask.prompt is not None:
+        written, cited = room.written(ask.corpus or None, ask.prompt)
+        return room.chat.continued(written), cited
+    if not ask.messages or ask.messages[-1].role != "user" or not ask.messages[-1].content.strip():
+        raise PromptError("the last message must be the user's, and say something")
+    found = room.given(ask.corpus, ask.documents)
+    if ask.top_k is not None:
+        found.extend(room.retrieved(ask.corpus, ask.messages[-1].content, ask.top_k))
+    if found:
+        passages = [one.passage for one in found]
+        return room.chat.layout(question_turns(ask.messages, passages, room.rag(ask.corpus).prompt_config)), found
+    turns = []
+    for message in ask.messages:
+        if message.role == "assistant":
+            turns.append(Turn(message.role, (message.content,)))
+        else:
+            # What a system message says stays where it is, at the beginning, and is reused exactly.
+            learning = message.role == "user"
+            written, cited = room.written(ask.corpus or None, message.content, learning=learning)
+            turns.append(Turn(message.role, written))
+            found.extend(cited)
+    return room.chat.layout(turns), found
+
+
+def _room_for(rag: Rag, layout: PromptLayout, most: int) -> int:
+    """Tokens that the answer may have: no more than the model's context leaves."""
+    rag.decoder.check_length(layout.rows + 1)
+    longest = rag.decoder.context_length
+    return most if longest is None else min(most, longest - layout.rows)
+
+
+class _Conversation:
+    """One question on its way; a `Handle`."""
+
+    def __init__(
+        self,
+        rag: Rag,
+        ask: Ask,
+        sampling: Sampling,
+        layout: PromptLayout,
+        cited: Sequence[Cited],
+        on_reply: OnReply,
+        profile: Profile,
+        before_s: float,
+    ) -> None:
+        self.handle: Handle | None = None
+        self.before_s = before_s
+        self._decoder, self._ask, self._sampling, self._layout = rag.decoder, ask, sampling, layout
+        self._cited, self._on_reply, self._profile = cited, on_reply, profile
+        self._speaker = Speaker(rag.decoder.tokenizer, ask.stop)
+        self._tokens, self._first, self._last = 0, 0.0, 0.0
+        self._named: list[TokenText] = []
+        self._closed = False
+
+    def cancel(self) -> None:
+        """Give it up."""
+        if self.handle is not None:
+            self.handle.cancel()
+
+    def on_event(self, event: Event) -> None:
+        """Of the engine, in words."""
+        if self._closed:
+            return
+        if isinstance(event, Started):
+            self._on_reply(self._opened(event))
+        elif isinstance(event, Token):
+            self._hear(event)
+        elif isinstance(event, Ended):
+            self._close(event.reason)
+        elif isinstance(event, Failed):
+            self._closed = True
+            self._on_reply(Refused(event.error))
+
+    def _hear(self, token: Token) -> None:
+        self._last = time.monotonic()
+        self._first = self._first or self._last
+        self._tokens += 1
+        if self._sampling.logprobs is not None:
+            self._named.append(self._speaker.named(token))
+        said = self._speaker.hear(token.id)
+        if said.text or said.ended:
+            self._say(said.text)
+        if said.ended:
+            self._close("stop")
+            self.cancel()
+
+    def _say(self, text: str) -> None:
+        named, self._named = tuple(self._named), []
+        if text or named:
+            self._on_reply(Delta(text, named))
+
+    def _close(self, reason: EndReason) -> None:
+        self._say(self._speaker.finish())
+        self._closed = True
+        gaps = self._tokens - 1
+        tpot_s = (self._last - self._first) / gaps if gaps > 0 else None
+        self._on_reply(Closed(reason, self._tokens, tpot_s))
+
+    def _opened(self, started: Started) -> Opened:
+        sources = tuple(
+            Source(one.kind, one.id, one.title, one.text, one.score, hit, len(one.passage.ids))
+            for one, hit in zip(self._cited, started.hits, strict=True)
+        )
+        figures = Figures(
+            method="full" if started.reason else "blend",
+            reason="" if started.reason == "asked for" else started.reason,
+            rows=started.rows,
+            rows_computed=started.rows_computed,
+            rows_reused=started.rows_reused,
+            hits=sum(started.hits),
+            chunks=len(started.hits),
+            bytes_loaded=started.bytes_loaded,
+            stages={"prepare": self.before_s, **started.stages},
+            waited_s=started.waited_s,
+            ttft_s=self.before_s + started.ttft_s,
+            full_s=self._profile.seconds(started.rows),
+            notes=started.notes,
+        )
+        cached = started.rows - started.rows_computed
+        return Opened(started.rows, cached, sources, figures, self._traced(started))
+
+    def _traced(self, started: Started) -> tuple[TracedToken, ...]:
+        """The prompt's tokens, one by one."""
+        if not started.trace:
+            return ()
+        layout, names = self._layout, list[TokenPart]()
+        names += ["prefix"] * len(layout.prefix)
+        for place, chunk in enumerate(layout.chunks):
+            names += ["text" if place in layout.plain else "chunk"] * len(chunk)
+        names += ["suffix"] * len(layout.suffix)
+        texts = self._decoder.tokenizer.batch_decode([[token] for token in layout.token_ids])
+        rows = zip(texts, names, started.trace, strict=True)
+        return tuple(TracedToken(text, part, computed, score) for text, part, (computed, score) in rows)
+
+
+__all__ = ["QueueFullError", "Service"]

@@ -1,0 +1,145 @@
+"""Prompts of a server: ordinary text between chunks, parts of chunks, prefixes other than that of the caches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import make_layout
+from dense_reference import assert_close, dense_prefill
+from models import decoder, eager_model
+
+from blend.blender import Blend, Blender
+from blend.config import BlendConfig
+from blend.store import open_store
+from blend.types import ChunkCache, Part, PromptLayout
+
+FAMILIES = ("llama", "gemma3", "deepseek-v3", "gpt-oss")
+BASE = make_layout()
+OTHER = (7, 19, 3, 44, 21, 8, 30)
+PLAIN = replace(BASE, plain=frozenset({1}), parts={2: Part((11, 12, *BASE.chunks[2], 13), 2)})
+ELSEWHERE = replace(PLAIN, prefix=OTHER, home=BASE.prefix)
+REUSE = BlendConfig(selector="none", correction=False)
+
+
+def filled(name: str, layout: PromptLayout) -> Blender:
+    blender = Blender(decoder(name), open_store("memory:", codec="native"))
+    library = blender.library(layout.kept_behind)
+    library.compute(library.missing([chunk for chunk in layout.stored if chunk is not None]))
+    return blender
+
+
+def run(blender: Blender, layout: PromptLayout, config: BlendConfig, **more: object) -> Blend:
+    steps = blender.steps(layout, config=config, **more)  # type: ignore[arg-type]
+    try:
+        request = next(steps)
+        while True:
+            request = steps.send(blender.decoder.prefill([request]))
+    except StopIteration as done:
+        blend: Blend = done.value
+        return blend
+
+
+@pytest.mark.parametrize("layout", [PLAIN, ELSEWHERE, BASE.all_plain()])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_everything_recomputed_is_full_prefill(name: str, layout: PromptLayout) -> None:
+    dense = dense_prefill(eager_model(name), layout.token_ids)
+    blender = filled(name, layout)
+    for pieces in (None, 3):
+        blend = run(blender, layout, BlendConfig(ratio=1.0), most_rows=pieces)
+        assert blend.exact == layout.rows
+        assert_close(blend.logits[0], dense.logits[-1])
+        for index, (keys, values) in enumerate(dense.layers):
+            for mine, true in zip(blend.cache.view(index), (keys, values), strict=True):
+                assert_close(mine[:, :, : layout.rows], true)
+
+
+def test_ordinary_text_is_computed_and_never_stored() -> None:
+    blender = filled("llama", PLAIN)
+    blend = blender.prefill(PLAIN, config=REUSE)
+    assert blend.hits == (True, False, True, True)
+    assert blend.missing == ()
+    rows = set(blend.selection.rows.tolist())
+    assert rows == {*range(*PLAIN.chunk_spans[1]), *range(PLAIN.context.stop, PLAIN.rows)}
+    nothing = Blender(decoder("llama"), open_store("memory:")).prefill(PLAIN, config=REUSE)
+    assert {one.chunk for one in nothing.missing} == {PLAIN.chunks[0], PLAIN.parts[2].whole, PLAIN.chunks[3]}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_part_of_a_chunk_is_those_rows_of_it(name: str) -> None:
+    """Put where the whole would put them, they are the same."""
+    part = PLAIN.parts[2]
+    head, tail = part.whole[: part.first], part.whole[part.first + len(PLAIN.chunks[2]) :]
+    split = replace(
+        PLAIN,
+        chunks=(PLAIN.chunks[0], head, PLAIN.chunks[2], tail),
+        plain=frozenset({1, 3}),
+    )
+    whole = PromptLayout(PLAIN.prefix, (PLAIN.chunks[0], part.whole), PLAIN.suffix)
+    blender = filled(name, split)
+    blends = [blender.prefill(layout, config=REUSE) for layout in (split, whole)]
+    span = slice(*split.chunk_spans[2])
+    for index in range(len(blender.decoder.layers)):
+        one, other = ([kv[:, :, span] for kv in blend.cache.view(index)] for blend in blends)
+        assert_close(one[0], other[0])
+        assert_close(one[1], other[1])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("known", [0, 3, 7])
+def test_a_prefix_of_its_own_is_computed_as_far_as_it_is_not_known(name: str, known: int) -> None:
+    blender = filled(name, ELSEWHERE)
+    dense = dense_prefill(eager_model(name), ELSEWHERE.token_ids)
+    rows = [tuple(kv[0, :, :known] for kv in layer) for layer in dense.layers]
+    held = ChunkCache(tuple(k for k, _ in rows), tuple(v for _, v in rows), 0) if known else None
+    blend = run(blender, ELSEWHERE, BlendConfig(ratio=0.3), known=held, most_rows=4)
+    assert blend.hits == (True, False, True, True)
+    assert blend.exact == len(OTHER)  # the first chunk was computed behind another prefix
+    assert blend.selection.rows[: len(OTHER) - known].tolist() == list(range(known, len(OTHER)))
+    for index, (keys, values) in enumerate(dense.layers):
+        for mine, true in zip(blend.cache.view(index), (keys, values), strict=True):
+            assert_close(mine[:, :, : blend.exact], true[:, :, : blend.exact])
+    again = run(blender, ELSEWHERE, BlendConfig(ratio=0.3))
+    assert_close(blend.logits, again.logits)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_exact_rows_are_those_before_the_first_stored_chunk_that_is_not(name: str) -> None:
+    layout = replace(BASE, plain=frozenset({1}))
+    blender = filled(name, layout)
+    blend = blender.prefill(layout, config=BlendConfig(ratio=0.2))
+    assert blend.exact == layout.chunk_spans[1].stop
+    dense = dense_prefill(eager_model(name), layout.token_ids)
+    for index, (keys, values) in enumerate(dense.layers):
+        for mine, true in zip(blend.cache.view(index), (keys, values), strict=True):
+            assert_close(mine[:, :, : blend.exact], true[:, :, : blend.exact])
+
+
+@pytest.mark.parametrize("rows", range(len(PLAIN.prefix), PLAIN.rows))
+def test_the_same_prompt_behind_more_rows(rows: int) -> None:
+    later = PLAIN.behind(rows)
+    assert later.token_ids == PLAIN.token_ids
+    assert len(later.prefix) == rows
+    assert later.kept_behind == PLAIN.prefix
+    for place, chunk in enumerate(later.chunks):
+        if place in later.parts:
+            whole, first = later.parts[place]
+            assert whole[first : first + len(chunk)] == chunk
+    left = [span.stop > rows for span in PLAIN.chunk_spans]
+    assert [later.stored[i] for i in range(sum(left))] == [
+        s for s, is_left in zip(PLAIN.stored, left, strict=True) if is_left
+    ]
+
+
+def test_reuse_of_a_conversation_whose_chunks_were_cut() -> None:
+    """What stands behind known rows is put together as if nothing were known."""
+    blender = filled("llama", PLAIN)
+    first = blender.prefill(PLAIN, config=BlendConfig(ratio=1.0))
+    cut = PLAIN.chunk_spans[0].start + 5
+    rows = [tuple(kv[0, :, :cut].clone() for kv in first.cache.view(i)) for i in range(len(blender.decoder.layers))]
+    known = ChunkCache(tuple(k for k, _ in rows), tuple(v for _, v in rows), 0)
+    later = run(blender, PLAIN.behind(cut), BlendConfig(ratio=1.0), known=known)
+    assert later.hits == (True, False, True, True)
+    assert int(later.selection.rows[0]) == cut
+    torch.testing.assert_close(later.logits, first.logits, rtol=1e-4, atol=1e-4)

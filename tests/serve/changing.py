@@ -1,0 +1,95 @@
+"""Rooms with a tiny model whose corpora change while they are asked."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from blend import BlendConfig, CorpusConfig, Rag
+from blend.chunks.library import ChunkLibrary, Variant
+from blend.serve.caching import Computing, OnDone
+from blend.serve.documents import DocumentStatus, UploadedFile
+from retrieval.embedders import Embedder, Progress
+
+CONFIG = CorpusConfig(chunk_tokens=64, top_k=3, surrogate_tokens=96)
+
+
+class WordCounts(Embedder):
+    """Unit vectors of hashed words."""
+
+    name, dimension = "word-counts", 64
+
+    def embed(self, texts: Sequence[str], progress: Progress | None = None) -> npt.NDArray[np.float32]:
+        vectors = np.zeros((len(texts), self.dimension), np.float32)
+        for row, text in enumerate(texts):
+            for word in re.findall(r"\w+", text.lower()):
+                vectors[row, zlib.crc32(word.encode()) % self.dimension] += 1
+            vectors[row] /= max(float(np.linalg.norm(vectors[row])), 1e-9)
+            if progress is not None:
+                progress("embed", row + 1, len(texts))
+        return vectors
+
+
+def room(store: Path, model: Path, *, corpus: str = "", **blend: float) -> Rag:
+    """A room in this directory; nothing is loaded yet."""
+    config = CorpusConfig(**{**CONFIG.__dict__, "name": corpus})
+    rag = Rag(store, model=str(model), device="cpu", corpus=config, blend=BlendConfig(**blend))  # type: ignore[arg-type]
+    rag.embedder = WordCounts()
+    return rag
+
+
+def words(topic: str, lines: int = 8) -> str:
+    """A document about one thing, of about one chunk for two lines."""
+    return "\n\n".join(
+        f"The {topic} number {n} opened in {1800 + n}. Its bell weighs {n * 7} kilograms." for n in range(lines)
+    )
+
+
+def page(topic: str, lines: int = 8) -> UploadedFile:
+    """The same as a file."""
+    return UploadedFile(f"{topic}.md", f"# The {topic}\n\n{words(topic, lines)}".encode())
+
+
+class Engine:
+    """Computes caches in a thread of its own, when it is let."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.cancelled = threading.Event()
+        self.handed: list[list[Variant]] = []
+        self.threads: list[threading.Thread] = []
+
+    def __call__(self, library: ChunkLibrary, wanted: Sequence[Variant], on_done: OnDone) -> Computing:
+        self.handed.append(list(wanted))
+        self.threads.append(threading.Thread(target=self._run, args=(library, list(wanted), on_done)))
+        self.threads[-1].start()
+        return self
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def _run(self, library: ChunkLibrary, wanted: list[Variant], on_done: OnDone) -> None:
+        for one in wanted:
+            assert self.go.wait(60)
+            library.compute([one])
+            on_done(one, None)
+
+
+def until(happened: Callable[[], bool], timeout: float = 60) -> None:
+    """Wait for something."""
+    deadline = time.monotonic() + timeout
+    while not happened():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.002)
+
+
+def states(statuses: Sequence[DocumentStatus]) -> dict[str, str]:
+    """State by id."""
+    return {one.id: one.state for one in statuses}

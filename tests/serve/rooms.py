@@ -1,0 +1,103 @@
+"""A precomputed corpus over a tiny model, and services over copies of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tiny_model import save_tiny_model
+
+from blend.config import BlendConfig, CorpusConfig
+from blend.rag import Rag
+from blend.serve.ask import Ask, Closed, Delta, Message, Opened, Refused, Reply
+from blend.serve.embedded import EmbeddedEngine
+from blend.serve.engine import Sampling
+from blend.serve.service import Service
+
+TOPICS = ("harbour", "orchard", "glacier", "library", "foundry", "market", "lighthouse", "quarry")
+QUESTION = "How many gates does the harbour have?"
+FEW = Sampling(max_tokens=8)
+
+
+def document(topic: str, number: int) -> str:
+    """Several chunks of 64 tokens."""
+    paragraphs = (
+        f"The {topic} of town {number} opened in {1800 + 7 * number + part}. Its keeper number {part} counts "
+        f"{13 * part + number} visitors a day. The {topic} has {part + 2} gates and a bell of {100 + part} kilograms."
+        for part in range(6)
+    )
+    return f"# The {topic}\n\n" + "\n\n".join(paragraphs) + "\n"
+
+
+def write_corpus(folder: Path) -> tuple[Path, Path]:
+    """A model in a directory and documents in another."""
+    texts = {f"{topic}.md": document(topic, number) for number, topic in enumerate(TOPICS)}
+    (folder / "documents").mkdir(parents=True)
+    for name, text in texts.items():
+        (folder / "documents" / name).write_text(text, encoding="utf-8")
+    return save_tiny_model(folder / "tiny", "\n".join(texts.values())), folder / "documents"
+
+
+def make_rag(store: Path, model: Path) -> Rag:
+    corpus = CorpusConfig(chunk_tokens=96, top_k=4, surrogate_tokens=64, codec="native")
+    return Rag(store, model=str(model), device="cpu", blend=BlendConfig(ratio=0.2), corpus=corpus)
+
+
+@contextmanager
+def serving(
+    store: Path, model: Path, *, learn_budget: int = 1 << 24, full: bool = False, **options: int
+) -> Iterator[Service]:
+    """A service over a store."""
+    rag = make_rag(store, model)
+    service: Service | None = None
+
+    def blender_of(tenant: str, corpus: str):  # type: ignore[no-untyped-def]
+        assert service is not None
+        return service.room(tenant).rag(corpus).blender
+
+    engine = EmbeddedEngine(rag.blender, blender_of=blender_of, least_gain=-(10**6), **options)
+    service = Service(rag, engine, learn_budget=learn_budget, full=full)
+    service.warm_up()
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+class Told:
+    """What came back for a question."""
+
+    def __init__(self) -> None:
+        self.replies: list[Reply] = []
+        self.done = threading.Event()
+
+    def __call__(self, reply: Reply) -> None:
+        self.replies.append(reply)
+        if isinstance(reply, Closed | Refused):
+            self.done.set()
+
+    @property
+    def text(self) -> str:
+        return "".join(reply.text for reply in self.replies if isinstance(reply, Delta))
+
+    @property
+    def opened(self) -> Opened:
+        assert isinstance(self.replies[0], Opened), self.replies[0]
+        return self.replies[0]
+
+    @property
+    def closed(self) -> Closed:
+        assert isinstance(self.replies[-1], Closed), self.replies[-1]
+        return self.replies[-1]
+
+
+def ask(service: Service, *messages: str, **more: object) -> Told:
+    """Put a question: messages of user and assistant in turn."""
+    roles = ("user", "assistant") * len(messages)
+    said = tuple(Message(role, text) for role, text in zip(roles, messages, strict=False))  # type: ignore[arg-type]
+    told = Told()
+    service.submit(Ask(said, **{"sampling": FEW, **more}), told)  # type: ignore[arg-type]
+    assert told.done.wait(120)
+    return told

@@ -1,0 +1,192 @@
+"""KV of how prompts begin: what is found is right, belongs to whoever asks, and stays within its budget."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from cases import make_layout
+from dense_reference import assert_close, dense_prefill
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import decoder, eager_model
+from test_embedded_engine import FEW, alone, ask, layouts
+
+from blend.blender import Blender
+from blend.config import BlendConfig
+from blend.model.cache import BlendedCache
+from blend.serve.embedded import EmbeddedEngine
+from blend.serve.engine import Sampling
+from blend.serve.prefixes import Prefixes
+from blend.store import open_store
+from blend.types import PromptLayout
+
+ROW = 2 * 4 * 2  # bytes of a row of `cache_of`
+
+
+def cache_of(ids: tuple[int, ...]) -> BlendedCache:
+    """A cache of one layer whose rows tell all tokens up to their own, as KV does."""
+    cache = BlendedCache(1, len(ids))
+    told = torch.tensor([[float(i), float(sum(ids[: i + 1]))] for i in range(len(ids))])[None, None]
+    cache.layers[0].write_run(0, told, told + 0.5)
+    return cache
+
+
+def check(prefixes: Prefixes, owner: str, ids: tuple[int, ...], rows: int) -> None:
+    found = prefixes.find(owner, ids)
+    assert (found.known.tokens if found else 0) == rows
+    if found:
+        assert found.exact == rows
+        assert torch.equal(found.known.keys[0][0], cache_of(ids).layers[0].keys[0, 0, :rows])
+        assert torch.equal(found.known.values[0][0], cache_of(ids).layers[0].values[0, 0, :rows])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["", "a"]), st.lists(st.integers(1, 2), min_size=1, max_size=7)), max_size=12)
+)
+def test_the_longest_beginning_is_found(prompts: list[tuple[str, list[int]]]) -> None:
+    prefixes, kept = Prefixes(1 << 20), set()
+    for owner, listed in prompts:
+        ids = tuple(listed)
+        common = [sum(1 for i in range(1, len(ids)) if ids[:i] == other[:i]) for whose, other in kept if whose == owner]
+        check(prefixes, owner, ids, max(common, default=0))
+        prefixes.keep(owner, ids, cache_of(ids))
+        kept.add((owner, ids))
+    rows = {(owner, ids[: i + 1]) for owner, ids in kept for i in range(len(ids))}
+    assert prefixes.nbytes == ROW * len(rows)
+    prefixes.forget("")
+    assert prefixes.nbytes == ROW * len({row for row in rows if row[0]})
+
+
+def test_what_was_used_last_stays_within_the_budget() -> None:
+    prefixes = Prefixes(ROW * 10)
+    first, second, third = ((1, 2, 3, 4), (1, 2, 9, 9), (5, 6, 7, 8))
+    for ids in (first, second, third):
+        prefixes.keep("", ids, cache_of(ids))
+    assert prefixes.nbytes == ROW * 10
+    check(prefixes, "", (*first, 0), 4)
+    prefixes.keep("", (8, 8), cache_of((8, 8)))
+    assert prefixes.nbytes <= ROW * 10
+    check(prefixes, "", (*first, 0), 4)
+    check(prefixes, "", (*second, 0), 2)  # its end went, its beginning is the first one's too
+    prefixes.keep("", tuple(range(20, 40)), cache_of(tuple(range(20, 40))))
+    assert prefixes.nbytes <= ROW * 10
+
+
+def test_a_blended_conversation_serves_only_itself() -> None:
+    prefixes, ids = Prefixes(1 << 20), tuple(range(1, 10))
+    prefixes.keep_conversation("", ids, cache_of(ids), 3)
+    for other in (ids, ids[:5], (*ids[:8], 77, 5), (77, *ids)):
+        assert prefixes.find("", other) is None
+    assert prefixes.find("a", (*ids, 5)) is None
+    found = prefixes.find("", (*ids, 5))
+    assert found is not None
+    assert (found.known.tokens, found.exact) == (8, 3)
+    prefixes.keep_conversation("", ids, cache_of(ids), 3)
+    assert prefixes.nbytes == ROW * 8
+    prefixes.budget = 0
+    prefixes.keep("", (3,), cache_of((3,)))
+    assert prefixes.nbytes == 0
+    assert prefixes.find("", (*ids, 5)) is None
+
+
+def test_threads_share_it() -> None:
+    prefixes, wrong = Prefixes(ROW * 60), list[object]()
+
+    def work(seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        for _ in range(200):
+            ids = tuple(torch.randint(1, 3, (8,), generator=draw).tolist())
+            prefixes.keep("", ids, cache_of(ids))
+            found = prefixes.find("", (*ids, 1))
+            rows = found.known.tokens if found else 0
+            if found and not torch.equal(found.known.keys[0][0], cache_of(ids).layers[0].keys[0, 0, :rows]):
+                wrong.append(ids)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert prefixes.nbytes <= ROW * 60
+
+
+def plain(ids: tuple[int, ...], prefix: int = 4, suffix: int = 5) -> PromptLayout:
+    """A prompt of ordinary text alone."""
+    return PromptLayout(ids[:prefix], (ids[prefix:-suffix],), ids[-suffix:], frozenset({0}), home=(1, 2, 3))
+
+
+def engine_of(name: str = "llama", **options: int) -> EmbeddedEngine:
+    blender = Blender(decoder(name), open_store("memory:", codec="native"), BlendConfig(ratio=0.3))
+    return EmbeddedEngine(blender, remember=False, **options)
+
+
+def test_the_next_turn_computes_what_is_new_and_answers_as_full_prefill_does() -> None:
+    engine, first = engine_of(), make_layout().token_ids
+    begun = ask(engine, plain(first)).wait()
+    assert begun.started.reason == "nothing to reuse"
+    ids = (*first, *begun.tokens, 9, 8, 7, 6, 5, 4)
+    later = ask(engine, plain(ids)).wait()
+    assert later.started.rows_reused == len(first) + len(begun.tokens) - 1
+    assert later.started.rows_computed == len(ids) - later.started.rows_reused
+    assert later.tokens[0] == int(dense_prefill(eager_model("llama"), ids).logits[-1].argmax())
+    assert ask(engine, plain(ids), tenant="other").wait().started.rows_reused == 0
+    engine.close()
+
+
+def test_a_blended_turn_goes_on_in_its_own_conversation_only() -> None:
+    engine = engine_of(least_gain=-(10**6))
+    layout = layouts(1)[0]
+    library = engine._blender.library(layout.prefix)
+    library.compute(library.missing(layout.chunks))
+    begun = ask(engine, layout).wait()
+    question = (9, 8, 7, 6, 5, 4)
+    answered = (*layout.suffix, *begun.tokens)
+    turn = PromptLayout(layout.prefix, (*layout.chunks, answered), question, frozenset({len(layout.chunks)}))
+    later = ask(engine, turn).wait()
+    assert later.started.rows_reused == layout.rows + len(begun.tokens) - 1
+    assert later.started.hits == (True,) * len(layout.chunks)
+    # Who begins so, with another answer, is somebody else: what is exact is shared, what was blended is not.
+    other = PromptLayout(turn.prefix, (*layout.chunks, (*layout.suffix, 1, 2, 3)), question, turn.plain)
+    alien = ask(engine, other).wait()
+    assert alien.started.rows_reused <= layout.chunk_spans[0].stop
+    engine.close()
+
+
+def test_exact_rows_are_taken_whoever_computed_them_and_blended_ones_never() -> None:
+    for name in ("llama", "gemma3"):
+        engine = engine_of(name, least_gain=-(10**6))
+        layout = layouts(1)[0]
+        library = engine._blender.library(layout.prefix)
+        library.compute(library.missing(layout.chunks))
+        expected = alone(engine._blender, layout)
+        assert ask(engine, layout, FEW).wait().tokens == expected
+        found = engine._prefixes.find("", layout.token_ids)
+        assert found is not None
+        assert found.known.tokens == found.exact == layout.chunk_spans[0].stop
+        dense = dense_prefill(eager_model(name), layout.token_ids)
+        for index, (keys, values) in enumerate(dense.layers):
+            assert_close(found.known.keys[index], keys[0, :, : found.exact])
+            assert_close(found.known.values[index], values[0, :, : found.exact])
+        assert ask(engine, layout, FEW).wait().tokens == expected
+        engine.close()
+
+
+def test_prompts_that_are_not_worth_it_are_computed_in_full() -> None:
+    engine = engine_of()
+    layout = make_layout(chunks=(9, 8))
+    library = engine._blender.library(layout.prefix)
+    library.compute(library.missing(layout.chunks))
+    short = ask(engine, layout).wait().started
+    assert (short.reason, short.rows_computed) == ("short", layout.rows - len(layout.prefix))
+    chunks = tuple(tuple((7 * i + j) % 60 + 3 for j in range(90)) for i in range(3))
+    long = PromptLayout(layout.prefix, chunks, layout.suffix)
+    assert ask(engine, long).wait().started.reason == "cold"
+    library.compute(library.missing(chunks))
+    swapped = PromptLayout(layout.prefix, chunks[::-1], layout.suffix)
+    assert ask(engine, swapped).wait().started.reason == ""
+    asked = ask(engine, swapped, Sampling(max_tokens=2), full=True).wait().started
+    assert (asked.reason, asked.rows_computed) == ("asked for", swapped.rows - asked.rows_reused)
+    engine.close()
