@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from threading import Thread
 
@@ -56,24 +57,23 @@ def wholes(found: Sequence[Segment]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("kind", [*KINDS, *WHOLE_ONLY])
 def test_a_passage_is_kept_as_a_document_without_a_title(kind: str) -> None:
     made = tokenizer(kind)
-    found = learned(f"Read.\n\n{prose(1)}\n\n{prose(2, 300)}\n\nWhy?", made)
-    assert [piece.text for piece in found][0] == prose(1) + "\n\n"
-    assert found[0].ids == found[0].whole == PromptTemplate(made).chunk_ids(Given("", "", prose(1)))
+    found = learned(f"Read.\n\n{prose(1, 60)}\n\n{prose(2, 300)}\n\nWhy?", made)
+    assert found[0].text == prose(1, 60) + "\n\n"
+    assert found[0].ids == found[0].whole == PromptTemplate(made).chunk_ids(Given("", "", prose(1, 60)))
     assert all(piece.chunk is None for piece in found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.permutations(range(len(PASSAGES))), st.integers(4, len(PASSAGES)), st.sampled_from(["\n\n", "\n\n\n", "\n---\n"])
 )
 def test_a_passage_is_cut_alike_wherever_it_is_pasted(order: list[int], count: int, join: str) -> None:
     made = tokenizer("byte-level")
-    alone = [wholes(learned(f"Hello.\n\n{passage}\n\n{prose(99, 300)}", made))[:-1] for passage in PASSAGES]
-    alone = [found if len(found) < 2 or found else found for found in alone]
     message = "Read this.\n\n" + join.join(PASSAGES[n] for n in order[:count]) + f"{join}Why?"
     assert wholes(learned(message, made)) == [one for n in order[:count] for one in _alone(made, n)]
 
 
+@cache
 def _alone(made: object, number: int) -> list[tuple[int, ...]]:
     """The passages of one text, with something before it that makes the message long enough."""
     before = "\n\n".join("Why is it so?" for _ in range(200))
@@ -106,14 +106,15 @@ def test_what_stands_together_stays_together() -> None:
 
 def test_lengths_keep_their_limits() -> None:
     made = tokenizer("byte-level")
-    message = "\n\n".join([*PASSAGES, "x" * 9000, "é你🎉" * 3000, prose(77, 9000)])
+    message = "\n\n".join([*PASSAGES, "x" * 9000, "é你🎉" * 3000, prose(77, 4000)])
     found = learned(message, made)
     assert len(found) > 40
     assert {len(piece.whole) >= LEAST_PASSAGE for piece in found} == {True}
     assert max(len(piece.whole) for piece in found) <= MOST_PASSAGE
-    long = [piece for piece in learned(prose(77, 9000), made)]
-    assert sum(len(piece.text) for piece in long) > 0.9 * len(prose(77, 9000))
-    assert sum(piece.text.rstrip().endswith(".") for piece in long) > 0.5 * len(long)  # at the ends of sentences
+    long = prose(77, 4000)
+    pieces = [piece.text for piece in learned(long, made)]
+    assert sum(map(len, pieces)) > 0.9 * len(long)
+    assert all(long[long.index(piece) + len(piece)] == "." for piece in pieces)  # the ends of sentences
 
 
 def test_talk_is_never_cut() -> None:
@@ -132,13 +133,13 @@ def test_known_chunks_come_first() -> None:
     assert [piece.kind for piece in found] == ["learned", "pasted", "learned", "text"]
 
 
-ANY = st.text(
-    st.sampled_from(["a", "é", "\n", "\n\n", "\r\n", " ", "```\n", "~~~", "# ", "## x\n", "1. ", "---\n", "<a>", "\0"])
+MARKS = st.sampled_from(
+    ["a", "é", "\n", "\n\n", "\r\n", " ", "```\n", "~~~", "# ", "## x\n", "1. ", "---\n", "<a>", "\0"]
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(ANY | st.integers(0, 8) | st.text(st.characters(codec="utf-8")), max_size=30))
+@given(st.lists(MARKS | st.integers(0, 8) | st.text(st.characters(codec="utf-8")), max_size=30))
 def test_nothing_of_any_text_is_lost(parts: list[str | int]) -> None:
     made = tokenizer("byte-level")
     found = learned("".join(prose(part) if isinstance(part, int) else part for part in parts), made)
