@@ -180,8 +180,8 @@ class HotMemory:
             held.checked = time.monotonic()
             return True
         with self._lock:
-            self._damaged += 1
-            if self._held.get(held.name) is held:
+            if self._held.get(held.name) is held:  # nobody else has found it
+                self._damaged += 1
                 self._forget(held)
         return False
 
