@@ -32,11 +32,11 @@ def test_nothing_that_axe_finds(visit: Visit, scheme: str, viewport: dict[str, i
         assert not visitor.scrolls_sideways()
         _check(visitor)
         visitor.page.get_by_label("Compare with full prefill").check()
-        visitor.options()
+        visitor.options(passages=1, tokens=12)
         visitor.page.get_by_role("button", name="Documents").click()
         expect(visitor.page.locator("#side")).to_be_hidden()
     else:
-        visitor.options()
+        visitor.options(passages=1, tokens=12)
     _everything_open(visitor)
     _check(visitor)
     assert not visitor.scrolls_sideways()

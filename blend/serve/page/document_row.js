@@ -2,6 +2,7 @@
 
 import { announce, count, el } from "./dom.js";
 
+const STEPS = { queued: "waiting", reading: "being read", indexing: "being indexed", computing: "being computed" };
 const DONE = new Set(["ready", "failed"]);
 
 export const nameOf = (item) => item.title || item.id;
@@ -22,7 +23,7 @@ export class DocumentRow {
 function stateOf(item) {
   if (item.reason) return [el("span", { class: "soft bad" }, item.reason)];
   if (!working(item)) return item.chunks ? [el("span", { class: "soft" }, count(item.chunks, "passage"))] : [];
-  if (!item.progress?.total) return [el("span", { class: "soft" }, "waiting")];
+  if (!item.progress?.total) return [el("span", { class: "soft" }, STEPS[item.status] ?? item.status)];
   const share = item.progress.done / item.progress.total;
   return [el("progress", { "aria-label": `Preparing ${nameOf(item)}`, max: "1", value: String(share) })];
 }
