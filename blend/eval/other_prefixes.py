@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.blender import Blender
+from blend.chunks.deciding import with_surrogate
 from blend.config import BlendConfig, PromptConfig
 from blend.eval.lines import append_lines, read_lines
 from blend.eval.metrics import kl_divergence
@@ -97,7 +98,7 @@ class OtherPrefixes:
         library = self._blender.library(layout.kept_behind)
         if not library.decided:
             chunks = [self._template.chunk_ids(chunk) for record in self._apart for chunk in record.chunks]
-            library = library.with_surrogate(list(dict.fromkeys(chunks)), 512)
+            library = with_surrogate(library, list(dict.fromkeys(chunks)), 512)
             self._blender.calibrate(layout.kept_behind, chunks)
         library.compute(library.missing(layout.chunks))
 

@@ -1,0 +1,106 @@
+"""Whether an answer is right: the same as that of its question asked alone, or a clear error."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+TIE = 1e-3  # nats between the two likeliest tokens; below it rounding decides
+
+
+class Answer(NamedTuple):
+    """What came back. made: how, by its figures: the method and which of the sources came out of the store."""
+
+    text: str
+    made: tuple[Any, ...]
+
+
+class Reference(NamedTuple):
+    """A question's answer asked alone. tokens: the text of each, with the distance in nats to the next likeliest."""
+
+    answer: Answer
+    tokens: tuple[tuple[str, float], ...]
+
+
+def made_of(extension: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What decides about an answer beside its question: the method, and the hits, source by source."""
+    figures = extension.get("figures", {})
+    return (figures.get("method"), tuple(bool(source.get("hit")) for source in extension.get("sources", ())))
+
+
+def reference(document: Mapping[str, Any]) -> Reference:
+    """Out of a whole answer with log-probabilities of two tokens."""
+    choice = document["choices"][0]
+    tokens = []
+    for one in choice["logprobs"]["content"]:
+        best = sorted((other["logprob"] for other in one["top_logprobs"]), reverse=True)
+        tokens.append((one["token"], best[0] - best[1] if len(best) > 1 else float("inf")))
+    answer = Answer(choice["message"]["content"], made_of(document.get("kvblend", {})))
+    return Reference(answer, tuple(tokens))
+
+
+def is_tie(held: Reference, text: str) -> bool:
+    """Whether an answer first differs where the two likeliest tokens are as likely as rounding can tell."""
+    same = next((i for i, (a, b) in enumerate(zip(held.answer.text, text, strict=False)) if a != b), None)
+    same = min(len(held.answer.text), len(text)) if same is None else same
+    end = 0
+    for token, distance in held.tokens:
+        end += len(token)
+        if end > same:
+            return distance < TIE
+    return False
+
+
+def is_clear_error(content: bytes) -> bool:
+    """Whether a body is an error in OpenAI's shape with something to read in it."""
+    try:
+        error = json.loads(content)["error"]
+        return all(isinstance(error[name], str) and error[name] for name in ("message", "type"))
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+@dataclass
+class Ledger:
+    """What was seen. off: one line for each thing that must not be, the first twenty."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    off: list[str] = field(default_factory=list)
+
+    def count(self, kind: str) -> None:
+        """One more of this kind."""
+        self.counts[kind] += 1
+
+    def wrong(self, line: str) -> None:
+        """Something that must not be."""
+        self.counts["OFF"] += 1
+        if len(self.off) < 20:
+            self.off.append(line)
+
+    def judge(self, name: str, answer: Answer, references: Sequence[Reference]) -> None:
+        """Hold a greedy answer against that of the same question made in the same way, where there is one."""
+        held = next((one for one in references if one.answer.made == answer.made), None)
+        if held is None:
+            self.count("made of other caches")
+        elif held.answer.text == answer.text:
+            self.count("same answer")
+        elif is_tie(held, answer.text):
+            self.count("another likeliest token within rounding")
+        else:
+            self.wrong(f"{name}: {answer.text!r} instead of {held.answer.text!r}")
+
+    def refused(self, name: str, status: int, content: bytes, *, expected: bool) -> None:
+        """An answer with another status than 200."""
+        if not is_clear_error(content):
+            self.wrong(f"{name}: status {status} without a clear error: {content[:120]!r}")
+        elif status >= 500 and not expected:
+            self.wrong(f"{name}: status {status} while nothing was broken: {content[:200]!r}")
+        else:
+            self.count(f"status {status}")
+
+    def line(self) -> str:
+        """All counts."""
+        return ", ".join(f"{kind} {count}" for kind, count in sorted(self.counts.items()))

@@ -1,0 +1,250 @@
+"""`scripts/bench_serve`: schedules, draws and figures against numpy, the load generator against a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from _serving import Asked, Traffic, arrivals, zipf
+from _serving_corpus import Corpus, Passage
+from _serving_figures import Capacity, capacity, percentile, pooled, summary, verdict
+from _serving_load import UNFINISHED, Request, Sample, open_loop
+from _serving_parts import stalls, together
+
+CORPUS = Corpus(tuple(Passage(f"title {i}", f"text {i}", 20 + i % 7) for i in range(30)), ("why?", "who?"))
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(0.5, 400.0), (20.0, 30.0)])
+def test_arrivals_are_a_poisson_process(rate: float, seconds: float) -> None:
+    times = [arrivals(rate, seconds, np.random.default_rng(seed)) for seed in range(200)]
+    counts = np.array([len(one) for one in times])
+    expected = rate * seconds
+    assert abs(counts.mean() - expected) < 4 * math.sqrt(expected / len(times))
+    assert counts.var() == pytest.approx(expected, rel=0.4)
+    gaps = np.concatenate([np.diff(one) for one in times])
+    assert gaps.min() >= 0
+    assert np.mean(gaps) == pytest.approx(1 / rate, rel=0.05)
+    assert np.std(gaps) == pytest.approx(1 / rate, rel=0.05), "exponential: as wide as it is long"
+    assert all(one.max() < seconds for one in times if len(one))
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.9, 1.5])
+def test_passages_come_as_often_as_zipf_says(exponent: float) -> None:
+    traffic = Traffic(CORPUS, context_tokens=1, exponent=exponent)
+    first = [CORPUS.passages.index(asked.passages[0]) for asked in traffic.at_once(4000, (3,))]
+    seen = np.bincount(first, minlength=30) / len(first)
+    assert np.abs(seen - zipf(30, exponent)).max() < 0.03
+    assert zipf(30, exponent) == pytest.approx(
+        [(i + 1) ** -exponent / sum((j + 1) ** -exponent for j in range(30)) for i in range(30)]
+    )
+
+
+def test_a_question_has_as_many_passages_as_fit_and_none_twice() -> None:
+    for asked in Traffic(CORPUS, context_tokens=100, exponent=0.9).poisson(5, 20, (1,)):
+        assert len(set(asked.passages)) == len(asked.passages)
+        assert 100 - 26 < asked.context_tokens <= 100
+
+
+def test_the_same_seed_asks_the_same_at_the_same_times() -> None:
+    traffic = Traffic(CORPUS, context_tokens=100, exponent=0.9)
+    assert traffic.poisson(2, 30, (1, 2)) == traffic.poisson(2, 30, (1, 2))
+    assert traffic.poisson(2, 30, (1, 2)) != traffic.poisson(2, 30, (1, 3))
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.sampled_from([50, 95, 99, 100]))
+def test_percentiles_are_measured_values_that_so_many_do_not_exceed(values: list[float], percent: int) -> None:
+    found = percentile(values, percent)
+    assert found in values
+    ordered = sorted(values)
+    assert found == ordered[math.ceil(percent * len(values) / 100) - 1]
+    assert found == np.percentile(values, percent, method="inverted_cdf")
+
+
+def test_what_never_came_counts_as_late() -> None:
+    values = [1.0] * 94 + [math.inf] * 6
+    assert percentile(values, 50) == 1.0
+    assert percentile(values, 94) == 1.0
+    assert percentile(values, 95) is None
+    assert percentile([], 50) is None
+
+
+def sample(at: float, ttft: float, tokens: int, pace: float, error: str | None = None) -> Sample:
+    pieces = [at + ttft + pace * i for i in range(tokens)]
+    return Sample(
+        at, pieces_s=pieces, tokens=tokens, prompt_tokens=100, cached_tokens=25, done_s=pieces[-1], error=error
+    )
+
+
+def test_the_row_of_a_load() -> None:
+    samples = [
+        sample(0, 1.0, 5, 0.1),
+        sample(2, 3.0, 5, 0.3),
+        sample(4, 1.0, 3, 0.1, UNFINISHED),
+        Sample(6, error="429: full"),
+    ]
+    row = summary(samples, 10.0, [2.0])
+    assert (row["requests"], row["completed"]) == (4, 2)
+    assert row["completed_per_s"] == pytest.approx(0.2)
+    assert row["within"] == {"2": pytest.approx(0.1)}
+    assert row["ttft_s"]["p50"] == pytest.approx(1.0)
+    assert row["ttft_s"]["p95"] is None, "one was refused"
+    assert row["tpot_s"]["max"] == pytest.approx(0.3)
+    assert row["gap_s"]["max"] == pytest.approx(0.3)
+    assert row["cached_share"] == pytest.approx(0.25)
+    assert row["errors"] == {UNFINISHED: 1, "429: full": 1}
+    json.dumps(row, allow_nan=False)
+
+
+def test_answers_that_come_after_the_last_question_take_their_time() -> None:
+    row = summary([sample(0, 1.0, 2, 19.0)], 10.0, [2.0])
+    assert row["completed_per_s"] == pytest.approx(1 / 20)
+
+
+def rate_row(rate: float, p95: float | None) -> dict[str, object]:
+    return {"rate": rate, "ttft_s": {"p95": p95}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([(1, 1.0), (2, 2.0)], Capacity(2, at_least=True)),
+        ([(1, 1.0), (2, 16.0)], Capacity(1.5)),  # half way in the logarithm
+        ([(2, 16.0), (1, 1.0)], Capacity(1.5)),
+        ([(1, 1.0), (2, None)], Capacity(1.0)),
+        ([(1, 5.0), (2, 1.0)], Capacity(None)),  # luck at a higher rate is none
+        ([], Capacity(None)),
+    ],
+)
+def test_requests_a_second_at_a_time_to_first_token(rows: list[tuple[float, float | None]], expected: Capacity) -> None:
+    found = capacity([rate_row(*row) for row in rows], 4.0)
+    assert found.at_least == expected.at_least
+    assert found.per_s == (None if expected.per_s is None else pytest.approx(expected.per_s))
+
+
+def test_the_verdict_takes_the_better_of_the_others() -> None:
+    others = {"full": Capacity(0.1), "vllm": Capacity(0.2)}
+    assert verdict(Capacity(0.7), others, 3) == "3.50 times vllm, goal 3: PASS"
+    assert verdict(Capacity(0.5, at_least=True), others, 3) == "at least 2.50 times vllm, goal 3: FAIL"
+    assert "in time" in verdict(Capacity(None), others, 3)
+    assert "in time" in verdict(Capacity(0.5), {"full": Capacity(None)}, 3)
+
+
+def test_rounds_are_pooled_by_their_samples() -> None:
+    rounds = [[sample(0, 1.0, 2, 0.1)], [sample(0, 2.0, 2, 0.1), sample(1, 3.0, 2, 0.1)]]
+    rows = [
+        {
+            "server": "a",
+            "rate": 1.0,
+            "round": i,
+            "seconds": 10.0,
+            **summary(one, 10.0, [2.0]),
+            "samples": [s.plain() for s in one],
+        }
+        for i, one in enumerate(rounds)
+    ]
+    [row] = pooled([*rows, {"server": "a", "rate": 2.0, "why_not": "late"}], [2.0])
+    assert (row["rounds"], row["requests"]) == (2, 3)
+    assert row["ttft_s"]["p50"] == pytest.approx(2.0)
+    assert row["completed_per_s"] == pytest.approx(0.15)
+
+
+def test_tokens_per_second_count_only_while_all_run() -> None:
+    early = Sample(0, pieces_s=[float(i) for i in range(31)], tokens=31)
+    late = Sample(0, pieces_s=[10 + i / 2 for i in range(61)], tokens=61)  # from 10 to 40 s
+    assert together([early, late]) == pytest.approx(3.0)
+    assert together([early, Sample(0, pieces_s=[29.0, 30.0, 31.0], tokens=3)]) is None
+
+
+def test_the_longest_gap_while_others_are_prefilled() -> None:
+    gaps = [0.1] * 20 + [0.2] * 10 + [0.7] + [0.2] * 3 + [0.1] * 20  # prefills from the 21st gap to the 34th
+    row = stalls([Sample(0, pieces_s=[0.0, *map(float, np.cumsum(gaps))])], [Sample(0)], begin=2.05, end=5.2)
+    assert row["alone_s"] == pytest.approx(0.1)
+    assert row["median_s"] == pytest.approx(0.2)
+    assert row["longest_s"] == pytest.approx(0.7)
+    assert row["over"] == pytest.approx(3.5)
+    assert row["over_alone"] == pytest.approx(7)
+
+
+@asynccontextmanager
+async def listening(delay: float) -> AsyncIterator[tuple[str, list[float]]]:
+    """A server that answers every request after `delay`, three pieces of text 20 ms apart; and when requests came."""
+    came: list[float] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length:")[1].split()[0])
+        asked = json.loads(await reader.readexactly(length))
+        came.append(time.perf_counter())
+        with suppress(TimeoutError):  # reading ends early when the client goes away
+            await asyncio.wait_for(reader.read(), delay)
+            writer.close()
+            return await writer.wait_closed()
+        if asked["refuse"]:
+            body = b'{"error": {"message": "full", "type": "rate_limit_error"}}'
+            writer.write(b"HTTP/1.1 429 No\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")
+            usage = {"completion_tokens": 3, "prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
+            events = [{"choices": [{"delta": {"role": "assistant"}}], "kvblend": {"sources": []}}]
+            events += [{"choices": [{"delta": {"content": piece}}]} for piece in "abc"]
+            for event in [*events, {"choices": [], "usage": usage}]:
+                writer.write(f"data: {json.dumps(event)}\n\n".encode())
+                await writer.drain()
+                await asyncio.sleep(0.02)
+            writer.write(b"data: [DONE]\n\n")
+        await writer.drain()
+        writer.close()
+        return await writer.wait_closed()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", came
+
+
+def words(asked: Asked) -> Request:
+    return Request("/v1/chat/completions", {"refuse": asked.question == "refuse"})
+
+
+def test_questions_are_sent_at_their_times_whatever_becomes_of_earlier_ones() -> None:
+    """Ten in half a second to a server that takes 0.6 s for each."""
+    plan = [Asked(0.05 * i, "refuse" if i == 9 else "why?", ()) for i in range(10)]
+
+    async def run() -> tuple[list[Sample], list[float]]:
+        async with listening(0.6) as (url, came):
+            return await open_loop(url, plan, words, drain_s=20), came
+
+    samples, came = asyncio.run(run())
+    assert max(abs(time - came[0] - asked.at_s) for time, asked in zip(came, plan, strict=True)) < 0.3, "not one by one"
+    assert came[-1] - came[0] < 0.6 * 3
+    for one in samples[:9]:
+        assert (one.error, one.text, one.tokens, one.cached_tokens) == (None, "abc", 3, 4)
+        assert one.ttft_s is not None
+        assert one.ttft_s >= 0.6
+        assert one.tpot_s == pytest.approx(0.02, abs=0.05)
+        assert one.extra == {"sources": []}
+    assert samples[9].error == "429: full"
+    assert samples[9].ttft_s is None
+
+
+def test_answers_that_do_not_end_in_time_are_given_up() -> None:
+    async def run() -> list[Sample]:
+        async with listening(30.0) as (url, _):
+            return await open_loop(url, [Asked(0.0, "why?", ())], words, drain_s=0.3)
+
+    [one] = asyncio.run(run())
+    assert (one.error, one.ttft_s) == (UNFINISHED, None)
+
+
+def test_a_server_that_is_not_there_is_an_error_of_the_sample() -> None:
+    [one] = asyncio.run(open_loop("http://127.0.0.1:1", [Asked(0.0, "why?", ())], words, drain_s=5))
+    assert one.error is not None
+    assert one.error.startswith("ConnectError")
