@@ -6,10 +6,15 @@ gauges are read off the engine when somebody scrapes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from blend.serve.ask import Opened
 from blend.serve.engine import EndReason, Holding
+from blend.store.backend import MemoryStats
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _GAP = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -37,10 +42,10 @@ class Metrics:
         self._computed = self._counter("rows_recomputed", "Rows of prompts that were computed in every layer.")
         self._rows = self._counter("rows_prompt", "Rows of prompts.")
         self._reused = self._counter("prefix_rows_reused", "Rows taken over from earlier prompts that begin alike.")
-        self._hits = self._counter("chunk_hits", "Chunks whose cache was there, by where.", "tier")
+        self._tiers = _Tiers()
+        self.registry.register(self._tiers)
         self._misses = self._counter("chunk_misses", "Chunks that had to be computed.")
         self._loaded = self._counter("bytes_loaded", "Bytes of chunk caches read.")
-        self._evictions = self._counter("evictions", "Chunk caches that had to go.")
         self._fallbacks = self._counter("fallbacks", "Prompts computed in full, by why.", "reason")
         self._http = self._counter("http_requests", "Requests by route and status.", "path", "status")
         self._errors = self._counter("errors", "Requests that failed, by kind of error.", "kind")
@@ -55,7 +60,7 @@ class Metrics:
         self._rows.inc(figures.rows)
         self._computed.inc(figures.rows_computed)
         self._reused.inc(figures.rows_reused)
-        self._hits.labels("store").inc(figures.hits)
+        self._tiers.hits += figures.hits
         self._misses.inc(figures.chunks - figures.hits)
         self._loaded.inc(figures.bytes_loaded)
         if figures.method == "full" and figures.reason:
@@ -79,8 +84,12 @@ class Metrics:
         """A response was given. route: as the application knows it, never as a client wrote it."""
         self._http.labels(route, str(status)).inc()
 
-    def page(self, holding: Holding | None) -> bytes:
-        """All of it in Prometheus' text format. holding: of the engine, None where there is none yet."""
+    def page(self, holding: Holding | None = None, memory: MemoryStats | None = None) -> bytes:
+        """All of it in Prometheus' text format.
+
+        holding: of the engine, None where there is none yet. memory: of the tier of chunk caches in memory, None without one.
+        """
+        self._tiers.memory = memory
         if holding is not None:
             self._running.set(holding.running)
             self._waiting.set(holding.waiting)
@@ -100,3 +109,22 @@ class Metrics:
 
     def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"kvblend_{name}", words, registry=self.registry, buckets=buckets)
+
+
+class _Tiers(Collector):
+    """Hits by where the caches were, and evictions. A tier of memory counts for itself, and what went past it."""
+
+    def __init__(self) -> None:
+        self.hits = 0  # of a store without such a tier
+        self.memory: MemoryStats | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """As they are now."""
+        memory = self.memory
+        hits = CounterMetricFamily("kvblend_chunk_hits", "Chunks whose cache was there, by where.", labels=["tier"])
+        hits.add_metric(["store"], self.hits if memory is None else memory.misses)
+        hits.add_metric(["memory"], 0 if memory is None else memory.hits)
+        yield hits
+        gone = CounterMetricFamily("kvblend_evictions", "Chunk caches that had to leave memory.")
+        gone.add_metric([], 0 if memory is None else memory.evictions)
+        yield gone

@@ -14,7 +14,9 @@ from served import Served, listening
 
 from blend.errors import ConfigError
 from blend.serve.door.log import LOG
+from blend.serve.metrics import Metrics
 from blend.serve.tenants import Tenants, read_keys
+from blend.store.backend import MemoryStats
 
 BODY = {"messages": [{"role": "user", "content": "a secret of mine"}], "max_tokens": 2}
 CHAT = "/v1/chat/completions"
@@ -150,6 +152,31 @@ def test_what_is_counted(served: Served) -> None:
     assert {
         after[f"kvblend_{name}"] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     } == {0}
+
+
+def test_hits_by_tier_and_what_was_loaded(served: Served) -> None:
+    before = counted(served)
+    answer = httpx.post(f"{served.url}{CHAT}", json={**BODY, "kvblend": {"retrieve": {"top_k": 3}}}, timeout=60).json()
+    after = counted(served)
+    figures = answer["kvblend"]["figures"]
+    assert figures["hits"] == 3
+    for name, expected in (
+        ('chunk_hits_total{tier="store"}', 3),
+        ('chunk_hits_total{tier="memory"}', 0),
+        ("chunk_misses_total", 0),
+        ("rows_recomputed_total", figures["rows_computed"]),
+        ("bytes_loaded_total", figures["bytes_loaded"]),
+        ("evictions_total", 0),
+    ):
+        assert after[f"kvblend_{name}"] - before.get(f"kvblend_{name}", 0) == expected, name
+    assert figures["bytes_loaded"] > 0
+
+
+def test_a_tier_of_memory_counts_for_itself() -> None:
+    page = Metrics().page(None, MemoryStats(5, 2, 1, 0, 3, 100, 1000, 300)).decode()
+    assert 'kvblend_chunk_hits_total{tier="memory"} 5.0' in page
+    assert 'kvblend_chunk_hits_total{tier="store"} 2.0' in page
+    assert "kvblend_evictions_total 1.0" in page
 
 
 def counted(served: Served) -> dict[str, float]:

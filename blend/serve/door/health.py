@@ -31,5 +31,8 @@ async def metrics(request: Request) -> Response:
     """GET /metrics: in Prometheus' text format."""
     operator(request)
     hall = hall_of(request)
-    holding = hall.service.engine.holding() if hall.service is not None else None
-    return Response(hall.metrics.page(holding), headers={"content-type": CONTENT_TYPE_LATEST})
+    if (service := hall.service) is None:
+        page = hall.metrics.page()
+    else:
+        page = hall.metrics.page(service.engine.holding(), service.room("").rag().store.memory)
+    return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
