@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from blend.chunks.deciding import in_copies, with_given_surrogate, with_surrogate, without_surrogate
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
 from blend.config import CorpusConfig
 from blend.prompt import PromptTemplate, render_chunk
@@ -139,7 +140,7 @@ def prepare(change: CorpusChange, *, quick: bool = False, progress: Progress = n
     corpus.store.describe(library.isolated.identity.namespace, words)
     update = update_index(corpus.index_dir, change.chunks, corpus.embedder, progress)
     if not quick:
-        library = _with_surrogate(library, change).in_copies(one=config.one_copy)
+        library = in_copies(_with_surrogate(library, change), one=config.one_copy)
     if library.contextual:
         corpus.store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
     wanted = library.quickest(change.ids) if quick else library.wanted(change.ids)
@@ -149,11 +150,11 @@ def prepare(change: CorpusChange, *, quick: bool = False, progress: Progress = n
 def _with_surrogate(library: ChunkLibrary, change: CorpusChange) -> ChunkLibrary:
     config = change.corpus.config
     if not config.surrogate_tokens:
-        return library.without_surrogate(change.keep)
+        return without_surrogate(library, change.keep)
     if config.surrogate_text:
         given = tuple(change.corpus.template.encode(config.surrogate_text)[: config.surrogate_tokens])
-        return library.with_given_surrogate(given, change.keep)
-    return library.with_surrogate(change.ids, config.surrogate_tokens)
+        return with_given_surrogate(library, given, change.keep)
+    return with_surrogate(library, change.ids, config.surrogate_tokens)
 
 
 def _chunks(

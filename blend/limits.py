@@ -86,6 +86,16 @@ NUMBERS = {
     "limit": Limits(1, 100_000),
     "repeats": Limits(1, 1000),
     "head": Limits(0, MOST_LAYERS - 1),
+    # Of the server.
+    "port": Limits(0, 65_535),
+    "most_running": Limits(1, 1024),
+    "most_waiting": Limits(1, 100_000),
+    "kv_budget": Limits(1e-6, 1e6, whole=False),
+    "prefix_budget": Limits(1e-6, 1e6, whole=False, zero=True),
+    "learn_budget": Limits(1e-6, 1e6, whole=False),
+    "body_limit": Limits(1e-3, 100_000, whole=False),
+    "upload_limit": Limits(1e-3, 100_000, whole=False),
+    "grace": Limits(0, 86_400, whole=False),
 }
 """Every option that is a number, by its name."""
 

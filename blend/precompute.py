@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blend.chunks.deciding import remove_spare
 from blend.config import CorpusConfig
 from blend.indexing import Corpus, plan, prepare
 from blend.prompt import PromptTemplate
@@ -78,7 +79,7 @@ def precompute(
     begin = time.perf_counter()
     tokens = library.compute(missing, progress)
     seconds = time.perf_counter() - begin
-    library.remove_spare(change.ids, change.keep)
+    remove_spare(library, change.ids, change.keep)
     return Precomputed(
         documents=len({chunk.document_id for chunk in change.chunks}),
         chunks=len(change.chunks),

@@ -17,6 +17,7 @@ import torch
 
 from blend.blender import Blender
 from blend.chunks.correction import POSITION_FEATURES, Bounds, KVCorrection, LayerCorrection
+from blend.chunks.deciding import with_surrogate
 from blend.chunks.regression import RANK
 from blend.config import CorpusConfig
 from blend.store import Blob, ChunkStore, get_codec
@@ -93,7 +94,7 @@ def fill(
     `blend.chunks.fit_correction.TOKENS` tokens of the chunks, whatever the prompt's length. "off" has none.
     """
     blender = Blender(decoder, store)
-    blender.library(layout.prefix).with_surrogate(others, CorpusConfig().surrogate_tokens)
+    with_surrogate(blender.library(layout.prefix), others, CorpusConfig().surrogate_tokens)
     library = blender.library(layout.prefix)
     library.compute(library.missing(layout.chunks))
     if correction == "fitted":

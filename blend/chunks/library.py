@@ -11,7 +11,6 @@ too, with a KV correction of its own (`blend.chunks.fit_first`).
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,9 +19,9 @@ import torch
 
 from blend.chunks.assemble import Expected, open_chunks
 from blend.chunks.encode import ChunkEncoder
-from blend.chunks.surrogate import read_surrogate, write_surrogate
+from blend.chunks.surrogate import read_surrogate
 from blend.config import BATCH_TOKENS
-from blend.errors import EntryDamagedError, PromptError
+from blend.errors import EntryDamagedError
 from blend.store.reader import ChunkReader
 from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, ChunkKey
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 Tokens = tuple[int, ...]
 KeysInUse = Callable[[], Collection[ChunkKey]]
 """Says which caches others use, which must not be removed; called only when something is to go."""
-LARGEST_SHARE = 8  # one chunk in so many may be in the surrogate context: those have no contextual cache
 
 
 def no_keys() -> Collection[ChunkKey]:
@@ -142,85 +140,11 @@ class ChunkLibrary:
 
     def renewed(self) -> ChunkLibrary:
         """Itself, or a new library if the store has changed since, by this process or another."""
-        return self if self.store.generation == self.generation else self._next()
+        return self if self.store.generation == self.generation else self.reread()
 
-    def _next(self) -> ChunkLibrary:
+    def reread(self) -> ChunkLibrary:
+        """A new library, as the store is at this moment; asked while `ChunkStore.writing` is held, what it says stays."""
         return ChunkLibrary(self.decoder, self.store, self.prefix, self._batch_tokens, corpus=self.corpus, before=self)
-
-    def with_surrogate(self, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
-        """With some of these chunks, `tokens` tokens at most, as the surrogate context, unless there is one already.
-
-        The choice is remembered in the store and stays, because contextual caches are of use behind it only. Raises
-        `StoreError` when the store cannot be written.
-        """
-        with self.store.writing():
-            now = self._next()
-            if now.surrogate or not (chosen := _choose(now._fitting(chunks, tokens), tokens, len(chunks))):
-                return now
-            return now._decide(chosen)
-
-    def with_given_surrogate(self, tokens: Tokens, keep: KeysInUse = no_keys) -> ChunkLibrary:
-        """With these tokens as the surrogate context; contextual caches behind another one are removed, but for `keep`.
-
-        For text that everybody may read: what stands in a contextual cache has read the surrogate context. Raises
-        `PromptError` when it is empty or leaves no room in the model's context, `StoreError` when the store cannot be written.
-        """
-        if not tokens:
-            raise PromptError("the surrogate text is empty; give a paragraph or more")
-        self.decoder.check_length(len(self.prefix) + len(tokens) + 1)
-        with self.store.writing():
-            now = self._next()
-            if now.surrogate == (tokens,):
-                return now
-            now._prune_contextual(keep)
-            return now._decide((tokens,))
-
-    def without_surrogate(self, keep: KeysInUse = no_keys) -> ChunkLibrary:
-        """With none, and the contextual caches removed, but for `keep`.
-
-        Raises `StoreError` when the store cannot be written.
-        """
-        with self.store.writing():
-            now = self._next()
-            now._prune_contextual(keep)
-            return now._decide(())
-
-    def in_copies(self, *, one: bool) -> ChunkLibrary:
-        """Kept in one copy or in two, which the store remembers; without a surrogate context there is one anyway.
-
-        Nothing is removed yet: see `remove_spare`. Raises `StoreError` when the store cannot be written.
-        """
-        with self.store.writing():
-            now = self._next()
-            if not now.surrogate or now.one_copy == one:
-                return now
-            write_surrogate(now.store, now.isolated.identity.surrogate_name, now.surrogate, one_copy=one)
-            return now._next()
-
-    def remove_spare(self, chunks: Sequence[Tokens], keep: KeysInUse = no_keys) -> None:
-        """Of a corpus in one copy, remove the isolated caches of chunks whose contextual ones are there, but for `keep`."""
-        wanted = [one for one in self.wanted(chunks) if one.contextual] if self.one_copy else []
-        kept = keep() if wanted else set()
-        for one in wanted:
-            spare = self.key(one._replace(contextual=False))
-            if spare not in kept and self.key(one) in self.store:
-                self.store.delete(spare)
-
-    def _prune_contextual(self, keep: KeysInUse) -> None:
-        if self.contextual is not None:
-            self.store.prune(keep(), self.contextual.identity.namespace)
-
-    def _decide(self, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
-        write_surrogate(
-            self.store, self.isolated.identity.surrogate_name, chosen, one_copy=self.one_copy and bool(chosen)
-        )
-        return self._next()
-
-    def _fitting(self, chunks: Sequence[Tokens], tokens: int) -> list[Tokens]:
-        """Different chunks of which any behind the surrogate context still fits the model."""
-        longest, context = max(map(len, chunks), default=0), self.decoder.context_length
-        room = tokens if context is None else min(tokens, context - len(self.prefix) - longest)
-        return [chunk for chunk in dict.fromkeys(chunks) if 0 < len(chunk) <= room]
 
     def encoder(self, *, contextual: bool) -> ChunkEncoder:
         """The encoder of isolated or contextual caches; without a surrogate context there is only the former."""
@@ -390,12 +314,3 @@ def _read_layer(reader: ChunkReader, index: int, decoder: Decoder) -> tuple[torc
     )
     reader.read_into(index, keys, values)
     return keys, values
-
-
-def _choose(chunks: Sequence[Tokens], tokens: int, corpus: int) -> tuple[Tokens, ...]:
-    """Chunks in random order, the same for the same ones, as many as `tokens` and the size of the corpus allow."""
-    chosen: list[Tokens] = []
-    for chunk in random.Random(0).sample(chunks, len(chunks)):
-        if sum(map(len, chosen)) + len(chunk) <= tokens and len(chosen) < corpus // LARGEST_SHARE:
-            chosen.append(chunk)
-    return tuple(chosen)

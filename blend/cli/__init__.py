@@ -22,6 +22,7 @@ _COMMANDS = {
     "precompute": "Chunk, index and cache documents.",
     "report": "Measure speed and quality against full recompute.",
     "selectors": "List the selectors and their parameters.",
+    "serve": "Answer many at once over HTTP, in OpenAI's protocol.",
     "store": "Show what a store holds.",
 }
 

@@ -16,7 +16,7 @@ import click
 
 from blend.cli.values import NAME, PLACE, SELECTOR, STORE, TEXT, number
 from blend.config import DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, MaskMode
-from blend.corpora import check_corpus_name, index_dir, require_corpus
+from blend.corpora import check_corpus_name, corpora, index_dir, require_corpus
 from blend.errors import ConfigError
 from blend.limits import NUMBERS, shown
 from blend.store import codec_names
@@ -92,19 +92,19 @@ store_key_option = _shared(
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
-_COMMON = (
+_CORPUS_NAME = _shared(
+    "--corpus",
+    "name",
+    type=NAME,
+    default=None,
+    callback=_corpus_name,
+    show_default=False,
+    help="Name of one of the store's corpora, each with its own index.  [default: the one without a name]",
+)
+_OF_A_STORE = (
     _shared("--model", type=NAME, default=DEFAULT_MODEL, help="Catalog name, HuggingFace id or model directory."),
     store_option,
     store_key_option,
-    _shared(
-        "--corpus",
-        "name",
-        type=NAME,
-        default=None,
-        callback=_corpus_name,
-        show_default=False,
-        help="Name of one of the store's corpora, each with its own index.  [default: the one without a name]",
-    ),
     _shared("--device", type=TEXT, default="auto", callback=_known_device, help="auto, cpu, cuda or cuda:N."),
     _shared("--dtype", type=click.Choice(_DTYPES), default="auto", help="What the model computes in."),
     _corpus("codec", "How caches are kept.", click.Choice(codec_names())),
@@ -115,6 +115,7 @@ _COMMON = (
         metavar="GB",
     ),
 )
+_COMMON = (*_OF_A_STORE[:3], _CORPUS_NAME, *_OF_A_STORE[3:])
 
 
 def _switch(name: str, words: str) -> Callable[[F], F]:
@@ -155,11 +156,17 @@ _CHUNKING = (
     ),
 )
 _TOP_K = _corpus("top_k", "Chunks to retrieve.")
+_BY_INDEX = "the one that made the index"
 
 
 def common(function: F) -> F:
     """--model, --store, --store-key, --corpus, --device, --dtype, --codec, --store-budget."""
     return _apply(_COMMON, function)
+
+
+def all_corpora(function: F) -> F:
+    """The same without --corpus, and --chunk-tokens and so on for what is added, --top-k and --embedder."""
+    return _apply((*_OF_A_STORE, *_CHUNKING, _TOP_K, _embedder(show_default=_BY_INDEX)), function)
 
 
 def blending(function: F) -> F:
@@ -174,7 +181,7 @@ def chunking(function: F) -> F:
 
 def retrieval(function: F) -> F:
     """--top-k and --embedder, of a corpus that is there."""
-    return _apply((_TOP_K, _embedder(show_default="the one that made the index")), function)
+    return _apply((_TOP_K, _embedder(show_default=_BY_INDEX)), function)
 
 
 def _embedder(**attributes: Any) -> Callable[[F], F]:
@@ -232,6 +239,16 @@ def open_corpus(options: dict[str, Any]) -> Rag:
     require_corpus(options["store"], name)
     index = ChunkIndex.load(index_dir(options["store"], name))
     return open_rag({**options, "embedder": options.get("embedder") or index.embedder})
+
+
+def open_all_corpora(options: dict[str, Any]) -> Rag:
+    """`open_rag` for the corpus without a name, there or not yet; it knows the others."""
+    from retrieval import ChunkIndex
+
+    check(options)
+    if "" in corpora(options["store"]) and not options.get("embedder"):
+        options = {**options, "embedder": ChunkIndex.load(index_dir(options["store"], "")).embedder}
+    return open_rag(options)
 
 
 def open_for_questions(options: dict[str, Any]) -> Rag:

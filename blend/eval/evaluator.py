@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.blender import Blend, Blender
+from blend.chunks.deciding import with_surrogate
 from blend.config import REPORT_TOKENS, BlendConfig
 from blend.eval.dataset import Record
 from blend.eval.floor import copy_bandwidth, floor_seconds
@@ -100,7 +101,7 @@ class Evaluator:
         chunks = list(dict.fromkeys(self.template.chunk_ids(chunk) for record in records for chunk in record.chunks))
         library = self.blender.library(self.template.prefix)
         if surrogate_tokens and not library.decided:
-            library.with_surrogate(chunks, surrogate_tokens)
+            with_surrogate(library, chunks, surrogate_tokens)
         return self.blender.calibrate(self.template.prefix, chunks, progress=progress)
 
     def warm_up(self, record: Record, methods: Sequence[Method]) -> None:

@@ -7,7 +7,6 @@ itself.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.blender import Blender
+from blend.chunks.deciding import with_surrogate
 from blend.config import BlendConfig, PromptConfig
+from blend.eval.lines import append_lines, read_lines
 from blend.eval.metrics import kl_divergence
 from blend.model.full_prefill import full_prefill
 from blend.model.generate import generate, teacher_forced_logits
@@ -97,7 +98,7 @@ class OtherPrefixes:
         library = self._blender.library(layout.kept_behind)
         if not library.decided:
             chunks = [self._template.chunk_ids(chunk) for record in self._apart for chunk in record.chunks]
-            library = library.with_surrogate(list(dict.fromkeys(chunks)), 512)
+            library = with_surrogate(library, list(dict.fromkeys(chunks)), 512)
             self._blender.calibrate(layout.kept_behind, chunks)
         library.compute(library.missing(layout.chunks))
 
@@ -113,15 +114,12 @@ def _turns(records: Sequence[Record]) -> list[Message]:
 
 def append(path: Path, found: Measured) -> None:
     """Write a result down."""
-    with path.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(found._asdict()) + "\n")
+    append_lines(path, [found._asdict()])
 
 
 def read(path: Path) -> list[Measured]:
     """What was measured so far."""
-    if not path.is_file():
-        return []
-    return [Measured(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [Measured(**line) for line in read_lines(path)]
 
 
 def table(found: Sequence[Measured]) -> Iterator[str]:

@@ -14,7 +14,7 @@ Calibrate = Callable[[Sequence[Tokens], bool], object]
 
 
 class CacheFeeder:
-    """The corpus's own thread calls `replace`, `forget` and `step`; what they share with others is under `changed`."""
+    """The corpus's own thread calls `change`, `forget` and `step`; what they share with others is under `changed`."""
 
     def __init__(
         self, keeper: CorpusKeeper, compute: Compute, calibrate: Calibrate | None, changed: threading.Condition
@@ -53,7 +53,7 @@ class CacheFeeder:
             handle = self._handle
         handle.cancel()
 
-    def replace(self, applied: Applied) -> None:
+    def change(self, applied: Applied) -> None:
         """The corpus has changed."""
         chunks, prepared = applied
         with self._changed:

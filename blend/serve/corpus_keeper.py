@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from blend.chunks.deciding import remove_spare
 from blend.chunks.library import ChunkLibrary, Tokens
 from blend.corpora import corpora, index_dir, make_folder
 from blend.errors import ConfigError
@@ -74,7 +75,7 @@ class CorpusKeeper:
 
     def remove_spare(self, library: ChunkLibrary, current: Sequence[Tokens]) -> None:
         """Of a corpus in one copy, remove what is not to stay."""
-        library.remove_spare(current, CorpusChange(self._corpus(), library, (), (), ()).keep)
+        remove_spare(library, current, CorpusChange(self._corpus(), library, (), (), ()).keep)
 
     def _corpus(self) -> Corpus:
         rag, config = self._rag, self._rag.corpus_config

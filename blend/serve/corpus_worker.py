@@ -180,7 +180,7 @@ class CorpusWorker:
 
     def _apply(self, documents: Sequence[Document], removed: Sequence[str]) -> None:
         applied = self._keeper.apply(documents, removed, self._going_on)
-        self.caches.replace(applied)
+        self.caches.change(applied)
         try:
             self.caches.forget()
             self.problem = ""

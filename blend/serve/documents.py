@@ -93,13 +93,17 @@ class Documents:
 
     def listing(self) -> tuple[DocumentStatus, ...]:
         """All documents by their ids, and what is on its way or failed. Raises `RetrievalError` for a damaged index."""
+        with (
+            self._worker.changed
+        ):  # before the index: what gets there meanwhile is told as on its way, and not left out
+            waiting = [(task.upload, task.state) for task in self._worker.tasks]
+            failed = dict(self._worker.failed)
         indexed = self._indexed()
         with self._worker.changed:
-            tasks, failed = tuple(self._worker.tasks), dict(self._worker.failed)
             found = {name: self._held(name, one) for name, one in indexed.items()}
         for name, reason in failed.items():
             found[name] = found.get(name, DocumentStatus(name, name, "failed"))._replace(state="failed", reason=reason)
-        for upload, state in ((task.upload, task.state) for task in tasks):
+        for upload, state in waiting:
             if upload.kind == "delete":
                 found = {name: one for name, one in found.items() if not part_of(name, upload.id)}
             else:

@@ -17,6 +17,7 @@ import torch
 
 from blend.errors import PromptError
 from blend.model.few_rows import MOST_ROWS
+from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.serve.caching import OnDone
 from blend.serve.encoding import Encoding, nobody_waits
 from blend.serve.engine import Event, Holding, QueueFullError, Work
@@ -29,11 +30,7 @@ if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary, Variant
     from blend.model.rows import RowRequest
 
-MOST_RUNNING = 16
-MOST_WAITING = 64
 MOST_LACKING = 512  # caches that prompts lacked; of more the next prompts remind
-KV_BUDGET = 4 << 30
-PREFIX_BUDGET = 1 << 30
 GPU_ROWS = 1024
 TURN = 4  # while answers are decoded, one pass in so many computes a piece of a chunk's cache
 

@@ -5,13 +5,17 @@ Prompts go in as token ids with their layout, tokens and figures come out one by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from blend.config import ANSWER_TOKENS, BlendConfig
 from blend.errors import ConfigError
 from blend.types import PromptLayout
+
+if TYPE_CHECKING:
+    from blend.chunks.library import ChunkLibrary, Variant
+    from blend.serve.caching import Computing, OnDone
 
 EndReason = Literal["stop", "length", "cancelled", "deadline", "shutdown"]
 
@@ -153,6 +157,10 @@ class Engine(Protocol):
     @property
     def alive(self) -> bool:
         """Whether answers can still come."""
+        ...
+
+    def encode(self, library: ChunkLibrary, wanted: Sequence[Variant], on_done: OnDone) -> Computing:
+        """Compute and store these caches beside the answers, or when there are none."""
         ...
 
     def holding(self) -> Holding:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.corpora import check_corpus_name, corpora
 from blend.errors import PromptError, StoreError
+from blend.indexing import TitledText
 from blend.prompt import render_chunk
 from blend.serve.ask import GivenDocument, SourceKind
 from blend.serve.chat import ChatTemplate, Passage, Written
@@ -164,8 +165,6 @@ class Room:
 
 
 def _rendered(title: str, text: str) -> str:
-    from blend.precompute import TitledText
-
     return render_chunk(TitledText(title, text))
 
 

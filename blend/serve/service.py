@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from blend.errors import PromptError
@@ -22,7 +23,9 @@ from blend.serve.ask import (
     TokenText,
     TracedToken,
 )
+from blend.serve.budgets import LEARN_BUDGET
 from blend.serve.chat import Turn, question_turns
+from blend.serve.documents import Documents
 from blend.serve.engine import (
     Ended,
     EndReason,
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
     from blend.rag import Rag
     from blend.types import PromptLayout
 
-LEARN_BUDGET = 4 << 30
+_LOOK_S = 0.5
 OnReply = Callable[[Reply], None]
 
 
@@ -62,7 +65,8 @@ class Service:
         self._rooms: dict[str, Room] = {}
         self._lock = threading.Lock()
         self._profile = Profile(rag.decoder)
-        self.ready = False
+        self._documents: dict[tuple[str, str], Documents] = {}
+        self._open, self.ready = True, False
 
     def warm_up(self) -> None:
         """Make the first answer as fast as the others, and measure what full prefill takes."""
@@ -89,6 +93,25 @@ class Service:
     def corpora(self, tenant: str) -> tuple[str, ...]:
         """Names of a tenant's corpora; "" is the one without a name."""
         return self.room(tenant).corpora
+
+    def documents(self, tenant: str, corpus: str = "") -> Documents:
+        """The documents of a tenant's corpus. Raises `ConfigError` for what cannot name one."""
+        rag = self.room(tenant).rag(corpus)
+        with self._lock:
+            if not self._open:
+                raise QueueFullError(0, 1.0)
+            if (tenant, corpus) not in self._documents:
+                self._documents[tenant, corpus] = Documents(
+                    rag, self.engine.encode, calibrate=partial(self._calibrate, rag)
+                )
+            return self._documents[tenant, corpus]
+
+    def _calibrate(self, rag: Rag, chunks: Sequence[tuple[int, ...]], anew: bool) -> None:
+        """Measure the KV corrections at a time when nobody waits: each of their prompts has the model to itself."""
+        while self._open and any(self.engine.holding()[:2]):
+            time.sleep(_LOOK_S)
+        if self._open:
+            rag.blender.calibrate(rag.template.prefix, chunks, anew=anew)
 
     def submit(self, ask: Ask, on_reply: OnReply) -> Handle:
         """Take a question in; its replies go to `on_reply`, from another thread, which must not wait in there.
@@ -123,7 +146,12 @@ class Service:
     def close(self, finish_s: float = 0.0) -> None:
         """Take nothing in any more, and let what runs finish if that takes no longer than this."""
         self.ready = False
+        with self._lock:
+            self._open = False
+            documents = list(self._documents.values())
         self.engine.close(finish_s)
+        for one in documents:
+            one.close()
 
 
 def _put(room: Room, ask: Ask) -> tuple[PromptLayout, list[Cited]]:

@@ -15,7 +15,7 @@ every one may be called by several threads at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -46,6 +46,23 @@ class Stored(NamedTuple):
     whole: bool = True
 
 
+class MemoryStats(NamedTuple):
+    """What a tier of memory has done since it was made, and what it holds.
+
+    hits, misses: entries that were read out of it, and below it. evictions: for want of room. damaged: entries that had changed
+    in memory. entries, nbytes: held now; what was evicted counts while it is read. loaded_bytes: that came in from below.
+    """
+
+    hits: int
+    misses: int
+    evictions: int
+    damaged: int
+    entries: int
+    nbytes: int
+    budget_bytes: int
+    loaded_bytes: int
+
+
 class Blob(ABC):
     """What a name held when it was opened. It stays readable when the name is put again, deleted or evicted meanwhile.
 
@@ -67,6 +84,17 @@ class Blob(ABC):
         """These bytes without a copy, where they lie in this process as one piece; they must not be written to."""
         return None
 
+    @property
+    def shared(self) -> object | None:
+        """Where the bytes are known to be those that were written: one object for all blobs over them.
+
+        Nothing of such a blob needs to be verified twice. It can be referred to weakly.
+        """
+        return None
+
+    def used(self) -> None:  # noqa: B027 - most backends do not ask
+        """The blob is read now, and was not only looked at. May be called again."""
+
     def close(self) -> None:  # noqa: B027 - most blobs hold nothing
         """Release what the blob holds; idempotent."""
 
@@ -80,6 +108,14 @@ class Backend(ABC):
 
     place: str
     trusted: bool = False
+
+    @property
+    def memory(self) -> MemoryStats | None:
+        """Of a tier of memory, where there is one."""
+        return None
+
+    def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - most backends have nothing nearer
+        """These caches will be read soon: bring them nearer meanwhile. Returns at once, and never fails."""
 
     @abstractmethod
     def open(self, name: str, head: int) -> Blob | None:

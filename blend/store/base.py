@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from blend.errors import EntryDamagedError
 from blend.store.artifacts import MOST_BYTES, pack_artifact, pack_description, read_descriptions, unpack_artifact
-from blend.store.backend import CACHES, Backend, Blob, close_all
+from blend.store.backend import CACHES, Backend, Blob, MemoryStats, close_all
 from blend.store.codec import Codec
 from blend.store.names import ARTIFACTS, GENERATION, artifact_name, cache_name, caches_of, description_name, key_of
 from blend.store.reader import HEAD, ChunkReader, KnownEntry, damaged, read_header
@@ -44,7 +44,7 @@ class ChunkStore:
         self.backend = backend
         self._codec = codec
         self._seal = Unsealed() if backend.trusted else seal
-        self._known: WeakKeyDictionary[Blob, KnownEntry] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[object, KnownEntry] = WeakKeyDictionary()
 
     def open(self, key: ChunkKey) -> ChunkReader | None:
         """The entry under `key`, or None when there is none. Raises `EntryDamagedError` when it must not be used."""
@@ -79,15 +79,16 @@ class ChunkStore:
             blob.close()
             return error
         self.backend.touch(name)
-        return ChunkReader(blob, key, known, self._seal, self._scratch)
+        return ChunkReader(blob, key, known, self._scratch)
 
     def _known_entry(self, blob: Blob, key: ChunkKey) -> KnownEntry:
         """Looked at every time, unless the blob is known to be what it was."""
-        held = self._known.get(blob)
+        shared = blob.shared
+        if shared is None:
+            return KnownEntry(read_header(blob, key, self._seal), {}, self._seal)
+        held = self._known.get(shared)
         if held is None:
-            held = KnownEntry(read_header(blob, key, self._seal), {})
-            if self.backend.trusted:
-                self._known[blob] = held
+            held = self._known[shared] = KnownEntry(read_header(blob, key, self._seal), {}, Unsealed())
         return held
 
     @cached_property
@@ -95,6 +96,18 @@ class ChunkStore:
         from blend.store.buffers import Scratch
 
         return Scratch()
+
+    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
+        """These entries will be read soon. Returns at once; errors show when they are read.
+
+        Without a tier of memory nothing happens.
+        """
+        self.backend.prefetch(map(cache_name, keys))
+
+    @property
+    def memory(self) -> MemoryStats | None:
+        """What the tier of memory does and holds; None without one."""
+        return self.backend.memory
 
     def put(self, key: ChunkKey, cache: ChunkCache) -> None:
         """Write an entry, replacing one of the same key; a reader sees either nothing, the old or the new one.

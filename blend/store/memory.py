@@ -24,6 +24,11 @@ class MemoryBlob(Blob):
         self.nbytes = self._starts[-1]
         self.head = self._pieces[0] if self._pieces else b""
 
+    @property
+    def shared(self) -> MemoryBlob:
+        """Itself: nobody else can write there."""
+        return self
+
     def read(self, *ranges: Range) -> bool:
         """One copy."""
         return all(self._read(one.offset, one.into) for one in ranges)

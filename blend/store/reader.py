@@ -20,10 +20,15 @@ HEAD = 16 << 10  # one read for the header of any model with up to about 80 laye
 
 
 class KnownEntry(NamedTuple):
-    """What opening a blob has shown: its verified header, and the layers that lie in memory as they are, by index."""
+    """What opening a blob has shown.
+
+    header: verified. windows: the layers that lie in memory as they are, by index. seal: what each layer must still be held
+    against when it is read.
+    """
 
     header: EntryHeader
     windows: dict[int, LayerBuffer]
+    seal: Seal
 
 
 class ChunkReader:
@@ -33,12 +38,18 @@ class ChunkReader:
     first token when it was computed. codec: how it is kept. stored_bytes: its length in the store.
     """
 
-    def __init__(self, blob: Blob, key: ChunkKey, known: KnownEntry, seal: Seal, scratch: Scratch) -> None:
+    def __init__(self, blob: Blob, key: ChunkKey, known: KnownEntry, scratch: Scratch) -> None:
         header = known.header
         self.tokens, self.layers, self.start = header.tokens, len(header.layers), header.start
         self.codec, self.stored_bytes = header.codec.name, blob.nbytes
         self._blob: Blob | None = blob
-        self._key, self._header, self._windows, self._seal, self._scratch = key, header, known.windows, seal, scratch
+        self._key, self._header, self._windows, self._seal, self._scratch = (
+            key,
+            header,
+            known.windows,
+            known.seal,
+            scratch,
+        )
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each `[kv_heads, tokens, head_dim]`, verified.
@@ -63,6 +74,7 @@ class ChunkReader:
     def close(self) -> None:
         """Release what the reader holds; idempotent."""
         blob, self._blob = self._blob, None
+        self._windows = {}  # of memory that may be evicted from now on
         if blob is not None:
             blob.close()
 
@@ -79,6 +91,7 @@ class ChunkReader:
             raise ValueError("the reader is closed")
         if not 0 <= index < self.layers:
             raise IndexError(f"layer {index} of {self.layers}")
+        blob.used()
         layout = self._header.layers[index]
         try:
             buffer = self._windows.get(index) or self._filled(blob, index, reuse=reuse)
@@ -127,6 +140,16 @@ def read_header(blob: Blob, key: ChunkKey, seal: Seal) -> EntryHeader:
         return decode_header(_beginning(blob, end), key, blob.nbytes, seal)
     except (EntryDamagedError, ValueError, RecursionError) as error:
         raise damaged(key, first_line(error)) from None
+
+
+def is_sound(blob: Blob, key: ChunkKey, seal: Seal) -> bool:
+    """Whether a blob in memory is the entry of `key` as it was written, every layer of it."""
+    try:
+        header = read_header(blob, key, seal)
+    except EntryDamagedError:
+        return False
+    windows = ((layer, blob.window(layer.offset, layer.nbytes)) for layer in header.layers)
+    return all(view is not None and seal.holds(layer.checksum, "layer", view) for layer, view in windows)
 
 
 def _beginning(blob: Blob, nbytes: int) -> bytes:

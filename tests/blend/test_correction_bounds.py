@@ -14,6 +14,7 @@ from blend.blender import LEAST_RATIO_UNCORRECTED, Blend, Blender
 from blend.chunks import regression
 from blend.chunks.correction import Bounds, KVCorrection
 from blend.chunks.correction_check import _nearest
+from blend.chunks.deciding import with_surrogate
 from blend.chunks.regression import LayerRows, RowPlaces, fit_layer
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
@@ -48,7 +49,7 @@ def test_every_chunk_of_a_small_corpus_is_fitted_behind_another(count: int, monk
         run(self, ids, *rest)
 
     blender = Blender(models.decoder("llama"), open_store("memory:"))
-    library = blender.library(PREFIX).with_surrogate(chunks, 20)
+    library = with_surrogate(blender.library(PREFIX), chunks, 20)
     library.compute(library.missing(chunks))
     monkeypatch.setattr(Decoder, "encode_rows", recording)
     blender.calibrate(PREFIX, chunks)

@@ -13,6 +13,7 @@ from models import decoder, eager_model
 
 from blend.blender import Blender
 from blend.chunks.correction import position_features, rows_of
+from blend.chunks.deciding import with_given_surrogate, with_surrogate, without_surrogate
 from blend.chunks.library import ChunkLibrary, OpenLibrary, Variant
 from blend.config import BlendConfig
 from blend.errors import PromptError
@@ -35,7 +36,7 @@ def filled(name: str = "llama", location: str | Path = "memory:") -> Blender:
     """A blender whose store holds every cache of the prompt's chunks."""
     blender = Blender(decoder(name), open_store(location, codec="native"))
     library = blender.library(LAYOUT.prefix)
-    library = library.with_surrogate(corpus(), 27)
+    library = with_surrogate(library, corpus(), 27)
     assert library.contextual
     library.compute(library.missing(LAYOUT.chunks))
     return blender
@@ -94,11 +95,11 @@ def test_the_surrogate_is_part_of_the_corpus_small_and_stays(tmp_path: Path) -> 
     chunks = corpus()
     library = ChunkLibrary(decoder("llama"), open_store(tmp_path), LAYOUT.prefix)
     assert not library.decided
-    library = library.with_surrogate(chunks, 1000)
+    library = with_surrogate(library, chunks, 1000)
     chosen = library.surrogate
     assert len(chosen) == len(chunks) // 8
     assert set(chosen) <= set(chunks)
-    again = ChunkLibrary(decoder("llama"), open_store(tmp_path), LAYOUT.prefix).with_surrogate(corpus(80), 10)
+    again = with_surrogate(ChunkLibrary(decoder("llama"), open_store(tmp_path), LAYOUT.prefix), corpus(80), 10)
     assert again.surrogate == chosen
     assert again.contextual.identity == library.contextual.identity
     assert ChunkLibrary(decoder("llama"), open_store(tmp_path), (3, 4)).surrogate == ()
@@ -106,7 +107,9 @@ def test_the_surrogate_is_part_of_the_corpus_small_and_stays(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("count", "tokens"), [(7, 100), (24, 8), (0, 100)])
 def test_a_corpus_may_be_too_small_for_one(count: int, tokens: int) -> None:
-    library = ChunkLibrary(decoder("llama"), open_store("memory:"), LAYOUT.prefix).with_surrogate(corpus(count), tokens)
+    library = with_surrogate(
+        ChunkLibrary(decoder("llama"), open_store("memory:"), LAYOUT.prefix), corpus(count), tokens
+    )
     assert library.contextual is None
     assert [one.contextual for one in library.wanted(corpus(count))] == [False] * count
 
@@ -119,7 +122,7 @@ def test_chunks_of_the_surrogate_and_those_too_long_have_no_contextual_cache() -
         Variant(chunk, contextual=False) for chunk in (*library.surrogate, long)
     ]
     empty = ChunkLibrary(library.decoder, open_store("memory:"), LAYOUT.prefix)
-    assert empty.with_surrogate([*corpus(), long], 27).contextual is None
+    assert with_surrogate(empty, [*corpus(), long], 27).contextual is None
 
 
 def test_without_the_cache_in_company_the_one_alone_is_used_and_the_other_made_up_for() -> None:
@@ -194,7 +197,7 @@ def test_a_damaged_surrogate_is_reported_not_used_and_chosen_again(tmp_path: Pat
     path.write_bytes({"empty": b"", "cut": raw[:-9], "one token": changed}[damage])
     assert path.read_bytes() != raw
     _assert_answers_from_caches_alone(tmp_path)
-    again = ChunkLibrary(library.decoder, open_store(tmp_path), LAYOUT.prefix).with_surrogate(corpus(), 27)
+    again = with_surrogate(ChunkLibrary(library.decoder, open_store(tmp_path), LAYOUT.prefix), corpus(), 27)
     assert again.surrogate == library.surrogate
     assert again.problems == ()
     assert again.missing(LAYOUT.chunks) == []
@@ -224,7 +227,7 @@ def test_a_running_process_takes_up_what_another_one_precomputes(tmp_path: Path)
 def test_dropping_the_surrogate_drops_what_depends_on_it() -> None:
     library = filled().library(LAYOUT.prefix)
     namespace = library.contextual.identity.namespace
-    without = library.without_surrogate()
+    without = without_surrogate(library)
     assert list(library.store.keys(namespace)) == []
     assert without.decided
     assert without.contextual is None
@@ -257,7 +260,7 @@ def test_calibration_does_not_need_the_store_to_keep_what_it_computes(tmp_path: 
     one = filled().library(LAYOUT.prefix).caches(corpus(1, 14), contextual=False)[0].nbytes
     store = open_store(tmp_path, codec="native", budget_bytes=3 * one)
     blender = Blender(decoder("llama"), store)
-    library = blender.library(LAYOUT.prefix).with_surrogate(corpus(40, 14), 28)
+    library = with_surrogate(blender.library(LAYOUT.prefix), corpus(40, 14), 28)
     chunks = [chunk for chunk in corpus(40, 14) if chunk not in library.surrogate][:8]
     caches = library.caches(chunks, contextual=True)
     assert [(cache.tokens, cache.start) for cache in caches] == [
@@ -270,14 +273,14 @@ def test_calibration_does_not_need_the_store_to_keep_what_it_computes(tmp_path: 
 def test_a_text_that_everybody_may_read_can_be_the_surrogate_context() -> None:
     library, given = filled().library(LAYOUT.prefix), (9, 8, 7, 6, 5)
     chosen, before = library.surrogate, library.contextual.identity.namespace
-    now = library.with_given_surrogate(given)
+    now = with_given_surrogate(library, given)
     assert now.surrogate == (given,)
     assert now.contextual.prefix_tokens == (*LAYOUT.prefix, *given)
     assert list(now.store.keys(before)) == []
     assert not set(chosen) & set(now.surrogate)
-    assert now.with_given_surrogate(given).generation == now.generation
-    assert now.with_surrogate(corpus(), 27).surrogate == (given,)
+    assert with_given_surrogate(now, given).generation == now.generation
+    assert with_surrogate(now, corpus(), 27).surrogate == (given,)
     with pytest.raises(PromptError, match="empty"):
-        library.with_given_surrogate(())
+        with_given_surrogate(library, ())
     with pytest.raises(PromptError, match="reads at most"):
-        library.with_given_surrogate((5,) * library.decoder.context_length)
+        with_given_surrogate(library, (5,) * library.decoder.context_length)

@@ -14,6 +14,7 @@ from models import LAYERS, decoder
 
 from blend.blender import Blender
 from blend.chunks import loader
+from blend.chunks.deciding import with_surrogate
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, StoreError
 from blend.model.decoder import Decoder
@@ -181,7 +182,7 @@ def test_what_takes_the_place_of_a_damaged_entry_may_be_damaged_too(tmp_path: Pa
     """The contextual cache and the isolated one behind it, both in a layer that is read late."""
     blender = filled(tmp_path)
     others = [tuple(range(3 + i, 17 + i)) for i in range(16)]
-    library = blender.library(LAYOUT.prefix).with_surrogate(others, 28)
+    library = with_surrogate(blender.library(LAYOUT.prefix), others, 28)
     library.compute(library.missing(LAYOUT.chunks))
     for path in (tmp_path / "objects").rglob("*.safetensors"):
         content = bytearray(path.read_bytes())

@@ -17,6 +17,7 @@ from models import decoder, eager_model
 from blend.analyze import analyze_prompt
 from blend.blender import Blender
 from blend.chunks.correction import position_features, rows_of
+from blend.chunks.deciding import in_copies, remove_spare, with_given_surrogate, with_surrogate
 from blend.chunks.fit_first import fit_first
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
 from blend.chunks.placed import place
@@ -43,7 +44,7 @@ def corpus(count: int = 60, length: int = 14) -> list[tuple[int, ...]]:
 def filled(name: str = "llama", location: str | Path = "memory:", *, one: bool = True) -> Blender:
     """A blender whose store holds every wanted cache of the prompt's chunks."""
     blender = Blender(decoder(name), open_store(location, codec="native"))
-    library = blender.library(LAYOUT.prefix).with_surrogate(corpus(), 30).in_copies(one=one)
+    library = in_copies(with_surrogate(blender.library(LAYOUT.prefix), corpus(), 30), one=one)
     library.compute(library.missing(LAYOUT.chunks))
     return blender
 
@@ -79,16 +80,16 @@ def test_half_the_caches_and_bytes_and_every_place_hits() -> None:
 
 def test_running_processes_and_later_ones_need_no_option(tmp_path: Path) -> None:
     running = filled(location=tmp_path, one=False)
-    other = ChunkLibrary(decoder("llama"), open_store(tmp_path), LAYOUT.prefix).in_copies(one=True)
+    other = in_copies(ChunkLibrary(decoder("llama"), open_store(tmp_path), LAYOUT.prefix), one=True)
     assert ChunkLibrary(decoder("llama"), open_store(tmp_path), LAYOUT.prefix).one_copy
     assert running.library(LAYOUT.prefix).one_copy
-    assert other.in_copies(one=True).generation == other.generation
-    assert other.with_surrogate(corpus(), 30).one_copy  # what there is stays
-    assert other.with_given_surrogate((9, 8, 7)).one_copy
+    assert in_copies(other, one=True).generation == other.generation
+    assert with_surrogate(other, corpus(), 30).one_copy  # what there is stays
+    assert with_given_surrogate(other, (9, 8, 7)).one_copy
 
 
 def test_it_is_not_known_where_there_is_no_surrogate_context() -> None:
-    library = ChunkLibrary(decoder("llama"), open_store("memory:"), LAYOUT.prefix).in_copies(one=True)
+    library = in_copies(ChunkLibrary(decoder("llama"), open_store("memory:"), LAYOUT.prefix), one=True)
     assert not library.one_copy
     assert library.wanted(LAYOUT.chunks) == [Variant(chunk, contextual=False) for chunk in LAYOUT.chunks]
 
@@ -217,13 +218,13 @@ def test_there_and_back_again() -> None:
     blender = filled(one=False)
     library, chunks = blender.library(LAYOUT.prefix), list(LAYOUT.chunks)
     before = blender.prefill(LAYOUT, config=REUSE)
-    library.remove_spare(chunks)
+    remove_spare(library, chunks)
     assert blender.store.stats().entries == 8
-    one = library.in_copies(one=True)
+    one = in_copies(library, one=True)
     assert one.missing(chunks) == []
-    one.remove_spare(chunks)
+    remove_spare(one, chunks)
     assert blender.store.stats().entries == 4
-    two = one.in_copies(one=False)
+    two = in_copies(one, one=False)
     assert two.missing(chunks) == [Variant(chunk, contextual=False) for chunk in chunks]
     two.compute(two.missing(chunks))
     assert torch.equal(blender.prefill(LAYOUT, config=REUSE).logits, before.logits)
@@ -232,13 +233,13 @@ def test_there_and_back_again() -> None:
 def test_an_isolated_cache_goes_only_when_the_contextual_one_is_there() -> None:
     """After a quick run, or an interrupted one: questions are answered from what there is."""
     blender = Blender(decoder("llama"), open_store("memory:", codec="native"))
-    library = blender.library(LAYOUT.prefix).with_surrogate(corpus(), 30).in_copies(one=True)
+    library = in_copies(with_surrogate(blender.library(LAYOUT.prefix), corpus(), 30), one=True)
     quick = library.quickest(LAYOUT.chunks)
     assert quick == [Variant(chunk, contextual=False) for chunk in LAYOUT.chunks]
     library.compute(quick)
     library.compute([Variant(LAYOUT.chunks[1], contextual=True)])
     assert library.quickest(LAYOUT.chunks)[:2] == [quick[0], Variant(LAYOUT.chunks[1], contextual=True)]
-    library.remove_spare(LAYOUT.chunks)
+    remove_spare(library, LAYOUT.chunks)
     assert library.store.stats().entries == 4
     opened = library.open(LAYOUT.chunks)
     assert [(one.contextual, hit) for one, hit in opened.pairs] == [
@@ -265,7 +266,7 @@ def test_a_damaged_cache_is_computed_again_and_the_first_place_falls_back(tmp_pa
 
 def test_forgetting_a_chunk_forgets_a_spare_too() -> None:
     blender = filled(one=False)
-    library = blender.library(LAYOUT.prefix).in_copies(one=True)
+    library = in_copies(blender.library(LAYOUT.prefix), one=True)
     for chunk in LAYOUT.chunks:
         library.forget(chunk)
     assert blender.store.stats().entries == 0
@@ -280,13 +281,13 @@ def test_plain_reuse_is_measured_over_isolated_caches() -> None:
     found, expected = (blender.prefill(LAYOUT, config=PLAIN_REUSE) for blender in (one, two))
     assert found.hits == (True,) * 4
     assert torch.equal(found.logits, expected.logits)
-    library.remove_spare(LAYOUT.chunks)
+    remove_spare(library, LAYOUT.chunks)
     assert one.store.stats().entries == 4
 
 
 def test_measuring_anew_in_two_copies_leaves_no_map_of_other_chunks() -> None:
     blender = calibrated()
-    blender.library(LAYOUT.prefix).in_copies(one=False)
+    in_copies(blender.library(LAYOUT.prefix), one=False)
     assert blender.calibrate(LAYOUT.prefix, corpus(40, 10), anew=True)
     assert blender.correction(LAYOUT.prefix, contextual=True, first=True) is None
 
@@ -296,7 +297,7 @@ def test_reports_and_analyses_compare_with_plain_reuse_all_the_same() -> None:
     one, two = filled(), filled(one=False)
     found, expected = (analyze_prompt(blender, LAYOUT).before for blender in (one, two))
     np.testing.assert_array_equal(found.values.squared, expected.values.squared)
-    one.library(LAYOUT.prefix).remove_spare(LAYOUT.chunks)
+    remove_spare(one.library(LAYOUT.prefix), LAYOUT.chunks)
     evaluator = Evaluator(one, PromptTemplate(decoder("llama").tokenizer))
     for methods, count in (([Method("full"), Method("blend", REUSE)], 4), (standard_methods(REUSE), 8)):
         evaluator.cache_chunks(LAYOUT, methods)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from rooms import make_rag, serving, write_corpus
+from served import Served, listening
 
 from blend.serve.service import Service
 
@@ -26,3 +30,31 @@ def service(filled: tuple[Path, Path], tmp_path: Path) -> Iterator[Service]:
     store = shutil.copytree(filled[0], tmp_path / "store")
     with serving(store, filled[1]) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def served(filled: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server over a copy of the store, shared by the tests of a module."""
+    store = shutil.copytree(filled[0], tmp_path_factory.mktemp("module") / "store")
+    with serving(store, filled[1], learn_budget=0) as made, listening(made, body_bytes=100_000, top_k=4) as found:
+        yield found
+
+
+@pytest.fixture
+def http(served: Served) -> Iterator[httpx.Client]:
+    """A client of the shared server."""
+    with httpx.Client(base_url=served.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def serve(filled: tuple[Path, Path], tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Starts servers of a test's own; door: options of `listening`, others: of `serving`."""
+    store = shutil.copytree(filled[0], tmp_path / "store")
+    with ExitStack() as stack:
+
+        def start(door: dict[str, Any] | None = None, **options: Any) -> Served:
+            made = stack.enter_context(serving(store, filled[1], **{"learn_budget": 0, **options}))
+            return stack.enter_context(listening(made, **(door or {})))
+
+        yield start

@@ -99,9 +99,11 @@ def _ids(rag: Rag) -> set[str]:
 def test_progress_only_grows(make: Callable[..., Documents]) -> None:
     documents, seen = make(), list[DocumentStatus]()
     documents.add([page(topic, 20) for topic in ("harbour", "mill", "quarry")])
-    while not documents.wait(0.001):
-        seen.append(documents.get("quarry.md") or seen[-1])
-    seen.append(documents.get("quarry.md") or seen[-1])
+    ended = False
+    while not ended:
+        ended, told = documents.wait(0.001), documents.get("quarry.md")
+        assert told is not None  # at no moment is it lost from sight
+        seen.append(told)
     order = ("queued", "reading", "indexing", "computing", "ready")
     places = [order.index(one.state) for one in seen]
     assert places == sorted(places)

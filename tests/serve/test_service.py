@@ -211,3 +211,17 @@ def test_a_document_by_its_id(service: Service) -> None:
     told = ask(service, QUESTION, documents=(GivenDocument(id="orchard.md"),))
     assert {source.title.split(" > ")[0] for source in told.opened.sources} == {"The orchard"}
     assert isinstance(told.replies[0], Opened)
+
+
+def test_documents_that_are_added_are_answered_from(service: Service) -> None:
+    documents = service.documents("alpha")
+    text = "The observatory of Kell has nine domes. " * 3 + "Its keeper is called Ilse. " * 4
+    documents.add(texts=[GivenDocument(text, "The observatory", "kell")])
+    assert documents.wait(60)
+    assert service.corpora("alpha") == ("",)
+    told = ask(service, "How many domes has the observatory?", top_k=2, tenant="alpha").opened
+    assert {source.title for source in told.sources} == {"The observatory"}
+    assert all(source.hit for source in told.sources)
+    assert documents.delete("kell")
+    with pytest.raises(PromptError, match="no chunks"):
+        ask(service, "How many domes has the observatory?", top_k=2, tenant="alpha")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from all_hot import AllHot
 from store_processes import FORK, PREAMBLE
 
 from blend.store import ChunkStore, open_store
@@ -36,11 +37,17 @@ def cache() -> Callable[..., ChunkCache]:
     return make
 
 
-@pytest.fixture(params=["memory", "disk"])
+@pytest.fixture(params=["memory", "disk", "hot", "all hot"])
 def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., ChunkStore]:
+    """Over each backend; "hot" over the tier of memory as it comes, "all hot" with everything that is opened read out of it."""
+
     def make(codec: str = "native", budget_bytes: int | None = None) -> ChunkStore:
         location = "memory:" if request.param == "memory" else tmp_path / "store"
-        return open_store(location, codec=codec, budget_bytes=budget_bytes)
+        memory_bytes = 1 << 20 if "hot" in request.param else None
+        store = open_store(location, codec=codec, budget_bytes=budget_bytes, memory_bytes=memory_bytes)
+        if request.param == "all hot":
+            store.backend = AllHot(store.backend.below, store.backend._memory, store.backend._sound)
+        return store
 
     return make
 

@@ -6,19 +6,21 @@ import threading
 import time
 
 import pytest
+from all_hot import AllHot
 
 from blend.errors import StoreError
-from blend.store import Range, open_store
+from blend.store import HotMemory, Range, open_store
 
 CACHE = "objects/ab/cd/cdef.safetensors"
 OTHER = "artifacts/map"
 
 
-@pytest.fixture(params=["memory", "disk"])
+@pytest.fixture(params=["memory", "disk", "hot"])
 def make_backend(request, tmp_path):
     def make(budget_bytes=None):
         location = "memory:" if request.param == "memory" else tmp_path / "store"
-        return open_store(location, budget_bytes=budget_bytes).backend
+        backend = open_store(location, budget_bytes=budget_bytes).backend
+        return AllHot(backend, HotMemory(1 << 20), lambda name, blob: True) if request.param == "hot" else backend
 
     return make
 

@@ -16,13 +16,22 @@ from blend.errors import EntryDamagedError, StoreError
 from blend.store import open_store
 
 
-@pytest.fixture
-def store(tmp_path, key, cache):
-    store = open_store(tmp_path / "store", budget_bytes=10**6)
+@pytest.fixture(params=[None, 10**6], ids=["disk", "hot"])
+def store(request, tmp_path, key, cache):
+    """With an entry that a tier of memory, where there is one, holds."""
+    store = open_store(tmp_path / "store", budget_bytes=10**6, memory_bytes=request.param)
     store.put(key(1), cache())
+    if request.param is not None:
+        store.prefetch([key(1)])
+        assert store.backend.wait(30)
+        assert store.memory.entries == 1
     store.write_artifact("map", b"content")
     store.describe("abc", {"model": "tiny"})
     return store
+
+
+def root_of(store):
+    return Path(store.backend.place)
 
 
 def reads(store, key):
@@ -70,17 +79,17 @@ def assert_all_raise(calls, message):
 @pytest.mark.parametrize("left", ["nothing", "an empty folder", "a file"])
 def test_a_store_that_is_gone(store, key, cache, left, tmp_path):
     """Removed, or unmounted: then the folder that it was mounted on is there, and must not fill up."""
-    store.backend.root.rename(tmp_path / "elsewhere")
+    root_of(store).rename(tmp_path / "elsewhere")
     if left == "an empty folder":
-        store.backend.root.mkdir()
+        root_of(store).mkdir()
     elif left == "a file":
-        store.backend.root.write_text("x")
+        root_of(store).write_text("x")
     assert_all_raise({**reads(store, key), **writes(store, key, cache)}, "is gone.*mount it again")
-    assert list(store.backend.root.rglob("*")) == []
-    assert store.backend.root.exists() == (left != "nothing")
+    assert list(root_of(store).rglob("*")) == []
+    assert root_of(store).exists() == (left != "nothing")
     if left != "nothing":
-        store.backend.root.unlink() if left == "a file" else store.backend.root.rmdir()
-    (tmp_path / "elsewhere").rename(store.backend.root)
+        root_of(store).unlink() if left == "a file" else root_of(store).rmdir()
+    (tmp_path / "elsewhere").rename(root_of(store))
     for call in (*reads(store, key).values(), *writes(store, key, cache).values()):
         call()
 
@@ -115,13 +124,14 @@ def test_too_few_descriptors(store, key, cache):
     with descriptors(0):
         assert_all_raise(calls, "ulimit -n")
         with pytest.raises(StoreError, match="ulimit -n"):
-            open_store(store.backend.root)
+            open_store(root_of(store))
     assert open_descriptors() == before
     assert key(1) in store
     assert store.read_artifact("map") == b"content"
 
 
 def test_readers_until_there_are_no_more_descriptors(store, key):
+    store = open_store(root_of(store))  # readers of memory hold none
     before = open_descriptors()
     with descriptors(8):
         readers = [store.open(key(1)) for _ in range(8)]
@@ -147,14 +157,14 @@ def test_several_entries_are_opened_or_none(store, key):
 
 
 def test_every_refusal_closes_its_descriptor(store, key, cache):
-    path = store.backend.root / "objects" / key(1).namespace / key(1).digest[:2] / f"{key(1).digest}.safetensors"
+    path = root_of(store) / "objects" / key(1).namespace / key(1).digest[:2] / f"{key(1).digest}.safetensors"
     raw, before = path.read_bytes(), open_descriptors()
     for content in (b"", raw[:50], raw[:200], raw[:-1], raw.replace(b"F32", b"F64"), b"x" * 300):
         path.write_bytes(content)
         for _ in range(5):
             with pytest.raises(EntryDamagedError):
                 store.open(key(1))
-    (store.backend.root / "artifacts" / "map").write_bytes(b"x")
+    (root_of(store) / "artifacts" / "map").write_bytes(b"x")
     for _ in range(5):
         with pytest.raises(EntryDamagedError):
             store.read_artifact("map")
@@ -204,7 +214,7 @@ def test_an_unreadable_folder_is_no_empty_one(store, key, monkeypatch):
     scandir = os.scandir
 
     def fail(path="."):
-        if str(path).startswith(str(store.backend.root)):
+        if str(path).startswith(str(root_of(store))):
             raise PermissionError(errno.EACCES, "Permission denied")
         return scandir(path)
 
@@ -231,7 +241,7 @@ def test_a_file_that_may_not_grow(store, key, cache):
     assert store.namespaces()["abc"] == {"model": "tiny"}
     with store.open(key(1)) as reader:
         assert torch.equal(reader.layer(0)[0], cache().keys[0])
-    assert list((store.backend.root / "tmp").iterdir()) == []
+    assert list((root_of(store) / "tmp").iterdir()) == []
 
 
 OTHER_USER = """

@@ -15,8 +15,8 @@ _MOST_BETWEEN = 8  # characters between a heading and what it stands over
 _GAP = re.compile(
     r"""(?:^|(?<=\n))  # at the start of a line:
     (?:
-        # a line that is blank, a ruler, a tag or quotation marks; nothing is tried twice, lines may be long
-        [^\S\n]*+(?:(?:([-=*_])\1{2,}+|</?[A-Za-z][^<>\n]{0,80}+>|"{3}|'{3})[^\S\n]*+)?(?:\n|\Z)
+        # lines that are blank, a ruler, a tag or quotation marks; nothing is tried twice, lines may be long
+        (?:[^\S\n]*+(?:(?:([-=*_])\1{2,}+|</?[A-Za-z][^<>\n]{0,80}+>|"{3}|'{3})[^\S\n]*+)?(?:\n|\Z))++
         | (?=\#{2,6}\ )  # or nothing, before a Markdown heading; a single # may as well open a comment
     )""",
     re.VERBOSE,

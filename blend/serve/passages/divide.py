@@ -14,7 +14,7 @@ _FILLED = 448  # tokens that a piece of a long paragraph aims at
 _GLANCE = 2048  # characters by which the density of a long paragraph is judged
 _LONG_CHARACTERS = 8 * MOST_PASSAGE  # a paragraph beyond is not tokenised in one piece
 _WINDOW = 16  # pieces that the splitter is shown at a time: for each it reads all that it is shown
-_MOST_CHARACTERS = 1 << 20  # what is longer fits into no model's context
+_MOST_CHARACTERS = 1 << 20  # of a message; what is longer takes more time to divide than it is worth
 
 
 def is_long(text: str, renderer: Renderer) -> bool:
@@ -43,18 +43,13 @@ def _fitting(text: str, block: Block, renderer: Renderer) -> Iterator[Block]:
         inside = text[one.start : one.stop]
         if len(inside.encode(errors="replace")) < LEAST_PASSAGE:  # no token is less than a byte
             continue
-        tokens = len(renderer.render("", inside).ids) if len(inside) <= _LONG_CHARACTERS else MOST_PASSAGE + 1
-        if tokens <= MOST_PASSAGE:
-            yield from (one,) if tokens >= LEAST_PASSAGE else ()
-        else:
-            waiting.extend(reversed(list(_pieces(text, one, _capacity(inside, renderer)))))
-
-
-def _capacity(inside: str, renderer: Renderer) -> int:
-    """Characters of a piece, by how many make a token of this paragraph; always fewer than the paragraph has."""
-    glance = inside[:_GLANCE]
-    tokens = max(renderer.template.count(glance), 1)
-    return max(1, min(_GLANCE, len(glance) * _FILLED // tokens, len(inside) - 1))
+        glance = inside if len(inside) <= _LONG_CHARACTERS else inside[:_GLANCE]
+        tokens = len(renderer.render("", glance).ids)
+        if len(glance) < len(inside) or tokens > MOST_PASSAGE:
+            capacity = min(_GLANCE, len(glance) * _FILLED // max(tokens, 1), len(inside) - 1)
+            waiting.extend(reversed(list(_pieces(text, one, max(capacity, 1)))))
+        elif tokens >= LEAST_PASSAGE:
+            yield one
 
 
 def _pieces(text: str, block: Block, capacity: int) -> Iterator[Block]:

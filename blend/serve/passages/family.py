@@ -29,6 +29,9 @@ class KnownChunk(Protocol):
         ...
 
 
+_LOOK_UP = 2000  # what a search in a family costs besides the comparison, about
+
+
 @dataclass
 class Work:
     """What may still be compared for one message, in characters."""
@@ -69,7 +72,7 @@ class Family:
         """
         stop = place + self._longest
         while stop - place >= HEAD and work.left > 0:
-            work.spend(stop - place)
+            work.spend(stop - place + _LOOK_UP)
             at = bisect_right(self._texts, text[place:stop]) - 1
             if at < 0:
                 return

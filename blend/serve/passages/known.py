@@ -17,9 +17,9 @@ from blend.serve.passages.family import Family, KnownChunk, Work
 from blend.serve.passages.heads import HEAD, HeadFilter
 from blend.serve.passages.rendered import Part, Renderer
 
-_SPARE = 1 << 22  # what any message may cost, in characters compared
-_PER_CHARACTER = 48  # and what a message may cost more for each of its own
-_LOOK_UP, _MATCH = 64, 512  # what a place and a match cost besides the comparison, about
+# What a message may cost, in characters compared, which take less than a nanosecond each: so much, and more by its length.
+_SPARE, _PER_CHARACTER = 50_000_000, 50
+_LOOK_UP, _MATCH = 300, 10_000  # what a place and a match cost besides the comparison, about
 
 
 class Found(NamedTuple):
@@ -55,9 +55,10 @@ class KnownTexts:
     def update(self, chunks: Iterable[KnownChunk]) -> None:
         """Know these chunks and no others: new ones are added and gone ones dropped, at a cost that goes with the change."""
         with self._lock:
-            wanted = {chunk.id: chunk for chunk in chunks}
-            gone = [held for name, held in self._chunks.items() if not _same(held, wanted.get(name))]
-            new = [chunk for name, chunk in wanted.items() if not _same(chunk, self._chunks.get(name))]
+            held, wanted = self._chunks, {chunk.id: chunk for chunk in chunks}
+            new = [chunk for name, chunk in wanted.items() if not _same(chunk, held.get(name))]
+            out = {*(held.keys() - wanted.keys()), *(chunk.id for chunk in new)}
+            gone = [held[name] for name in out if name in held]
             self._chunks = wanted
             self._change(_by_head(gone), _by_head(new))
 

@@ -11,6 +11,8 @@ from blend.serve.passages.family import KnownChunk
 from blend.serve.passages.known import Found, KnownTexts
 from blend.serve.passages.rendered import Renderer
 
+_MOST_CHARACTERS = 1 << 22  # what is longer fits into no model's context
+
 Kind = Literal["text", "pasted", "learned"]
 
 
@@ -44,7 +46,9 @@ def segments(text: str, known: KnownTexts, *, learned_on: bool) -> list[Segment]
     The segments' texts, one after another, are the message. A passage to be learned is kept as a chunk without a title is, so
     that it is the same one when it comes as a document. Takes time linear in the message's length, whatever it holds.
     """
-    pieces = [_pasted(text, one, known.renderer) for one in known.find(text)]
+    if len(text) > _MOST_CHARACTERS:
+        return [Segment(text)]
+    pieces = [_pasted(text, one) for one in known.find(text)]
     if learned_on and is_long(text, known.renderer):
         edges = [(0, 0), *((one.start, one.stop) for one in pieces), (len(text), len(text))]
         runs = [(before, after) for (_, before), (after, _) in pairwise(edges)]
@@ -52,9 +56,9 @@ def segments(text: str, known: KnownTexts, *, learned_on: bool) -> list[Segment]
     return list(_filled(text, sorted(pieces, key=lambda one: one.start)))
 
 
-def _pasted(text: str, found: Found, renderer: Renderer) -> _Piece:
-    whole = renderer.render(found.chunk.title, found.chunk.text.strip()).ids
-    segment = Segment(text[found.start : found.stop], found.part.ids, "pasted", whole, found.part.first, found.chunk)
+def _pasted(text: str, found: Found) -> _Piece:
+    part = found.part
+    segment = Segment(text[found.start : found.stop], part.ids, "pasted", part.whole, part.first, found.chunk)
     return _Piece(found.start, found.stop, segment)
 
 
@@ -67,8 +71,7 @@ def _learned(text: str, start: int, stop: int, renderer: Renderer) -> Iterator[_
         part = renderer.part("", inside, 0, end - block.start)
         if part is not None:
             end = block.start + part.stop
-            whole = renderer.render("", inside).ids
-            segment = Segment(text[block.start : end], part.ids, "learned", whole, part.first)
+            segment = Segment(text[block.start : end], part.ids, "learned", part.whole, part.first)
             yield _Piece(block.start, end, segment)
 
 

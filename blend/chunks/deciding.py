@@ -1,0 +1,107 @@
+"""What is decided once for a corpus, and remembered in its store: the surrogate context, and whether one copy is kept.
+
+Whoever decides gets the library as the store has it afterwards; no other process decides meanwhile.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from blend.chunks.library import ChunkLibrary, KeysInUse, Tokens, no_keys
+from blend.chunks.surrogate import write_surrogate
+from blend.errors import PromptError
+
+LARGEST_SHARE = 8  # one chunk in so many may be in the surrogate context: those have no contextual cache
+
+
+def with_surrogate(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
+    """With some of these chunks, `tokens` tokens at most, as the surrogate context, unless there is one already.
+
+    The choice is remembered in the store and stays, because contextual caches are of use behind it only. Raises
+    `StoreError` when the store cannot be written.
+    """
+    with library.store.writing():
+        now = library.reread()
+        if now.surrogate or not (chosen := _choose(_fitting(now, chunks, tokens), tokens, len(chunks))):
+            return now
+        return _decide(now, chosen)
+
+
+def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse = no_keys) -> ChunkLibrary:
+    """With these tokens as the surrogate context; contextual caches behind another one are removed, but for `keep`.
+
+    For text that everybody may read: what stands in a contextual cache has read the surrogate context. Raises
+    `PromptError` when it is empty or leaves no room in the model's context, `StoreError` when the store cannot be written.
+    """
+    if not tokens:
+        raise PromptError("the surrogate text is empty; give a paragraph or more")
+    library.decoder.check_length(len(library.prefix) + len(tokens) + 1)
+    with library.store.writing():
+        now = library.reread()
+        if now.surrogate == (tokens,):
+            return now
+        _prune_contextual(now, keep)
+        return _decide(now, (tokens,))
+
+
+def without_surrogate(library: ChunkLibrary, keep: KeysInUse = no_keys) -> ChunkLibrary:
+    """With none, and the contextual caches removed, but for `keep`.
+
+    Raises `StoreError` when the store cannot be written.
+    """
+    with library.store.writing():
+        now = library.reread()
+        _prune_contextual(now, keep)
+        return _decide(now, ())
+
+
+def in_copies(library: ChunkLibrary, *, one: bool) -> ChunkLibrary:
+    """Kept in one copy or in two, which the store remembers; without a surrogate context there is one anyway.
+
+    Nothing is removed yet: see `remove_spare`. Raises `StoreError` when the store cannot be written.
+    """
+    with library.store.writing():
+        now = library.reread()
+        if not now.surrogate or now.one_copy == one:
+            return now
+        write_surrogate(now.store, now.isolated.identity.surrogate_name, now.surrogate, one_copy=one)
+        return now.reread()
+
+
+def remove_spare(library: ChunkLibrary, chunks: Sequence[Tokens], keep: KeysInUse = no_keys) -> None:
+    """Of a corpus in one copy, remove the isolated caches of chunks whose contextual ones are there, but for `keep`."""
+    wanted = [one for one in library.wanted(chunks) if one.contextual] if library.one_copy else []
+    kept = keep() if wanted else set()
+    for one in wanted:
+        spare = library.key(one._replace(contextual=False))
+        if spare not in kept and library.key(one) in library.store:
+            library.store.delete(spare)
+
+
+def _prune_contextual(library: ChunkLibrary, keep: KeysInUse) -> None:
+    if library.contextual is not None:
+        library.store.prune(keep(), library.contextual.identity.namespace)
+
+
+def _decide(library: ChunkLibrary, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
+    write_surrogate(
+        library.store, library.isolated.identity.surrogate_name, chosen, one_copy=library.one_copy and bool(chosen)
+    )
+    return library.reread()
+
+
+def _fitting(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> list[Tokens]:
+    """Different chunks of which any behind the surrogate context still fits the model."""
+    longest, context = max(map(len, chunks), default=0), library.decoder.context_length
+    room = tokens if context is None else min(tokens, context - len(library.prefix) - longest)
+    return [chunk for chunk in dict.fromkeys(chunks) if 0 < len(chunk) <= room]
+
+
+def _choose(chunks: Sequence[Tokens], tokens: int, corpus: int) -> tuple[Tokens, ...]:
+    """Chunks in random order, the same for the same ones, as many as `tokens` and the size of the corpus allow."""
+    chosen: list[Tokens] = []
+    for chunk in random.Random(0).sample(chunks, len(chunks)):
+        if sum(map(len, chosen)) + len(chunk) <= tokens and len(chosen) < corpus // LARGEST_SHARE:
+            chosen.append(chunk)
+    return tuple(chosen)

@@ -1,0 +1,111 @@
+"""`blend serve`: the server's options, and what can be wrong with them."""
+
+from __future__ import annotations
+
+import ipaddress
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from blend.cli import options
+from blend.cli.values import NAME, PLACE, TEXT, number
+from blend.config import ANSWER_TOKENS
+from blend.errors import ConfigError
+from blend.serve.budgets import KV_BUDGET, LEARN_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
+
+if TYPE_CHECKING:
+    from blend.serve.tenants import Tenants
+
+F = TypeVar("F", bound=Callable[..., Any])
+_EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart")
+
+
+def _counted(name: str, words: str, default: float, unit: str | None = None) -> Callable[[F], F]:
+    flag = f"--{name.replace('_', '-')}"
+    return number(flag, name, words, default=default, show_default=True, **({"metavar": unit} if unit else {}))
+
+
+@click.command("serve")
+@click.option("--host", type=NAME, default="127.0.0.1", show_default=True, help="Address to listen at.")
+@_counted("port", "Port to listen at; 0 takes a free one.", 8000)
+@click.option(
+    "--api-key",
+    "api_key",
+    type=TEXT,
+    multiple=True,
+    envvar="KVBLEND_API_KEY",
+    show_envvar=True,
+    help="A key that requests must carry; may be given more than once. On a command line everybody on the machine can "
+    "read it.",
+)
+@click.option(
+    "--api-keys", type=PLACE, help="File of keys, one a line; a name behind a key gives it corpora of its own."
+)
+@click.option(
+    "--no-api-key", is_flag=True, help="Let everybody ask who can reach the address, from other machines too."
+)
+@click.option("--full", is_flag=True, help="Never blend: full prefill for all, for comparison.")
+@click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")
+@_counted("learn_budget", "Most GB of such caches, for each key.", LEARN_BUDGET / 1e9, "GB")
+@_counted("most_running", "Answers at the same time.", MOST_RUNNING)
+@_counted("most_waiting", "Prompts that may wait; who brings more is told to come again.", MOST_WAITING)
+@_counted("kv_budget", "Memory for the prompts that run.", KV_BUDGET / 1e9, "GB")
+@_counted("prefix_budget", "Memory for how earlier prompts began.", PREFIX_BUDGET / 1e9, "GB")
+@_counted("body_limit", "Largest request.", 16, "MB")
+@_counted("upload_limit", "Largest request that adds documents.", 64, "MB")
+@_counted("max_new_tokens", "Longest answer where the request does not say.", ANSWER_TOKENS)
+@_counted("grace", "Time to finish what runs when the server is stopped.", 30, "SECONDS")
+@click.option("-q", "--quiet", is_flag=True, help="Log what fails, not every request.")
+@options.all_corpora
+@options.blending
+def command(**given: Any) -> None:
+    """Answer many at once over HTTP, in the protocol of OpenAI's clients.
+
+    The address is printed when questions are taken. Documents come with the question, out of the store's corpora, or pasted
+    into a message. SIGTERM and Ctrl-C end the server when the answers that run are finished.
+    """
+    _require_extra()
+    tenants = _tenants(given["api_key"], given["api_keys"])
+    _check_host(given["host"], tenants, insisted=given["no_api_key"])
+    options.check(given)
+    from blend.cli.serving import serve
+
+    serve(given, tenants)
+
+
+def _require_extra() -> None:
+    lacking = [name for name in _EXTRA if find_spec(name) is None]
+    if lacking:
+        raise ConfigError(f"the server needs {', '.join(lacking)}: pip install 'kvblend[serve]'")
+
+
+def _tenants(keys: Sequence[str], file: Path | None) -> Tenants:
+    """Who may ask. Notes when others can read the file of keys."""
+    from blend.cli.console import note
+    from blend.serve.tenants import Tenants, read_keys
+
+    with warnings.catch_warnings(record=True, action="always") as told:
+        of_file = read_keys(file) if file is not None else []
+    for warning in told:
+        note(str(warning.message))
+    return Tenants([*((key, "") for key in keys), *of_file])
+
+
+def _check_host(host: str, tenants: Tenants, *, insisted: bool) -> None:
+    if insisted and tenants.required:
+        raise ConfigError("--no-api-key and API keys exclude each other: leave one of them out")
+    if not (_is_loopback(host) or tenants.required or insisted):
+        raise ConfigError(
+            f"at --host {host} other machines can ask: give keys with --api-key or --api-keys, or insist with --no-api-key"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

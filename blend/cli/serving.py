@@ -1,0 +1,99 @@
+"""The server of `blend serve` from its start to its end: it listens at once, loads, answers, and finishes what runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from blend.cli import options
+from blend.cli.console import note, say
+
+if TYPE_CHECKING:
+    from blend.serve.door.hall import Hall
+    from blend.serve.door.server import Server
+    from blend.serve.service import Service
+    from blend.serve.tenants import Tenants
+
+
+def serve(given: dict[str, Any], tenants: Tenants) -> None:
+    """Until a signal ends it. Raises what keeps it from listening or loading."""
+    from blend.serve.door.app import make_app
+    from blend.serve.door.hall import DoorLimits
+    from blend.serve.door.log import log_to_stderr
+    from blend.serve.door.server import Server, listen, url_of
+    from blend.serve.metrics import Metrics
+
+    limits = DoorLimits(
+        body_bytes=_bytes(given["body_limit"], 1e6),
+        upload_bytes=_bytes(given["upload_limit"], 1e6),
+        answer_tokens=given["max_new_tokens"],
+        top_k=given["top_k"],
+        any_host=given["no_api_key"],
+    )
+    with listen(given["host"], given["port"]) as place:
+        log_to_stderr(requests=not given["quiet"])
+        app = make_app(None, tenants, limits, Metrics())
+        server = Server(app, place, grace_s=given["grace"])
+        loading = _Loading(given, app.state.hall, server, url_of(place))
+        loading.start()
+        server.serve_until_stopped()
+    loading.finish()
+
+
+class _Loading(threading.Thread):
+    """Loads the model beside the server, so that who watches it sees that it lives, and a signal ends it at any time."""
+
+    def __init__(self, given: dict[str, Any], hall: Hall, server: Server, url: str) -> None:
+        super().__init__(name="kvblend-loading", daemon=True)
+        self._given, self._hall, self._server, self._url = given, hall, server, url
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            service = _service(self._given)
+            self._hall.service = service
+            service.warm_up()
+            if self._hall.closing:
+                service.close()
+            else:
+                say(f"Ready at {self._url}")
+                sys.stdout.flush()
+        except BaseException as error:  # told by the main thread, which ends the process
+            self._error = error
+            self._server.stop()
+
+    def finish(self) -> None:
+        """Raise what went wrong; end the process when it is still at it."""
+        if self._error is not None:
+            raise self._error
+        if self.is_alive():
+            note("stopped while loading")
+            sys.stdout.flush()
+            os._exit(0)  # a thread in the middle of a library's own code does not end, and would crash an ordinary exit
+
+
+def _service(given: dict[str, Any]) -> Service:
+    rag = options.open_all_corpora(given)
+    from blend.serve.embedded import EmbeddedEngine
+    from blend.serve.service import Service
+
+    decoder = rag.decoder
+    note(f"Warming up {decoder.name} ...")
+    engine = EmbeddedEngine(
+        rag.blender,
+        blender_of=lambda tenant, corpus: service.room(tenant).rag(corpus).blender,
+        most_running=given["most_running"],
+        most_waiting=given["most_waiting"],
+        kv_budget=_bytes(given["kv_budget"]),
+        prefix_budget=_bytes(given["prefix_budget"]),
+        remember=not given["full"],
+    )
+    learn = 0 if given["no_learn"] else _bytes(given["learn_budget"])
+    service = Service(rag, engine, learn_budget=learn, full=given["full"])
+    return service
+
+
+def _bytes(size: float, unit: float = 1e9) -> int:
+    return round(size * unit)

@@ -1,0 +1,148 @@
+"""From the body of a request to what the service is asked."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import ValidationError
+
+from blend.limits import shown
+from blend.serve.ask import Ask, GivenDocument, Message
+from blend.serve.door.errors import refuse
+from blend.serve.door.fields import IN_MESSAGES, UNSUPPORTED, body_of, mistake, without
+from blend.serve.door.hall import DoorLimits
+from blend.serve.door.schemas import ChatBody, Common, CompletionBody, DocumentBody, OwnBody, UploadBody
+from blend.serve.engine import Sampling
+
+_CORPUS = "+corpus"
+BodyT = TypeVar("BodyT", bound=Common)
+
+
+class Offered(NamedTuple):
+    """What there is to be asked: the name of the model, the tenant and its corpora."""
+
+    model: str
+    tenant: str
+    corpora: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of models that a request may carry: the model, and the model with a corpus that it retrieves from."""
+        return (self.model, *(f"{self.model}{_CORPUS}{name and ':'}{name}" for name in self.corpora))
+
+
+def read_body(raw: bytes, kind: type[BodyT], limits: DoorLimits) -> BodyT:
+    """A checked body. Raises `DoorError` for whatever is wrong with it."""
+    values = without(body_of(raw), UNSUPPORTED)
+    own = values.get("kvblend")
+    for name, holder, most in (
+        ("messages", values, limits.messages),
+        ("documents", values, limits.documents),
+        ("documents", own if isinstance(own, dict) else {}, limits.documents),
+    ):
+        if isinstance(held := holder.get(name), list) and len(held) > most:
+            raise refuse(f"{len(held):,} {name} are more than {most:,}, all that a request may bring", name)
+    if isinstance(messages := values.get("messages"), list):
+        values["messages"] = [_message(number, one) for number, one in enumerate(messages)]
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise mistake(error, kind) from None
+
+
+def _message(number: int, message: Any) -> Any:
+    return without(message, IN_MESSAGES, f"messages[{number}].") if isinstance(message, dict) else message
+
+
+def ask_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLimits) -> Ask:
+    """The question in words of no protocol. Raises `DoorError`, or `ConfigError` for a sampling that is none."""
+    _check_together(body)
+    own = body.kvblend or OwnBody()
+    documents = body.documents or own.documents or []
+    top_k, corpus = _retrieval(body.model or offered.model, own, offered, limits.top_k)
+    sampling = Sampling(
+        max_tokens=body.most_tokens or limits.answer_tokens,
+        temperature=Sampling.temperature if body.temperature is None else body.temperature,
+        top_p=Sampling.top_p if body.top_p is None else body.top_p,
+        seed=body.seed,
+        logprobs=body.wanted_logprobs,
+    )
+    return Ask(
+        messages=_messages(body),
+        prompt=body.prompt if isinstance(body, CompletionBody) else None,
+        tenant=offered.tenant,
+        documents=tuple(_document(number, one) for number, one in enumerate(documents)),
+        top_k=top_k,
+        corpus=corpus,
+        sampling=sampling,
+        stop=tuple(body.stop or ()),
+        method=own.method or "blend",
+        priority=own.priority or 0,
+        deadline_s=own.deadline_s,
+        trace=bool(own.trace),
+    )
+
+
+def _check_together(body: ChatBody | CompletionBody) -> None:
+    """Fields that say something together only, or contradict each other."""
+    if body.stream_options is not None and not body.stream:
+        raise refuse("stream_options is for streams; set stream to true or leave it out", "stream_options")
+    if body.documents and body.kvblend and body.kvblend.documents:
+        raise refuse("documents stand in two places; give them in one", "kvblend.documents")
+    if not isinstance(body, ChatBody):
+        return
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refuse("top_logprobs needs logprobs to be true", "top_logprobs")
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise refuse("max_tokens and max_completion_tokens differ; give one", "max_tokens")
+
+
+def _messages(body: ChatBody | CompletionBody) -> tuple[Message, ...]:
+    if isinstance(body, CompletionBody):
+        return ()
+    return tuple(Message("system" if one.role == "developer" else one.role, one.content) for one in body.messages)
+
+
+def uploads_of(raw: bytes) -> UploadBody:
+    """The documents in a body. Raises `DoorError` for whatever is wrong with it."""
+    try:
+        body = UploadBody.model_validate(body_of(raw))
+    except ValidationError as error:
+        raise mistake(error, UploadBody) from None
+    for number, one in enumerate(body.documents):
+        if one.text is None:
+            raise refuse(
+                f"documents[{number}].text is missing", f"documents[{number}].text", "missing_required_parameter"
+            )
+    return body
+
+
+def _document(number: int, document: DocumentBody) -> GivenDocument:
+    if (document.text is None) == (document.id is None):
+        raise refuse(f"documents[{number}] needs a text, or the id of a document that is known", f"documents[{number}]")
+    if document.id is not None and document.title is not None:
+        raise refuse(f"documents[{number}] is known by its id; it has its title there", f"documents[{number}].title")
+    return GivenDocument(document.text or "", document.title or "", document.id or "")
+
+
+def _retrieval(model: str, own: OwnBody, offered: Offered, usual: int) -> tuple[int | None, str]:
+    """How many chunks to retrieve and from which corpus, by the model's name and by the field."""
+    if model not in offered.names:
+        raise refuse(
+            f"the model {shown(model)} does not exist; there are: {', '.join(offered.names)}",
+            *("model", "model_not_found", 404),
+        )
+    named = model.removeprefix(offered.model)
+    if own.retrieve is None:
+        return (usual if named else None), named.removeprefix(_CORPUS).removeprefix(":")
+    corpus = own.retrieve.corpus
+    if corpus is None:
+        corpus = named.removeprefix(_CORPUS).removeprefix(":")
+    elif named and model != f"{offered.model}{_CORPUS}{corpus and ':'}{corpus}":
+        raise refuse(f"the model {shown(model)} names another corpus", "kvblend.retrieve.corpus")
+    if corpus not in offered.corpora:
+        held = ", ".join(name or "the one without a name" for name in offered.corpora) or "none"
+        raise refuse(
+            f"there is no corpus {shown(corpus)}; there are: {held}", "kvblend.retrieve.corpus", "corpus_not_found"
+        )
+    return own.retrieve.top_k or usual, corpus

@@ -1,0 +1,103 @@
+"""A request's body as JSON, and the fields of OpenAI's protocol that are known and not supported.
+
+Such a field is refused by its name unless it holds what changes nothing; so is one that nobody knows. None is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+
+from blend.limits import shown
+from blend.serve.door.errors import DoorError, refuse
+
+_NOTHING: tuple[Any, ...] = (None,)
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "audio": _NOTHING,
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "logit_bias": (None, {}),
+    "modalities": (None, ["text"]),
+    "n": (None, 1),
+    "parallel_tool_calls": _NOTHING,
+    "prediction": _NOTHING,
+    "presence_penalty": (None, 0),
+    "prompt_cache_key": _NOTHING,
+    "reasoning_effort": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none"),
+    "tools": (None, []),
+    "verbosity": _NOTHING,
+    "web_search_options": _NOTHING,
+}
+"""Each with the values that ask for nothing."""
+IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {
+    "annotations": (None, []),
+    "audio": _NOTHING,
+    "function_call": _NOTHING,
+    "name": _NOTHING,
+    "refusal": _NOTHING,
+    "tool_calls": (None, []),
+    "tool_call_id": _NOTHING,
+}
+"""The same in a message: what clients send along with an earlier answer."""
+
+
+def body_of(raw: bytes) -> dict[str, Any]:
+    """The JSON object that a body is. Raises `DoorError`."""
+    try:
+        body = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        reason = str(error) if str(error).isascii() else "not UTF-8 text"
+        raise refuse(f"the body is not JSON: {reason}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise refuse("the body is not a JSON object", code="invalid_json")
+    return body
+
+
+def without(values: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], where: str = "") -> dict[str, Any]:
+    """What is left of an object's fields when those that ask for nothing are gone. Raises `DoorError` for one that asks."""
+    kept = {}
+    for name, value in values.items():
+        if name not in unsupported:
+            kept[name] = value
+        elif not any(_same(value, neutral) for neutral in unsupported[name]):
+            found = f"{where}{name}"
+            raise refuse(f"{found} = {shown(value)} is not supported; leave it out", found, "unsupported_parameter")
+    return kept
+
+
+def _same(value: object, neutral: object) -> bool:
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def mistake(error: ValidationError, kind: type[BaseModel]) -> DoorError:
+    """The first thing that is wrong with a body, by its place in it."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = _place(first["loc"])
+    if first["type"] == "extra_forbidden":
+        return refuse(f"unknown field {param}", param, "unknown_parameter")
+    if first["type"] == "missing":
+        return refuse(f"{param} is missing", param, "missing_required_parameter")
+    return refuse(f"{param or kind.__name__}: {_words(first['msg'])}", param)
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """messages[0].content: as a path, at most as long as a line."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
+    text = "".join(parts).removeprefix(".")
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _words(message: str) -> str:
+    text = message.removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,70 @@
+"""What every route stands in: the service, who may come in, how much they may bring, what is counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from blend.config import ANSWER_TOKENS, CorpusConfig
+from blend.serve.door.errors import unavailable
+from blend.serve.metrics import Metrics
+from blend.serve.tenants import Tenants
+
+if TYPE_CHECKING:
+    from blend.serve.service import Service
+
+
+@dataclass(frozen=True)
+class DoorLimits:
+    """How much one request may bring, and how long it may take to.
+
+    upload_bytes, upload_s: of a request that adds documents. corpora: of one tenant. answer_tokens, top_k: of an answer, and
+    of chunks to retrieve, where the request does not say. body_s: seconds in which a body must have come. keep_alive_s: after
+    so many seconds of silence a stream gets a comment, so that nobody between takes it for dead. any_host: whether who
+    brings no key may call the server by any name.
+    """
+
+    body_bytes: int = 16 << 20
+    upload_bytes: int = 64 << 20
+    upload_s: float = 600.0
+    documents: int = 64
+    messages: int = 1000
+    corpora: int = 64
+    answer_tokens: int = ANSWER_TOKENS
+    top_k: int = CorpusConfig.top_k
+    body_s: float = 60.0
+    keep_alive_s: float = 10.0
+    any_host: bool = False
+
+
+@dataclass
+class Hall:
+    """Shared by all requests.
+
+    service: None while it is loading. closing: whether no request is taken any more. begun: tenants and names of corpora that
+    documents were added to.
+    """
+
+    service: Service | None
+    tenants: Tenants
+    limits: DoorLimits
+    metrics: Metrics
+    closing: bool = False
+    begun: set[tuple[str, str]] = field(default_factory=set)
+
+    def open(self) -> Service:
+        """The service. Raises `DoorError` while there is none."""
+        if self.closing:
+            raise unavailable("the server is shutting down", "shutting_down")
+        if self.service is None or not self.service.ready:
+            raise unavailable("the server is loading its model; try again in a moment", "loading", 2.0)
+        return self.service
+
+
+def hall_of(request: Request) -> Hall:
+    """The one that the application was made with."""
+    hall = request.app.state.hall
+    assert isinstance(hall, Hall)
+    return hall

@@ -1,0 +1,35 @@
+"""For whoever watches the server: whether it lives, whether it takes requests, what it does."""
+
+from __future__ import annotations
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from blend.serve.door.auth import operator
+from blend.serve.door.errors import DoorError, json_response
+from blend.serve.door.hall import hall_of
+
+
+async def health(request: Request) -> Response:
+    """GET /health: 200 while the process lives and its engine runs."""
+    service = hall_of(request).service
+    alive = service is None or service.alive
+    return json_response({"status": "ok" if alive else "failed"}, 200 if alive else 503)
+
+
+async def ready(request: Request) -> Response:
+    """GET /ready: 200 when requests are taken."""
+    try:
+        hall_of(request).open()
+    except DoorError as error:
+        return error.failure.response
+    return json_response({"status": "ready"})
+
+
+async def metrics(request: Request) -> Response:
+    """GET /metrics: in Prometheus' text format."""
+    operator(request)
+    hall = hall_of(request)
+    holding = hall.service.engine.holding() if hall.service is not None else None
+    return Response(hall.metrics.page(holding), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -1,0 +1,39 @@
+"""The models that there are to ask: the decoder's, and the same with each corpus that it can retrieve from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from blend.limits import shown
+from blend.serve.door.asked import Offered
+from blend.serve.door.auth import admitted
+from blend.serve.door.errors import json_response, refuse
+from blend.serve.door.hall import hall_of
+
+
+async def models(request: Request) -> Response:
+    """GET /v1/models."""
+    names = await _names(request)
+    return json_response({"object": "list", "data": [_model(name) for name in names]})
+
+
+async def model(request: Request) -> Response:
+    """GET /v1/models/{model}."""
+    name, names = request.path_params["model"], await _names(request)
+    if name not in names:
+        there = ", ".join(names)
+        raise refuse(f"the model {shown(name)} does not exist; there are: {there}", "model", "model_not_found", 404)
+    return json_response(_model(name))
+
+
+async def _names(request: Request) -> tuple[str, ...]:
+    tenant, service = admitted(request), hall_of(request).open()
+    return (await run_in_threadpool(lambda: Offered(service.model, tenant, service.corpora(tenant)))).names
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "kvblend"}

@@ -1,0 +1,178 @@
+"""From the engine's threads to the event loop, and on to the client as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from blend.serve.ask import Closed, Delta, Opened, Refused, Reply
+from blend.serve.door.answers import Answer
+from blend.serve.door.errors import GONE, Failure, ended_early, failure_of
+from blend.serve.door.log import Entry, log_error
+from blend.serve.engine import Handle
+from blend.serve.metrics import Metrics
+from blend.visible import json_text
+
+_KEEP_ALIVE = b": keep-alive\n\n"
+_DONE = b"data: [DONE]\n\n"
+
+
+class Gone(NamedTuple):
+    """The client has left."""
+
+
+class Conversation:
+    """The replies to one question on their way to one client; who leaves is not answered further.
+
+    receive: of the connection, its body read. Made in the event loop; `reply` and `took` are for other threads.
+    """
+
+    def __init__(self, receive: Receive, metrics: Metrics, entry: Entry) -> None:
+        self._loop, self._metrics, self._entry = asyncio.get_running_loop(), metrics, entry
+        self._begun, self._last = time.monotonic(), 0.0  # the request came; a piece of the answer came last
+        self._queue: asyncio.Queue[Reply | Gone] = asyncio.Queue()
+        self._handle: Handle | None = None
+        self._left = False
+        self._watch = asyncio.create_task(self._until_gone(receive))
+
+    def reply(self, reply: Reply) -> None:
+        """Hand a reply on."""
+        self._count(reply)
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, reply)
+
+    def took(self, handle: Handle) -> None:
+        """The service took the question in."""
+        self._handle = handle
+        if self._left:
+            handle.cancel()
+
+    async def next(self, seconds: float | None = None) -> Reply | Gone | None:
+        """The next reply; None if none comes for so long."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._queue.get()
+        except TimeoutError:
+            return None
+
+    def close(self) -> None:
+        """Give up what has not been answered."""
+        self._left = True
+        self._watch.cancel()
+        if self._handle is not None:
+            self._handle.cancel()
+
+    async def _until_gone(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._left = True
+        self._queue.put_nowait(Gone())
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def _count(self, reply: Reply) -> None:
+        now = time.monotonic()
+        seconds = now - self._begun
+        if isinstance(reply, Opened):
+            self._entry.ttft_s, self._entry.rows = seconds, reply.figures.rows
+            self._metrics.opened(reply, seconds)
+        elif isinstance(reply, Delta):
+            if self._last:
+                self._metrics.gap(now - self._last)
+            self._last = now
+        elif isinstance(reply, Closed):
+            self._metrics.closed(reply.reason, reply.completion_tokens, seconds)
+        elif isinstance(reply, Refused) and failure_of(reply.error).status >= 500:
+            log_error(reply.error, self._entry.id)
+
+
+def failed(reply: Reply | Gone) -> Failure | None:
+    """What a client is told of a reply that ends an answer before its end; None for every other."""
+    if isinstance(reply, Gone):
+        return ended_early("cancelled")
+    if isinstance(reply, Refused):
+        return failure_of(reply.error)
+    return ended_early(reply.reason) if isinstance(reply, Closed) and reply.reason not in ("stop", "length") else None
+
+
+class EventStream(Response):
+    """An answer as server-sent events.
+
+    first: the reply that has come already, None if none did for `keep_alive_s`. usage: whether the last chunk tells it.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        first: Reply | Gone | None,
+        answer: Answer,
+        entry: Entry,
+        *,
+        keep_alive_s: float,
+        usage: bool,
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._conversation, self._first, self._answer, self._entry = conversation, first, answer, entry
+        self._keep_alive_s, self._usage = keep_alive_s, usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the answer ends or the client leaves."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for part in self._events():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        finally:
+            self._conversation.close()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        reply, opened = self._first, None
+        while not isinstance(reply, Closed | Refused | Gone):
+            if reply is None:
+                yield _KEEP_ALIVE
+            elif isinstance(reply, Opened):
+                opened = reply
+                yield self._event(self._answer.opening(reply))
+            else:
+                yield self._event(self._answer.delta(reply))
+            reply = await self._conversation.next(self._keep_alive_s)
+        for part in self._ending(opened, reply):
+            yield part
+
+    def _ending(self, opened: Opened | None, reply: Closed | Refused | Gone) -> list[bytes]:
+        if failure := failed(reply):
+            self._entry.failed(failure)
+            return [] if failure.status == GONE else [self._event(failure.document, chunk=False), _DONE]
+        assert isinstance(reply, Closed)
+        parts = [self._event(self._answer.ending(reply))]
+        if self._usage and opened is not None:
+            parts.append(self._event(self._answer.last(opened, reply), chunk=False))
+        return [*parts, _DONE]
+
+    def _event(self, document: dict[str, Any], *, chunk: bool = True) -> bytes:
+        shown = {**document, "usage": None} if self._usage and chunk else document
+        return f"data: {json_text(shown, allow_nan=False)}\n\n".encode()
+
+
+async def collected(conversation: Conversation) -> tuple[Opened, list[Delta], Closed] | Failure:
+    """A whole answer, or why there is none."""
+    opened, deltas = None, []
+    while True:
+        reply = await conversation.next()
+        assert reply is not None
+        if failure := failed(reply):
+            return failure
+        if isinstance(reply, Opened):
+            opened = reply
+        elif isinstance(reply, Delta):
+            deltas.append(reply)
+        elif isinstance(reply, Closed):
+            assert opened is not None
+            return opened, deltas, reply

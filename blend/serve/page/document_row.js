@@ -1,0 +1,45 @@
+// One document of the corpus: its name, how far it is prepared, and the button that deletes it.
+
+import { announce, count, el } from "./dom.js";
+
+const STEPS = { queued: "waiting", reading: "being read", indexing: "being indexed", computing: "being computed" };
+const DONE = new Set(["ready", "failed"]);
+
+export const nameOf = (item) => item.title || item.id;
+export const working = (item) => !DONE.has(item.status);
+
+export class DocumentRow {
+  constructor(id, name, onDelete) {
+    this.state = el("div", { class: "state" });
+    this.element = el("li", {}, el("div", { class: "document" }, el("span", { class: "title" }, name), this.state), deleter(id, name, onDelete));
+  }
+
+  show(item) {
+    this.state.replaceChildren(...stateOf(item));
+    return this.element;
+  }
+}
+
+function stateOf(item) {
+  if (item.reason) return [el("span", { class: "soft bad" }, item.reason)];
+  if (!working(item)) return item.chunks ? [el("span", { class: "soft" }, count(item.chunks, "passage"))] : [];
+  if (!item.progress?.total) return [el("span", { class: "soft" }, STEPS[item.status] ?? item.status)];
+  const share = item.progress.done / item.progress.total;
+  return [el("progress", { "aria-label": `Preparing ${nameOf(item)}`, max: "1", value: String(share) })];
+}
+
+// Pressed twice: there is no way back.
+function deleter(id, name, onDelete) {
+  const button = el("button", { type: "button", class: "quiet delete", "aria-label": `Delete ${name}` }, "Delete");
+  button.addEventListener("blur", () => {
+    button.classList.remove("sure");
+    button.textContent = "Delete";
+  });
+  button.addEventListener("click", () => {
+    if (button.classList.contains("sure")) return onDelete(id);
+    button.classList.add("sure");
+    button.textContent = "Really?";
+    announce(`Press again to delete ${name} for good`);
+  });
+  return button;
+}

@@ -1,0 +1,116 @@
+// The corpus's documents: added by dropping files, watched while they are prepared, deleted.
+
+import { getJson, request } from "./api.js";
+import { DocumentRow, nameOf, working } from "./document_row.js";
+import { announce, byId, count, el, tell } from "./dom.js";
+
+const POLL_MS = 1000;
+const SHOWN = 200;
+const FILTER_FROM = 12;
+
+export class Documents {
+  // corpus(): the chosen corpus's name, or null; onChange: the list of corpora may have grown; onError(error, place).
+  constructor({ corpus, onChange, onError }) {
+    Object.assign(this, { corpus, onChange, onError });
+    this.listed = [];
+    this.rows = new Map();
+    this.timer = null;
+    byId("files").addEventListener("change", (event) => {
+      this.add([...event.target.files]);
+      event.target.value = "";
+    });
+    byId("filter").addEventListener("input", () => this.show());
+    catchDrops((files) => this.add(files));
+  }
+
+  query() {
+    const corpus = this.corpus();
+    return corpus ? `?corpus=${encodeURIComponent(corpus)}` : "";
+  }
+
+  async refresh() {
+    clearTimeout(this.timer);
+    const corpus = this.corpus();
+    const { data } = await getJson(`v1/documents${this.query()}`);
+    if (corpus !== this.corpus()) return;
+    const worked = this.listed.some(working);
+    this.listed = data;
+    this.show();
+    if (data.some(working)) this.timer = setTimeout(() => this.attempt(() => this.refresh()), POLL_MS);
+    else if (worked) {
+      announce("The documents are ready");
+      await this.onChange();
+    }
+  }
+
+  async attempt(work) {
+    try {
+      await work();
+      tell(byId("document-trouble"), "");
+    } catch (error) {
+      this.onError(error, byId("document-trouble"));
+    }
+  }
+
+  add(files) {
+    if (!files.length) return;
+    announce(`Adding ${count(files.length, "file")}`);
+    const form = new FormData();
+    for (const file of files) form.append("file", file);
+    this.attempt(async () => {
+      await request(`v1/documents${this.query()}`, { method: "POST", body: form });
+      await this.onChange();
+      await this.refresh();
+    });
+  }
+
+  remove(id) {
+    this.attempt(async () => {
+      await request(`v1/documents/${encodeURIComponent(id)}${this.query()}`, { method: "DELETE" });
+      announce("Document deleted");
+      byId("documents-name").focus();
+      await this.refresh();
+    });
+  }
+
+  show() {
+    const word = byId("filter").value.trim().toLowerCase();
+    const found = this.listed.filter((item) => nameOf(item).toLowerCase().includes(word));
+    byId("filter-field").hidden = this.listed.length < FILTER_FROM;
+    byId("document-count").textContent = this.listed.length ? this.listed.length.toLocaleString("en") : "";
+    const rows = found.slice(0, SHOWN).map((item) => this.row(item));
+    if (found.length > SHOWN) rows.push(el("li", { class: "soft" }, `and ${(found.length - SHOWN).toLocaleString("en")} more: find them by name`));
+    if (!this.listed.length) rows.push(el("li", { class: "soft" }, "None yet. Text, Markdown, HTML and PDF are read."));
+    else if (!found.length) rows.push(el("li", { class: "soft" }, "None of that name."));
+    place(byId("documents"), rows);
+  }
+
+  row(item) {
+    if (!this.rows.has(item.id)) this.rows.set(item.id, new DocumentRow(item.id, nameOf(item), (id) => this.remove(id)));
+    return this.rows.get(item.id).show(item);
+  }
+}
+
+// Rows that stay are not touched: the one in focus keeps it.
+function place(list, rows) {
+  const wanted = new Set(rows);
+  [...list.children].filter((child) => !wanted.has(child)).forEach((child) => child.remove());
+  rows.forEach((row, i) => list.children[i] === row || list.insertBefore(row, list.children[i] ?? null));
+}
+
+// Files only: a text that is dragged into the question goes where it was dragged.
+function catchDrops(onFiles) {
+  const holdsFiles = (event) => event.dataTransfer?.types.includes("Files");
+  addEventListener("dragover", (event) => {
+    if (!holdsFiles(event)) return;
+    event.preventDefault();
+    document.body.classList.add("dragging");
+  });
+  addEventListener("dragleave", (event) => event.relatedTarget || document.body.classList.remove("dragging"));
+  addEventListener("drop", (event) => {
+    document.body.classList.remove("dragging");
+    if (!holdsFiles(event)) return;
+    event.preventDefault();
+    onFiles([...event.dataTransfer.files]);
+  });
+}

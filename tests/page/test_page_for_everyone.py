@@ -1,0 +1,114 @@
+"""The page on a small screen, in the dark, from the keyboard, read aloud."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import expect
+from visitor import Visitor
+
+Visit = Callable[..., Visitor]
+WIDE, SMALL = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
+
+
+def _everything_open(visitor: Visitor) -> None:
+    visitor.page.get_by_label("Compare with full prefill").set_checked(True, force=True)
+    turn = visitor.answered("How many gates has the harbour, and https://example.org/" + "a-long-word" * 12 + "?")
+    for summary in turn.locator("summary").all():
+        summary.click()
+    expect(turn.locator(".part span").last).to_be_attached()
+
+
+@pytest.mark.parametrize(("scheme", "viewport"), [("light", WIDE), ("dark", SMALL)], ids=["wide, light", "small, dark"])
+def test_nothing_that_axe_finds(visit: Visit, scheme: str, viewport: dict[str, int]) -> None:
+    visitor = visit(color_scheme=scheme, viewport=viewport, reduced_motion="reduce")
+    expect(visitor.page.locator("#corpus option")).not_to_have_count(0)
+    if viewport is SMALL:
+        visitor.page.get_by_role("button", name="Documents").click()
+        expect(visitor.page.locator("#side")).to_be_visible()
+        assert not visitor.scrolls_sideways()
+        _check(visitor)
+        visitor.page.get_by_label("Compare with full prefill").check()
+        visitor.options(passages=1, tokens=12)
+        visitor.page.get_by_role("button", name="Documents").click()
+        expect(visitor.page.locator("#side")).to_be_hidden()
+    else:
+        visitor.options(passages=1, tokens=12)
+    _everything_open(visitor)
+    _check(visitor)
+    assert not visitor.scrolls_sideways()
+
+
+def _check(visitor: Visitor) -> None:
+    rules = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
+    found: dict[str, Any] = Axe().run(visitor.page, options=rules).response
+    assert [(v["id"], [node["html"] for node in v["nodes"]]) for v in found["violations"]] == []
+
+
+def test_dark_is_dark_and_motion_is_spared(visit: Visit) -> None:
+    def brightness(visitor: Visitor) -> int:
+        colour = visitor.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)")
+        return int(sum(colour[:3]))
+
+    dark, light = visit(color_scheme="dark", reduced_motion="reduce"), visit(color_scheme="light")
+    assert brightness(dark) < 100 < 600 < brightness(light)
+    scrolling = "getComputedStyle(document.documentElement).scrollBehavior"
+    assert [one.page.evaluate(scrolling) for one in (dark, light)] == ["auto", "smooth"]
+
+
+def test_the_keyboard_is_enough(visit: Visit) -> None:
+    visitor = visit()
+    page, keys = visitor.page, visitor.page.keyboard
+    expect(page.get_by_label("Your question")).to_be_focused()
+    expect(page.locator("#corpus option")).not_to_have_count(0)
+    visitor.options()
+    _walk(visitor, "Shift+Tab", "textarea", "Your question")
+    keys.type("How many gates")
+    keys.press("Shift+Enter")
+    keys.type("has the harbour?")
+    keys.press("Enter")
+    expect(page.locator(".spoken")).to_have_attribute("aria-busy", "false")
+    assert visitor.sent[0]["messages"][0]["content"] == "How many gates\nhas the harbour?"
+    expect(page.get_by_label("Your question")).to_be_focused()
+    _walk(visitor, "Shift+Tab", "summary", "The prompt")
+    keys.press("Enter")
+    expect(page.locator(".part span").first).to_be_attached()
+    _walk(visitor, "Shift+Tab", "summary", "found in the corpus")
+    keys.press("Enter")
+    expect(page.locator(".sources details[open] .passage")).to_be_visible()
+    _walk(visitor, "Tab", "input", "Compare with full prefill")
+    keys.press("Space")
+    expect(page.get_by_label("Compare with full prefill")).to_be_checked()
+    _walk(visitor, "Tab", "button", "Delete")
+
+
+def _walk(visitor: Visitor, key: str, tag: str, name: str) -> None:
+    """Press `key` until the focus is on such an element; it must be seen wherever it goes."""
+    seen = []
+    for _ in range(40):
+        visitor.page.keyboard.press(key)
+        focus = visitor.page.evaluate(
+            "() => { const e = document.activeElement, shown = e.matches('#files') ? e.previousElementSibling : e,"
+            " style = getComputedStyle(e.matches('#question') ? e.parentElement : shown);"
+            " return [e.localName, e.ariaLabel || e.labels?.[0]?.innerText || e.innerText,"
+            " style.outlineStyle !== 'none' || style.boxShadow !== 'none']; }"
+        )
+        assert focus[2], f"no one sees that {focus[:2]} has the focus"
+        seen.append(focus[:2])
+        if focus[0] == tag and name in focus[1]:
+            return
+    raise AssertionError(f"{key} never came to {name}: {seen}")
+
+
+def test_what_a_screen_reader_is_told(visit: Visit) -> None:
+    visitor = visit().options()
+    page = visitor.page
+    turn = visitor.answered("How many gates has the harbour?")
+    expect(turn.locator(".spoken")).to_have_attribute("aria-live", "polite")
+    expect(page.locator("#status")).to_have_text("Answer complete")
+    for role, name in (("main", None), ("complementary", "Documents and options"), ("region", "Conversation")):
+        expect(page.get_by_role(role, name=name)).to_have_count(1)  # type: ignore[arg-type]
+    assert page.title().startswith("kvblend")

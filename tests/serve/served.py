@@ -1,0 +1,60 @@
+"""Servers that tests talk to: uvicorn on loopback, in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from blend.serve.door.app import make_app
+from blend.serve.door.hall import DoorLimits
+from blend.serve.door.server import Server, listen, url_of
+from blend.serve.metrics import Metrics
+from blend.serve.tenants import Tenants
+
+
+@dataclass
+class Served:
+    url: str
+    server: Server
+    thread: threading.Thread
+    metrics: Metrics
+    hall: Any
+
+    @property
+    def model(self) -> str:
+        return str(self.hall.service.model)
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.url}/v1"
+
+    def stop(self) -> None:
+        self.server.stop()
+
+    def ended(self) -> None:
+        """Wait until it has."""
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+
+
+@contextmanager
+def listening(service: Any, tenants: Tenants | None = None, *, grace_s: float = 5.0, **limits: Any) -> Iterator[Served]:
+    metrics = Metrics()
+    app = make_app(service, tenants or Tenants(), DoorLimits(**limits), metrics)
+    place = listen("127.0.0.1", 0)
+    server = Server(app, place, grace_s=grace_s)
+    thread = threading.Thread(target=server.serve_until_stopped, name="test-server")
+    thread.start()
+    served = Served(url_of(place), server, thread, metrics, app.state.hall)
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield served
+    finally:
+        served.stop()
+        served.ended()

@@ -1,0 +1,139 @@
+"""The clients that people have, against a server that listens: one question, the same answer through all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+from rooms import QUESTION
+from served import Served
+
+MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
+RETRIEVE = {"kvblend": {"retrieve": {"top_k": 4}}}
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def expected(served: Served) -> str:
+    """What the corpus answers, asked without any client library."""
+    response = httpx.post(
+        f"{served.base_url}/chat/completions", json={"messages": MESSAGES, "max_tokens": TOKENS, **RETRIEVE}, timeout=60
+    )
+    answer = response.json()
+    assert [source["kind"] for source in answer["kvblend"]["sources"]] == ["retrieved"] * 4
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def test_openai(served: Served, expected: str) -> None:
+    with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+        names = [model.id for model in client.models.list()]
+        assert names == [served.model, f"{served.model}+corpus"]
+        assert client.models.retrieve(names[1]).id == names[1]
+        whole = client.chat.completions.create(
+            model=served.model, messages=MESSAGES, max_tokens=TOKENS, extra_body=RETRIEVE
+        )
+        by_name = client.chat.completions.create(model=names[1], messages=MESSAGES, max_completion_tokens=TOKENS)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        parts = list(client.chat.completions.create(model=names[1], messages=MESSAGES, max_tokens=TOKENS, **options))
+        with pytest.raises(openai.NotFoundError) as missing:
+            client.chat.completions.create(model="gpt-5", messages=MESSAGES)
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model=served.model, messages=MESSAGES, n=2)
+    assert whole.choices[0].message.content == by_name.choices[0].message.content == expected
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == TOKENS
+    assert 0 < whole.usage.prompt_tokens_details.cached_tokens < whole.usage.prompt_tokens
+    assert len(whole.kvblend["sources"]) == 4
+    assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == expected
+    assert parts[-1].usage.completion_tokens == TOKENS
+    assert len(parts[0].kvblend["sources"]) == 4
+    assert (missing.value.code, refused.value.param) == ("model_not_found", "n")
+
+
+def test_openai_at_the_same_time(served: Served, expected: str) -> None:
+    async def ask(client: openai.AsyncOpenAI, stream: bool) -> str:
+        found = await client.chat.completions.create(
+            model=f"{served.model}+corpus", messages=MESSAGES, max_tokens=TOKENS, stream=stream
+        )
+        if not stream:
+            return str(found.choices[0].message.content)
+        return "".join([part.choices[0].delta.content or "" async for part in found])
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, stream=number % 2 == 0) for number in range(8)))
+
+    assert asyncio.run(all_of_them()) == [expected] * 8
+
+
+def test_langchain(served: Served, expected: str) -> None:
+    from langchain_core.messages import HumanMessage
+    from langchain_openai import ChatOpenAI
+
+    options: dict[str, Any] = {"base_url": served.base_url, "api_key": "none", "max_retries": 0, "max_tokens": TOKENS}
+    model = ChatOpenAI(model=f"{served.model}+corpus", **options)
+    answer = model.invoke([HumanMessage(QUESTION)])
+    assert answer.content == expected
+    assert answer.usage_metadata["output_tokens"] == TOKENS
+    assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
+    assert "".join(str(part.content) for part in model.stream([HumanMessage(QUESTION)])) == expected
+    with_body = ChatOpenAI(model=served.model, extra_body=RETRIEVE, **options)
+    assert with_body.invoke(QUESTION).content == expected
+
+
+def test_langchain_with_documents_and_with_pasted_text(served: Served, expected: str) -> None:
+    from langchain_core.prompts import ChatPromptTemplate
+    from langchain_openai import ChatOpenAI
+
+    from blend.prompt import render_chunk
+
+    rag = served.hall.service.room("").rag()
+    chunks = [hit.chunk for hit in rag.retriever.search(QUESTION, 4)]
+    options: dict[str, Any] = {"base_url": served.base_url, "api_key": "none", "max_retries": 0, "max_tokens": TOKENS}
+    documents = [{"title": chunk.title, "text": chunk.text} for chunk in chunks]
+    given = ChatOpenAI(model=served.model, extra_body={"documents": documents}, **options)
+    assert given.invoke(QUESTION).content == expected
+    config = rag.prompt_config
+    chain = ChatPromptTemplate([("system", "{system}"), ("user", "{context}")]) | ChatOpenAI(
+        model=served.model, **options
+    )
+    pasted = config.instruction + "".join(map(render_chunk, chunks)) + config.question.format(question=QUESTION)
+    assert chain.invoke({"system": config.system, "context": pasted}).content == expected
+
+
+def test_llamaindex(served: Served, expected: str) -> None:
+    from llama_index.core.llms import ChatMessage
+    from llama_index.llms.openai_like import OpenAILike
+
+    model = OpenAILike(
+        model=f"{served.model}+corpus",
+        api_base=served.base_url,
+        api_key="none",
+        is_chat_model=True,
+        temperature=0,
+        max_tokens=TOKENS,
+        max_retries=0,
+    )
+    messages = [ChatMessage(role="user", content=QUESTION)]
+    assert model.chat(messages).message.content == expected
+    assert "".join(part.delta or "" for part in model.stream_chat(messages)) == expected
+
+
+def test_llm(served: Served, expected: str, tmp_path: Path) -> None:
+    models = [
+        {"model_id": "mine", "model_name": f"{served.model}+corpus", "api_base": served.base_url, "api_key_name": "x"}
+    ]
+    (tmp_path / "extra-openai-models.yaml").write_text(yaml.safe_dump(models))
+    environment = {**os.environ, "LLM_USER_PATH": str(tmp_path)}
+    command = [sys.executable, "-m", "llm", "-m", "mine", "--key", "none", "-o", "max_tokens", str(TOKENS), QUESTION]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == expected.strip()

@@ -1,0 +1,192 @@
+"""Who may come in, what is told of it, and what the log keeps to itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served import Served, listening
+
+from blend.errors import ConfigError
+from blend.serve.door.log import LOG
+from blend.serve.tenants import Tenants, read_keys
+
+BODY = {"messages": [{"role": "user", "content": "a secret of mine"}], "max_tokens": 2}
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def locked(served: Served) -> Iterator[Served]:
+    with listening(served.hall.service, Tenants([("common", ""), ("anns", "ann"), ("bobs", "bob")])) as found:
+        yield found
+        found.hall.service = None  # the other server's
+
+
+def post(served: Served, key: str | None = None, **headers: str) -> httpx.Response:
+    given = {} if key is None else {"authorization": f"Bearer {key}"}
+    return httpx.post(f"{served.url}{CHAT}", json=BODY, headers={**given, **headers}, timeout=60)
+
+
+def test_keys(locked: Served) -> None:
+    assert [post(locked, key).status_code for key in ("common", "anns", "bobs")] == [200] * 3
+    for refused in (post(locked), post(locked, "other"), post(locked, "ann"), post(locked, authorization="Basic anns")):
+        assert refused.status_code == 401
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+        assert refused.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(f"{locked.url}/v1/models").status_code == 401
+    assert httpx.get(f"{locked.url}/health").status_code == 200
+    assert httpx.get(f"{locked.url}/ready").status_code == 200
+
+
+def test_metrics_are_for_the_operator(locked: Served) -> None:
+    def status(key: str) -> int:
+        return httpx.get(f"{locked.url}/metrics", headers={"authorization": f"Bearer {key}"}).status_code
+
+    assert [status(key) for key in ("common", "anns", "none")] == [200, 403, 401]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"host": "evil.example"}, 403),
+        ({"host": "127.0.0.1.evil.example:80"}, 403),
+        ({"host": "localhost:80"}, 200),
+        ({"host": "[::1]:80"}, 200),
+    ],
+)
+def test_pages_of_other_sites_do_not_come_in(served: Served, headers: dict[str, str], status: int) -> None:
+    assert post(served, **headers).status_code == status
+    assert post(served, origin=served.url).status_code == 200
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# who may\nfirst\n\nsecond ann # hers\n  third\tbob\n")
+    file.chmod(0o600)
+    tenants = Tenants(read_keys(file))
+    assert [tenants.of(key) for key in ("first", "second", "third", "fourth", "", None)] == [
+        "",
+        "ann",
+        "bob",
+        *[None] * 3,
+    ]
+    assert tenants.names == ("", "ann", "bob")
+    assert Tenants().of(None) == Tenants().of("any") == ""
+    file.chmod(0o644)
+    with pytest.warns(UserWarning, match="chmod 600"):
+        read_keys(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a b c\n", "keys:1: a line is"),
+        ("x\nkey Ann\n", "keys:2: 'Ann' cannot name a corpus"),
+        ("kéy\n", "keys:1: an API key is"),
+        ("# none\n", "holds none"),
+        ("\x00\n", "keys:1: an API key is"),
+    ],
+)
+def test_a_file_of_keys_that_is_none(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text, encoding="utf-8")
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match=told):
+        read_keys(file)
+    file.write_bytes(b"\xff\n")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_keys(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="two tenants"):
+        Tenants([("same", "ann"), ("same", "bob")])
+
+
+def test_health_and_readiness(served: Served) -> None:
+    service = served.hall.service
+    with listening(None) as served:
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        for response in (httpx.get(f"{served.url}/ready"), post(served), httpx.get(f"{served.url}/v1/models")):
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "loading"
+            assert response.headers["retry-after"]
+        served.hall.service = service
+        assert httpx.get(f"{served.url}/ready").status_code == 200
+        assert post(served).status_code == 200
+        served.hall.closing = True
+        for response in (httpx.get(f"{served.url}/ready"), post(served)):
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "shutting_down"
+        served.hall.service = None
+
+
+def test_what_is_counted(served: Served) -> None:
+    before = counted(served)
+    assert post(served).status_code == 200
+    assert httpx.post(f"{served.url}{CHAT}", json={**BODY, "n": 2}).status_code == 400
+    assert httpx.get(f"{served.url}/nowhere/{'x' * 50}").status_code == 404
+    after = counted(served)
+
+    def grown(name: str) -> float:
+        return after.get(f"kvblend_{name}", 0) - before.get(f"kvblend_{name}", 0)
+
+    assert grown("time_to_first_token_seconds_count") == 1
+    assert grown("e2e_request_latency_seconds_count") == 1
+    assert grown("request_queue_time_seconds_count") == 1
+    assert grown("generation_tokens_total") == 2
+    assert grown('request_success_total{finished_reason="length"}') == 1
+    assert grown("prompt_tokens_total") == grown("rows_prompt_total") > 0
+    assert grown(f'http_requests_total{{path="{CHAT}",status="200"}}') == 1
+    assert grown(f'http_requests_total{{path="{CHAT}",status="400"}}') == 1
+    assert grown('http_requests_total{path="other",status="404"}') == 1
+    assert grown('errors_total{kind="unsupported_parameter"}') == 1
+    assert {
+        after[f"kvblend_{name}"] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    } == {0}
+
+
+def counted(served: Served) -> dict[str, float]:
+    lines = httpx.get(f"{served.url}/metrics").text.splitlines()
+    pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in pairs}
+
+
+def test_the_log_has_nobodys_text(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=LOG.name):
+        answered = post(served, **{"x-request-id": "mine-1"})
+        other = post(served, **{"x-request-id": "not {allowed}"})
+    assert answered.headers["x-request-id"] == "mine-1"
+    assert len(other.headers["x-request-id"]) == 32
+    told: list[dict[str, Any]] = [record.told for record in caplog.records if hasattr(record, "told")]
+    assert told[0]["id"] == "mine-1"
+    assert (told[0]["method"], told[0]["path"], told[0]["status"]) == ("POST", CHAT, 200)
+    assert told[0]["seconds"] >= told[0]["ttft_s"] > 0
+    assert told[0]["rows"] > 0
+    text = answered.json()["choices"][0]["message"]["content"]
+    assert not any(part in json.dumps(told) for part in ("secret", text))
+
+
+def test_a_bug_is_told_without_words_of_anybody(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*given: object) -> None:
+        raise KeyError("a secret of mine")
+
+    with caplog.at_level(logging.INFO, logger=LOG.name):
+        monkeypatch.setattr(served.hall.service, "submit", broken)
+        response = post(served)
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "server_error"
+        assert response.headers["x-request-id"]
+    assert "secret" not in response.text
+    (told,) = [record.told for record in caplog.records if record.levelname == "ERROR"]  # type: ignore[attr-defined]
+    assert told["error"] == "KeyError"
+    assert any("test_door_keys.py" in place for place in told["at"])
+    assert "secret" not in json.dumps(told)

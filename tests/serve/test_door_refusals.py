@@ -1,0 +1,205 @@
+"""Whatever a client sends that cannot be answered is refused by name in OpenAI's shape, and never with a 500."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from served import Served
+
+USER = [{"role": "user", "content": "When did the harbour open?"}]
+CHAT = "/v1/chat/completions"
+
+
+def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    assert len(error["message"]) < 400
+    return error
+
+
+def ask(http: httpx.Client, **fields: Any) -> httpx.Response:
+    return http.post(CHAT, json={"messages": USER, "max_tokens": 2, **fields})
+
+
+UNSUPPORTED = {
+    "n": 2,
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "auto",
+    "functions": [{"name": "f"}],
+    "function_call": "auto",
+    "response_format": {"type": "json_object"},
+    "logit_bias": {"5": 3},
+    "audio": {"voice": "alloy"},
+    "modalities": ["text", "audio"],
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "store": True,
+    "reasoning_effort": "high",
+    "parallel_tool_calls": True,
+    "prediction": {"type": "content", "content": "x"},
+    "service_tier": "flex",
+    "web_search_options": {},
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_is_refused_by_name(http: httpx.Client, name: str) -> None:
+    error = error_of(ask(http, **{name: UNSUPPORTED[name]}))
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert name in error["message"]
+
+
+def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
+    nothing = {
+        "n": 1,
+        "tools": None,
+        "tool_choice": "none",
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "store": False,
+        "user": "somebody",
+        "metadata": {"a": "b"},
+        "stop": None,
+        "stream_options": None,
+        "seed": None,
+    }
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello."}]},
+        {"role": "assistant", "content": "Yes?", "refusal": None, "tool_calls": None, "annotations": []},
+        *USER,
+    ]
+    assert ask(http, **nothing, messages=messages).status_code == 200
+
+
+WRONG = [
+    ({"min_p": 0.1}, "min_p", "unknown_parameter"),
+    ({"kvblend": {"retrive": {}}}, "kvblend.retrive", "unknown_parameter"),
+    ({"n": True}, "n", "unsupported_parameter"),
+    ({"temperature": 2.5}, "temperature", "invalid_value"),
+    ({"temperature": "1"}, "temperature", "invalid_value"),
+    ({"top_p": -0.1}, "top_p", "invalid_value"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 10**30}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 2.5}, "max_tokens", "invalid_value"),
+    ({"max_tokens": True}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "invalid_value"),
+    ({"seed": 2**64}, "seed", "invalid_value"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "invalid_value"),
+    ({"stop": ""}, "stop", "invalid_value"),
+    ({"stop": [1]}, "stop[0]", "invalid_value"),
+    ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"messages": "hello"}, "messages", "invalid_value"),
+    ({"messages": [3]}, "messages[0]", "invalid_value"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "invalid_value"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "invalid_value"),
+    ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages[0].name", "unsupported_parameter"),
+    ({"messages": [*USER, {"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[1].tool_calls", None),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content",
+        None,
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content", None),
+    ({"messages": [{"role": "user", "content": " "}]}, None, "invalid_value"),
+    ({"messages": USER * 1001}, "messages", "invalid_value"),
+    ({"documents": [{"text": "x"}] * 65}, "documents", "invalid_value"),
+    ({"kvblend": {"documents": [{"text": "x"}] * 65}}, "documents", "invalid_value"),
+    ({"documents": [{}]}, "documents[0]", "invalid_value"),
+    ({"documents": [{"id": "x", "text": "y"}]}, "documents[0]", "invalid_value"),
+    ({"documents": ["x"]}, "documents[0]", "invalid_value"),
+    ({"documents": [{"text": "x"}], "kvblend": {"documents": [{"text": "x"}]}}, "kvblend.documents", None),
+    ({"kvblend": {"retrieve": {"corpus": "none"}}}, "kvblend.retrieve.corpus", "corpus_not_found"),
+    ({"kvblend": {"retrieve": {"top_k": 0}}}, "kvblend.retrieve.top_k", "invalid_value"),
+    ({"kvblend": {"deadline_s": 0}}, "kvblend.deadline_s", "invalid_value"),
+    ({"kvblend": {"method": "magic"}}, "kvblend.method", "invalid_value"),
+    ({"metadata": {"a": 1}}, "metadata.a", "invalid_value"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), WRONG, ids=lambda value: str(value)[:40])
+def test_what_is_wrong_is_told_by_its_place(
+    http: httpx.Client, fields: dict[str, Any], param: str | None, code: str | None
+) -> None:
+    error = error_of(ask(http, **fields))
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert code is None or error["code"] == code
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(b"", b"{", b"null", b"[]", b'"x"', b"{}", b"\xff\xfe{}", b'{"model\xff": 1}'),
+        b'{"messages":[{"role":"user","content":"\\ud800"}]}',
+        b'{"messages":[{"role":"user","content":"\xed\xa0\x80"}]}',
+        b'{"temperature":NaN,"messages":[{"role":"user","content":"x"}]}',
+        b'{"temperature":1e999,"messages":[{"role":"user","content":"x"}]}',
+        b'{"max_tokens":' + b"9" * 9999 + b',"messages":[{"role":"user","content":"x"}]}',
+        b'{"n":' + b"9" * 9999 + b',"messages":[{"role":"user","content":"x"}]}',
+        b'{"messages":' + b"[" * 40_000 + b"]" * 40_000 + b"}",
+        b'{"a":' * 15_000 + b"1" + b"}" * 15_000,
+        b'{"model":"' + b"m" * 90_000 + b'","messages":[{"role":"user","content":"x"}]}',
+        b'{"' + b"f" * 90_000 + b'":1,"messages":[{"role":"user","content":"x"}]}',
+    ],
+    ids=lambda raw: str(raw[:30]),
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_bodies_that_are_none(http: httpx.Client, path: str, raw: bytes) -> None:
+    error_of(http.post(path, content=raw, headers={"content-type": "application/json"}))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = ("model", "messages", "max_tokens", "stop", "kvblend", "documents", "stream", "n", "logprobs", "metadata", "x")
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(fields=st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=3))
+def test_any_json_is_answered_or_refused(http: httpx.Client, fields: dict[str, Any]) -> None:
+    raw = json.dumps({"messages": USER, "max_tokens": 1, **fields})
+    response = http.post(CHAT, content=raw.encode("utf-8", "surrogatepass"))
+    if response.status_code != 200:
+        error_of(response, 404 if response.status_code == 404 else 400)
+
+
+def test_the_model_must_be_one_that_there_is(http: httpx.Client, served: Served) -> None:
+    mine = served.model
+    for name in ("gpt-5", f"{mine}+corpus:x", f"{mine}+corpus:", mine.upper(), mine[:-1], f"{mine}+"):
+        error = error_of(ask(http, model=name), 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert error["message"].endswith(f"there are: {mine}, {mine}+corpus")
+
+
+def test_paths_and_methods_that_are_none(http: httpx.Client) -> None:
+    assert error_of(http.get("/v1/embeddings"), 404)["code"] == "not_found"
+    refused = http.get(CHAT)
+    assert "POST" in error_of(refused, 405)["message"]
+    assert refused.headers["allow"] == "POST"
+    assert error_of(http.get("/page/..%2f..%2fapp.py"), 404)
+
+
+def test_bodies_beyond_the_limit(http: httpx.Client) -> None:
+    large = json.dumps({"messages": [{"role": "user", "content": "x " * 80_000}]}).encode()
+    assert error_of(http.post(CHAT, content=large), 413)["code"] == "body_too_large"
+    parts = (large[start : start + 1000] for start in range(0, len(large), 1000))
+    assert error_of(http.post(CHAT, content=parts), 413)["code"] == "body_too_large"
+    assert ask(http).status_code == 200

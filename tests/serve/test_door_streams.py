@@ -1,0 +1,183 @@
+"""Streams: what a client sees event by event, who leaves early, what comes too late, and how a server ends."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from served import Served
+
+USER = [{"role": "user", "content": "When did the harbour open?"}]
+CHAT = "/v1/chat/completions"
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"messages": USER, "max_tokens": 4, "stream": True, **fields}
+
+
+def events(lines: Iterator[str]) -> list[Any]:
+    """What stands behind `data:`; the last must be [DONE]."""
+    found = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert found[-1] == "[DONE]"
+    return [json.loads(one) for one in found[:-1]]
+
+
+def until_idle(served: Served) -> None:
+    deadline = time.monotonic() + 30
+    while served.hall.service.engine.holding()[:2] != (0, 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def long_answer(url: str, **fields: Any) -> tuple[socket.socket, Any]:
+    """A raw connection on which an answer of 3,000 tokens has begun."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    raw = json.dumps(body(max_tokens=3000, **fields)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(raw)}\r\n\r\n"
+    connection.sendall(head.encode() + raw)
+    return connection, connection.makefile("rb")
+
+
+def test_events_of_a_chat(http: httpx.Client) -> None:
+    with http.stream("POST", CHAT, json=body(stream_options={"include_usage": True})) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        found = events(response.iter_lines())
+    first, *middle, ending, last = found
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert set(first["kvblend"]) == {"sources", "figures"}
+    assert first["kvblend"]["figures"]["ttft_s"] > 0
+    assert len(middle) == 4
+    assert all(one["choices"][0]["finish_reason"] is None for one in middle)
+    assert ending["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 4
+    assert all(one["usage"] is None for one in found[:-1])
+    assert {one["object"] for one in found} == {"chat.completion.chunk"}
+    assert len({one["id"] for one in found}) == 1
+    assert all("kvblend" not in one for one in found[1:])
+
+
+def test_without_usage_no_chunk_speaks_of_it(http: httpx.Client) -> None:
+    with http.stream("POST", CHAT, json=body()) as response:
+        assert all("usage" not in one for one in events(response.iter_lines()))
+
+
+def test_log_probabilities_are_the_same_streamed_and_whole(http: httpx.Client) -> None:
+    asked = body(logprobs=True, top_logprobs=2)
+    whole = http.post(CHAT, json={**asked, "stream": False}).json()["choices"][0]["logprobs"]["content"]
+    with http.stream("POST", CHAT, json=asked) as response:
+        chunks = events(response.iter_lines())
+    streamed = [one for chunk in chunks for one in (chunk["choices"][0]["logprobs"] or {}).get("content", [])]
+    assert streamed == whole
+    assert len(whole) == 4
+    for token in whole:
+        assert set(token) == {"token", "logprob", "bytes", "top_logprobs"}
+        assert token["logprob"] <= 0
+        assert token["top_logprobs"][0]["logprob"] == token["logprob"], "the likeliest was taken"
+
+
+def test_text_completions(http: httpx.Client) -> None:
+    asked = {"prompt": ["The harbour"], "max_tokens": 4, "logprobs": 2}
+    whole = http.post("/v1/completions", json=asked).json()
+    choice = whole["choices"][0]
+    assert whole["object"] == "text_completion"
+    assert choice["text"] == "".join(choice["logprobs"]["tokens"])
+    assert len(choice["logprobs"]["token_logprobs"]) == 4
+    assert choice["logprobs"]["text_offset"][0] == 0
+    with http.stream("POST", "/v1/completions", json={**asked, "stream": True}) as response:
+        chunks = events(response.iter_lines())
+    assert "".join(one["choices"][0]["text"] for one in chunks) == choice["text"]
+    offsets = [at for one in chunks for at in (one["choices"][0]["logprobs"] or {}).get("text_offset", [])]
+    assert offsets == choice["logprobs"]["text_offset"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_is_answered_no_further(served: Served, stream: bool) -> None:
+    connection, lines = long_answer(served.url, stream=stream)
+    with connection, lines:
+        if stream:
+            while b"content" not in lines.readline():
+                pass
+        while served.hall.service.engine.holding().running == 0:
+            time.sleep(0.005)
+    begun = time.monotonic()
+    until_idle(served)
+    assert time.monotonic() - begun < 5, "3,000 tokens take longer"
+    assert b'finished_reason="cancelled"' in served.metrics.page(None)
+
+
+def test_a_silent_stream_is_kept_alive(serve: Callable[..., Served]) -> None:
+    served = serve({"keep_alive_s": 0.05}, most_running=1)
+    connection, first = long_answer(served.url)
+    waiting, lines = long_answer(served.url)
+    with connection, first, waiting, lines:
+        seen = [lines.readline() for _ in range(40)]
+    until_idle(served)
+    assert b": keep-alive\n" in seen
+    assert seen[0] == b"HTTP/1.1 200 OK\r\n"
+
+
+def test_what_comes_too_late_is_said_so(serve: Callable[..., Served]) -> None:
+    late = {"kvblend": {"deadline_s": 0.05}}
+    served = serve(most_running=1)
+    connection, lines = long_answer(served.url)
+    with connection, lines, httpx.Client(base_url=served.url, timeout=60) as http:
+        while b"content" not in lines.readline():
+            pass
+        for stream in (False, True):
+            response = http.post(CHAT, json=body(stream=stream, **late))
+            assert response.status_code == 504
+            assert response.json()["error"]["code"] == "deadline_exceeded"
+
+
+def test_what_comes_too_late_is_said_so_in_a_stream_that_has_begun(serve: Callable[..., Served]) -> None:
+    served = serve({"keep_alive_s": 0.01}, most_running=1)
+    connection, lines = long_answer(served.url)
+    with connection, lines, httpx.Client(base_url=served.url, timeout=60) as http:
+        while b"content" not in lines.readline():
+            pass
+        with http.stream("POST", CHAT, json=body(kvblend={"deadline_s": 0.2})) as response:
+            assert response.status_code == 200
+            assert [one["error"]["code"] for one in events(response.iter_lines())] == ["deadline_exceeded"]
+
+
+def test_a_full_queue_tells_when_to_come_again(serve: Callable[..., Served]) -> None:
+    served = serve(most_running=1, most_waiting=1)
+    running, lines = long_answer(served.url)
+    while b"content" not in lines.readline():
+        pass
+    waiting, more = long_answer(served.url)
+    while served.hall.service.engine.holding().waiting == 0:
+        time.sleep(0.005)
+    with running, lines, waiting, more:
+        refused = httpx.post(f"{served.url}{CHAT}", json=body(), timeout=60)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+@pytest.mark.parametrize(("grace_s", "ends"), [(60.0, "[DONE]"), (0.0, "shutting_down")])
+def test_the_end_of_a_server(serve: Callable[..., Served], grace_s: float, ends: str) -> None:
+    before = set(threading.enumerate())
+    served = serve({"grace_s": grace_s})
+    with httpx.stream("POST", f"{served.url}{CHAT}", json=body(max_tokens=60 if grace_s else 3500)) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        served.stop()
+        found = events(lines)
+    if grace_s:
+        assert found[-1]["choices"][0]["finish_reason"] == "length"
+    else:
+        assert found[-1]["error"]["code"] == ends
+    served.ended()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{served.url}/health")
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("kvblend")]
