@@ -106,6 +106,11 @@ class Blender:
         self._libraries[prefix] = now
         return now
 
+    def read_ahead(self, layout: PromptLayout) -> None:
+        """The caches of this prompt's chunks will be wanted soon: into memory with them, where the store has such a tier."""
+        library = self.library(layout.kept_behind)
+        self.store.prefetch(map(library.key, library.wanted([chunk for chunk in layout.stored if chunk is not None])))
+
     def encoder(self, prefix: Tokens) -> ChunkEncoder:
         """The encoder of chunks alone behind this prefix; the prefix's own KV is computed when it is first needed."""
         return self.library(prefix).isolated

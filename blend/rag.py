@@ -36,6 +36,7 @@ from retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
     from blend.store import ChunkStore
+    from blend.store.hot_memory import HotMemory
     from retrieval import Embedder
 
 
@@ -82,8 +83,8 @@ class Rag:
 
     model: a catalog name, a HuggingFace id or a model directory. corpus: how documents become chunks, and which of the store's
     corpora it is. budget_bytes, store_key: see `open_store`. decoder, embedder, kv: those of another `Rag` that this one is to
-    share, kv being its `store`. Everything heavy is loaded on first use. Threads may ask at the
-    same time, also while one precomputes; what another process precomputes is seen.
+    share, kv being its `store`. memory: where the hottest chunk caches are kept, which several may share. Everything heavy is
+    loaded on first use. Threads may ask at the same time, also while one precomputes; what another process precomputes is seen.
     """
 
     def __init__(
@@ -102,8 +103,9 @@ class Rag:
         decoder: Decoder | None = None,
         embedder: Embedder | None = None,
         kv: ChunkStore | None = None,
+        memory: HotMemory | None = None,
     ) -> None:
-        self._shared = decoder, embedder, kv
+        self._shared, self._memory = (decoder, embedder, kv), memory
         self.root = Path(store).expanduser()
         self._retriever: Retriever | None = None
         self._store_key = store_key
@@ -133,6 +135,7 @@ class Rag:
             decoder=self.decoder,
             embedder=self.embedder,
             kv=kv,
+            memory=self._memory,
         )
         with suppress(RetrievalError, ConfigError):  # there is no corpus yet, or asking it will say what is wrong
             if other.index.embedder != self.embedder.name:
@@ -150,7 +153,13 @@ class Rag:
         if self._shared[2] is not None:
             return self._shared[2]
         codec = self.corpus_config.codec
-        return open_store(self.root / "kv", codec=codec, budget_bytes=self._budget_bytes, key=self._store_key)
+        return open_store(
+            self.root / "kv",
+            codec=codec,
+            budget_bytes=self._budget_bytes,
+            key=self._store_key,
+            memory_bytes=self._memory,
+        )
 
     @cached_property
     def decoder(self) -> Decoder:

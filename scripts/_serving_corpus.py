@@ -33,9 +33,12 @@ class Corpus(NamedTuple):
 
 
 def project_environment(threads: int) -> dict[str, str]:
-    """The environment of this repository's commands, with so many threads for what computes."""
+    """The environment of this repository's commands: so many threads for what computes, and nobody's own options."""
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith("KVBLEND_") or name == "KVBLEND_CACHE"
+    }
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
 
 
 def fill_store(file: Path, store: Path, model: str, chunk_tokens: int, threads: int) -> None:

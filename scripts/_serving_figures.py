@@ -35,7 +35,9 @@ def summary(samples: Sequence[Sample], seconds: float, slos: Iterable[float]) ->
     """The row of a load of `seconds`. A request without a first token counts as one whose first token never came.
 
     completed_per_s: answers that are whole, over the time until the last of them. within: requests per second that came to an
-    end and whose first token came within so many seconds, for each of `slos`.
+    end and whose first token came within so many seconds, for each of `slos`. hit_share: of the chunks,
+    those that came out of the store; computed_share: of the rows; both where the server says so. late_s: how much too late a
+    question was sent at most.
     """
     ends = [sample.done_s for sample in samples if sample.error is None and sample.done_s is not None]
     taken = max([seconds, *ends])
@@ -53,9 +55,15 @@ def summary(samples: Sequence[Sample], seconds: float, slos: Iterable[float]) ->
         "answer_tokens": mean([one.tokens for one in whole]),
         "prompt_tokens": mean([one.prompt_tokens for one in whole]),
         "cached_share": ratio(sum(one.cached_tokens for one in whole), sum(one.prompt_tokens for one in whole)),
+        "hit_share": ratio(_total(whole, "hits"), _total(whole, "chunks")),
+        "computed_share": ratio(_total(whole, "rows_computed"), _total(whole, "rows")),
         "late_s": max((one.late_s for one in samples), default=0.0),
         "errors": errors(samples),
     }
+
+
+def _total(samples: Iterable[Sample], figure: str) -> float:
+    return sum(sample.figures.get(figure, 0) for sample in samples)
 
 
 def _in_time(sample: Sample, slo: float) -> bool:

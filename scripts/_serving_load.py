@@ -35,7 +35,8 @@ class Sample:
     """What became of one request; a moment is in seconds after the first moment of the load.
 
     at_s: when it was to be sent; late_s: so much later it was. pieces_s: when each piece of text came. tokens: of the answer,
-    as the server counts them; prompt_tokens, cached_tokens: of the prompt. error: why it has no whole answer.
+    as the server counts them; prompt_tokens, cached_tokens: of the prompt.
+    figures: what our own server says of the prefill. error: why it has no whole answer.
     """
 
     at_s: float
@@ -45,7 +46,7 @@ class Sample:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     text: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
     done_s: float | None = None
     error: str | None = None
 
@@ -67,8 +68,7 @@ class Sample:
 
     def plain(self) -> dict[str, Any]:
         """As JSON, without the text."""
-        found = asdict(self)
-        return {key: value for key, value in found.items() if key not in ("text", "extra")}
+        return {key: value for key, value in asdict(self).items() if key != "text"}
 
 
 async def ask(client: httpx.AsyncClient, request: Request, sample: Sample, start: float) -> Sample:
@@ -104,8 +104,8 @@ def _take(data: str, sample: Sample, now: float) -> None:
         if text:
             sample.pieces_s.append(now)
             sample.text += text
-    if extra := event.get("kvblend"):
-        sample.extra |= extra
+    if own := event.get("kvblend"):
+        sample.figures |= own.get("figures", {})
     if usage := event.get("usage"):
         sample.tokens, sample.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
         sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

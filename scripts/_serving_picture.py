@@ -23,19 +23,20 @@ def draw(rows: Sequence[Row], slos: Sequence[float], title: str, foot: str, file
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     first, answers, pace = figure.subplots(1, 3)
     _lines(first, rows, lambda row: row["ttft_s"]["p95"], lambda row: row["ttft_s"]["p50"])
-    first.set(yscale="log", ylabel="seconds to the first token: p95, dashed p50  (lower is better)")
+    first.set(yscale="log", title="time to first token: p95, dashed p50", ylabel="seconds")
     for slo in slos:
         first.axhline(slo, color="#999999", linewidth=0.8, linestyle=":")
     first_slo = f"{slos[0]:g}"
     _lines(answers, rows, lambda row: row["within"][first_slo], lambda row: row["completed_per_s"])
-    answers.set(ylabel=f"answers a second: first token within {first_slo} s, dashed all  (higher is better)")
+    answers.set(title=f"answers: first token within {first_slo} s, dashed all", ylabel="a second")
     ends = [0.0, max(row["rate"] for row in rows)]
     answers.plot(ends, ends, color="#999999", linewidth=0.8, linestyle=":")
     _lines(pace, rows, lambda row: row["tpot_s"]["p95"], lambda row: row["tpot_s"]["p50"])
-    pace.set(ylabel="seconds per token after the first: p95, dashed p50  (lower is better)")
+    pace.set(title="time per token after the first: p95, dashed p50", ylabel="seconds")
     for axes in (first, answers, pace):
         axes.set_xlabel("requests offered per second")
         axes.grid(alpha=0.25)
+        axes.title.set_fontsize(9.5)
         axes.margins(y=0.1)
     first.legend(frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11.5, fontweight="bold", parse_math=False)

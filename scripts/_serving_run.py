@@ -102,30 +102,32 @@ class Bench:
                     self.results.put("load", {**key, "rate": higher}, {"why_not": f"too late at {rate:g}/s already"})
                 return
 
-    def decode(self) -> None:
-        """Answers that run together, against plain steps of the same process settings."""
+    def together(self) -> None:
+        """Answers that run together: how fast they are, and how long they stand still while others come."""
         given, results = self.options, self.results
-        lacking = [batch for batch in given.batches if not results.find("decode", {"batch": batch})]
-        if not lacking:
+        batches = [one for one in given.batches if not results.find("decode", {"batch": one})]
+        batches = batches if "decode" in given.only else []
+        stalling = "stall" in given.only and not results.rows("stall")
+        if not (batches or stalling):
             return
-        found = {}
         with self._running(self.ours(tokens=given.decode_tokens)) as up:
-            for batch in lacking:
-                say(f"decode, {batch} answers")
-                found[batch] = decode(up.url, self.traffic, up.words, batch, 10 * given.drain)
-        context = max(row["prompt_tokens"] for row in found.values())
-        plain = plain_rates(self.model, context, min(48, given.decode_tokens), lacking, given.threads)
-        for batch, row in found.items():
-            results.put("decode", {"batch": batch}, {**row, "plain_per_s": plain[batch]})
+            rows = {batch: self._decode(up, batch) for batch in batches}
+            if stalling:
+                results.put("stall", {"running": given.running, "prefills": given.prefills}, self._stall(up))
+        if rows:
+            context = max(row["prompt_tokens"] for row in rows.values())
+            plain = plain_rates(self.model, context, min(48, given.decode_tokens), batches, given.threads)
+            for batch, row in rows.items():
+                results.put("decode", {"batch": batch}, {**row, "plain_per_s": plain[batch]})
 
-    def stall(self) -> None:
-        """Running answers while others come."""
-        given = self.options
-        if self.results.rows("stall"):
-            return
-        say("stall")
-        with self._running(self.ours(tokens=given.decode_tokens)) as up:
-            short = self.ours(tokens=1).words
-            counts = (given.running, given.prefills)
-            row = stall(up.url, self.traffic, up.words, lambda asked: up.named(short(asked)), counts, 10 * given.drain)
-        self.results.put("stall", {"running": given.running, "prefills": given.prefills}, row)
+    def _decode(self, up: Running, batch: int) -> Row:
+        say(f"decode, {batch} answers")
+        return decode(up.url, self.traffic, up.words, batch, 10 * self.options.drain)
+
+    def _stall(self, up: Running) -> Row:
+        given, short = self.options, self.ours(tokens=1).words
+        say(f"stall, {given.running} answers and {given.prefills} prompts")
+        return stall(
+            up.url, self.traffic, up.words, lambda asked: up.named(short(asked)), (given.running, given.prefills),
+            10 * given.drain,
+        )  # fmt: skip

@@ -20,7 +20,6 @@ from _soak_store import BREAKS, broken
 from _soak_watch import Held, growth, look
 
 QUIET_S = 60.0  # in which what was opened for requests is to be closed again
-IDLE_S = 12.0  # threads of a pool leave after ten
 TOGETHER = 8
 
 
@@ -73,7 +72,7 @@ class Soak:
         someone = self.visitors
         for kind in (someone.whole, someone.stream, someone.leave, someone.nonsense, someone.huge, someone.change):
             await kind()
-        await asyncio.sleep(IDLE_S)
+        await asyncio.sleep(self.options.idle)
         self.before = look(self.pid, self.now())
         self.begun = time.monotonic()
 

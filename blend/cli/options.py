@@ -23,6 +23,7 @@ from blend.store import codec_names
 
 if TYPE_CHECKING:
     from blend.rag import Rag
+    from blend.store.hot_memory import HotMemory
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -216,7 +217,7 @@ def open_rag(options: dict[str, Any]) -> Rag:
     note(f"Loading {options['model']} ...")
     from blend.rag import Rag
 
-    budget = options.get("store_budget")
+    budget, memory = options.get("store_budget"), options.get("memory_budget")
     return Rag(
         options["store"],
         model=options["model"],
@@ -227,7 +228,17 @@ def open_rag(options: dict[str, Any]) -> Rag:
         budget_bytes=int(budget * 1e9) if budget is not None else None,
         store_key=key,
         on_fetch=show_fetch,
+        memory=_hot_memory(memory),
     )
+
+
+def _hot_memory(gigabytes: float | None) -> HotMemory | None:
+    """Room in memory for the hottest chunk caches."""
+    if not gigabytes:
+        return None
+    from blend.store.hot_memory import HotMemory
+
+    return HotMemory(round(gigabytes * 1e9))
 
 
 def open_corpus(options: dict[str, Any]) -> Rag:

@@ -15,7 +15,7 @@ from blend.cli import options
 from blend.cli.values import NAME, PLACE, TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError
-from blend.serve.budgets import KV_BUDGET, LEARN_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
+from blend.serve.budgets import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 
 if TYPE_CHECKING:
     from blend.serve.tenants import Tenants
@@ -55,6 +55,7 @@ def _counted(name: str, words: str, default: float, unit: str | None = None) -> 
 @_counted("most_waiting", "Prompts that may wait; who brings more is told to come again.", MOST_WAITING)
 @_counted("kv_budget", "Memory for the prompts that run.", KV_BUDGET / 1e9, "GB")
 @_counted("prefix_budget", "Memory for how earlier prompts began.", PREFIX_BUDGET / 1e9, "GB")
+@_counted("memory_budget", "Memory for the chunk caches that are used most; 0 keeps none.", MEMORY_BUDGET / 1e9, "GB")
 @_counted("body_limit", "Largest request.", 16, "MB")
 @_counted("upload_limit", "Largest request that adds documents.", 64, "MB")
 @_counted("max_new_tokens", "Longest answer where the request does not say.", ANSWER_TOKENS)

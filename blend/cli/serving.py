@@ -79,10 +79,12 @@ class _Loading(threading.Thread):
 def _service(given: dict[str, Any]) -> Service:
     rag = options.open_all_corpora(given)
     from blend.serve.embedded import EmbeddedEngine
+    from blend.serve.profile import Profile
     from blend.serve.service import Service
 
     decoder = rag.decoder
     note(f"Warming up {decoder.name} ...")
+    profile = Profile(decoder)
     engine = EmbeddedEngine(
         rag.blender,
         blender_of=lambda tenant, corpus: service.room(tenant).rag(corpus).blender,
@@ -91,9 +93,10 @@ def _service(given: dict[str, Any]) -> Service:
         kv_budget=_bytes(given["kv_budget"]),
         prefix_budget=_bytes(given["prefix_budget"]),
         remember=not given["full"],
+        on_pass=profile.saw,
     )
     learn = 0 if given["no_learn"] else _bytes(given["learn_budget"])
-    service = Service(rag, engine, learn_budget=learn, full=given["full"])
+    service = Service(rag, engine, learn_budget=learn, full=given["full"], profile=profile)
     if Path(given["model"]).is_dir():
         service.model = Path(given["model"]).resolve().name  # where it lies is nobody's business
     return service

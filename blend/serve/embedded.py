@@ -42,7 +42,8 @@ class EmbeddedEngine:
     prompts. pass_rows: of one pass, decoding and prefill together. kv_budget: bytes that the caches of running prompts may
     take; a prompt waits until there is room. prefix_budget: bytes of KV of earlier prompts and conversations that are kept.
     least_gain: rows that blending must save a prompt. remember: whether what the store lacked for a prompt is computed and
-    stored, when nothing else is to be done.
+    stored, when nothing else is to be done. on_pass: told of longer passes how many rows, keys that these looked at together,
+    and seconds.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class EmbeddedEngine:
         prefix_budget: int = PREFIX_BUDGET,
         least_gain: int = LEAST,
         remember: bool = True,
+        on_pass: Callable[[int, int, float], None] | None = None,
     ) -> None:
-        self._blender, self._least_gain = blender, least_gain
+        self._blender, self._least_gain, self._on_pass = blender, least_gain, on_pass
         self._blender_of = blender_of or (lambda tenant, corpus: blender)
         self._decoder, self._remember = blender.decoder, remember
         self._most_running, self._most_waiting = most_running, most_waiting
@@ -100,6 +102,8 @@ class EmbeddedEngine:
             self._waiting.append(job)
             self._waiting.sort(key=lambda one: one.order)
             self._changed.notify_all()
+        if not work.full:
+            blender.read_ahead(work.layout)
         return job
 
     def holding(self) -> Holding:
@@ -203,6 +207,7 @@ class EmbeddedEngine:
     def _run(
         self, taking: Sequence[Job], requests: Sequence[RowRequest], prefilling: Job | None, encoding: Encoding | None
     ) -> None:
+        begin = time.monotonic()
         try:
             logits = self._decoder.prefill(requests)
         except Exception as error:  # no prompt may end the engine; what was being prefilled is the suspect
@@ -212,12 +217,20 @@ class EmbeddedEngine:
             for job in [prefilling] if prefilling in taking and prefilling is not None else taking:
                 job.fail(error)
             return
+        self._tell(requests, time.monotonic() - begin)
         if encoding is not None:
             encoding.took(logits[-1:])
         for number, job in enumerate(taking):
             self._guarded(job, lambda job=job, number=number: job.took(logits[number : number + 1]))  # type: ignore[misc]
             if job is prefilling and job.blend is not None and self._remember and job.work.remember:
                 self._guarded(job, lambda job=job: self._lack(job))  # type: ignore[misc]
+
+    def _tell(self, requests: Sequence[RowRequest], seconds: float) -> None:
+        """Of a pass that is long enough to show how fast rows are computed."""
+        positions = torch.cat([request.positions for request in requests])
+        rows = positions.shape[0]
+        if self._on_pass is not None and 2 * rows >= self._piece_rows:
+            self._on_pass(rows, int(positions.sum()) + rows, seconds)
 
     def _lack(self, job: Job) -> None:
         """Have computed what the store lacked for this prompt."""

@@ -37,18 +37,18 @@ class Profile:
         rows = min(MEASURED_ROWS, self._decoder.context_length or MEASURED_ROWS)
         layout = PromptLayout((token,), ((token,) * (rows - 2),), (token,))
         for _ in range(2):
-            self.saw(rows, full_prefill(self._decoder, layout).ttft_s, anew=True)
+            self.saw(rows, rows * (rows + 1) // 2, full_prefill(self._decoder, layout).ttft_s, anew=True)
 
-    def saw(self, rows: int, seconds: float, *, anew: bool = False) -> None:
-        """A prompt of so many rows was prefilled in full, in so many seconds that nothing else took part in."""
-        rate = self._operations(rows) / max(seconds, 1e-9)
+    def saw(self, rows: int, pairs: int, seconds: float, *, anew: bool = False) -> None:
+        """Rows that look at so many keys together were computed in so many seconds, in one pass."""
+        rate = self._operations(rows, pairs) / max(seconds, 1e-9)
         with self._lock:
             known = None if anew else self._rate
-            self._rate = rate if known is None else math.exp(0.8 * math.log(known) + 0.2 * math.log(rate))
+            self._rate = rate if known is None else math.exp(0.9 * math.log(known) + 0.1 * math.log(rate))
 
     def seconds(self, rows: int) -> float | None:
         """What full prefill of a prompt of so many rows takes; None while nothing was measured."""
-        return None if self._rate is None else self._operations(rows) / self._rate
+        return None if self._rate is None else self._operations(rows, rows * (rows + 1) // 2) / self._rate
 
-    def _operations(self, rows: int) -> float:
-        return rows * self._of_row + rows * (rows + 1) / 2 * self._of_pair
+    def _operations(self, rows: int, pairs: int) -> float:
+        return rows * self._of_row + pairs * self._of_pair

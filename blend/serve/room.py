@@ -102,6 +102,8 @@ class Room:
         names = (corpus,) if corpus is not None else self.corpora or ("",)
         cut = [segments(text, self._texts(name), learned_on=learning) for name in names]
         best = max(cut, key=lambda one: sum(len(part.ids) for part in one if part.kind == "pasted"))
+        if best and best[-1].kind == "learned":  # what a message ends with is what it asks, however long
+            best[-1] = Segment(best[-1].text)
         cited = [_cited(part) for part in best if part.ids]
         passages = iter(cited)
         return [next(passages).passage if part.ids else part.text for part in best], cited

@@ -45,9 +45,11 @@ from blend.serve.text import Speaker
 
 if TYPE_CHECKING:
     from blend.rag import Rag
+    from blend.store.backend import MemoryStats
     from blend.types import PromptLayout
 
 _LOOK_S = 0.5
+MOST_OF_A_TOKEN = 64  # characters that no text has in a token on average
 OnReply = Callable[[Reply], None]
 
 
@@ -56,15 +58,24 @@ class Service:
 
     rag: the corpus without a name of nobody in particular; its decoder answers. engine: over that decoder. learn_budget: bytes
     of each tenant's store for caches of texts that came with questions; 0 learns nothing. full: nothing is ever blended.
+    profile: of full prefill, which the engine keeps up to date.
     """
 
-    def __init__(self, rag: Rag, engine: Engine, *, learn_budget: int = LEARN_BUDGET, full: bool = False) -> None:
+    def __init__(
+        self,
+        rag: Rag,
+        engine: Engine,
+        *,
+        learn_budget: int = LEARN_BUDGET,
+        full: bool = False,
+        profile: Profile | None = None,
+    ) -> None:
         self.engine, self.full = engine, full
         self.model = rag.decoder.name
         self._rag, self._learn_budget = rag, learn_budget
         self._rooms: dict[str, Room] = {}
         self._lock = threading.Lock()
-        self._profile = Profile(rag.decoder)
+        self._profile = profile or Profile(rag.decoder)
         self._documents: dict[tuple[str, str], Documents] = {}
         self._open, self.ready = True, False
 
@@ -89,6 +100,11 @@ class Service:
     def alive(self) -> bool:
         """Whether answers can still come: the engine runs."""
         return self.engine.alive
+
+    @property
+    def memory(self) -> MemoryStats | None:
+        """Of the chunk caches that are kept in memory; None where none are."""
+        return self._rag.store.memory
 
     def corpora(self, tenant: str) -> tuple[str, ...]:
         """Names of a tenant's corpora; "" is the one without a name."""
@@ -154,8 +170,21 @@ class Service:
             one.close()
 
 
+def _require_length(room: Room, ask: Ask) -> None:
+    """Refuse what cannot fit before a tokenizer spends minutes on it."""
+    longest = room.rag().decoder.context_length
+    said = [ask.prompt or "", *(message.content for message in ask.messages)]
+    characters = sum(map(len, said)) + sum(len(document.text) + len(document.title) for document in ask.documents)
+    if longest is not None and characters > longest * MOST_OF_A_TOKEN:
+        raise PromptError(
+            f"the prompt has {characters:,} characters, more than the {longest:,} tokens that the model reads can hold; "
+            "shorten it"
+        )
+
+
 def _put(room: Room, ask: Ask) -> tuple[PromptLayout, list[Cited]]:
     """The prompt of a question, and its passages in order."""
+    _require_length(room, ask)
     if ask.prompt is not None:
         written, cited = room.written(ask.corpus or None, ask.prompt)
         return room.chat.continued(written), cited

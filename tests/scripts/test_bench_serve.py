@@ -194,7 +194,7 @@ async def listening(delay: float) -> AsyncIterator[tuple[str, list[float]]]:
         else:
             writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")
             usage = {"completion_tokens": 3, "prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
-            events = [{"choices": [{"delta": {"role": "assistant"}}], "kvblend": {"sources": []}}]
+            events = [{"choices": [{"delta": {"role": "assistant"}}], "kvblend": {"figures": {"method": "blend"}}}]
             events += [{"choices": [{"delta": {"content": piece}}]} for piece in "abc"]
             for event in [*events, {"choices": [], "usage": usage}]:
                 writer.write(f"data: {json.dumps(event)}\n\n".encode())
@@ -230,7 +230,7 @@ def test_questions_are_sent_at_their_times_whatever_becomes_of_earlier_ones() ->
         assert one.ttft_s is not None
         assert one.ttft_s >= 0.6
         assert one.tpot_s == pytest.approx(0.02, abs=0.05)
-        assert one.extra == {"sources": []}
+        assert one.figures == {"method": "blend"}
     assert samples[9].error == "429: full"
     assert samples[9].ttft_s is None
 

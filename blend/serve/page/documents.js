@@ -4,7 +4,7 @@ import { getJson, request } from "./api.js";
 import { DocumentRow, nameOf, working } from "./document_row.js";
 import { announce, byId, count, el, tell } from "./dom.js";
 
-const POLL_MS = 1000;
+const POLL_MS = 2000;
 const SHOWN = 200;
 const FILTER_FROM = 12;
 

@@ -4,13 +4,12 @@ import { el, seconds } from "./dom.js";
 
 const STAGES = {
   waited: "waiting",
+  prepare: "finding passages, reading the text",
   retrieve: "finding passages",
-  tokenize: "reading the text",
   load: "loading caches",
   reposition: "moving them into place",
   select: "choosing rows",
   recompute: "recomputing",
-  prefill: "computing the prompt",
   first_token: "computing the first token",
   other: "everything else",
 };

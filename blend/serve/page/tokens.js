@@ -72,7 +72,7 @@ function partView(part, trace, share, spans) {
   const name = [part.number ? `Passage ${part.number}` : (PARTS[part.part] ?? part.part), part.title, count(tokens.length, "token"), `${recomputed} recomputed`];
   const nodes = tokens.map((token, i) => {
     const span = document.createElement("span");
-    span.className = `${token.recomputed ? "row " : ""}${token.score === null ? "" : `heat${Math.round(STEPS * share(token.score))}`}`;
+    span.className = `${token.recomputed ? "row " : ""}${scored(token) ? `heat${Math.round(STEPS * share(token.score))}` : ""}`;
     span.textContent = token.text;
     spans[part.start + i] = span;
     return span;
@@ -80,9 +80,12 @@ function partView(part, trace, share, spans) {
   return el("div", { class: "part" }, el("h4", {}, name.filter(Boolean).join(" · ")), nodes);
 }
 
+// Only rows of passages are chosen by their scores; what stands before them is read by every question and would outshine them.
+const scored = (token) => token.part === "chunk" && token.score !== null;
+
 // A score's place between the least (0, or below it for sums of z-scores) and the 98th percentile; square roots show the small.
 function scale(trace) {
-  const scores = trace.map((token) => token.score).filter((score) => score !== null).sort((a, b) => a - b);
+  const scores = trace.filter(scored).map((token) => token.score).sort((a, b) => a - b);
   const floor = Math.min(0, scores[0] ?? 0);
   const top = Math.max(floor + 1e-12, scores[Math.floor(0.98 * (scores.length - 1))] ?? 0);
   return (score) => Math.sqrt(Math.max(0, Math.min(1, (score - floor) / (top - floor))));
@@ -111,11 +114,10 @@ function pointing(text, spans, trace, told) {
 }
 
 function legend(trace) {
-  const scored = trace.some((token) => token.score !== null);
   return el(
     "p",
     { class: "key" },
-    scored ? el("span", {}, "score: low ", el("i", { class: "ramp", "aria-hidden": "true" }), " high") : el("span", {}, "no scores: nothing was chosen by them"),
+    trace.some(scored) ? el("span", {}, "score: low ", el("i", { class: "ramp", "aria-hidden": "true" }), " high") : el("span", {}, "no scores: nothing was chosen by them"),
     el("span", {}, el("i", { class: "underline", "aria-hidden": "true" }), "underlined: recomputed"),
   );
 }

@@ -1,0 +1,275 @@
+"""`scripts/soak_serve`: what it looks at and how it judges; a short real soak is with those of `scripts/bench_serve`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import _soak_run
+from _soak_clients import Question, Visitors
+from _soak_judge import Answer, Ledger, Reference, is_clear_error, is_tie, made_of, reference
+from _soak_nonsense import huge, nonsense
+from _soak_run import Soak
+from _soak_store import BREAKS, broken
+from _soak_watch import Held, growth, look
+
+MEGABYTE = 1 << 20
+
+
+def looks(sizes: list[float]) -> list[Held]:
+    return [Held(5.0 * i, int(size * MEGABYTE), 5, 10) for i, size in enumerate(sizes)]
+
+
+def test_growth_is_that_of_the_line_not_of_single_large_requests() -> None:
+    draws = random.Random(0)
+    noise = [draws.uniform(-3, 3) for _ in range(200)]
+    flat = [700 + one + (300 if i % 17 == 0 else 0) for i, one in enumerate(noise)]
+    leak = [one + i for i, one in enumerate(flat)]  # 1 MB a look
+    assert abs(growth(looks(flat))) < 5 * MEGABYTE
+    assert growth(looks(leak)) == pytest.approx(199 * MEGABYTE, rel=0.05)
+    assert growth(looks([1.0])) == 0
+
+
+def test_a_look_sees_memory_threads_and_files() -> None:
+    before, done = look(os.getpid(), 0.0), threading.Event()
+    ballast = bytearray(os.urandom(64)) * MEGABYTE
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        with Path(os.devnull).open():
+            after = look(os.getpid(), 1.0)
+    finally:
+        done.set()
+        thread.join()
+    assert after.rss - before.rss > 0.8 * len(ballast)
+    assert (after.threads - before.threads, after.files - before.files) == (1, 1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    for number in range(20):
+        entry = tmp_path / "store" / "kv" / "objects" / f"{number % 3}" / f"{number}.safetensors"
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        entry.write_bytes(bytes([number]) * 100)
+    return tmp_path / "store"
+
+
+def contents(store: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in store.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize("name", ["gone", "blocked"])
+def test_a_store_that_fails_is_whole_again_whatever_was_written_meanwhile(store: Path, name: str) -> None:
+    before, objects = contents(store), store / "kv" / "objects"
+    with broken(name, store, random.Random(0)):
+        assert not (objects / "0" / "0.safetensors").exists()
+        with pytest.raises(OSError, match=r"Not a directory|No such file"):
+            (objects / "0" / "new.safetensors").write_bytes(b"")
+        if name == "gone":  # a server that goes on makes its folders anew
+            objects.mkdir(parents=True)
+            (objects / "new.safetensors").write_bytes(b"new")
+    assert contents(store) == before
+
+
+def test_damage_stays_for_the_server_to_mend(store: Path) -> None:
+    before = contents(store)
+    with broken("damaged", store, random.Random(0)):
+        pass
+    halves = [name for name, content in contents(store).items() if content != before[name]]
+    assert len(halves) == 2
+    assert all(contents(store)[name] == before[name][:50] for name in halves)
+    assert set(BREAKS) == {"gone", "blocked", "damaged"}
+
+
+def held(text: str = "The bell", *distances: float) -> Reference:
+    tokens = tuple(zip(("The", " be", "ll"), distances or (1.0, 1.0, 1.0), strict=True))
+    return Reference(Answer(text, ("blend", (True, True))), tokens)
+
+
+def test_a_reference_out_of_a_whole_answer() -> None:
+    content = [
+        {"token": "The", "top_logprobs": [{"logprob": -0.5}, {"logprob": -2.0}]},
+        {"token": " end", "top_logprobs": [{"logprob": -1.0}, {"logprob": -1.0001}]},
+    ]
+    own = {"figures": {"method": "blend"}, "sources": [{"hit": True}, {"hit": False}]}
+    found = reference(
+        {"choices": [{"message": {"content": "The end"}, "logprobs": {"content": content}}], "kvblend": own}
+    )
+    assert found.answer == Answer("The end", ("blend", (True, False)))
+    assert [name for name, _ in found.tokens] == ["The", " end"]
+    assert [distance for _, distance in found.tokens] == pytest.approx([1.5, 0.0001])
+
+
+def test_only_where_rounding_decides_another_token_is_right() -> None:
+    assert is_tie(held("The bell", 1.0, 1e-4, 1.0), "The bird")
+    assert not is_tie(held("The bell", 1.0, 1e-4, 1.0), "That bird"), "it differs before"
+    assert not is_tie(held("The bell", 1.0, 1.0, 1e-4), "The bird"), "it differs before"
+    assert is_tie(held("The bell", 1.0, 1.0, 1e-4), "The be"), "it ends there"
+
+
+def test_the_ledger_finds_what_is_off() -> None:
+    ledger = Ledger()
+    references = [held()]
+    ledger.judge("q", Answer("The bell", ("blend", (True, True))), references)
+    ledger.judge("q", Answer("Another", ("blend", (True, False))), references)
+    assert not ledger.off
+    ledger.judge("q", Answer("The bull", ("blend", (True, True))), references)
+    assert len(ledger.off) == 1
+    assert "'The bull' instead of 'The bell'" in ledger.off[0]
+    assert ledger.counts == {"same answer": 1, "made of other caches": 1, "OFF": 1}
+
+
+OWN = {"figures": {"method": "blend"}, "sources": [{"hit": True}] * 2}
+CLEAR = b'{"error": {"message": "no", "type": "server_error", "param": null, "code": "x"}}'
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no", b"{}", b'{"error": "no"}', b'{"error": {"message": "", "type": "x"}}', b"[1]"]
+)
+def test_what_is_no_clear_error(content: bytes) -> None:
+    assert is_clear_error(CLEAR)
+    assert not is_clear_error(content)
+
+
+def visitors(answer: Callable[[httpx.Request], httpx.Response]) -> Visitors:
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://here")
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+    return Visitors(client, "m", [Question("q", body, [held()])], Ledger(), random.Random(0))
+
+
+@pytest.mark.parametrize(
+    ("response", "off"),
+    [
+        ((400, CLEAR), ""),
+        ((429, CLEAR), ""),
+        ((200, b"{}"), "status 200"),
+        ((400, b"Bad request"), "without a clear error"),
+        ((500, CLEAR), "while nothing was broken"),
+        ((503, b""), "without a clear error"),
+    ],
+)
+def test_nonsense_is_to_be_refused_clearly(response: tuple[int, bytes], off: str) -> None:
+    someone = visitors(lambda request: httpx.Response(response[0], content=response[1]))
+    asyncio.run(someone.nonsense())
+    assert [off in line for line in someone.ledger.off] == ([True] if off else [])
+
+
+def test_a_failing_store_excuses_an_error_but_no_wrong_answer() -> None:
+    someone = visitors(lambda request: httpx.Response(503, content=CLEAR))
+    someone.broken = True
+    asyncio.run(someone.whole())
+    assert not someone.ledger.off
+    document = {"choices": [{"message": {"content": "The bull"}}], "kvblend": OWN}
+    other = visitors(lambda request: httpx.Response(200, json=document))
+    other.broken = True
+    asyncio.run(other.whole())
+    assert len(other.ledger.off) == 1
+
+
+def stream(*events: str) -> Visitors:
+    content = "".join(f"data: {event}\n\n" for event in events).encode()
+    return visitors(lambda request: httpx.Response(200, content=content))
+
+
+def test_a_stream_is_judged_by_its_end() -> None:
+    opened = json.dumps({"choices": [{"delta": {"role": "assistant"}}], "kvblend": OWN})
+    said = '{"choices": [{"delta": {"content": "The bell"}}]}'
+    whole, cut, failed = stream(opened, said, "[DONE]"), stream(opened, said), stream(opened, CLEAR.decode())
+    for one in (whole, cut, failed):
+        asyncio.run(one.stream())
+    assert whole.ledger.counts == {"same answer": 1}
+    assert cut.ledger.off == ["stream: ended without [DONE]"]
+    assert "while nothing was broken" in failed.ledger.off[0]
+
+
+def test_a_source_that_was_removed_before_is_found_out() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(
+            200, json={"kvblend": {"sources": [{"text": "x notice number 3 of the harbour office y"}]}}
+        )
+
+    someone = visitors(answer)
+    someone.documents, someone.removed = {"4": "notice-4"}, {"2"}
+    asyncio.run(someone.retrieve())
+    assert not someone.ledger.off
+    someone.removed = {"3"}
+    asyncio.run(someone.retrieve())
+    assert "removed before" in someone.ledger.off[0]
+
+
+def test_documents_come_and_go() -> None:
+    asked: list[tuple[str, str]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append((request.method, request.url.path))
+        return httpx.Response(202 if request.method == "POST" else 200, json={})
+
+    someone = visitors(answer)
+    for _ in range(6):
+        asyncio.run(someone.change())
+    assert [method for method, _ in asked] == ["POST"] * 4 + ["DELETE", "POST"]
+    assert asked[4][1] == "/v1/documents/notice-1"
+    assert (someone.removed, list(someone.documents)) == ({"1"}, ["2", "3", "4", "5"])
+
+
+def soaked(minutes: float = 0.1, grow: float = 64) -> Soak:
+    options = argparse.Namespace(minutes=minutes, grow=grow)
+    soak = Soak(options, visitors(lambda request: httpx.Response(200)), os.getpid(), Path(), 1.0, time.monotonic())
+    soak.looks = looks([700.0] * 3)
+    return soak
+
+
+def verdict(soak: Soak, meanwhile: Callable[[], object] = lambda: None) -> int:
+    async def run() -> int:
+        soak.before = look(os.getpid(), 0.0)  # inside of the loop, which has files of its own
+        meanwhile()
+        return await soak.verdict()
+
+    return asyncio.run(run())
+
+
+def test_the_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(_soak_run, "QUIET_S", 0.1)
+    assert verdict(soaked()) == 0
+    assert "PASS" in capsys.readouterr().out
+
+    wrong = soaked()
+    wrong.visitors.ledger.wrong("an answer")
+    assert verdict(wrong) == 1
+    assert "OFF an answer" in capsys.readouterr().out
+
+    grown = soaked()
+    grown.looks = looks([700.0, 800.0, 900.0, 1000.0])
+    grown.options.minutes = 0.25
+    assert verdict(grown) == 1
+    assert "OFF memory grew by" in capsys.readouterr().out
+
+
+def test_a_thread_that_stays_is_left_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(_soak_run, "QUIET_S", 0.1)
+    soak, done = soaked(), threading.Event()
+    thread = threading.Thread(target=done.wait)
+    try:
+        assert verdict(soak, thread.start) == 1
+    finally:
+        done.set()
+        thread.join()
+    assert "left over" in capsys.readouterr().out
+
+
+def test_all_nonsense_is_different_and_one_is_ten_megabytes() -> None:
+    found: list[Any] = [*nonsense("m"), *huge("m")]
+    assert len({(one.method, one.path, one.content) for one in found}) == len(found)
+    assert max(len(one.content) for one in found) >= 10 * MEGABYTE
+    assert made_of({}) == (None, ())
