@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from starlette.requests import Request
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blend.errors import StoreError
@@ -81,7 +82,7 @@ class Accounts:
             self._note(scope, entry, entry.status or sent, time.monotonic() - begun)
 
     def _note(self, scope: Scope, entry: Entry, status: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", "other")
+        route = _route(scope)
         self._metrics.responded(route, status)
         if entry.error:
             self._metrics.refused(entry.error)
@@ -96,6 +97,12 @@ def log_error(error: Exception, about: str) -> None:
     places = [f"{frame.filename.rpartition('/site-packages/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
     why = {"why": str(error)} if isinstance(error, StoreError | RetrievalError) else {}
     LOG.error("error", extra={"told": {"id": about, "error": type(error).__name__, **why, "at": places}})
+
+
+def _route(scope: Scope) -> str:
+    """The path as the application knows it, without anybody's ids."""
+    routes, endpoint = scope["app"].routes, scope.get("endpoint")
+    return next((one.path for one in routes if isinstance(one, Route) and one.endpoint is endpoint), "other")
 
 
 def _given_id(scope: Scope) -> str:
