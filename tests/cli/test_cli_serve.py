@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 
 
 @contextmanager
-def served(blend: Blend, *arguments: str | Path, **options: Any) -> Iterator[tuple[Running, httpx.Client]]:
+def served(
+    blend: Blend, *arguments: str | Path, last: signal.Signals = signal.SIGTERM, **options: Any
+) -> Iterator[tuple[Running, httpx.Client]]:
     """A server that is ready; it must end well when it is told to."""
     running = blend.start("serve", "--port", "0", *arguments, **options)
     running.until(lambda: "\n" in running.out, timeout=120)
@@ -32,7 +34,7 @@ def served(blend: Blend, *arguments: str | Path, **options: Any) -> Iterator[tup
     assert url is not None, running.out
     with httpx.Client(base_url=url[1], timeout=60) as client:
         yield running, client
-    result = running.send(signal.SIGTERM).wait()
+        result = running.send(last).wait()
     assert result.code == 0, result.err
     assert "Traceback" not in result.err
     assert result.out.count("\n") == 1
@@ -77,6 +79,26 @@ def test_what_runs_is_finished_first(blend: Blend, number: signal.Signals) -> No
             found = [line for line in lines if line.startswith("data: ")]
     assert found[-1] == "data: [DONE]"
     assert '"finish_reason": "length"' in found[-2]
+
+
+def test_a_second_ctrl_c_waits_for_nobody(blend: Blend) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 3900, "stream": True}
+    with served(blend, "--grace", "600", last=signal.SIGINT) as (running, http):
+        stack = ExitStack()
+        lines = stack.enter_context(http.stream("POST", "/v1/chat/completions", json=body)).iter_lines()
+        next(lines)
+        running.send(signal.SIGINT)
+        running.until(lambda: refuses(str(http.base_url)))
+    with stack, suppress(httpx.TransportError):
+        assert not [line for line in lines if '"finish_reason": "length"' in line]
+
+
+def refuses(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health")
+    except httpx.TransportError:
+        return True
+    return False
 
 
 def test_keys_out_of_a_file_and_the_environment(blend: Blend) -> None:

@@ -15,8 +15,10 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from blend.serve.door.errors import Failure, failure_of
+from blend.errors import StoreError
+from blend.serve.door.errors import DoorError, Failure, failure_of
 from blend.serve.metrics import Metrics
+from retrieval.errors import RetrievalError
 
 LOG = logging.getLogger("kvblend.serve")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -71,7 +73,7 @@ class Accounts:
         except Exception as error:
             failure = failure_of(error)
             entry.failed(failure)
-            if failure.status >= 500:
+            if failure.status >= 500 and not isinstance(error, DoorError):  # what is told on purpose is in the entry
                 log_error(error, entry.id)
             if not sent:
                 await failure.response(scope, receive, noting)
@@ -89,10 +91,11 @@ class Accounts:
 
 
 def log_error(error: Exception, about: str) -> None:
-    """Where an error came from. Messages are left out: they may quote anybody."""
+    """Where an error came from. Messages are left out, for they may quote anybody, but for those of a store or an index."""
     frames = traceback.extract_tb(error.__traceback__)[-6:]
     places = [f"{frame.filename.rpartition('/site-packages/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
-    LOG.error("error", extra={"told": {"id": about, "error": type(error).__name__, "at": places}})
+    why = {"why": str(error)} if isinstance(error, StoreError | RetrievalError) else {}
+    LOG.error("error", extra={"told": {"id": about, "error": type(error).__name__, **why, "at": places}})
 
 
 def _given_id(scope: Scope) -> str:
