@@ -13,7 +13,7 @@ from blend.model.rows import Narrowing, RowRequest, Steps
 from blend.select import All, Evidence, Nothing, QueryScore, Selector, Step
 from blend.select.base import KV
 from blend.select.contract import needs_of, rows_of
-from blend.select.evidence import query_attention, true_weight
+from blend.select.evidence import Asked, query_attention, true_weight
 from blend.timing import Stopwatch
 from blend.types import PromptLayout, Selection
 
@@ -100,16 +100,16 @@ def recompute(
     with watch.stage("recompute"):
         for piece in _pieces(before, most_rows):
             yield RowRequest(ids[piece][None], piece, cache)
+    if most_rows is not None:
+        cache.settle()  # what may be wrong with stored layers shows before other prompts' rows are in the same pass
     with watch.stage("select"):
-        asked = _asked(decoder, cache, plan, needs.query) if needs.query else None
+        asked = (yield from _asked(decoder, cache, plan, needs.query, most_rows)) if needs.query else None
         truth = true_weight(decoder, cache, plan.layout) if needs.truth else None
     choice = _Choice(plan, cache, asked, truth, watch, with_prefix=not asks)
     for step in (s for s in needs.steps if s.layer == 0):
         choice.narrow(step, None)
     narrowings = tuple(Narrowing(step.layer, partial(_narrow, choice, step)) for step in needs.steps if step.layer > 0)
     with watch.stage("recompute"):
-        if most_rows is not None:
-            cache.settle()  # what may be wrong with stored layers shows before other prompts' rows are in the same pass
         for piece in _pieces(choice.rows, None if narrowings else most_rows):
             logits = yield RowRequest(ids[piece][None], piece, cache, narrowings)
     scores = asked.sum(0) if asked is not None else None
@@ -120,9 +120,20 @@ def _pieces(rows: torch.Tensor, most: int | None) -> Sequence[torch.Tensor]:
     return torch.split(rows, most or rows.shape[0]) if rows.shape[0] else ()
 
 
-def _asked(decoder: Decoder, cache: BlendedCache, plan: Plan, score: QueryScore) -> torch.Tensor:
+def _asked(
+    decoder: Decoder, cache: BlendedCache, plan: Plan, score: QueryScore, most_rows: int | None
+) -> Steps[torch.Tensor]:
+    """The question's attention, as `query_attention` gives it; in pieces its rows are run beside other prompts' rows too.
+
+    They then go through the layers above those that are looked at for nothing, which is little where answers wait meanwhile.
+    """
     uncached = plan.required[plan.required < plan.layout.context.stop]
-    return query_attention(decoder, cache, plan.layout, score, uncached)
+    asked = Asked(decoder, cache, plan.layout, score, uncached)
+    alone = most_rows is None or asked.rows.shape[0] > most_rows or asked.last_layer == len(decoder.layers) - 1
+    if alone:
+        return query_attention(decoder, cache, plan.layout, score, uncached)
+    yield RowRequest(asked.token_ids, asked.rows, cache, observe=asked.observe)
+    return asked.attention()
 
 
 class _Choice:

@@ -35,26 +35,52 @@ def query_attention(
     uncached: positions of context rows that hold nothing yet, int64 `[rows]`: they get no part in it. The suffix rows' KV is
     written, and written again by the recompute. Raises `ConfigError` for layers that the decoder does not have.
     """
-    layers = scoring_layers(score.layers, len(decoder.layers))
-    scored, ends = list[torch.Tensor](), list[torch.Tensor]()
-    suffix = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
+    asked = Asked(decoder, cache, layout, score, uncached)
+    decoder.watch_attention(
+        asked.token_ids, asked.rows, cache, asked.observe, total=layout.rows, last_layer=asked.last_layer
+    )
+    return asked.attention()
 
-    def observe(call: AttentionCall) -> None:
-        if call.layer in layers:
-            scored.append(_over_heads(call, score, "max" if score.rows == "peak" else "sum"))
-            if score.rows == "peak":
-                end = replace(call, query=call.query[:, :, -1:], positions=call.positions[-1:])
-                ends.append(_over_heads(end, score, "sum"))
 
-    if uncached is not None:
-        cache.blank(uncached)
-    ids = torch.tensor([layout.suffix], device=decoder.device)
-    decoder.watch_attention(ids, suffix, cache, observe, total=layout.rows, last_layer=layers[-1])
-    attention = torch.stack(scored)
-    if ends:
-        last, context = torch.stack(ends), slice(layout.context.start, layout.context.stop)
-        attention += last * (attention[:, context].sum() / last[:, context].sum().clamp_min(1e-20))
-    return attention
+class Asked:
+    """`query_attention` for a scheduler: run the suffix with `observe`, then there is `attention`.
+
+    token_ids: of the suffix, `[1, rows]`. rows: their positions. last_layer: that is looked at.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: BlendedCache,
+        layout: PromptLayout,
+        score: QueryScore,
+        uncached: torch.Tensor | None = None,
+    ) -> None:
+        self._layers = scoring_layers(score.layers, len(decoder.layers))
+        self._layout, self._score, self.last_layer = layout, score, self._layers[-1]
+        self._scored, self._ends = list[torch.Tensor](), list[torch.Tensor]()
+        if uncached is not None:
+            cache.blank(uncached)
+        self.rows = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
+        self.token_ids = torch.tensor([layout.suffix], device=decoder.device)
+
+    def observe(self, call: AttentionCall) -> None:
+        """Take in the attention of a layer."""
+        if call.layer not in self._layers:
+            return
+        peak = self._score.rows == "peak"
+        self._scored.append(_over_heads(call, self._score, "max" if peak else "sum"))
+        if peak:
+            end = replace(call, query=call.query[:, :, -1:], positions=call.positions[-1:])
+            self._ends.append(_over_heads(end, self._score, "sum"))
+
+    def attention(self) -> torch.Tensor:
+        """Of all scored layers, see `query_attention`."""
+        attention = torch.stack(self._scored)
+        if self._ends:
+            last, context = torch.stack(self._ends), slice(self._layout.context.start, self._layout.context.stop)
+            attention += last * (attention[:, context].sum() / last[:, context].sum().clamp_min(1e-20))
+        return attention
 
 
 def true_weight(decoder: Decoder, cache: BlendedCache, layout: PromptLayout) -> torch.Tensor:
