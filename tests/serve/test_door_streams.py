@@ -117,6 +117,8 @@ def test_who_leaves_is_answered_no_further(served: Served, stream: bool) -> None
 def test_a_silent_stream_is_kept_alive(serve: Callable[..., Served]) -> None:
     served = serve({"keep_alive_s": 0.05}, most_running=1)
     connection, first = long_answer(served.url)
+    while b"content" not in first.readline():
+        pass
     waiting, lines = long_answer(served.url)
     with connection, first, waiting, lines:
         seen = [lines.readline() for _ in range(40)]
