@@ -269,7 +269,7 @@ def test_a_thread_that_stays_is_left_over(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_all_nonsense_is_different_and_one_is_ten_megabytes() -> None:
-    found: list[Any] = [*nonsense("m"), *huge("m")]
+    found: list[Any] = [*nonsense("m"), *huge("m", 10)]
     assert len({(one.method, one.path, one.content) for one in found}) == len(found)
     assert max(len(one.content) for one in found) >= 10 * MEGABYTE
     assert made_of({}) == (None, ())
