@@ -29,13 +29,18 @@ class Question:
 
 @dataclass
 class Visitors:
-    """Everybody who comes. breaks: how often the store began or ceased to fail; broken: whether it fails now."""
+    """Everybody who comes.
+
+    megabytes: of the largest bodies. broken: whether the store fails now; breaks: how often it was mended. documents: number
+    -> id of the notices that are there; removed: the numbers of those that were.
+    """
 
     client: httpx.AsyncClient
     model: str
     questions: Sequence[Question]
     ledger: Ledger
     draws: random.Random
+    megabytes: int = 10
     broken: bool = False
     breaks: int = 0
     documents: dict[str, str] = field(default_factory=dict)
@@ -103,11 +108,11 @@ class Visitors:
         await self._bad(self.draws.choice(nonsense(self.model)))
 
     async def huge(self) -> None:
-        """Ten megabytes; a server may hang up on whoever sends so much."""
+        """Megabytes; a server may hang up on whoever sends so much."""
         try:
-            await self._bad(self.draws.choice(huge(self.model)))
+            await self._bad(self.draws.choice(huge(self.model, self.megabytes)))
         except (httpx.WriteError, httpx.RemoteProtocolError):
-            self.ledger.count("hung up on 10 MB")
+            self.ledger.count("hung up on megabytes")
 
     async def _bad(self, one: Nonsense) -> None:
         breaks, broken = self.breaks, self.broken
@@ -156,7 +161,9 @@ class Visitors:
         return self.ledger.count("corpus changed")
 
     def _refused(self, name: str, status: int, content: bytes, breaks: int, broken: bool) -> None:
-        self.ledger.refused(name, status, content, expected=broken or breaks != self.breaks)
+        """breaks, broken: as they were when it came; the store may have failed at any moment since."""
+        excused = broken or self.broken or breaks != self.breaks
+        self.ledger.refused(name, status, content, expected=excused)
 
 
 def notice_name(number: str) -> str:

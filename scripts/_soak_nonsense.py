@@ -60,11 +60,12 @@ def nonsense(model: str) -> tuple[Nonsense, ...]:
     return tuple(found)
 
 
-def huge(model: str) -> tuple[Nonsense, ...]:
-    """Ten megabytes: of one message, of nothing that is JSON, and of a document."""
-    text = "a question that does not end " * (10 * MEGABYTE // 29)
+def huge(model: str, megabytes: int) -> tuple[Nonsense, ...]:
+    """So many megabytes of one message, and of nothing that is JSON."""
+    words = "a question that does not end "
+    text = words * (megabytes * MEGABYTE // len(words) + 1)
     chat = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
     return (
-        Nonsense("10 MB of a message", json.dumps(chat).encode()),
-        Nonsense("10 MB of nothing", b"\x00" * (10 * MEGABYTE)),
+        Nonsense(f"{megabytes} MB of a message", json.dumps(chat).encode()),
+        Nonsense(f"{megabytes} MB of nothing", b"\x00" * (megabytes * MEGABYTE)),
     )

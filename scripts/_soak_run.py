@@ -7,6 +7,7 @@ import asyncio
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ class Soak:
         for kind in (someone.whole, someone.stream, someone.leave, someone.nonsense, someone.huge, someone.change):
             await kind()
         await asyncio.sleep(self.options.idle)
+        await self._stir()
         self.before = look(self.pid, self.now())
         self.begun = time.monotonic()
 
@@ -136,6 +138,7 @@ class Soak:
         until = self.now() + QUIET_S
         while (held := self._see()) and self._more(held) and self.now() < until:
             await asyncio.sleep(1)
+            await self._stir()
         off = list(self.visitors.ledger.off)
         if held is None:
             off.append("the server is gone")
@@ -150,6 +153,11 @@ class Soak:
             )
         )
         return 1 if off else 0
+
+    async def _stir(self) -> None:
+        """A light request: a server's pool lets idle threads go when it is used, not by itself."""
+        with suppress(httpx.HTTPError):
+            await self.visitors.client.get("/v1/documents")
 
     def _more(self, held: Held) -> str:
         """What there is more of than before, in words."""

@@ -1,4 +1,4 @@
-"""`scripts/soak_serve`: what it looks at and how it judges; a short real soak is with those of `scripts/bench_serve`."""
+"""`scripts/soak_serve`: what it looks at and how it judges; and a quarter of a minute of the real thing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import asyncio
 import json
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from _soak_run import Soak
 from _soak_store import BREAKS, broken
 from _soak_watch import Held, growth, look
 
+ROOT = Path(__file__).parents[2]
 MEGABYTE = 1 << 20
 
 
@@ -269,7 +272,18 @@ def test_a_thread_that_stays_is_left_over(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_all_nonsense_is_different_and_one_is_ten_megabytes() -> None:
-    found: list[Any] = [*nonsense("m"), *huge("m")]
+    found: list[Any] = [*nonsense("m"), *huge("m", 10)]
     assert len({(one.method, one.path, one.content) for one in found}) == len(found)
     assert max(len(one.content) for one in found) >= 10 * MEGABYTE
     assert made_of({}) == (None, ())
+
+
+def test_a_short_soak_of_a_real_server() -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(ROOT / "scripts" / "soak_serve"), "--tiny"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=env)
+    assert result.returncode == 0, result.stdout + result.stderr
+    *_, counts, verdict = result.stdout.splitlines()
+    assert verdict.startswith("PASS")
+    for kind in ("same answer", "left", "corpus changed", "store blocked", "store damaged", "status 400"):
+        assert f"{kind} " in counts, counts
