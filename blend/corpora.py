@@ -30,6 +30,11 @@ def check_corpus_name(name: str) -> None:
         )
 
 
+def is_corpus_name(name: str) -> bool:
+    """Whether this can name a corpus."""
+    return bool(_NAME.fullmatch(name))
+
+
 def index_dir(root: Path, name: str) -> Path:
     """Where the index of a corpus lies in the store `root`."""
     check_corpus_name(name)

@@ -20,7 +20,7 @@ from blend.serve.cache_feeder import Calibrate
 from blend.serve.caching import Compute, DocumentState, compute_here
 from blend.serve.corpus_keeper import CorpusKeeper, current_index
 from blend.serve.corpus_worker import CorpusWorker, Task
-from blend.serve.spool import Spool
+from blend.serve.spool import INCOMING, Spool
 from blend.serve.uploads import DocumentLimits, Upload, UploadedFile, UploadsFullError, checked, part_of, safe_id
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Documents:
         limits: DocumentLimits | None = None,
     ) -> None:
         self._rag, self._limits = rag, limits or DocumentLimits()
-        self._spool = Spool(rag.index_dir.parent / "incoming")
+        self._spool = Spool(rag.index_dir.parent / INCOMING)
         self._putting = threading.Lock()
         self._worker = CorpusWorker(
             CorpusKeeper(rag, self._spool), self._spool, compute, calibrate, self._limits.documents

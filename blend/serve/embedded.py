@@ -94,17 +94,22 @@ class EmbeddedEngine:
                 f"{self._kv_budget >> 20}: use fewer chunks, a shorter answer or a larger budget"
             )
         with self._changed:
-            if not self._open:
-                raise QueueFullError(len(self._waiting), 1.0)
-            if len(self._waiting) >= self._most_waiting:
-                rounds = len(self._waiting) / self._most_running + 1
-                raise QueueFullError(len(self._waiting), max(1.0, rounds * self._seconds))
+            self.require_room()
             self._waiting.append(job)
             self._waiting.sort(key=lambda one: one.order)
             self._changed.notify_all()
         if not work.full:
             blender.read_ahead(work.layout)
         return job
+
+    def require_room(self) -> None:
+        """See `Engine.require_room`."""
+        with self._changed:
+            if not self._open:
+                raise QueueFullError(len(self._waiting), 1.0)
+            if len(self._waiting) >= self._most_waiting:
+                rounds = len(self._waiting) / max(1, self._most_running) + 1
+                raise QueueFullError(len(self._waiting), max(1.0, rounds * self._seconds))
 
     def holding(self) -> Holding:
         """See `Engine.holding`."""

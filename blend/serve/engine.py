@@ -154,6 +154,9 @@ class Engine(Protocol):
         Raises `PromptError` when it can never run, `QueueFullError` when too many wait.
         """
 
+    def require_room(self) -> None:
+        """Raise `QueueFullError` when too many wait."""
+
     @property
     def alive(self) -> bool:
         """Whether answers can still come."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blend.corpora import check_corpus_name, corpora
+from blend.corpora import check_corpus_name, corpora, is_corpus_name
 from blend.errors import PromptError, StoreError
 from blend.indexing import TitledText
 from blend.prompt import render_chunk
@@ -18,6 +18,7 @@ from blend.serve.passages.known import KnownTexts
 from blend.serve.passages.learned import Learned
 from blend.serve.passages.rendered import Renderer
 from blend.serve.passages.segments import Segment, segments
+from blend.serve.spool import INCOMING
 from blend.types import Part
 from retrieval import Chunk, RetrievalError, chunk_documents
 from retrieval.document import Document
@@ -43,6 +44,25 @@ def room_root(root: Path, tenant: str) -> Path:
     """Where a tenant's store lies in the server's; nobody's is the server's own."""
     check_corpus_name(tenant)
     return root / TENANTS / tenant if tenant else root
+
+
+def kept_corpora(root: Path) -> set[tuple[str, str]]:
+    """Tenant and name of every corpus that is there, or that documents were taken in for."""
+    found = set[tuple[str, str]]()
+    tenants = [path.name for path in _folders(root / TENANTS) if is_corpus_name(path.name)]
+    for tenant in ("", *tenants):
+        mine = room_root(root, tenant)
+        waiting = [path.name for path in _folders(mine / "corpora") if (path / INCOMING).is_dir()]
+        named = [name for name in waiting if is_corpus_name(name)]
+        found |= {(tenant, name) for name in (*corpora(mine), *named, *([""] if (mine / INCOMING).is_dir() else []))}
+    return found
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if path.is_dir()]
+    except OSError:  # not there, or not to be read
+        return []
 
 
 class Room:

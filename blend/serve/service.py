@@ -40,7 +40,7 @@ from blend.serve.engine import (
     Work,
 )
 from blend.serve.profile import Profile
-from blend.serve.room import Cited, Room, room_root
+from blend.serve.room import Cited, Room, kept_corpora, room_root
 from blend.serve.text import Speaker
 
 if TYPE_CHECKING:
@@ -86,6 +86,9 @@ class Service:
         if rag.index_dir.exists():
             _ = rag.embedder
         self._profile.measure()
+        if not self.full:
+            for tenant, corpus in sorted(kept_corpora(rag.root)):
+                self.documents(tenant, corpus)  # goes on with what an earlier process had taken in
         self.ready = True
 
     def room(self, tenant: str) -> Room:
@@ -136,6 +139,7 @@ class Service:
         `RetrievalError` where there is nothing to retrieve from, `QueueFullError` when too many wait.
         """
         begin = time.monotonic()
+        self.engine.require_room()  # who is to come again later must not cost a search first
         room = self.room(ask.tenant)
         layout, cited = _put(room, ask)
         rag = room.rag(ask.corpus)
@@ -156,7 +160,7 @@ class Service:
         )
         if ask.deadline_s is not None:
             work = replace(work, deadline_s=ask.deadline_s - conversation.before_s)
-        conversation.handle = self.engine.submit(work, conversation.on_event)
+        conversation.follow(self.engine.submit(work, conversation.on_event))
         return conversation
 
     def close(self, finish_s: float = 0.0) -> None:
@@ -230,7 +234,8 @@ class _Conversation:
         profile: Profile,
         before_s: float,
     ) -> None:
-        self.handle: Handle | None = None
+        self._handle: Handle | None = None
+        self._cancelled = False
         self.before_s = before_s
         self._decoder, self._ask, self._sampling, self._layout = rag.decoder, ask, sampling, layout
         self._cited, self._on_reply, self._profile = cited, on_reply, profile
@@ -240,9 +245,16 @@ class _Conversation:
         self._closed = False
 
     def cancel(self) -> None:
-        """Give it up."""
-        if self.handle is not None:
-            self.handle.cancel()
+        """Give it up, now or as soon as the engine has it."""
+        self._cancelled = True
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def follow(self, handle: Handle) -> None:
+        """The engine has it; events may have come already."""
+        self._handle = handle
+        if self._cancelled:
+            handle.cancel()
 
     def on_event(self, event: Event) -> None:
         """Of the engine, in words."""

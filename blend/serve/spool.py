@@ -24,6 +24,9 @@ MOST_TRIES = 5
 _NAME = re.compile(r"([0-9]{12})-([0-9])\.upload")
 
 
+INCOMING = "incoming"  # the folder beside an index
+
+
 class Spool:
     """The folder, which is made when something is first put into it. One thread takes out; any may put in, one at a time."""
 

@@ -225,3 +225,29 @@ def test_documents_that_are_added_are_answered_from(service: Service) -> None:
     assert documents.delete("kell")
     with pytest.raises(PromptError, match="no chunks"):
         ask(service, "How many domes has the observatory?", top_k=2, tenant="alpha")
+
+
+def test_documents_that_waited_on_disk_are_taken_up_at_the_start(filled: tuple[Path, Path], tmp_path: Path) -> None:
+    store = shutil.copytree(filled[0], tmp_path / "store")
+    with serving(store, filled[1]) as service:
+        documents = service.documents("alpha")
+        documents.close()  # as a kill would leave it: taken in, not indexed
+        text = "The weir of Osk is opened by hand at dawn. " * 6
+        documents.add(texts=[GivenDocument(text, "The weir", "weir")])
+    with serving(store, filled[1]) as service:
+        until = time.monotonic() + 60
+        while "" not in service.corpora("alpha") and time.monotonic() < until:
+            time.sleep(0.05)
+        told = ask(service, "Who opens the weir?", top_k=1, tenant="alpha")
+        assert [source.title for source in told.opened.sources] == ["The weir"]
+
+
+def test_whoever_leaves_before_the_engine_knows_is_gone(service: Service) -> None:
+    """A text that ends the answer with its first token ends it in the engine too."""
+    first = ask(service, QUESTION, top_k=2, sampling=Sampling(max_tokens=1)).text
+    told = ask(service, QUESTION, top_k=2, sampling=Sampling(max_tokens=2000), stop=(first[:1],))
+    assert (told.text, told.closed.reason) == ("", "stop")
+    until = time.monotonic() + 10
+    while service.engine.holding().running and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not service.engine.holding().running
