@@ -63,7 +63,7 @@ def summary(samples: Sequence[Sample], seconds: float, slos: Iterable[float]) ->
 
 
 def _total(samples: Iterable[Sample], figure: str) -> float:
-    return sum(sample.figures.get(figure, 0) for sample in samples)
+    return float(sum(sample.figures.get(figure, 0) for sample in samples))
 
 
 def _in_time(sample: Sample, slo: float) -> bool:
