@@ -78,7 +78,7 @@ def chat(asked: Asked, way: Way) -> dict[str, Any]:
 
 def greedy(tokens: int) -> dict[str, Any]:
     """Of the likeliest tokens, at most so many."""
-    return {"max_tokens": tokens, "temperature": 0}
+    return {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
 
 def vllm_server(python: str, model: Path, *, threads: int, answer_tokens: int, longest: int) -> Server:

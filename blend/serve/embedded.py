@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 MOST_LACKING = 512  # caches that prompts lacked; of more the next prompts remind
 GPU_ROWS = 1024
+ROWS_ALONE = 256
 TURN = 4  # while answers are decoded, one pass in so many computes a piece of a chunk's cache
 
 
@@ -78,8 +79,10 @@ class EmbeddedEngine:
         self._open = True
         self._seconds = 1.0  # that an answer took lately
         self._passes = 0
+        self._threads, self._begun = torch.get_num_threads(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name="kvblend-engine", daemon=True)
         self._thread.start()
+        self._begun.wait()
 
     def submit(self, work: Work, on_event: Callable[[Event], None]) -> Job:
         """See `Engine.submit`."""
@@ -151,6 +154,8 @@ class EmbeddedEngine:
         return job.capacity * self._row_bytes
 
     def _loop(self) -> None:
+        torch.set_num_threads(self._threads)
+        self._begun.set()
         while True:
             with self._changed:
                 if not (self._waiting or self._running or self._encodings or self._closing):
@@ -197,7 +202,9 @@ class EmbeddedEngine:
         live = [job for job in jobs if not job.ended]
         prefilling = next((job for job in live if job.blend is None), None)
         if prefilling is not None and not prefilling.begun:
-            self._guarded(prefilling, lambda: prefilling.begin(self._piece_rows))
+            alone = all(job is prefilling for job in live)  # nobody waits for the next token: larger pieces are quicker
+            rows = max(self._piece_rows, ROWS_ALONE) if alone else self._piece_rows
+            self._guarded(prefilling, lambda: prefilling.begin(rows))
         taking = [job for job in live if job.blend is not None or (job is prefilling and not job.ended)]
         self._passes += 1
         encoding = self._encoding() if prefilling is None and (not taking or self._passes % TURN == 0) else None

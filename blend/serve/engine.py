@@ -33,8 +33,8 @@ class Sampling:
     """How tokens are chosen.
 
     temperature: 0 takes the likeliest. top_p: only the likeliest tokens that together have this probability. seed: makes a draw
-    repeatable. logprobs: how many alternatives come with each token; None gives no log-probabilities at all. Raises
-    `ConfigError` for what is out of its range.
+    repeatable. ignore_eos: whether the answer goes on behind a token that would end it. logprobs: how many alternatives come
+    with each token; None gives no log-probabilities at all. Raises `ConfigError` for what is out of its range.
     """
 
     max_tokens: int = ANSWER_TOKENS
@@ -42,6 +42,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int | None = None
     logprobs: int | None = None
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         ranges = {

@@ -22,7 +22,7 @@ class Sampler:
     def __init__(self, decoder: Decoder, sampling: Sampling, prompt: tuple[int, ...]) -> None:
         config: Any = decoder.model.generation_config
         stops = config.eos_token_id
-        self.stops = frozenset([stops] if isinstance(stops, int) else stops or ())
+        self.stops = frozenset(() if sampling.ignore_eos else [stops] if isinstance(stops, int) else stops or ())
         self._sampling, self._device = sampling, decoder.device
         self._draw = torch.Generator(device=decoder.device)
         if sampling.seed is not None:

@@ -85,7 +85,8 @@ class Service:
         _ = rag.blender.encoder(rag.template.prefix).prefix
         if rag.index_dir.exists():
             _ = rag.embedder
-        self._profile.measure()
+        if self._profile.seconds(1) is None:
+            self._profile.measure()
         if not self.full:
             for tenant, corpus in sorted(kept_corpora(rag.root)):
                 self.documents(tenant, corpus)  # goes on with what an earlier process had taken in

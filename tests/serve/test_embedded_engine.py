@@ -279,3 +279,14 @@ def test_closing_finishes_what_runs_or_ends_it(make_engine: Callable[..., Embedd
     answers = [ask(other, layout, Sampling(max_tokens=300)) for _ in range(3)]
     other.close()
     assert [answer.last for answer in answers] == [Ended("shutdown")] * 3
+
+
+def test_an_answer_goes_on_behind_its_end_where_that_is_wanted(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine, layout = make_engine(), make_layout()
+    config = decoder("llama").model.generation_config
+    before, config.eos_token_id = config.eos_token_id, list(range(97))
+    try:
+        assert len(ask(engine, layout).wait().tokens) == 1
+        assert len(ask(engine, layout, replace(FEW, ignore_eos=True)).wait().tokens) == FEW.max_tokens
+    finally:
+        config.eos_token_id = before

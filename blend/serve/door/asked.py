@@ -66,6 +66,7 @@ def ask_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLimits
         top_p=Sampling.top_p if body.top_p is None else body.top_p,
         seed=body.seed,
         logprobs=body.wanted_logprobs,
+        ignore_eos=bool(body.ignore_eos),
     )
     return Ask(
         messages=_messages(body),

@@ -123,6 +123,7 @@ class Common(Body):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stops | None = None
+    ignore_eos: bool | None = None  # vLLM's: an answer of a given length, for measuring
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
