@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from blend.model.threads import compute_alone
 from blend.types import Span
 
 if TYPE_CHECKING:
@@ -76,7 +77,6 @@ class LayerLoader:
         self._done = [0] * len(shapes)  # threads that have read the layer
         self._failed: BaseException | None = None
         self._threads: list[threading.Thread] = []
-        self._begun, self._count = threading.Semaphore(0), torch.get_num_threads()
 
     def __enter__(self) -> LayerLoader:
         return self
@@ -93,9 +93,6 @@ class LayerLoader:
         ]
         for thread in self._threads:
             thread.start()
-        for _ in self._threads:
-            self._begun.acquire()
-        torch.set_num_threads(self._count)  # as it was: what those threads set is also what new threads begin with
 
     def take(self, layer: int) -> StagedLayer:
         """The layer, waited for. It may be written to, and is valid until `hand_back`.
@@ -128,8 +125,7 @@ class LayerLoader:
     def _read(self, chunks: Sequence[StagedChunk]) -> None:
         # Each thread would get helpers of its own for its copies. GNU's OpenMP counts them, and with more threads than cores it
         # puts those that wait to sleep at once: the model's own helpers too, and passes take two to three times as long.
-        torch.set_num_threads(1)
-        self._begun.release()
+        compute_alone()
         try:
             with torch.inference_mode():
                 for layer in range(len(self._shapes)):

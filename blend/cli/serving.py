@@ -78,8 +78,7 @@ class _Loading(threading.Thread):
 
 def _service(given: dict[str, Any]) -> Service:
     rag = options.open_all_corpora(given)
-    import torch
-
+    from blend.model.threads import take_threads
     from blend.serve.embedded import EmbeddedEngine
     from blend.serve.profile import Profile
     from blend.serve.service import Service
@@ -100,7 +99,7 @@ def _service(given: dict[str, Any]) -> Service:
     )
     # The cores are the engine's. With helper threads for the others there would be more threads than cores, and GNU's OpenMP
     # then lets the engine's own helpers sleep between operations: passes take two to three times as long.
-    torch.set_num_threads(1)
+    take_threads(1)
     learn = 0 if given["no_learn"] else _bytes(given["learn_budget"])
     service = Service(rag, engine, learn_budget=learn, full=given["full"], profile=profile)
     if Path(given["model"]).is_dir():

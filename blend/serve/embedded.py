@@ -17,6 +17,7 @@ import torch
 
 from blend.errors import PromptError
 from blend.model.few_rows import MOST_ROWS
+from blend.model.threads import take_threads
 from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.serve.caching import OnDone
 from blend.serve.encoding import Encoding, nobody_waits
@@ -154,7 +155,7 @@ class EmbeddedEngine:
         return job.capacity * self._row_bytes
 
     def _loop(self) -> None:
-        torch.set_num_threads(self._threads)
+        take_threads(self._threads)
         self._begun.set()
         while True:
             with self._changed:

@@ -290,3 +290,17 @@ def test_an_answer_goes_on_behind_its_end_where_that_is_wanted(make_engine: Call
         assert len(ask(engine, layout, replace(FEW, ignore_eos=True)).wait().tokens) == FEW.max_tokens
     finally:
         config.eos_token_id = before
+
+
+def test_the_engine_keeps_its_threads_whatever_others_are_told(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    before, seen = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
+    try:
+        engine = make_engine()
+        torch.set_num_threads(1)  # as the server does for all other threads, before the engine computes anything
+        answer = Answer(lambda: seen.append(torch.get_num_threads()))
+        engine.submit(Work(make_layout(), FEW), answer)
+        answer.wait()
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {3}
