@@ -143,13 +143,15 @@ class Room:
         width = sum(layer.width for layer in rag.decoder.rotations) * 2  # bytes, of a codec of 16 bits a value
         chunks = [one.passage.part.whole if one.passage.part else one.passage.ids for one in new]
         keys = {library.key(one): len(one.chunk) * width for one in library.wanted(chunks)}
+        known = all(key in self.learned for key in keys)
         gone = self.learned.seen(keys)
         with suppress(StoreError):  # the store is down or read-only: what is too much goes another time
             used = self._in_use() if gone else set()
             for key in gone:
                 if key not in used:
                     rag.store.delete(key)
-            self.learned.save()
+            if gone or not known:  # the order alone is not worth a file for every question
+                self.learned.save()
         return True
 
     def _in_use(self) -> set[Any]:

@@ -4,44 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from blend.errors import PromptError
-from blend.serve.ask import (
-    Ask,
-    Closed,
-    Delta,
-    Figures,
-    Opened,
-    Refused,
-    Reply,
-    Source,
-    TokenPart,
-    TokenText,
-    TracedToken,
-)
+from blend.serve.ask import Ask
 from blend.serve.budgets import LEARN_BUDGET
 from blend.serve.chat import Turn, question_turns
+from blend.serve.conversation import Conversation, OnReply
 from blend.serve.documents import Documents
-from blend.serve.engine import (
-    Ended,
-    EndReason,
-    Engine,
-    Event,
-    Failed,
-    Handle,
-    QueueFullError,
-    Sampling,
-    Started,
-    Token,
-    Work,
-)
+from blend.serve.engine import Engine, Handle, QueueFullError, Work
 from blend.serve.profile import Profile
 from blend.serve.room import Cited, Room, kept_corpora, room_root
-from blend.serve.text import Speaker
 
 if TYPE_CHECKING:
     from blend.rag import Rag
@@ -50,7 +26,6 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.5
 MOST_OF_A_TOKEN = 64  # characters that no text has in a token on average
-OnReply = Callable[[Reply], None]
 
 
 class Service:
@@ -156,7 +131,7 @@ class Service:
             deadline_s=ask.deadline_s,
             trace=ask.trace,
         )
-        conversation = _Conversation(
+        conversation = Conversation(
             rag, ask, sampling, layout, cited, on_reply, self._profile, time.monotonic() - begin
         )
         if ask.deadline_s is not None:
@@ -219,118 +194,3 @@ def _room_for(rag: Rag, layout: PromptLayout, most: int) -> int:
     rag.decoder.check_length(layout.rows + 1)
     longest = rag.decoder.context_length
     return most if longest is None else min(most, longest - layout.rows)
-
-
-class _Conversation:
-    """One question on its way; a `Handle`."""
-
-    def __init__(
-        self,
-        rag: Rag,
-        ask: Ask,
-        sampling: Sampling,
-        layout: PromptLayout,
-        cited: Sequence[Cited],
-        on_reply: OnReply,
-        profile: Profile,
-        before_s: float,
-    ) -> None:
-        self._handle: Handle | None = None
-        self._cancelled = False
-        self.before_s = before_s
-        self._decoder, self._ask, self._sampling, self._layout = rag.decoder, ask, sampling, layout
-        self._cited, self._on_reply, self._profile = cited, on_reply, profile
-        self._speaker = Speaker(rag.decoder.tokenizer, ask.stop)
-        self._tokens, self._first, self._last = 0, 0.0, 0.0
-        self._named: list[TokenText] = []
-        self._closed = False
-
-    def cancel(self) -> None:
-        """Give it up, now or as soon as the engine has it."""
-        self._cancelled = True
-        if self._handle is not None:
-            self._handle.cancel()
-
-    def follow(self, handle: Handle) -> None:
-        """The engine has it; events may have come already."""
-        self._handle = handle
-        if self._cancelled:
-            handle.cancel()
-
-    def on_event(self, event: Event) -> None:
-        """Of the engine, in words."""
-        if self._closed:
-            return
-        if isinstance(event, Started):
-            self._on_reply(self._opened(event))
-        elif isinstance(event, Token):
-            self._hear(event)
-        elif isinstance(event, Ended):
-            self._close(event.reason)
-        elif isinstance(event, Failed):
-            self._closed = True
-            self._on_reply(Refused(event.error))
-
-    def _hear(self, token: Token) -> None:
-        self._last = time.monotonic()
-        self._first = self._first or self._last
-        self._tokens += 1
-        if self._sampling.logprobs is not None:
-            self._named.append(self._speaker.named(token))
-        said = self._speaker.hear(token.id)
-        if said.text or said.ended:
-            self._say(said.text)
-        if said.ended:
-            self._close("stop")
-            self.cancel()
-
-    def _say(self, text: str) -> None:
-        named, self._named = tuple(self._named), []
-        if text or named:
-            self._on_reply(Delta(text, named))
-
-    def _close(self, reason: EndReason) -> None:
-        self._say(self._speaker.finish())
-        self._closed = True
-        gaps = self._tokens - 1
-        tpot_s = (self._last - self._first) / gaps if gaps > 0 else None
-        self._on_reply(Closed(reason, self._tokens, tpot_s))
-
-    def _opened(self, started: Started) -> Opened:
-        sources = tuple(
-            Source(one.kind, one.id, one.title, one.text, one.score, hit, len(one.passage.ids))
-            for one, hit in zip(self._cited, started.hits, strict=True)
-        )
-        figures = Figures(
-            method="full" if started.reason else "blend",
-            reason="" if started.reason == "asked for" else started.reason,
-            rows=started.rows,
-            rows_computed=started.rows_computed,
-            rows_reused=started.rows_reused,
-            hits=sum(started.hits),
-            chunks=len(started.hits),
-            bytes_loaded=started.bytes_loaded,
-            stages={"prepare": self.before_s, **started.stages},
-            waited_s=started.waited_s,
-            ttft_s=self.before_s + started.ttft_s,
-            full_s=self._profile.seconds(started.rows),
-            notes=started.notes,
-        )
-        cached = started.rows - started.rows_computed
-        return Opened(started.rows, cached, sources, figures, self._traced(started))
-
-    def _traced(self, started: Started) -> tuple[TracedToken, ...]:
-        """The prompt's tokens, one by one."""
-        if not started.trace:
-            return ()
-        layout, names = self._layout, list[TokenPart]()
-        names += ["prefix"] * len(layout.prefix)
-        for place, chunk in enumerate(layout.chunks):
-            names += ["text" if place in layout.plain else "chunk"] * len(chunk)
-        names += ["suffix"] * len(layout.suffix)
-        texts = self._decoder.tokenizer.batch_decode([[token] for token in layout.token_ids])
-        rows = zip(texts, names, started.trace, strict=True)
-        return tuple(TracedToken(text, part, computed, score) for text, part, (computed, score) in rows)
-
-
-__all__ = ["QueueFullError", "Service"]

@@ -90,7 +90,7 @@ def test_tenants_share_nothing(service: Service) -> None:
     text = GivenDocument(
         "The lantern of the north tower is lit by keeper Anselm at seven, and by nobody else. " * 8, "Tower"
     )
-    mine = [ask(service, QUESTION, documents=(text,), tenant="alpha") for _ in range(2)]
+    ask(service, QUESTION, documents=(text,), tenant="alpha")
     settled(service)
     assert all(source.hit for source in ask(service, QUESTION, documents=(text,), tenant="alpha").opened.sources)
     other = ask(service, QUESTION, documents=(text,), tenant="beta").opened
@@ -101,7 +101,6 @@ def test_tenants_share_nothing(service: Service) -> None:
     )
     with pytest.raises(RetrievalError):
         ask(service, QUESTION, top_k=2, tenant="alpha")
-    assert len({told.text for told in mine}) <= 2
     for name in ("../x", "A", "a/b"):
         with pytest.raises(ConfigError, match="name"):
             ask(service, QUESTION, tenant=name)

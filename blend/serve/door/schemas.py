@@ -5,6 +5,7 @@ Numbers are numbers and texts are texts: nothing is taken for another kind. A fi
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -133,9 +134,9 @@ class Common(Body):
     kvblend: OwnBody | None = None
 
     @property
+    @abstractmethod
     def wanted_logprobs(self) -> int | None:
         """How many alternatives come with each token; None for no log-probabilities."""
-        raise NotImplementedError
 
     @property
     def most_tokens(self) -> int | None:
