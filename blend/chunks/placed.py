@@ -12,7 +12,7 @@ from blend.chunks.loader import LayerSource
 from blend.types import PromptLayout
 
 _Any = TypeVar("_Any")
-NEAR = 64  # tokens: so much more before the first chunk than its caches have hardly changes it
+NEAR = 64  # tokens more or fewer before the first chunk than its caches have; chosen, not measured
 
 
 class Opener(Protocol):

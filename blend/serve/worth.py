@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from blend.config import BlendConfig
     from blend.types import PromptLayout
 
-LEAST = 32  # rows: less is not worth another error than rounding
+LEAST = 32  # rows: less is not worth another error than rounding; chosen, not measured
 
 
 def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, least_gain: int = LEAST) -> str:
