@@ -90,9 +90,9 @@ class Rag:
 
     model: a catalog name, a HuggingFace id or a model directory. corpus: how documents become chunks, and which of the store's
     corpora it is. budget_bytes, store_key: see `open_store`. decoder, embedder, kv: those of another `Rag` that this one is to
-    share, kv being its `store`. memory: where the hottest chunk caches are kept, which several may share. cache, hot: of a store
-    at an address, see `replica_of`. Everything heavy is loaded on first use. Threads may ask at the same time, also while one
-    precomputes; what another process precomputes is seen.
+    share, kv being its `store`. memory: where the hottest chunk caches are kept, which several may share. cache, hot: of a
+    store at an address, see `replica_of`. Everything heavy is loaded on first use. Threads may ask at the same time, also while
+    one precomputes; what another process precomputes is seen.
     """
 
     def __init__(

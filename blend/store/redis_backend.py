@@ -71,7 +71,8 @@ class RedisBackend(Backend):
 
     def open_many(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
         """One exchange for all."""
-        with self._exchange("read"), self._client.pipeline(transaction=True) as pipe:
+        # No transaction: a server that is full refuses even to read in one. Digests find out what was replaced meanwhile.
+        with self._exchange("read"), self._client.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.strlen(self._key(name))
                 pipe.getrange(self._key(name), 0, max(head, _HEAD) - 1)
@@ -89,13 +90,14 @@ class RedisBackend(Backend):
     def get_ranges(self, name: str, nbytes: int, telling: bytes, ranges: Sequence[Range]) -> None:
         """Fill them from what has this length and these first bytes. Raises `EntryDamagedError` where that is gone."""
         key = self._key(name)
-        with self._exchange("read"), self._client.pipeline(transaction=True) as pipe:
-            pipe.strlen(key)
-            pipe.getrange(key, 0, len(telling) - 1)
-            for one in ranges:
-                pipe.getrange(key, one.offset, one.offset + one.into.nbytes - 1)
-            length, first, *pieces = pipe.execute()
-            if (length, first) != (nbytes, telling):
+        with self._exchange("read"), self._client.pipeline(transaction=False) as pipe:
+            for look in (0, 1):
+                pipe.strlen(key)
+                pipe.getrange(key, 0, len(telling) - 1)
+                for one in ranges if look == 0 else ():
+                    pipe.getrange(key, one.offset, one.offset + one.into.nbytes - 1)
+            length, first, *pieces, length_after, first_after = pipe.execute()
+            if {(length, first), (length_after, first_after)} != {(nbytes, telling)}:
                 raise EntryDamagedError("it was replaced or evicted while it was read")
             for one, piece in zip(ranges, pieces, strict=True):
                 one.into[:] = piece
@@ -128,6 +130,7 @@ class RedisBackend(Backend):
         """A page a scan; `used` by the server's idle time where its policy keeps one, else now."""
         for names in self.names(prefix):
             now = time.time()
+            pipe: Any
             with self._exchange("read"), self._client.pipeline(transaction=False) as pipe:
                 # What is looked at here has not been used: servers from Redis 7.2 and Valkey 7 on can be told so.
                 pipe.execute_command("CLIENT", "NO-TOUCH", "ON")

@@ -1,6 +1,6 @@
 """An S3 server on loopback, a process of its own: requests one after another, as conditional puts need.
 
-python s3_server.py BUCKET...   prints its port. A file named in KVBLEND_S3_FAULT says what it does wrong: "stale" answers
+python _s3_server.py BUCKET...   prints its port. A file named in KVBLEND_S3_FAULT says what it does wrong: "stale" answers
 listings as they were at first, "full" refuses puts, "busy" asks to come again.
 """
 
@@ -21,6 +21,8 @@ _ERROR = b'<?xml version="1.0"?><Error><Code>%s</Code><Message>m</Message></Erro
 
 
 class OneAtATime:
+    """One request after another, and what the file `fault` says is wrong."""
+
     def __init__(self, app: Callable[..., Iterable[bytes]], fault: Path | None) -> None:
         self._app, self._fault, self._lock = app, fault, threading.Lock()
         self._listings: dict[str, tuple[str, list[tuple[str, str]], bytes]] = {}
@@ -57,6 +59,7 @@ def _refused(environ: dict[str, Any], start: Callable[..., Any], status: str, co
 
 
 def main() -> None:
+    """Serve until the process is killed."""
     WSGIRequestHandler.protocol_version = "HTTP/1.1"
     fault = os.environ.get("KVBLEND_S3_FAULT")
     app = OneAtATime(DomainDispatcherApplication(create_backend_app), Path(fault) if fault else None)
