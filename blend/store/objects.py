@@ -197,7 +197,7 @@ class ObjectBackend(Backend):
         from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
         text = str(error)
-        if isinstance(error, FileNotFoundError):
+        if isinstance(error, FileNotFoundError) or _lacks_bucket(text):
             return _without_bucket(self.place)
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return StoreError(f"{self.place} refuses to be {doing}: see which credentials are in the environment")
@@ -209,8 +209,12 @@ class ObjectBackend(Backend):
 
     def _require_bucket(self, error: Any) -> None:
         """Nothing is missing in a bucket that is not there."""
-        if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
+        if _lacks_bucket(str(error)):
             raise _without_bucket(self.place) from None
+
+
+def _lacks_bucket(text: str) -> bool:
+    return "NoSuchBucket" in text or "ContainerNotFound" in text
 
 
 def _without_bucket(place: str) -> StoreError:
