@@ -7,6 +7,7 @@
     ├── WeightsError            weights that cannot be fetched, or do not match their checksum
     ├── DatasetError            a question file that cannot be read
     └── StoreError              a store that cannot be opened or written
+        ├── StoreUnreachableError   a place of a store that does not answer, or not in time; asked again later
         └── EntryDamagedError   one entry that is truncated, corrupted or foreign; callers recompute it
 
 Every message is one line that names what is wrong and what to do about it. `exit_code` is what the command line exits with.
@@ -57,3 +58,7 @@ class StoreError(BlendError):
 
 class EntryDamagedError(StoreError):
     """One store entry that must not be used: truncated, corrupted or written for something else."""
+
+
+class StoreUnreachableError(StoreError):
+    """A place of a store that does not answer, or not in time. What it holds is not known, and nothing counts as missing."""

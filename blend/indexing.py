@@ -17,6 +17,7 @@ from blend.chunks.deciding import in_copies, with_given_surrogate, with_surrogat
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
 from blend.config import CorpusConfig
 from blend.prompt import PromptTemplate, render_chunk
+from blend.sharing import publish_index
 from blend.store.base import ChunkStore
 from blend.timing import Progress, no_progress
 from blend.types import ChunkKey
@@ -132,13 +133,14 @@ def plan(
 def prepare(change: CorpusChange, *, quick: bool = False, progress: Progress = no_progress) -> Prepared:
     """Bring the index up to date, decide on the surrogate context, and see which caches are missing.
 
-    From here on the chunks can be retrieved. quick: see `precompute`. Raises `RetrievalError` when the index cannot be
-    written, `StoreError` when the store cannot.
+    From here on the chunks can be retrieved, by all who share the store. quick: see `precompute`. Raises `RetrievalError` when
+    the index cannot be written, `StoreError` when the store cannot.
     """
     corpus, config, library = change.corpus, change.corpus.config, change.library
     words = describe_namespace(corpus.decoder, corpus.template)
     corpus.store.describe(library.isolated.identity.namespace, words)
     update = update_index(corpus.index_dir, change.chunks, corpus.embedder, progress)
+    publish_index(corpus.index_dir, corpus.store)
     if not quick:
         library = in_copies(_with_surrogate(library, change), one=config.one_copy)
     if library.contextual:

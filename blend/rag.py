@@ -18,7 +18,10 @@ from blend.model.full_prefill import full_prefill
 from blend.model.generate import Generation, OnText, generate
 from blend.precompute import Precomputed, precompute
 from blend.prompt import PromptTemplate
+from blend.sharing import Sharing
 from blend.store import open_store
+from blend.store.places import is_address
+from blend.store.replica import replica_of
 from blend.timing import Progress, Stopwatch, no_progress
 from blend.types import PromptLayout
 from blend.weights import resolve_model
@@ -78,13 +81,18 @@ class Answer:
         return self.blend.ttft_s - self.stages.get("retrieve", 0.0)
 
 
+def _replica(address: str, cache: str | Path | None, hot: str | None) -> Path:
+    return replica_of(address, None if cache is None else Path(cache).expanduser(), hot)
+
+
 class Rag:
-    """A decoder, a store of chunk caches and an index of chunks, in one directory `store`.
+    """A decoder, a store of chunk caches and an index of chunks, in one directory `store`, or shared at one address.
 
     model: a catalog name, a HuggingFace id or a model directory. corpus: how documents become chunks, and which of the store's
     corpora it is. budget_bytes, store_key: see `open_store`. decoder, embedder, kv: those of another `Rag` that this one is to
-    share, kv being its `store`. memory: where the hottest chunk caches are kept, which several may share. Everything heavy is
-    loaded on first use. Threads may ask at the same time, also while one precomputes; what another process precomputes is seen.
+    share, kv being its `store`. memory: where the hottest chunk caches are kept, which several may share. cache, hot: of a
+    store at an address, see `replica_of`. Everything heavy is loaded on first use. Threads may ask at the same time, also while
+    one precomputes; what another process precomputes is seen.
     """
 
     def __init__(
@@ -104,9 +112,12 @@ class Rag:
         embedder: Embedder | None = None,
         kv: ChunkStore | None = None,
         memory: HotMemory | None = None,
+        cache: str | Path | None = None,
+        hot: str | None = None,
     ) -> None:
         self._shared, self._memory = (decoder, embedder, kv), memory
-        self.root = Path(store).expanduser()
+        self.root = Path(store).expanduser() if not is_address(store) else _replica(str(store), cache, hot)
+        self._sharing = Sharing(self.root, lambda: self.store)
         self._retriever: Retriever | None = None
         self._store_key = store_key
         self.blend_config = blend or BlendConfig()
@@ -191,6 +202,7 @@ class Rag:
 
         Raises `RetrievalError` where none was precomputed, `ConfigError` where only other corpora were.
         """
+        self._sharing.refresh()
         try:
             return self._index.get()
         except IndexMissingError:
@@ -220,6 +232,7 @@ class Rag:
         """
         loaded = documents if isinstance(documents, LoadedDocuments) else load_documents(documents)
         store, name = self.store, self.corpus_config.name
+        self._sharing.refresh(now=True)
         make_folder(self.root, name)
         done = precompute(
             loaded,

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -107,6 +107,41 @@ def read_generation(directory: Path) -> Generation:
     raise IndexDamagedError(f"the index in {directory} lacks files that it names; {_REMEDY}")
 
 
+def generation_files(directory: Path) -> tuple[bytes, dict[str, Path]]:
+    """The current manifest as it is, and the files that it names. Raises `IndexMissingError` or `IndexDamagedError`."""
+    manifest = _read_manifest(directory)
+    try:
+        return (directory / MANIFEST).read_bytes(), {name: directory / name for name, _ in manifest.files}
+    except OSError as error:
+        raise ChunkIndexError(f"the index in {directory} cannot be read ({error.strerror})") from error
+
+
+def install_generation(directory: Path, manifest: bytes, read: Callable[[str], bytes]) -> None:
+    """Make the generation of a manifest from elsewhere the current one.
+
+    read: the content of a file by the name that the manifest has for it. Every byte is checked before it is written, and
+    names are those of generations alone. Raises `IndexDamagedError`, and what `read` raises; the index is then as it was. The
+    caller holds the lock.
+    """
+    parsed, before = _parse_manifest(manifest, directory), _current_files(directory)
+    for name, digest in parsed.files:
+        if name in before and _held_digest(directory / name) == digest:
+            continue
+        data = read(name)
+        if _sha256(data) != digest:
+            raise IndexDamagedError(f"{name} of the index for {directory} is not as it was written; {_REMEDY}")
+        _write(directory / name, data)
+    _write(directory / MANIFEST, manifest)
+    _remove_others(directory, {*(name for name, _ in parsed.files), *before})
+
+
+def _held_digest(path: Path) -> str:
+    try:
+        return _sha256(path.read_bytes())
+    except OSError:
+        return ""
+
+
 def manifest_digest(directory: Path) -> str:
     """What changes whenever another generation becomes the current one; empty where there is none, or none to be read."""
     try:
@@ -123,7 +158,17 @@ class _Manifest(NamedTuple):
 
 def _read_manifest(directory: Path) -> _Manifest:
     try:
-        raw = json.loads((directory / MANIFEST).read_bytes())
+        content = (directory / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise IndexMissingError(f"no index in {directory}; run `blend precompute` on your documents first") from None
+    except OSError as error:
+        raise ChunkIndexError(f"the index in {directory} cannot be read ({error.strerror})") from error
+    return _parse_manifest(content, directory)
+
+
+def _parse_manifest(content: bytes, directory: Path) -> _Manifest:
+    try:
+        raw = json.loads(content)
         if raw["format"] != FORMAT_VERSION:
             raise IndexDamagedError(
                 f"the index in {directory} has format {raw['format']}, not {FORMAT_VERSION}; {_REMEDY}"
@@ -132,10 +177,6 @@ def _read_manifest(directory: Path) -> _Manifest:
         if len(files) != 2 or not all(_GENERATION.fullmatch(name) for name, _ in files):
             raise ValueError("files")
         return _Manifest(str(raw["embedder"]), int(raw["dimension"]), files)
-    except FileNotFoundError:
-        raise IndexMissingError(f"no index in {directory}; run `blend precompute` on your documents first") from None
-    except OSError as error:
-        raise ChunkIndexError(f"the index in {directory} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError):
         raise IndexDamagedError(f"the manifest of the index in {directory} is damaged; {_REMEDY}") from None
 

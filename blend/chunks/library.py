@@ -190,7 +190,8 @@ class ChunkLibrary:
 
     def lacking(self, wanted: Sequence[Variant]) -> list[Variant]:
         """Which of these caches the store does not hold."""
-        return [one for one in wanted if self.key(one) not in self.store]
+        held = self.store.held(map(self.key, wanted))
+        return [one for one in wanted if self.key(one) not in held]
 
     def key(self, wanted: Variant) -> ChunkKey:
         """Where the store keeps this cache."""

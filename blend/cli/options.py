@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from blend.cli.values import NAME, PLACE, SELECTOR, STORE, TEXT, number
+from blend.cli.values import NAME, PLACE, SELECTOR, STORE, STORE_DIRECTORY, TEXT, number
 from blend.config import DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, MaskMode
 from blend.corpora import check_corpus_name, corpora, index_dir, require_corpus
 from blend.errors import ConfigError
 from blend.limits import NUMBERS, shown
 from blend.store import codec_names
+from blend.store.replica import replica_of, root_of
 
 if TYPE_CHECKING:
     from blend.rag import Rag
@@ -84,7 +85,50 @@ def _corpus(name: str, words: str, kind: Any = None) -> Callable[[F], F]:
     return _field(_CORPUS, name, words, kind)
 
 
-store_option = _shared("--store", type=STORE, default=Path(DEFAULT_STORE), help="Directory of chunk caches and index.")
+def _replica(ctx: click.Context, option: click.Parameter, value: Path | str) -> Path:
+    """The directory that stands for a store; nothing is asked of one elsewhere yet."""
+    cache, hot = ctx.params.pop("store_cache", None), ctx.params.pop("store_hot", None)
+    if isinstance(value, Path):
+        if cache is not None or hot is not None:
+            raise click.BadParameter(
+                f"--store-cache and --store-hot are for a store at an address such as s3://bucket/name, not for {value}"
+            )
+        return value
+    try:
+        return replica_of(value, cache, hot)
+    except ConfigError as error:
+        raise click.BadParameter(str(error), ctx, option) from None
+
+
+_STORE_CACHE = _shared(
+    "--store-cache",
+    type=STORE_DIRECTORY,
+    default=None,
+    is_eager=True,
+    help="Directory that keeps what is read from a store at an address.  [default: one in ~/.cache/kvblend]",
+)
+_STORE_HOT = _shared(
+    "--store-hot",
+    type=TEXT,
+    default=None,
+    is_eager=True,
+    help="Redis in front of a store at an address: redis://host:port/db.",
+)
+_STORE = _shared(
+    "--store",
+    type=STORE,
+    default=Path(DEFAULT_STORE),
+    callback=_replica,
+    help="Directory of chunk caches and index, or the address of a shared one: s3://bucket/name, gs://, az://, redis://, "
+    "file://.",
+)
+
+
+def store_option(function: F) -> F:
+    """--store, --store-cache, --store-hot, as one directory."""
+    return _STORE(_STORE_CACHE(_STORE_HOT(function)))
+
+
 store_key_option = _shared(
     "--store-key",
     type=PLACE,
@@ -204,6 +248,19 @@ def check(options: dict[str, Any]) -> None:
     _pick(BlendConfig, options)
     _pick(CorpusConfig, options)
     check_store(options["store"])
+    fetch_indexes(options)
+
+
+def fetch_indexes(options: dict[str, Any]) -> None:
+    """Of a store elsewhere, what others have published. Raises `StoreError`."""
+    if root_of(options["store"]) is None:
+        return
+    from blend.sharing import Sharing
+    from blend.store import open_store
+
+    with warnings.catch_warnings(action="ignore"):  # `open_rag` tells them
+        key = store_key(options)
+    Sharing(options["store"], lambda: open_store(options["store"] / "kv", key=key)).refresh(now=True)
 
 
 def open_rag(options: dict[str, Any]) -> Rag:

@@ -12,6 +12,7 @@ import click
 from blend.errors import ConfigError
 from blend.limits import NUMBERS, Limits, is_text, shown
 from blend.select import make_selector
+from blend.store.places import is_address
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -79,7 +80,7 @@ class _Place(click.Path):
         return super().convert(value, param, ctx)
 
 
-class _StorePlace(_Place):
+class _HomePlace(_Place):
     """A path in which ~ is the home directory, as it may stand in an environment variable."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -91,11 +92,20 @@ class _StorePlace(_Place):
             self.fail(f"{shown(value)}: no such user", param, ctx)
 
 
+class _StorePlace(_HomePlace):
+    """The same, or an address."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """A `Path`, or the text of an address."""
+        return value if is_address(value) else super().convert(value, param, ctx)
+
+
 SELECTOR = _Selector()
 TEXT = _Text()
 NAME = _Name()
 PLACE = _Place(path_type=Path)
 STORE = _StorePlace(path_type=Path)
+STORE_DIRECTORY = _HomePlace(path_type=Path, file_okay=False)
 FOLDER = _Place(path_type=Path, file_okay=False)
 OUTPUT = _Place(path_type=Path, dir_okay=False)
 OUTPUT_OR_STDOUT = _Place(path_type=Path, dir_okay=False, allow_dash=True)

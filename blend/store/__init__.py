@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from blend.store.backend import Backend, Blob, MemoryStats, Range, Stored
 from blend.store.base import ChunkStore, StoreStats
@@ -14,8 +15,12 @@ from blend.store.codec import Codec, codec_names, get_codec, register_codec
 from blend.store.hot import HotBackend
 from blend.store.hot_memory import HotMemory
 from blend.store.names import key_of
+from blend.store.patience import Patience
+from blend.store.places import hot_backend, is_address, remote_backend
 from blend.store.reader import ChunkReader, is_sound
+from blend.store.replica import origin_of
 from blend.store.seal import make_seal, read_store_key
+from blend.store.sealed import Look, looker
 
 __all__ = [
     "Backend",
@@ -25,6 +30,7 @@ __all__ = [
     "Codec",
     "HotMemory",
     "MemoryStats",
+    "Patience",
     "Range",
     "StoreStats",
     "Stored",
@@ -45,8 +51,15 @@ def open_store(
     budget_bytes: int | None = None,
     key: bytes | None = None,
     memory_bytes: int | HotMemory | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    hot: str | None = None,
+    patience: Patience | None = None,
 ) -> ChunkStore:
-    """A store in memory (`memory:`) or in a directory, which is made when it does not exist.
+    """A store in memory (`memory:`), in a directory, which is made when it does not exist, or at an address.
+
+    An address is s3://bucket/prefix (gs://, az:// likewise), redis://host:port/db or file:///path; credentials come from the
+    environment. Such a store is shared by machines, see `tiered`. A directory below a replica (see `replica`) is the disk tier
+    of the store that the replica stands for.
 
     codec: how new entries are kept, one of `codec_names()` or a `Codec` of your own, which is registered; "native" keeps the
     dtype they come in.
@@ -56,6 +69,8 @@ def open_store(
     written nowhere. A store in memory has no use for it.
     memory_bytes: what entries may take that are kept in memory besides, the most useful ones, so that those who use them share
     them; or a `HotMemory` that several stores share. A store in memory has no use for it.
+    cache, hot, patience: of a store at an address: a directory of this machine that keeps what is read, within `budget_bytes`;
+    the address of a Redis that keeps it for all machines; how long servers are waited for.
 
     A directory is closed to other users: new files 0600, new folders 0700, whatever the umask, and a store of this user's
     that everybody may enter is closed when it is opened. To share one within a group, set the setgid bit on it: what the
@@ -67,17 +82,41 @@ def open_store(
     """
     encoding, seal = get_codec(codec) if isinstance(codec, str) else register_codec(codec), make_seal(key)
     memory = HotMemory(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
-    backend = _backend(location, budget_bytes)
+    backend = _backend(location, budget_bytes, looker(seal), Elsewhere(cache, hot, patience or Patience()))
     if memory is not None and not backend.trusted:
         backend = HotBackend(backend, memory, lambda name, blob: is_sound(blob, key_of(name), seal))
     return ChunkStore(backend, encoding, seal)
 
 
-def _backend(location: str | os.PathLike[str], budget_bytes: int | None) -> Backend:
+class Elsewhere(NamedTuple):
+    """What `open_store` is told of a store at an address."""
+
+    cache: str | os.PathLike[str] | None
+    hot: str | None
+    patience: Patience
+
+
+def _backend(location: str | os.PathLike[str], budget_bytes: int | None, look: Look, given: Elsewhere) -> Backend:
     if location == MEMORY:
         from blend.store.memory import MemoryBackend
 
         return MemoryBackend(budget_bytes)
+    if is_address(location):
+        return _tiered(str(location), budget_bytes, look, given)
     from blend.store.disk import DiskBackend
 
-    return DiskBackend(Path(location).expanduser(), budget_bytes)
+    path = Path(location).expanduser()
+    origin = origin_of(path)
+    if origin is None:
+        return DiskBackend(path, budget_bytes)
+    return _tiered(origin.address, budget_bytes, look, given._replace(cache=path, hot=origin.hot))
+
+
+def _tiered(address: str, budget_bytes: int | None, look: Look, given: Elsewhere) -> Backend:
+    from blend.store.disk import DiskBackend
+    from blend.store.tiered import TieredBackend, Tiers
+
+    local = None if given.cache is None else DiskBackend(Path(given.cache).expanduser(), budget_bytes)
+    far = remote_backend(address, given.patience, None if local else budget_bytes)
+    hot = None if given.hot is None else hot_backend(given.hot, far.place, given.patience)
+    return TieredBackend(Tiers(far, hot, local), look, given.patience)

@@ -5,7 +5,8 @@ class here and one line in `open_store`. Names are paths of letters, digits, das
 so that one backend's content can be copied into another's:
 
     objects/<namespace>/<dd>/<digest>.safetensors   caches: they count towards a budget, and the least recently used ones go
-    artifacts/<name>  namespaces/<namespace>.json  generation   all others: they stay until they are deleted
+    artifacts/<name>  namespaces/<namespace>.json  indexes/<corpus>/<file>  pins/<digest>  generation  writing
+                                                    all others: they stay until they are deleted
 
 Two kinds of failure, never to be mixed up: `EntryDamagedError` is what lies in one name, which is then made again; `StoreError`
 is an outage. None, or False, is a miss: the backend was reached and holds no such name. No method waits on an event loop, and
@@ -65,6 +66,9 @@ class MemoryStats(NamedTuple):
 
 class Blob(ABC):
     """What a name held when it was opened. It stays readable when the name is put again, deleted or evicted meanwhile.
+
+    Of a server that keeps no old versions a blob that was not wholly read by then raises `EntryDamagedError` instead; no blob
+    ever reads as something that was never put.
 
     nbytes: its length. head: its first bytes; how many says `Backend.open`. Threads may share it; close it.
     """
@@ -167,6 +171,14 @@ class Backend(ABC):
         The memory belongs to the backend from then on: a caller writes to it no more. if_absent: only when the name holds
         nothing, which is decided between all processes; returns whether it was put. Raises `StoreError`, and leaves all as it
         was, when it cannot be written or a cache alone exceeds the budget.
+        """
+
+    @abstractmethod
+    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
+        """Let the name hold `content` if it holds exactly `was` now, None for nothing; whether it did.
+
+        Decided between all processes. For small things, such as manifests. Raises `StoreError`: then it is not known whether
+        it was done.
         """
 
     @abstractmethod

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from blend.store.buffers import Scratch
 
 _TOKEN_BYTES = 1 << 10
+_AT_ONCE = 64
 
 
 class StoreStats(NamedTuple):
@@ -198,6 +199,24 @@ class ChunkStore:
         if self.backend.delete(artifact_name(name)):
             self.advance()
 
+    def read_manifest(self, name: str) -> tuple[bytes | None, bytes | None]:
+        """What lies under a backend's name that `swap_manifest` wrote: as it is kept, and its content.
+
+        No content where it is not what was written. Raises `StoreError` when it cannot be read.
+        """
+        try:
+            raw = self.backend.read(name, MOST_BYTES)
+        except EntryDamagedError:
+            return b"", None
+        try:
+            return raw, None if raw is None else unpack_artifact(name, raw, self._seal)
+        except EntryDamagedError:
+            return raw, None
+
+    def swap_manifest(self, name: str, content: bytes, was: bytes | None) -> bool:
+        """Keep a manifest, sealed, if the one before is still kept as `was`; whether it is. Raises `StoreError`."""
+        return self.backend.swap(name, b"".join(pack_artifact(name, content, self._seal)), was)
+
     def artifacts(self) -> Iterator[str]:
         """Names of all artifacts, sorted."""
         found = (stored for page in self.backend.listing(ARTIFACTS) for stored in page if stored.whole)
@@ -210,6 +229,20 @@ class ChunkStore:
         another one holds it for too long.
         """
         return self.backend.writing()
+
+    def held(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Those of these keys under which there is an entry that can be used, in as few exchanges as it takes.
+
+        Raises `StoreError` when the store cannot be read.
+        """
+        wanted, found = list(dict.fromkeys(keys)), set[ChunkKey]()
+        for begin in range(0, len(wanted), _AT_ONCE):
+            batch = wanted[begin : begin + _AT_ONCE]
+            for key, reader in zip(batch, self.open_many(batch), strict=True):
+                if isinstance(reader, ChunkReader):
+                    found.add(key)
+                    reader.close()
+        return found
 
     def __contains__(self, key: ChunkKey) -> bool:
         """Whether there is an entry that can be used. A store that cannot be read raises `StoreError`: that is no answer."""

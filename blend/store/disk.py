@@ -16,7 +16,7 @@ from blend.store.lock import locked
 from blend.store.names import SUFFIX
 from blend.store.root import open_root
 
-_LEVELS = {"objects": 2}  # of folders between a name's first part and its last
+_LEVELS = {"objects": 2, "indexes": 1}  # of folders between a name's first part and its last
 _SUFFIXES = {"objects": SUFFIX}
 
 
@@ -100,6 +100,14 @@ class DiskBackend(Backend):
         if if_absent:
             return self._files.write_new(path, blobs, placing)
         self._files.write(path, blobs, placing)
+        return True
+
+    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
+        """Under a lock of its own, since `writing` may be held meanwhile."""
+        with locked(self._files, ".swapping"):
+            if self.read(name, 1 << 30) != was:
+                return False
+            self.put(name, [content])
         return True
 
     def delete(self, name: str) -> bool:

@@ -109,7 +109,9 @@ class HotBackend(Backend):
 
     def prefetch(self, names: Iterable[str]) -> None:
         """In a thread beside, one after another; what the order has no place for is not loaded."""
-        self._ahead.add((name for name in names if name.startswith(CACHES)), ahead=True)
+        wanted = [name for name in names if name.startswith(CACHES)]
+        self.below.prefetch(wanted)
+        self._ahead.add(wanted, ahead=True)
 
     def wait(self, timeout_s: float) -> bool:
         """Until all that is to be loaded has been; whether that came in time."""
@@ -136,6 +138,12 @@ class HotBackend(Backend):
     def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
         """Below; what is in memory goes."""
         done = self.below.put(name, blobs, if_absent=if_absent)
+        self._memory.drop(self._own(name))
+        return done
+
+    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
+        """Below; what is in memory goes."""
+        done = self.below.swap(name, content, was)
         self._memory.drop(self._own(name))
         return done
 

@@ -17,20 +17,20 @@ WAIT_S = 600.0  # choosing and measuring takes minutes on a slow machine
 
 
 @contextmanager
-def locked(files: StoreFiles) -> Iterator[None]:
+def locked(files: StoreFiles, name: str = ".writing") -> Iterator[None]:
     """Held by one thread of one process at a time; it ends with the process. Raises `StoreError` after ten minutes."""
-    lock = _acquired(files)
+    lock = _acquired(files, name)
     try:
         yield
     finally:
         lock.release()
 
 
-def _acquired(files: StoreFiles) -> BaseFileLock:
+def _acquired(files: StoreFiles, name: str) -> BaseFileLock:
     from filelock import FileLock, Timeout
 
     files.require_present()
-    path = files.root / ".writing"
+    path = files.root / name
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
             files.remove(path)

@@ -41,6 +41,10 @@ class MemoryBlob(Blob):
             return None
         return self._pieces[index][begin : begin + nbytes]
 
+    def whole(self) -> bytes:
+        """A copy of all."""
+        return b"".join(self._pieces)
+
     def _read(self, offset: int, into: memoryview) -> bool:
         done = 0
         while done < into.nbytes and offset + done < self.nbytes:
@@ -87,6 +91,15 @@ class MemoryBackend(Backend):
             self._cache_bytes += blob.nbytes if room is self._caches else 0
             while self._budget is not None and self._cache_bytes > self._budget:
                 self._remove(next(iter(self._caches)))
+        return True
+
+    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
+        """Under the lock."""
+        room = self._room(name)
+        with self._lock:
+            if (room[name].blob.whole() if name in room else None) != was:
+                return False
+            room[name] = _Held(MemoryBlob([content]), time.time())
         return True
 
     def delete(self, name: str) -> bool:

@@ -9,7 +9,7 @@ from blend.store.backend import CACHES
 from blend.types import ChunkKey
 
 SUFFIX = ".safetensors"
-ARTIFACTS, DESCRIPTIONS, GENERATION = "artifacts/", "namespaces/", "generation"
+ARTIFACTS, DESCRIPTIONS, GENERATION, INDEXES = "artifacts/", "namespaces/", "generation", "indexes/"
 
 _HEX = re.compile(r"[0-9A-Za-z_-]{1,128}")
 _ARTIFACT = re.compile(r"[0-9a-z_-]{1,128}")

@@ -19,6 +19,7 @@ LAYERS = (
     ("blend.rag",),
     ("blend.precompute",),
     ("blend.indexing",),
+    ("blend.sharing",),
     ("blend.blender",),
     ("blend.chunks", "blend.recompute"),
     ("blend.model",),
@@ -102,7 +103,7 @@ DOORS = {
         "blend.weights",
         "retrieval.embedders.sentence",
     },
-    "retrieval": {"blend.rag", "blend.precompute", "blend.indexing", "blend.serve", "blend.cli"},
+    "retrieval": {"blend.rag", "blend.precompute", "blend.indexing", "blend.sharing", "blend.serve", "blend.cli"},
     "faiss": {"retrieval.index"},
     "sentence_transformers": {"retrieval.embedders.sentence"},
     "triton": {"blend_kernels"},
@@ -115,6 +116,8 @@ DOORS = {
     "uvicorn": {"blend.serve"},
     "click": {"blend.cli"},
     "rich": {"blend.cli", "blend.eval.report"},
+    "obstore": {"blend.store"},
+    "redis": {"blend.store"},
     "xxhash": {"blend.store", "blend.model.decoder", "blend.model.fingerprint"},
 }
 
@@ -145,7 +148,7 @@ def test_kernels_import_only_torch_and_triton() -> None:
 
 
 def test_the_store_knows_neither_transformers_nor_the_decoder() -> None:
-    assert _outside("blend.store") <= {"torch", "xxhash", "filelock", "numpy"}
+    assert _outside("blend.store") <= {"torch", "xxhash", "filelock", "numpy", "obstore", "redis"}
     ours = {_unit(e.target) for e in imports() if e.module.startswith("blend.store") and top(e.target) == "blend"}
     assert ours <= {"blend.store", "blend.types", "blend.errors", "blend.config", "blend.files"}
 

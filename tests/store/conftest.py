@@ -5,8 +5,10 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import servers
 import torch
 from all_hot import AllHot
 from store_processes import FORK, PREAMBLE
@@ -37,19 +39,53 @@ def cache() -> Callable[..., ChunkCache]:
     return make
 
 
-@pytest.fixture(params=["memory", "disk", "hot", "all hot"])
-def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., ChunkStore]:
-    """Over each backend; "hot" over the tier of memory as it comes, "all hot" with everything that is opened read out of it."""
+BUDGETED = ("memory", "disk", "hot", "all hot")
+FAR = ("objects", "redis", "tiered")
 
+
+@pytest.fixture(params=[*BUDGETED, *FAR])
+def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., ChunkStore]:
+    """Over each backend; "hot" over the tier of memory as it comes, "all hot" with everything that is opened read out of it;
+    "tiered" is a disk and a Redis in front of a bucket."""
+    if request.param in FAR:
+        return lambda codec="native": open_far(request, tmp_path, codec=codec)
+    return _near(request.param, tmp_path)
+
+
+@pytest.fixture(params=BUDGETED)
+def make_budgeted(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., ChunkStore]:
+    """Over each backend that keeps a budget: servers keep their own."""
+    return _near(request.param, tmp_path)
+
+
+def _near(kind: str, tmp_path: Path) -> Callable[..., ChunkStore]:
     def make(codec: str = "native", budget_bytes: int | None = None) -> ChunkStore:
-        location = "memory:" if request.param == "memory" else tmp_path / "store"
-        memory_bytes = 1 << 20 if "hot" in request.param else None
+        location = "memory:" if kind == "memory" else tmp_path / "store"
+        memory_bytes = 1 << 20 if "hot" in kind else None
         store = open_store(location, codec=codec, budget_bytes=budget_bytes, memory_bytes=memory_bytes)
-        if request.param == "all hot":
+        if kind == "all hot":
             store.backend = AllHot(store.backend.below, store.backend._memory, store.backend._sound)
         return store
 
     return make
+
+
+def environment_of_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the server is and how it is entered, as its clients look for it."""
+    for name, value in servers.s3_environment(servers.s3().port).items():
+        monkeypatch.setenv(name, value)
+
+
+def open_far(request: pytest.FixtureRequest, tmp_path: Path, **options: Any) -> ChunkStore:
+    """A store on real servers, the same one for a test however often it is opened."""
+    kind = request.param
+    if kind == "redis":
+        return open_store(f"redis://127.0.0.1:{servers.redis_port()}/0/{tmp_path.name}", **options)
+    environment_of_s3(request.getfixturevalue("monkeypatch"))
+    address = f"s3://{servers.BUCKET}/{tmp_path.name}"
+    if kind == "objects":
+        return open_store(address, **options)
+    return open_store(address, cache=tmp_path / "near", hot=f"redis://127.0.0.1:{servers.redis_port()}/1", **options)
 
 
 @pytest.fixture

@@ -152,11 +152,11 @@ def test_deleted_and_evicted_entries_stay_readable_while_open(make_store, key, c
         assert torch.equal(reader.layer(1)[1], cache().values[1])
 
 
-def test_budget_evicts_the_least_recently_used(make_store, key, cache, monkeypatch):
+def test_budget_evicts_the_least_recently_used(make_budgeted, key, cache, monkeypatch):
     now = 1_000_000.0
     monkeypatch.setattr("time.time", lambda: now)
-    size = _size_of_one(make_store(), key, cache)
-    store = make_store(budget_bytes=int(3.5 * size))
+    size = _size_of_one(make_budgeted(), key, cache)
+    store = make_budgeted(budget_bytes=int(3.5 * size))
     for number in range(3):
         store.put(key(number), cache(number))
         now += 10
@@ -171,18 +171,18 @@ def test_budget_evicts_the_least_recently_used(make_store, key, cache, monkeypat
     assert store.stats().nbytes <= 3.5 * size
 
 
-def test_replacing_within_a_budget_evicts_nothing(make_store, key, cache):
-    size = _size_of_one(make_store(), key, cache)
-    store = make_store(budget_bytes=2 * size)
+def test_replacing_within_a_budget_evicts_nothing(make_budgeted, key, cache):
+    size = _size_of_one(make_budgeted(), key, cache)
+    store = make_budgeted(budget_bytes=2 * size)
     for _ in range(4):
         store.put(key(1), cache(1))
         store.put(key(2), cache(2))
     assert set(store.keys()) == {key(1), key(2)}
 
 
-def test_entry_larger_than_the_budget(make_store, key, cache):
-    size = _size_of_one(make_store(), key, cache)
-    store = make_store(budget_bytes=size)
+def test_entry_larger_than_the_budget(make_budgeted, key, cache):
+    size = _size_of_one(make_budgeted(), key, cache)
+    store = make_budgeted(budget_bytes=size)
     store.put(key(1), cache(1))
     with pytest.raises(StoreError, match="raise the budget"):
         store.put(key(2), cache(2, tokens=1000))
@@ -190,9 +190,9 @@ def test_entry_larger_than_the_budget(make_store, key, cache):
 
 
 @pytest.mark.parametrize("budget", [0, -5])
-def test_budget_must_be_positive(make_store, budget):
+def test_budget_must_be_positive(make_budgeted, budget):
     with pytest.raises(ConfigError, match="positive"):
-        make_store(budget_bytes=budget)
+        make_budgeted(budget_bytes=budget)
 
 
 def test_descriptions(make_store, key, cache):
@@ -235,9 +235,9 @@ def test_float16_refuses_values_beyond_its_range(make_store, key):
     assert_holds(store, key(1), ChunkCache((infinite,), (infinite,), 0))
 
 
-def test_threads_share_a_store(make_store, key, cache):
-    size = _size_of_one(make_store(), key, cache)
-    store, errors = make_store(budget_bytes=4 * size), []
+def test_threads_share_a_store(make_budgeted, key, cache):
+    size = _size_of_one(make_budgeted(), key, cache)
+    store, errors = make_budgeted(budget_bytes=4 * size), []
 
     def work(seed):
         try:
@@ -291,8 +291,8 @@ def test_what_cannot_name_an_artifact_is_refused(make_store, name):
             call(name)
 
 
-def test_artifacts_do_not_count_towards_the_budget_and_are_not_evicted(make_store, key, cache):
-    store = make_store(budget_bytes=2 * cache().nbytes + 3000)
+def test_artifacts_do_not_count_towards_the_budget_and_are_not_evicted(make_budgeted, key, cache):
+    store = make_budgeted(budget_bytes=2 * cache().nbytes + 3000)
     store.write_artifact("map", bytes(10 * cache().nbytes))
     for index in range(9):
         store.put(key(index), cache(index))
@@ -321,7 +321,7 @@ def test_one_writer_at_a_time(make_store):
     store, inside, most = make_store(), [0], [0]
 
     def write():
-        for _ in range(20):
+        for _ in range(5):
             with store.writing():
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
@@ -335,4 +335,4 @@ def test_one_writer_at_a_time(make_store):
     for thread in threads:
         thread.join()
     assert most == [1]
-    assert store.read_artifact("count") == b"80"
+    assert store.read_artifact("count") == b"20"

@@ -1,0 +1,155 @@
+"""The indexes of a store that machines share: published to it by who changes one, fetched from it by who asks.
+
+    indexes/<corpus>/manifest.json   sealed like an artifact; swapped for the one that the writer began with, or not at all
+    indexes/<corpus>/<file>          what the manifest names, with digests; written before it
+
+The corpus without a name is called `_` there. A store in a directory of its own shares nothing, and all of this does nothing.
+What was fetched last is remembered in `<replica>/shared/`, so that a writer knows what it began with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+
+from blend.corpora import index_dir, is_corpus_name
+from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
+from blend.files import write_atomically
+from blend.store.base import ChunkStore
+from blend.store.names import INDEXES
+from blend.store.replica import root_of
+from retrieval.errors import ChunkIndexError
+from retrieval.generations import generation_files, install_generation, write_lock
+
+UNNAMED = "_"
+_MANIFEST = "manifest.json"
+_MOST = 1 << 40
+_KEEP_S = 3600.0
+
+
+class Sharing:
+    """Of the store whose directory is `root`; `store` gives its caches, and is called where something is shared alone."""
+
+    def __init__(self, root: Path, store: Callable[[], ChunkStore], *, every_s: float = 5.0) -> None:
+        self._root, self._store, self._every_s = root, store, every_s
+        self._lock = Lock()
+        self._after = float("-inf")
+
+    @property
+    def shared(self) -> bool:
+        """Whether the directory stands for a store elsewhere."""
+        return root_of(self._root) is not None
+
+    def refresh(self, *, now: bool = False) -> None:
+        """Fetch what others have published since, at most every few seconds unless it is to be `now`.
+
+        A store that does not answer leaves what is here, as long as that is anything. Raises `StoreError`.
+        """
+        if not self.shared:
+            return
+        with self._lock:
+            if not now and time.monotonic() < self._after:
+                return
+            self._after = time.monotonic() + self._every_s
+            self._fetch_all()
+
+    def _fetch_all(self) -> None:
+        store = self._store()
+        try:
+            for corpus in sorted(store.backend.folders(INDEXES)):
+                if corpus == UNNAMED or is_corpus_name(corpus):
+                    self._fetch(store, corpus)
+        except StoreUnreachableError:
+            if not any(self._memory("").parent.glob("*.manifest")):
+                raise
+
+    def _fetch(self, store: ChunkStore, corpus: str) -> None:
+        place, directory = f"{INDEXES}{corpus}/", index_dir(self._root, _named(corpus))
+        raw, manifest = store.read_manifest(place + _MANIFEST)
+        if raw is None or (raw == self._known(corpus) and (directory / _MANIFEST).is_file()):
+            return
+        if manifest is None:
+            raise StoreError(
+                f"the index of {store.backend.place} is damaged, or sealed with another store key: run `blend precompute` again"
+            )
+        try:
+            with write_lock(directory):
+                install_generation(directory, manifest, lambda name: _content(store, place + name))
+        except ChunkIndexError as error:
+            raise StoreError(f"the index of {store.backend.place} cannot be fetched: {error}") from None
+        self._learn(corpus, raw)
+
+    def publish(self, corpus: str) -> None:
+        """What the corpus's index here is becomes what all have.
+
+        Raises `StoreError` when another machine has published one since this one began, or the store cannot be written; the
+        next `refresh` then brings what all have.
+        """
+        if not self.shared:
+            return
+        name = corpus or UNNAMED
+        place, store = f"{INDEXES}{name}/", self._store()
+        manifest, files = generation_files(index_dir(self._root, corpus))
+        raw, content = store.read_manifest(place + _MANIFEST)
+        if content != manifest:
+            changed = raw is not None and raw != self._known(name)
+            for file, path in () if changed else files.items():
+                store.backend.put(place + file, [path.read_bytes()])
+            if changed or not store.swap_manifest(place + _MANIFEST, manifest, raw):
+                raise StoreError(
+                    f"another machine has changed the index in {store.backend.place} meanwhile: run the same command again"
+                )
+            raw, _ = store.read_manifest(place + _MANIFEST)
+            self._sweep(store, place, {place + file for file in files})
+        self._learn(name, raw or b"")
+
+    def _sweep(self, store: ChunkStore, place: str, current: set[str]) -> None:
+        """Files of earlier generations, an hour later: readers may still be fetching them."""
+        with suppress(StoreError):
+            for page in store.backend.listing(place):
+                for stored in page:
+                    if stored.name not in {*current, place + _MANIFEST} and time.time() - stored.used > _KEEP_S:
+                        store.backend.delete(stored.name)
+
+    def _memory(self, corpus: str) -> Path:
+        return self._root / "shared" / f"{corpus}.manifest"
+
+    def _known(self, corpus: str) -> bytes | None:
+        try:
+            return self._memory(corpus).read_bytes()
+        except OSError:
+            return None
+
+    def _learn(self, corpus: str, raw: bytes) -> None:
+        path = self._memory(corpus)
+        try:
+            path.parent.mkdir(0o700, parents=True, exist_ok=True)
+            write_atomically(path, [raw])
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be written ({error.strerror or error}): make the directory writable"
+            ) from None
+
+
+def publish_index(directory: Path, store: ChunkStore) -> None:
+    """`Sharing.publish` for the index in a directory of a store; nothing where nothing is shared."""
+    named = directory.parent.parent.name == "corpora"
+    root = directory.parent.parent.parent if named else directory.parent
+    Sharing(root, lambda: store).publish(directory.parent.name if named else "")
+
+
+def _named(corpus: str) -> str:
+    return "" if corpus == UNNAMED else corpus
+
+
+def _content(store: ChunkStore, name: str) -> bytes:
+    try:
+        content = store.backend.read(name, _MOST)
+    except EntryDamagedError as error:
+        raise StoreError(f"{name} in {store.backend.place} cannot be read: {error}") from None
+    if content is None:
+        raise StoreError(f"{store.backend.place} lacks {name}, which its index names: run `blend precompute` again")
+    return content

@@ -1,0 +1,158 @@
+"""Where a store is: a directory, `memory:`, or an address such as s3://bucket/prefix, gs://, az://, redis://host:port/db, file://."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit, urlunsplit
+
+from blend.errors import ConfigError
+from blend.store.backend import Backend
+from blend.store.patience import Patience
+
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+_OBJECTS = ("s3", "gs", "az", "abfs", "abfss")
+_REDIS = ("redis", "rediss", "valkey", "valkeys")
+SCHEMES = ("s3", "gs", "az", "redis", "rediss", "valkey", "file")
+_SAFE_PART = re.compile(r"[A-Za-z0-9._=-]+")
+
+
+class _Redis(NamedTuple):
+    url: str
+    prefix: str
+
+
+def is_address(location: str | os.PathLike[str]) -> bool:
+    """Whether this names a store elsewhere, and no directory."""
+    return isinstance(location, str) and bool(_ADDRESS.match(location))
+
+
+def check_address(location: str, *, hot: bool = False) -> str:
+    """The address without a slash at its end. Raises `ConfigError` for one that names no store, or with `hot` no Redis."""
+    scheme = location.partition("://")[0].lower()
+    allowed = _REDIS if hot else (*_OBJECTS, *_REDIS, "file")
+    if scheme not in allowed or not location.partition("://")[2].strip("/"):
+        names = ", ".join(f"{one}://" for one in (_REDIS if hot else SCHEMES))
+        raise ConfigError(f"{shown(location)!r:.120} is no address of a store: give {names} and where it is")
+    if scheme in _REDIS:
+        _redis(location)
+    return location.rstrip("/")
+
+
+def shown(location: str) -> str:
+    """An address without its password, for messages."""
+    parts = urlsplit(location)
+    if not parts.password and not parts.username:
+        return location
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def inside(location: str, *names: str) -> str:
+    """The address of what lies below another."""
+    return "/".join((location.rstrip("/"), *names))
+
+
+def remote_backend(location: str, patience: Patience, budget_bytes: int | None = None) -> Backend:
+    """The backend at an address; nothing is asked of it yet, a directory excepted.
+
+    Raises `ConfigError` for an address or credentials that cannot be right, or when the `remote` extra is not installed.
+    """
+    location = check_address(location)
+    scheme = location.partition("://")[0].lower()
+    if scheme == "file":
+        from blend.store.disk import DiskBackend
+
+        return DiskBackend(Path(location.partition("://")[2]), budget_bytes)
+    if budget_bytes is not None:
+        raise ConfigError(
+            f"{shown(location)} has no budget of kvblend's: it is kept small by `blend store prune`, or by its server; "
+            "leave --store-budget out or give --store-cache, the disk that it then is for"
+        )
+    return _loaded(
+        lambda: _redis_backend(location, patience) if scheme in _REDIS else _object_backend(location, patience)
+    )
+
+
+def hot_backend(location: str, of: str, patience: Patience) -> Backend:
+    """A Redis in front of the store `of`, whose entries lie apart from those of other stores."""
+    location = check_address(location, hot=True)
+    own = hashlib.sha256(of.encode()).hexdigest()[:16]
+    return _loaded(lambda: _redis_backend(inside(_with_db(location), own), patience))
+
+
+def _loaded(make: Callable[[], Backend]) -> Backend:
+    try:
+        return make()
+    except ImportError as error:
+        raise ConfigError(f"stores elsewhere need {error.name}: pip install 'kvblend[remote]'") from None
+
+
+def _redis_backend(location: str, patience: Patience) -> Backend:
+    from blend.store.redis_backend import RedisBackend, connect
+
+    url, prefix = _redis(location)
+    return RedisBackend(connect(url, patience), f"kvblend:{prefix}:", shown(location))
+
+
+def _redis(location: str) -> _Redis:
+    """What the client takes, and what stands behind the database's number: redis://host:6379/0/prefix."""
+    try:
+        parts = urlsplit(location)
+        _ = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{shown(location)!r:.120} is no address of a store: {error}") from None
+    db, _, prefix = parts.path.lstrip("/").partition("/")
+    if not (db or "0").isdigit() or (prefix and not all(map(_SAFE_PART.fullmatch, prefix.split("/")))):
+        raise ConfigError(
+            f"{shown(location)!r:.120}: behind the host stands a number, that of the database, then a name"
+        )
+    scheme = "rediss" if parts.scheme.lower() in ("rediss", "valkeys") else "redis"
+    url = urlunsplit((scheme, parts.netloc, f"/{db or 0}", parts.query, ""))
+    return _Redis(url, prefix)
+
+
+def _with_db(location: str) -> str:
+    return location if urlsplit(location).path.strip("/") else f"{location}/0"
+
+
+def _object_backend(location: str, patience: Patience) -> Backend:
+    from obstore.exceptions import BaseError
+    from obstore.store import from_url
+
+    from blend.store.objects import ObjectBackend
+
+    def make(again: int) -> Any:
+        config: dict[str, Any] = {
+            "client_options": {
+                "connect_timeout": f"{patience.connect_s}s",
+                "timeout": f"{patience.answer_s}s",
+                "allow_http": _plain_http(),
+            },
+            # A second try for an answer "slow down" or a closed connection; none when the first took all the time.
+            "retry_config": {"max_retries": again, "retry_timeout": _seconds(patience.answer_s)},
+        }
+        return from_url(location, **config)
+
+    try:
+        return ObjectBackend(make(2), make(0), location)
+    except (BaseError, ValueError, OSError) as error:
+        line = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{shown(location)!r:.120} cannot be opened ({line:.160}): see its address and credentials"
+        ) from None
+
+
+def _seconds(seconds: float) -> Any:
+    from datetime import timedelta
+
+    return timedelta(seconds=seconds)
+
+
+def _plain_http() -> bool:
+    """Whether the environment names a server without TLS."""
+    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
+    return any(os.environ.get(name, "").startswith("http://") for name in names)

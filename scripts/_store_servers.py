@@ -1,0 +1,92 @@
+"""Real servers on loopback for tests and soaks, started when they are first needed and stopped at the end of the process."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+BUCKET = "kvblend-test"
+REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+class NoServerError(Exception):
+    """What lacks here, and how it is installed."""
+
+
+class S3(NamedTuple):
+    """port: of the server. fault: the file that says what it does wrong."""
+
+    port: int
+    fault: Path
+
+
+def s3_environment(port: int) -> dict[str, str]:
+    """Where the server is and how it is entered, as S3's clients look for it."""
+    return {
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+    }
+
+
+@cache
+def s3() -> S3:
+    """The S3 server. Raises `NoServerError`."""
+    missing = [name for name in ("obstore", "moto", "flask") if find_spec(name) is None]
+    if missing:
+        raise NoServerError(f"no S3 server here: pip install {' '.join(missing)}")
+    fault = Path(tempfile.mkdtemp()) / "fault"
+    log = fault.with_name("log")
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("_s3_server.py")), BUCKET],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, "KVBLEND_S3_FAULT": str(fault)},
+        )
+    _stop_at_exit(process)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, log.read_text()
+    return S3(int(line), fault)
+
+
+@cache
+def redis_port(*options: str) -> int:
+    """The port of a Redis started with these options. Raises `NoServerError`."""
+    if REDIS is None or find_spec("redis") is None:
+        raise NoServerError("no Redis here: apt-get install redis-server (or valkey), pip install redis")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    command = [REDIS, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *options]
+    _stop_at_exit(subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tempfile.mkdtemp()))
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return port
+        time.sleep(0.02)
+    raise AssertionError("the Redis of the tests does not come up")
+
+
+def _stop_at_exit(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    def stop() -> None:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+    atexit.register(stop)

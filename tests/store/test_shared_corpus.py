@@ -1,0 +1,145 @@
+"""One corpus at an address: precomputed by one machine, asked by others that have nothing but the address."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import servers
+import torch
+from conftest import environment_of_s3
+
+from blend.config import BlendConfig, CorpusConfig
+from blend.errors import ConfigError, StoreError
+from blend.rag import Rag
+from blend.store.replica import FILE, replica_of
+from tests.tiny_model import save_tiny_model
+
+TOPICS = ("harbour", "orchard", "glacier", "library")
+QUESTION = "How many gates does the harbour have?"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A model and documents."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "documents").mkdir()
+    texts = []
+    for number, topic in enumerate(TOPICS):
+        parts = (
+            f"The {topic} of town {number} has {part + 2} gates and {13 * part} visitors. " * 5 for part in range(3)
+        )
+        texts.append(f"# The {topic}\n\n" + "\n\n".join(parts))
+        (folder / "documents" / f"{topic}.md").write_text(texts[-1], encoding="utf-8")
+    return save_tiny_model(folder / "tiny", "\n".join(texts)), folder / "documents"
+
+
+@pytest.fixture(params=["objects", "redis", "both", "files"])
+def address(request, tmp_path, monkeypatch):
+    """Where the corpus is, and the Redis in front of it."""
+    if request.param == "files":
+        return f"file://{tmp_path / 'mounted'}", None
+    if request.param == "redis":
+        return f"redis://127.0.0.1:{servers.redis_port()}/2/{tmp_path.name}", None
+    environment_of_s3(monkeypatch)
+    hot = f"redis://127.0.0.1:{servers.redis_port()}/3" if request.param == "both" else None
+    return f"s3://{servers.BUCKET}/{tmp_path.name}", hot
+
+
+def machine(address, folder, model, **options):
+    place, hot = address
+    corpus = CorpusConfig(chunk_tokens=96, top_k=3, surrogate_tokens=64, **options)
+    return Rag(
+        place, model=str(model), device="cpu", blend=BlendConfig(ratio=0.2), corpus=corpus, cache=folder, hot=hot
+    )
+
+
+def test_what_one_precomputes_every_other_hits(address, corpus, tmp_path):
+    model, documents = corpus
+    alone = Rag(
+        tmp_path / "alone",
+        model=str(model),
+        device="cpu",
+        blend=BlendConfig(ratio=0.2),
+        corpus=CorpusConfig(chunk_tokens=96, top_k=3, surrogate_tokens=64),
+    )
+    alone.precompute(documents)
+    expected = alone.answer(QUESTION, max_new_tokens=8)
+    first = machine(address, tmp_path / "first", model)
+    done = first.precompute(documents)
+    assert done.computed > 0
+    second = machine(address, tmp_path / "second", model)
+    answers = [second.answer(QUESTION, max_new_tokens=8), first.answer(QUESTION, max_new_tokens=8)]
+    for answer in answers:
+        assert all(answer.blend.hits)
+        assert not answer.problems
+        assert answer.text == expected.text
+        assert torch.equal(answer.blend.logits, expected.blend.logits)
+    again = machine(address, tmp_path / "third", model).precompute(documents)
+    assert (again.computed, again.added) == (0, 0)
+
+
+def test_a_running_replica_sees_what_another_machine_changes(address, corpus, tmp_path):
+    model, documents = corpus
+    changed = tmp_path / "documents"
+    shutil.copytree(documents, changed)
+    first, second = (machine(address, tmp_path / name, model, name="town") for name in ("first", "second"))
+    first.precompute(changed)
+    before = {chunk.id for chunk in second.index.chunks}
+    (changed / "market.md").write_text("# The market\n\nThe market of town 9 opened in 1999. It sells rye.\n" * 3)
+    first.precompute(changed)
+    second._sharing.refresh(now=True)
+    assert {chunk.id for chunk in second.index.chunks} > before
+    assert second.root.joinpath("corpora/town/index/manifest.json").is_file()
+
+
+def test_who_began_with_an_older_index_is_refused(address, corpus, tmp_path, monkeypatch):
+    model, documents = corpus
+    first, second = (machine(address, tmp_path / name, model) for name in ("first", "second"))
+    second._sharing.refresh(now=True)
+    first.precompute(documents / "harbour.md", quick=True)
+    monkeypatch.setattr(second._sharing, "refresh", lambda now=False: None)  # it looked before the other published
+    with pytest.raises(StoreError, match="run the same command again"):
+        second.precompute(documents / "orchard.md", quick=True)
+    monkeypatch.undo()
+    if address[0].startswith("s3"):
+        environment_of_s3(monkeypatch)
+    second._sharing.refresh(now=True)
+    assert [chunk.id for chunk in second.index.chunks] == [chunk.id for chunk in first.index.chunks]
+
+
+def test_an_index_that_somebody_else_put_there_is_not_used(corpus, tmp_path):
+    model, documents = corpus
+    address = f"file://{tmp_path / 'mounted'}"
+    rag = Rag(address, model=str(model), device="cpu", cache=tmp_path / "first", store_key=b"k" * 16)
+    rag.precompute(documents / "harbour.md", quick=True)
+    forged = Rag(address, model=str(model), device="cpu", cache=tmp_path / "second", store_key=b"o" * 16)
+    with pytest.raises(StoreError, match="another store key"):
+        _ = forged.index
+    for file in (tmp_path / "mounted" / "indexes" / "_").glob("chunks-*"):
+        file.write_bytes(file.read_bytes().replace(b"harbour", b"hangman"))
+    third = Rag(address, model=str(model), device="cpu", cache=tmp_path / "third", store_key=b"k" * 16)
+    with pytest.raises(StoreError, match="not as it was written"):
+        _ = third.index
+
+
+def test_a_replica_stands_for_one_store(tmp_path):
+    root = replica_of("s3://bucket/one/", tmp_path / "near", None)
+    assert root == tmp_path / "near"
+    assert (root / FILE).stat().st_mode & 0o077 == 0
+    assert replica_of("s3://bucket/one", tmp_path / "near", "redis://host") == root
+    with pytest.raises(ConfigError, match="stands for s3://bucket/one already"):
+        replica_of("s3://bucket/two", tmp_path / "near", None)
+    (tmp_path / "own" / "kv").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="a store of its own"):
+        replica_of("s3://bucket/two", tmp_path / "own", None)
+
+
+@pytest.mark.parametrize(
+    "address", ["s3://", "http://host/x", "redis://host/zero", "redis://host:port/0", "redis://h/0/a*b", "file://"]
+)
+def test_what_is_no_address_is_refused_without_its_password(address, tmp_path):
+    with pytest.raises(ConfigError, match=r"address of a store|number, that of the database") as caught:
+        replica_of(address.replace("host", "me:secret@host"), tmp_path / "near", None)
+    assert "secret" not in str(caught.value)
+    assert not (tmp_path / "near").exists()

@@ -1,0 +1,323 @@
+"""Several places as one store: where entries are read from, what is fetched once, and what becomes of a tier that fails."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+import servers
+import torch
+from conftest import environment_of_s3
+
+from _soak_tiers import Soak
+from _wire import FAULTS, Proxy
+from blend.errors import ConfigError, EntryDamagedError, StoreError, StoreUnreachableError
+from blend.store import Patience, open_store
+from blend.store.disk import DiskBackend
+from blend.store.seal import make_seal
+from blend.store.sealed import looker
+from blend.store.tiered import TieredBackend, TierHits, Tiers
+
+QUICK = Patience(connect_s=1.0, answer_s=1.5, pause_s=60.0)
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """The S3 server behind a proxy."""
+    proxy = Proxy(servers.s3().port)
+    environment_of_s3(monkeypatch)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    yield proxy
+    proxy.close()
+    servers.s3().fault.write_text("")
+
+
+@pytest.fixture
+def memory():
+    """Redis behind a proxy."""
+    proxy = Proxy(servers.redis_port())
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def make(bucket, memory, tmp_path):
+    def opened(machine="one", patience=QUICK, **options):
+        return open_store(
+            f"s3://{servers.BUCKET}/{tmp_path.name}",
+            **{
+                "cache": tmp_path / machine,
+                "hot": f"redis://127.0.0.1:{memory.port}/4",
+                "patience": patience,
+                **options,
+            },
+        )
+
+    return opened
+
+
+def read(store, key):
+    with store.open(key) as reader:
+        return [reader.layer(index) for index in range(reader.layers)]
+
+
+def assert_same(found, cache):
+    for (keys, values), put_keys, put_values in zip(found, cache.keys, cache.values, strict=True):
+        assert torch.equal(keys, put_keys)
+        assert torch.equal(values, put_values)
+
+
+def settled(store):
+    assert store.backend.wait(30)
+    return store.backend.hits
+
+
+def test_the_nearest_tier_that_has_it_and_all_of_them_afterwards(make, key, cache):
+    one, two = make("one", hot=None), make("two")
+    one.put(key(1), cache(1))
+    nbytes = one.stats().nbytes
+    assert_same(read(one, key(1)), cache(1))
+    assert settled(one) == TierHits(0, 0, 1, 0, nbytes)
+    assert_same(read(one, key(1)), cache(1))
+    assert settled(one) == TierHits(1, 0, 1, 0, nbytes)
+    read(two, key(1))
+    assert settled(two) == TierHits(0, 0, 1, 0, nbytes)
+    three = make("three")
+    read(three, key(1))
+    assert settled(three) == TierHits(0, 1, 0, 0, nbytes)
+    content = [tier.read(next(iter(tier.names("objects/")))[0], 1 << 20) for tier in three.backend.tiers]
+    assert content[0] == content[1] == content[2]  # as they are
+    assert three.open(key(2)) is None
+    assert three.backend.hits.missing == 1
+
+
+def test_many_readers_of_one_entry_fetch_it_once(make, key, cache):
+    make("one", hot=None).put(key(1), cache(1, tokens=4000))
+    store = make("two", hot=None)
+    start, failed = threading.Barrier(6), []
+
+    def work():
+        start.wait()
+        try:
+            assert_same(read(store, key(1)), cache(1, tokens=4000))
+        except BaseException as error:
+            failed.append(error)
+
+    readers = [store.open(key(1)) for _ in range(2)]
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for reader in readers:
+        reader.close()
+    assert not failed
+    assert settled(store).fetched_bytes == store.stats().nbytes
+
+
+def test_looking_fetches_nothing_and_prefetching_brings_it_here(make, bucket, key, cache):
+    make("one", hot=None).put(key(1), cache(1))
+    store = make("two", hot=None)
+    assert key(1) in store
+    assert store.held([key(1), key(2)]) == {key(1)}
+    assert settled(store).fetched_bytes == 0
+    store.prefetch([key(1), key(2)])
+    settled(store)
+    bucket.set("refused")
+    assert_same(read(store, key(1)), cache(1))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_redis_that_fails_is_told_once_and_costs_little(make, memory, key, cache, fault, caplog):
+    writer = make("one")
+    for number in range(8):
+        writer.put(key(number), cache(number, tokens=200))
+    store = make("two", cache=None)
+    memory.set(fault)
+    began = time.monotonic()
+    for number in range(8):
+        assert_same(read(store, key(number)), cache(number, tokens=200))
+    assert time.monotonic() - began < 20
+    told = [record.getMessage() for record in caplog.records if "redis" in record.getMessage()]
+    assert len(told) == len(set(told)) <= 3
+    assert fault in ("slow", "wrong bytes") or told
+
+
+def test_a_tier_that_hangs_costs_its_timeout_once(make, memory, bucket, key, cache, caplog):
+    make("one", hot=None).put(key(1), cache(1))
+    store = make("two")
+    memory.set("hanging")
+    began = time.monotonic()
+    read(store, key(1))
+    first = time.monotonic() - began
+    assert first >= QUICK.answer_s
+    settled(store)
+    bucket.set("hanging")
+    began = time.monotonic()
+    with pytest.raises(StoreUnreachableError, match="see that it is up"):
+        store.open(key(2))
+    assert QUICK.answer_s <= time.monotonic() - began < 10
+    began = time.monotonic()
+    for number in range(2, 200):
+        with pytest.raises(StoreUnreachableError):
+            store.open(key(number))
+        with pytest.raises(StoreError):
+            store.put(key(number), cache(number))
+    assert_same(read(store, key(1)), cache(1))  # out of the disk, all the while
+    assert time.monotonic() - began < 10
+    assert len(caplog.records) == 2
+
+
+def test_a_tier_that_is_back_is_asked_again(make, bucket, key, cache):
+    store = make(cache=None, hot=None, patience=QUICK._replace(pause_s=0.2))
+    store.put(key(1), cache(1))
+    bucket.set("refused")
+    with pytest.raises(StoreError):
+        store.open(key(1))
+    bucket.set("")
+    time.sleep(0.25)
+    assert_same(read(store, key(1)), cache(1))
+
+
+@pytest.mark.parametrize("fault", ["refused", "hanging", "busy"])
+def test_an_outage_of_the_bucket_is_no_miss(make, bucket, key, cache, fault):
+    store = make(cache=None, hot=None)
+    store.put(key(1), cache(1))
+    if fault == "busy":
+        servers.s3().fault.write_text(fault)
+    else:
+        bucket.set(fault)
+    for number in (1, 2):
+        with pytest.raises(StoreError) as caught:
+            make(cache=None, hot=None).open(key(number))
+        assert not isinstance(caught.value, EntryDamagedError)
+    with pytest.raises(StoreError):
+        list(make(cache=None, hot=None).keys())
+
+
+def test_a_bucket_that_is_not_there_is_no_miss(bucket, key):
+    store = open_store("s3://kvblend-absent/x")
+    for call in (lambda: store.open(key(1)), lambda: store.generation, lambda: list(store.keys())):
+        with pytest.raises(StoreError, match="create it"):
+            call()
+
+
+def test_a_full_bucket_says_so_and_can_be_read(make, bucket, key, cache):
+    store = make(cache=None, hot=None)
+    store.put(key(1), cache(1))
+    servers.s3().fault.write_text("full")
+    with pytest.raises(StoreError, match="is full"):
+        store.put(key(2), cache(2))
+    assert_same(read(store, key(1)), cache(1))
+    assert store.open(key(2)) is None
+
+
+def test_what_an_artifact_was_when_the_bucket_went_away(make, bucket, key, cache):
+    store = make("one", hot=None)
+    store.write_artifact("surrogate-1", b"tokens")
+    assert make("two", hot=None).read_artifact("surrogate-1") == b"tokens"
+    bucket.set("refused")
+    assert make("two", hot=None).read_artifact("surrogate-1") == b"tokens"
+    with pytest.raises(StoreError):
+        make("three", hot=None).read_artifact("surrogate-1")
+    with pytest.raises(StoreError):
+        store.write_artifact("surrogate-1", b"others")
+
+
+def _flipped(path, offset):
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("place", ["header", "layer"])
+def test_a_damaged_copy_is_fetched_again_and_nothing_is_computed(make, key, cache, place, tmp_path, caplog):
+    store = make("one")
+    store.put(key(1), cache(1, tokens=50))
+    read(store, key(1))
+    settled(store)
+    (copy,) = (tmp_path / "one" / "objects").rglob("*.safetensors")
+    for _ in range(2):
+        _flipped(copy, 200 if place == "header" else -100)
+        assert_same(read(store, key(1)), cache(1, tokens=50))
+        settled(store)
+    name = str(copy.relative_to(tmp_path / "one"))
+    assert copy.read_bytes() == store.backend.tiers.far.read(name, 1 << 20)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / 'one'} held bytes that were never written: they are fetched again"
+    ]
+
+
+def test_what_redis_holds_is_believed_as_far_as_its_digests(make, key, cache, tmp_path):
+    sealed = make("one", key=b"k" * 16)
+    sealed.put(key(1), cache(1))
+    name = next(iter(sealed.backend.tiers.hot.names("objects/")))[0]
+    plain = open_store(tmp_path / "forger", key=b"o" * 16)
+    plain.put(key(1), cache(2))
+    forged = plain.backend.read(name, 1 << 20)
+    sealed.backend.tiers.hot.put(name, [forged])
+    assert_same(read(make("two", key=b"k" * 16), key(1)), cache(1))
+    sealed.backend.tiers.far.put(name, [forged])
+    sealed.backend.tiers.hot.delete(name)
+    with pytest.raises(EntryDamagedError):
+        read(make("three", key=b"k" * 16), key(1))
+
+
+def test_damage_of_the_far_place_alone_is_damage(key, cache, tmp_path):
+    far, near = DiskBackend(tmp_path / "far"), DiskBackend(tmp_path / "near")
+    store = open_store(tmp_path / "far")
+    store.put(key(1), cache(1))
+    store.backend = TieredBackend(Tiers(far, None, near), looker(make_seal(None)))
+    (file,) = (tmp_path / "far" / "objects").rglob("*.safetensors")
+    _flipped(file, -10)
+    with store.open(key(1)) as reader, pytest.raises(EntryDamagedError, match="not what was written"):
+        reader.layer(2)
+    settled(store)
+    assert list(near.names("objects/")) in ([], [[]])
+
+
+def test_the_budget_is_that_of_the_disk(make, key, cache, tmp_path):
+    writer = make("one", hot=None)
+    writer.put(key(0), cache())
+    size = writer.stats().nbytes
+    store = make("two", hot=None, budget_bytes=int(2.5 * size))
+    for number in range(5):
+        store.put(key(number), cache(number))
+        read(store, key(number))
+        settled(store)
+    assert store.stats().entries == 5
+    assert len(list((tmp_path / "two" / "objects").rglob("*.safetensors"))) == 2
+    with pytest.raises(ConfigError, match="--store-cache"):
+        make(cache=None, hot=None, budget_bytes=size)
+
+
+def test_a_redis_that_evicts_evicts_caches_alone(key, cache, tmp_path):
+    port = servers.redis_port("--maxmemory", "3mb", "--maxmemory-policy", "volatile-lru")
+    store = open_store(f"redis://127.0.0.1:{port}/0")
+    store.write_artifact("surrogate-1", b"tokens")
+    for number in range(40):
+        store.put(key(number), cache(number, tokens=300))
+    assert 0 < store.stats().entries < 40
+    assert store.read_artifact("surrogate-1") == b"tokens"
+    for number in range(40):
+        reader = store.open(key(number))
+        if reader is not None:
+            with reader:
+                assert torch.equal(reader.layer(1)[0], cache(number, tokens=300).keys[1])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_faults_at_random_over_all_tiers(seed, tmp_path, monkeypatch):
+    for name, value in servers.s3_environment(servers.s3().port).items():
+        monkeypatch.setenv(name, value)
+    servers.redis_port()
+    logging.getLogger("kvblend.store").setLevel(logging.WARNING)
+    soak = Soak(seed, tmp_path)
+    try:
+        soak.run(70)
+    finally:
+        soak.close()
+    assert soak.counts["layers compared"] > 50
+    assert soak.counts["steps"] == 140
