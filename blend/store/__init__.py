@@ -10,11 +10,12 @@ from pathlib import Path
 
 from blend.store.backend import Backend, Blob, MemoryStats, Range, Stored
 from blend.store.base import ChunkStore, StoreStats
-from blend.store.codec import Codec, codec_names, get_codec, register_codec
+from blend.store.codec import Codec
 from blend.store.hot import HotBackend
 from blend.store.hot_memory import HotMemory
 from blend.store.names import key_of
 from blend.store.reader import ChunkReader, is_sound
+from blend.store.registry import codec_names, get_codec, register_codec
 from blend.store.seal import make_seal, read_store_key
 
 __all__ = [
