@@ -239,7 +239,7 @@ class _CorrectedStretch(_Stretch):
     def __init__(self, layout: PromptLayout, shifts: Sequence[_Shift], added: Added) -> None:
         super().__init__(shifts, added.rows.device)
         there = torch.arange(*self.span, device=added.rows.device)
-        rows = there.split([shift.span.length for shift in shifts])
+        rows = torch.split(there, [shift.span.length for shift in shifts])
         moved = torch.cat([shift.moved(mine) for shift, mine in zip(shifts, rows, strict=True)])
         # What has no position needs none taken out; where that holds of all, nothing turns twice.
         self._back = None if torch.equal(moved, there) else moves(moved - there)
@@ -305,6 +305,7 @@ def _stretches(
         rows = [torch.arange(*span, device=device) for one, shifts in groups if one is correction for span, _ in shifts]
         added[id(correction)] = Added(correction, torch.cat(rows))
     stretches = [
-        _Stretch(shifts, device) if one is None else _CorrectedStretch(layout, shifts, added[id(one)]) for one, shifts in groups
+        _Stretch(shifts, device) if one is None else _CorrectedStretch(layout, shifts, added[id(one)])
+        for one, shifts in groups
     ]
     return stretches, tuple(added.values())

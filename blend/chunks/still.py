@@ -1,8 +1,8 @@
 """Chunk caches without positions: what every token's keys would be if it stood at position 0, whatever the model calls that.
 
-A codec of few bits keeps such keys better, and they turn once when they are put into a prompt: R(p) k instead of R(p - q) R(q) k.
-Their last digits are others than those of the keys that the model computed, so that a chunk right behind its prefix is then exact
-but for rounding in fp32 and what the codec loses.
+A codec of few bits keeps such keys better, and they turn once when they are put into a prompt:
+R(p) k instead of R(p - q) R(q) k.
+Right behind its prefix such a chunk is not exact to the last bit: it turns back and forth in fp32.
 """
 
 from __future__ import annotations

@@ -99,7 +99,9 @@ class GridCodec(Codec):
         tokens = states.shape[1]
         count, size = _groups(tokens, max(1, round(tokens / self._group)))
         filled = torch.cat((states, states[:, -1:].expand(-1, count * size - tokens, -1)), dim=1)
-        grouped = filled.unflatten(1, (count, size))  # [kv_heads, groups, tokens of a group, head_dim]
+        grouped = filled.view(
+            filled.shape[0], count, size, filled.shape[2]
+        )  # [kv_heads, groups, tokens of a group, head_dim]
         low, high = grouped.amin(2, keepdim=True), grouped.amax(2, keepdim=True)
         centre = ((low + high) / 2).bfloat16().float()
         extent = torch.maximum(high - centre, centre - low)
@@ -107,7 +109,7 @@ class GridCodec(Codec):
         scales = torch.cat((centre, step), dim=1).squeeze(2).bfloat16()
         if not scales.isfinite().all():
             raise StoreError(
-                f"a value is not finite, or too large for the codec {self.name}; use the codec bfloat16 or float32 for this model"
+                f"a value is not finite, or too large for the codec {self.name}: use bfloat16 or float32 for this model"
             )
         return self._grid.pack(numbers.flatten(1, 2)[:, :tokens]), scales
 
@@ -158,7 +160,7 @@ class GridCodec(Codec):
         size = _groups(out.shape[1], count)[1]
         whole = out.shape[1] // size
         if whole:
-            rows = target[:, : whole * size].unflatten(1, (whole, size))
+            rows = target[:, : whole * size].view(out.shape[0], whole, size, out.shape[2])
             torch.addcmul(centre[:, :whole], rows, step[:, :whole], out=rows)
         if whole < count:
             rows = target[:, whole * size :]
