@@ -7,7 +7,7 @@ the KV corrections of one store that rounds nothing, so that whatever differs be
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -19,6 +19,7 @@ from blend.blender import Blender
 from blend.chunks.deciding import with_surrogate
 from blend.config import BlendConfig, CorpusConfig
 from blend.eval.bootstrap import paired_interval
+from blend.eval.evaluator import Recorder
 from blend.eval.lines import append_lines, read_lines
 from blend.eval.metrics import kl_divergence, top1_agreement
 from blend.model.full_prefill import full_prefill
@@ -78,23 +79,25 @@ class Comparison:
         self._kept.calibrate(self._template.prefix, chunks)
         self._blenders = [Blender(decoder, _with_artifacts(codec, kept)) for codec in codecs]
 
-    def measure(self, record: Record, config: BlendConfig, most: int) -> Iterator[Measured]:
-        """Every codec on a record's prompt, along `most` tokens of the answer at most."""
+    def measure(self, record: Record, config: BlendConfig, most: int, done: Container[str]) -> Iterator[Measured]:
+        """Every codec that is not `done` on a record's prompt, along `most` tokens of the answer at most."""
         layout = self._template.layout(record.question, record.chunks)
         self._decoder.check_length(layout.rows + most)
-        full = full_prefill(self._decoder, layout)
+        full = Recorder(full_prefill(self._decoder, layout))
         answer = generate(self._decoder, full, layout.token_ids, max_new_tokens=most).token_ids
-        true = teacher_forced_logits(full_prefill(self._decoder, layout), answer)
+        true = torch.cat(full.seen)[: len(answer)].float()
         library = self._kept.library(layout.prefix)
         caches = library.caches(layout.chunks, contextual=True)
-        with_used = library.open(layout.chunks)
-        with_used.close()
+        opened = library.open(layout.chunks)
+        opened.close()
         for blender in self._blenders:
+            if blender.store.codec.name in done:
+                continue
             mine = blender.library(layout.prefix)
-            for one, cache in zip(with_used.used, caches, strict=True):
+            for one, cache in zip(opened.used, caches, strict=True):
                 mine.keep(one, cache)
             logits = self._logits(blender, layout, config, answer)
-            held = {mine.key(one): len(one.chunk) for one in with_used.used}
+            held = {mine.key(one): len(one.chunk) for one in opened.used}
             yield Measured(
                 record.id,
                 blender.store.codec.name,
