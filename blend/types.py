@@ -187,11 +187,13 @@ class ChunkCache:
 
     keys[layer], values[layer]: `[kv_heads, tokens, head_dim]`; head_dim may differ between the two and between layers.
     start: position of the chunk's first token when the keys were computed (the length of what stood before).
+    still: whether positions have been taken out of the keys (and of values that turn), as if every token stood at position 0.
     """
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
     start: int
+    still: bool = False
 
     @property
     def tokens(self) -> int:

@@ -16,7 +16,8 @@ from blend.errors import EntryDamagedError
 from blend.model.cache import BlendedLayer
 from blend.model.rope import Rotation, moves
 from blend.store.base import ChunkStore
-from blend.store.reader import ChunkReader, copy_layer
+from blend.store.codec import require_shapes
+from blend.store.reader import ChunkReader
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, ChunkKey, PromptLayout, Span
 
@@ -81,12 +82,15 @@ class HeldChunk:
     """A chunk cache in memory as a `LayerSource`."""
 
     def __init__(self, cache: ChunkCache) -> None:
-        self.tokens, self.layers, self.start = cache.tokens, cache.layers, cache.start
+        self.tokens, self.layers, self.start, self.still = cache.tokens, cache.layers, cache.start, cache.still
         self._cache = cache
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
         """One copy each."""
-        copy_layer(index, (self._cache.keys[index], self._cache.values[index]), (keys_out, values_out))
+        held, outs = (self._cache.keys[index], self._cache.values[index]), (keys_out, values_out)
+        require_shapes([tuple(one.shape) for one in held], outs)
+        for states, out in zip(held, outs, strict=True):
+            out.copy_(states)
 
     def close(self) -> None:
         """Nothing."""
@@ -202,11 +206,25 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
     return stream
 
 
-class _Stretch:
-    """Neighbouring chunks of a prompt to which the same is added; shifts: for each its rows and by how much it moves."""
+class _Shift(NamedTuple):
+    """A chunk's rows in the prompt, and by how much all of them move; None: each to its position, from none at all."""
 
-    def __init__(self, shifts: Sequence[tuple[Span, int]]) -> None:
-        self.span, self._shifts = Span(shifts[0][0].start, shifts[-1][0].stop), shifts
+    span: Span
+    by: int | None
+
+    def moved(self, there: torch.Tensor) -> torch.Tensor:
+        """By how much each row moves, `[rows]`; there: the positions of the rows."""
+        return there if self.by is None else there.new_full((self.span.length,), self.by)
+
+
+class _Stretch:
+    """Neighbouring chunks of a prompt to which the same is added."""
+
+    def __init__(self, shifts: Sequence[_Shift], device: torch.device) -> None:
+        self.span = Span(shifts[0].span.start, shifts[-1].span.stop)
+        self._shifts = [
+            (span, moves(torch.arange(*span, device=device)) if delta is None else delta) for span, delta in shifts
+        ]
 
     def put(self, layer: BlendedLayer, staged: StagedLayer, rotation: LayerRotation, index: int, base: int) -> None:
         """Write the layer's KV at its positions; base: the prompt's row that is the first of `staged`."""
@@ -218,11 +236,14 @@ class _Stretch:
 class _CorrectedStretch(_Stretch):
     """Chunks to which a KV correction adds; added: what it adds to the prompt, taken down layer by layer."""
 
-    def __init__(self, layout: PromptLayout, shifts: Sequence[tuple[Span, int]], added: Added) -> None:
-        super().__init__(shifts)
+    def __init__(self, layout: PromptLayout, shifts: Sequence[_Shift], added: Added) -> None:
+        super().__init__(shifts, added.rows.device)
         there = torch.arange(*self.span, device=added.rows.device)
-        moved = torch.cat([there.new_full((span.length,), delta) for span, delta in shifts])
-        self._back, self._there, self._added = moves(moved - there), moves(there), added
+        rows = torch.split(there, [shift.span.length for shift in shifts])
+        moved = torch.cat([shift.moved(mine) for shift, mine in zip(shifts, rows, strict=True)])
+        # What has no position needs none taken out; where that holds of all, nothing turns twice.
+        self._back = None if torch.equal(moved, there) else moves(moved - there)
+        self._there, self._added = moves(there), added
         self._features = position_features(layout, there, added.map.before, added.map.length)
 
     def put(self, layer: BlendedLayer, staged: StagedLayer, rotation: LayerRotation, index: int, base: int) -> None:
@@ -238,9 +259,9 @@ class _CorrectedStretch(_Stretch):
             turn.apply(states[None], self._there, out=buffer)
 
 
-def _still(turn: Rotation, states: torch.Tensor, back: Deltas) -> torch.Tensor:
-    """Positions taken out, fp32; of states that never had any the same tensor, if it is fp32 already."""
-    if turn.inv_freq is None:
+def _still(turn: Rotation, states: torch.Tensor, back: Deltas | None) -> torch.Tensor:
+    """Positions taken out, fp32; of states that have none the same tensor, if it is fp32 already."""
+    if turn.inv_freq is None or back is None:
         return states.float()
     return turn.apply(states, back, out=torch.empty(states.shape, dtype=torch.float32, device=states.device))
 
@@ -256,8 +277,8 @@ def _parts(
     ]
 
 
-def _move(turn: Rotation, states: torch.Tensor, delta: int, out: torch.Tensor) -> None:
-    if delta == 0:
+def _move(turn: Rotation, states: torch.Tensor, delta: int | Deltas, out: torch.Tensor) -> None:
+    if isinstance(delta, int) and delta == 0:
         out.copy_(states)
     else:
         turn.apply(states, delta, out=out)
@@ -270,12 +291,12 @@ def _stretches(
     device: torch.device,
 ) -> tuple[list[_Stretch], tuple[Added, ...]]:
     """The chunks that are there, neighbours with the same correction together; and what every correction will have added."""
-    groups: list[tuple[KVCorrection | None, list[tuple[Span, int]]]] = []
+    groups: list[tuple[KVCorrection | None, list[_Shift]]] = []
     for reader, span, correction in zip(readers, layout.chunk_spans, corrections, strict=True):
         if reader is None or not span.length:
             continue
-        shift = (span, span.start - reader.start)
-        if groups and groups[-1][0] is correction and groups[-1][1][-1][0].stop == span.start:
+        shift = _Shift(span, None if reader.still else span.start - reader.start)
+        if groups and groups[-1][0] is correction and groups[-1][1][-1].span.stop == span.start:
             groups[-1][1].append(shift)
         else:
             groups.append((correction, [shift]))
@@ -284,6 +305,7 @@ def _stretches(
         rows = [torch.arange(*span, device=device) for one, shifts in groups if one is correction for span, _ in shifts]
         added[id(correction)] = Added(correction, torch.cat(rows))
     stretches = [
-        _Stretch(shifts) if one is None else _CorrectedStretch(layout, shifts, added[id(one)]) for one, shifts in groups
+        _Stretch(shifts, device) if one is None else _CorrectedStretch(layout, shifts, added[id(one)])
+        for one, shifts in groups
     ]
     return stretches, tuple(added.values())

@@ -67,7 +67,8 @@ def _taken(chunks: Sequence[Tokens]) -> list[Tokens]:
 
 def _rows(decoder: Decoder, cache: ChunkCache, index: int) -> torch.Tensor:
     """A layer's KV with positions taken out, fp32 `[tokens, inputs]`."""
-    positions = torch.arange(cache.start, cache.start + cache.tokens, device=decoder.device)
+    first, step = (0, 0) if cache.still else (cache.start, 1)
+    positions = first + step * torch.arange(cache.tokens, device=decoder.device)
     keys, values = (states[index].to(decoder.device)[None] for states in (cache.keys, cache.values))
     return rows_of(keys, values, decoder.rotations[index], positions)
 

@@ -19,6 +19,7 @@ import torch
 
 from blend.chunks.assemble import Expected, open_chunks
 from blend.chunks.encode import ChunkEncoder
+from blend.chunks.still import without_positions
 from blend.chunks.surrogate import read_surrogate
 from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError
@@ -218,8 +219,13 @@ class ChunkLibrary:
             encoder, mine = self.encoder(contextual=contextual), [one for one in wanted if one.contextual == contextual]
             for index, cache in encoder.encode([one.chunk for one in mine]):
                 if kept is None or mine[index] in kept:
-                    self.store.put(self.key(mine[index]), cache)
+                    self.keep(mine[index], cache)
                 yield mine[index], cache
+
+    def keep(self, one: Variant, cache: ChunkCache) -> None:
+        """Store this cache of a chunk, in the form that the store's codec asks for. Raises `StoreError` as `put` does."""
+        still = self.store.codec.still and not cache.still
+        self.store.put(self.key(one), without_positions(cache, self.decoder.rotations) if still else cache)
 
     def keys(self, chunks: Sequence[Tokens]) -> set[ChunkKey]:
         """Where the store keeps the caches of these chunks."""
@@ -304,7 +310,7 @@ class ChunkLibrary:
 
 def _read(reader: ChunkReader, decoder: Decoder) -> ChunkCache:
     pairs = [_read_layer(reader, index, decoder) for index in range(reader.layers)]
-    return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), reader.start)
+    return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), reader.start, reader.still)
 
 
 def _read_layer(reader: ChunkReader, index: int, decoder: Decoder) -> tuple[torch.Tensor, torch.Tensor]:

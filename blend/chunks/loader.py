@@ -25,11 +25,12 @@ THREADS = 2
 
 
 class LayerSource(Protocol):
-    """The cache of a chunk that can be read by layers; `blend.store.ChunkReader` is one. tokens, layers, start: see there."""
+    """The cache of a chunk that can be read by layers; `blend.store.ChunkReader` is one. Its attributes: see there."""
 
     tokens: int
     layers: int
     start: int
+    still: bool
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
         """Copy one layer, verified, into two `[kv_heads, tokens, head_dim]` tensors."""

@@ -26,7 +26,7 @@ class PartOfChunk:
     """Some rows of a chunk's cache as a `LayerSource`: `tokens` of them from `first` on."""
 
     def __init__(self, whole: LayerSource, first: int, tokens: int) -> None:
-        self.tokens, self.layers, self.start = tokens, whole.layers, whole.start + first
+        self.tokens, self.layers, self.start, self.still = tokens, whole.layers, whole.start + first, whole.still
         self._whole, self._rows = whole, slice(first, first + tokens)
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:

@@ -133,7 +133,7 @@ class Evaluator:
 
     def _full_answer(self, prefilled: FullPrefill, layout: PromptLayout) -> tuple[str, tuple[int, ...], torch.Tensor]:
         """The full-recompute answer, and the logits that led to each of its tokens."""
-        recorder = _Recorder(prefilled)
+        recorder = Recorder(prefilled)
         generation = generate(self.decoder, recorder, layout.token_ids, max_new_tokens=self.max_new_tokens)
         return generation.text, generation.token_ids, torch.cat(recorder.seen)[: len(generation.token_ids)].float()
 
@@ -169,7 +169,7 @@ class _Cost:
     floor_s: float | None
 
 
-class _Recorder:
+class Recorder:
     """Keeps the logits of every decoding step of a prefilled prompt."""
 
     def __init__(self, prefilled: Continuable) -> None:
@@ -178,6 +178,7 @@ class _Recorder:
         self.seen = [prefilled.logits]
 
     def append(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Run further tokens, and keep their logits."""
         logits = self._prefilled.append(token_ids)
         self.seen.append(logits[0])
         return logits

@@ -69,7 +69,7 @@ class Encoding:
             self._piece = self._steps.send(logits)
         except StopIteration as finished:
             try:
-                self._library.store.put(self._library.key(self._left[0]), finished.value)
+                self._library.keep(self._left[0], finished.value)
             except Exception as error:
                 self.fail(error)
             else:

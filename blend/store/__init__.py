@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 from blend.store.backend import Backend, Blob, MemoryStats, Range, Stored
 from blend.store.base import ChunkStore, StoreStats
-from blend.store.codec import Codec, codec_names, get_codec, register_codec
+from blend.store.codec import Codec
 from blend.store.hot import HotBackend
 from blend.store.hot_memory import HotMemory
 from blend.store.names import key_of
 from blend.store.patience import Patience
 from blend.store.places import hot_backend, is_address, remote_backend
 from blend.store.reader import ChunkReader, is_sound
+from blend.store.registry import codec_names, get_codec, register_codec
 from blend.store.replica import origin_of
 from blend.store.seal import make_seal, read_store_key
 from blend.store.sealed import Look, looker

@@ -43,7 +43,7 @@ class ChunkStore:
 
     def __init__(self, backend: Backend, codec: Codec, seal: Seal) -> None:
         self.backend = backend
-        self._codec = codec
+        self.codec = codec
         self._seal = Unsealed() if backend.trusted else seal
         self._known: WeakKeyDictionary[object, KnownEntry] = WeakKeyDictionary()
 
@@ -118,7 +118,7 @@ class ChunkStore:
         from blend.store.entry import encode_entry
 
         name = cache_name(key)
-        header, blobs = encode_entry(key, cache, self._codec, self._seal)
+        header, blobs = encode_entry(key, cache, self.codec, self._seal)
         self.backend.put(name, (header, *blobs))
 
     def delete(self, key: ChunkKey) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blend.errors import StoreError
 from blend.store.codec import Codec
 from blend.store.fields import TYPES
-from blend.store.header import ENTRY_FORMAT, pack_header, tensor_name
+from blend.store.header import ENTRY_FORMATS, pack_header, tensor_name
 from blend.store.seal import Seal
 from blend.types import ChunkCache, ChunkKey
 
@@ -56,7 +56,7 @@ def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> 
         checksums.append(seal.digest("layer", *layer))
         blobs += layer
     metadata = {
-        "format": ENTRY_FORMAT,
+        "format": ENTRY_FORMATS[cache.still],
         "namespace": key.namespace,
         "digest": key.digest,
         "start": str(cache.start),

@@ -20,12 +20,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from blend.errors import ConfigError, StoreError
-from blend.store.codec import Codec, get_codec
+from blend.store.codec import Codec
 from blend.store.fields import StoredType, as_count, as_counts, as_fields, as_text, as_type, shown
+from blend.store.registry import get_codec
 from blend.store.seal import DIGEST_CHARS, Seal
 from blend.types import ChunkKey
 
-ENTRY_FORMAT = "1"
+ENTRY_FORMATS = ("1", "2")  # keys at their positions; positions taken out of keys
 LENGTH = struct.Struct("<Q")
 LONGEST = 1 << 20  # bytes of header: some 4,000 layers
 _ALIGNMENT = 64
@@ -55,9 +56,10 @@ class LayerLayout(NamedTuple):
 
 
 class EntryHeader(NamedTuple):
-    """A verified header. `type` is the one that was put in and that `ChunkReader.layer` decodes to."""
+    """A verified header. `type` is the one that was put in and that `ChunkReader.layer` decodes to. still: see `ChunkCache`."""
 
     start: int
+    still: bool
     tokens: int
     codec: Codec
     type: StoredType
@@ -97,8 +99,9 @@ def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> Entr
         raise ValueError(seal.foreign)
     tensors = _parsed(raw[LENGTH.size :])
     meta = as_fields(tensors.pop("__metadata__", None), "its metadata")
-    if meta.get("format") != ENTRY_FORMAT:
-        raise ValueError(f"it has format version {shown(meta.get('format'))}, this kvblend reads {ENTRY_FORMAT}")
+    if meta.get("format") not in ENTRY_FORMATS:
+        known = " and ".join(ENTRY_FORMATS)
+        raise ValueError(f"it has format version {shown(meta.get('format'))}, this kvblend reads {known}")
     if (meta.get("namespace"), meta.get("digest")) != key:
         raise ValueError("it was written under another key")
     codec, checksums = _codec(as_text(meta, "codec")), as_text(meta, "checksums").split(",")
@@ -107,6 +110,7 @@ def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> Entr
         raise ValueError("it does not hold every layer")
     header = EntryHeader(
         start=as_count(meta, "start"),
+        still=meta["format"] == ENTRY_FORMATS[True],
         tokens=as_count(meta, "tokens"),
         codec=codec,
         type=as_type(meta.get("dtype")),

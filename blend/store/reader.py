@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,13 +37,14 @@ class ChunkReader:
     """One open entry. Layers may be read in any order and by several threads; close it, or use it in a `with`.
 
     It stays readable when the entry is evicted or replaced meanwhile. tokens, layers: of the chunk. start: position of its
-    first token when it was computed. codec: how it is kept. stored_bytes: its length in the store.
+    first token when it was computed. still: whether its positions are taken out (`ChunkCache.still`). codec: how it is kept.
+    stored_bytes: its length in the store.
     """
 
     def __init__(self, blob: Blob, key: ChunkKey, known: KnownEntry, scratch: Scratch) -> None:
         header = known.header
         self.tokens, self.layers, self.start = header.tokens, len(header.layers), header.start
-        self.codec, self.stored_bytes = header.codec.name, blob.nbytes
+        self.still, self.codec, self.stored_bytes = header.still, header.codec.name, blob.nbytes
         self._blob: Blob | None = blob
         self._key, self._header, self._windows, self._seal, self._scratch = (
             key,
@@ -60,16 +63,24 @@ class ChunkReader:
         """
         import torch
 
-        return self._read(index, getattr(torch, self._header.type.name), reuse=False)
+        parts = self._read(index, reuse=False)
+        with self._decoding(index):
+            keys, values = self._header.codec.decode(parts, getattr(torch, self._header.type.name))
+        for tensor in (keys, values):
+            if tensor.ndim != 3 or tensor.shape[1] != self.tokens:
+                raise damaged(self._key, f"layer {index} has shape {list(tensor.shape)} for {self.tokens} tokens")
+        return keys, values
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
-        """Copy one layer, verified, into two `[kv_heads, tokens, head_dim]` tensors of any floating dtype and device.
+        """Decode one layer, verified, into two `[kv_heads, tokens, head_dim]` tensors of any floating dtype and device.
 
         The cheapest way into a larger cache: pass slices of it. One read into a warm buffer, unless the bytes are in memory
-        anyway; one hash, unless they have never left it; one converting copy each. Raises as `layer` does, and
+        anyway; one hash, unless they have never left it; decoded straight to where it goes. Raises as `layer` does, and
         `EntryDamagedError` when the shapes are not those of the destination; nothing is written then.
         """
-        copy_layer(index, self._read(index, None, reuse=True), (keys_out, values_out))
+        parts = self._read(index, reuse=True)
+        with self._decoding(index):
+            self._header.codec.decode_into(parts, keys_out, values_out)
 
     def close(self) -> None:
         """Release what the reader holds; idempotent."""
@@ -86,7 +97,8 @@ class ChunkReader:
     ) -> None:
         self.close()
 
-    def _read(self, index: int, dtype: torch.dtype | None, *, reuse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, index: int, *, reuse: bool) -> dict[str, torch.Tensor]:
+        """The layer's parts, verified."""
         if (blob := self._blob) is None:
             raise ValueError("the reader is closed")
         if not 0 <= index < self.layers:
@@ -101,7 +113,7 @@ class ChunkReader:
             raise damaged(self._key, f"layer {index} has impossible shapes: {first_line(error)}") from None
         if buffer is None or not self._seal.holds(layout.checksum, "layer", *buffer.views):
             raise damaged(self._key, f"layer {index} is not what was written")
-        return self._decode(index, buffer.tensors, dtype)
+        return buffer.tensors
 
     def _filled(self, blob: Blob, index: int, *, reuse: bool) -> LayerBuffer | None:
         """The layer's bytes; None when the blob is shorter."""
@@ -118,17 +130,12 @@ class ChunkReader:
         buffer = self._scratch.take(layout) if reuse else empty_buffer(layout)
         return buffer if blob.read(Range(layout.offset, buffer.views[0])) else None
 
-    def _decode(
-        self, index: int, parts: dict[str, torch.Tensor], dtype: torch.dtype | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    @contextmanager
+    def _decoding(self, index: int) -> Iterator[None]:
         try:
-            keys, values = self._header.codec.decode(parts, dtype)
+            yield
         except (RuntimeError, ValueError) as error:
             raise damaged(self._key, f"layer {index} does not decode: {first_line(error)}") from None
-        for tensor in (keys, values):
-            if tensor.ndim != 3 or tensor.shape[1] != self.tokens:
-                raise damaged(self._key, f"layer {index} has shape {list(tensor.shape)} for {self.tokens} tokens")
-        return keys, values
 
 
 def read_header(blob: Blob, key: ChunkKey, seal: Seal) -> EntryHeader:
@@ -159,20 +166,6 @@ def _beginning(blob: Blob, nbytes: int) -> bytes:
     if rest and not (nbytes <= blob.nbytes and blob.read(Range(len(head), memoryview(rest)))):
         raise ValueError("it is truncated, or not a chunk cache")
     return head + rest
-
-
-def copy_layer(index: int, stored: tuple[torch.Tensor, torch.Tensor], out: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Copy keys and values of layer `index`, converting the dtype.
-
-    Raises `EntryDamagedError`, and writes nothing, unless the shapes are the same: a plain copy would broadcast.
-    """
-    found, needed = [list(t.shape) for t in stored], [list(t.shape) for t in out]
-    if found != needed:
-        raise EntryDamagedError(
-            f"layer {index} of a store entry has shapes {found}, needed are {needed}: compute it again"
-        )
-    for source, destination in zip(stored, out, strict=True):
-        destination.copy_(source)
 
 
 def damaged(key: ChunkKey, what: str) -> EntryDamagedError:

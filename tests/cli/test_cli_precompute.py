@@ -216,3 +216,28 @@ def test_one_copy_is_kept_answered_from_and_given_up_again(filled: Blend, docume
     assert two["computed"] == contextual
     assert len(entries(filled.store)) == isolated
     assert "one cache a chunk" not in filled("store").out
+
+
+def test_caches_of_few_bits_answer(blend: Blend, documents: Path) -> None:
+    """Made in int8, asked in whatever codec: every entry says how it was kept."""
+    whole = blend.at(blend.folder / "whole")("precompute", documents, *CHUNKS, "--json").json["store"]["bytes"]
+    found = blend("precompute", documents, *CHUNKS, "--codec", "int8", "--json")
+    assert found.code == 0, found.err
+    assert found.json["store"]["bytes"] < whole
+    for codec in ("int8", "bfloat16"):
+        asked = blend("answer", "When did the glacier open?", "--codec", codec, "--json", "--max-new-tokens", "4")
+        assert asked.code == 0, asked.err
+        assert all(chunk["hit"] for chunk in asked.json["chunks"])
+
+
+def test_a_store_goes_on_in_another_codec(filled: Blend, documents: Path) -> None:
+    before = {path: path.read_bytes() for path in (*entries(filled.store), *entries(filled.store, "contextual"))}
+    (documents / "windmill.md").write_text("The windmill of town 9 opened in 1999. It grinds rye.\n")
+    found = filled("precompute", documents, *CHUNKS, "--codec", "int4", "--json").json
+    assert (found["computed"], found["added"], found["removed"]) == (2, 1, 0)
+    after = {path: path.read_bytes() for path in (*entries(filled.store), *entries(filled.store, "contextual"))}
+    assert before.items() <= after.items()
+    assert {b'"codec":"int4"' in after[path] for path in after.keys() - before.keys()} == {True}
+    asked = filled("answer", "When did the windmill open?", "--codec", "int4", "--json", "--max-new-tokens", "4").json
+    assert all(chunk["hit"] for chunk in asked["chunks"])
+    assert any("windmill" in chunk["title"].lower() for chunk in asked["chunks"])

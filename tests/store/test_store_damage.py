@@ -176,7 +176,7 @@ def huge(header, data):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (meta(format="2"), "format version '2'"),
+        (meta(format="3"), "format version '3'"),
         (meta(namespace="c" * 32), "under another key"),
         (meta(digest="c" * 64), "under another key"),
         (meta(codec="zip"), "codec 'zip'"),

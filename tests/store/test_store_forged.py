@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from contextlib import suppress
@@ -24,9 +25,9 @@ CACHE = ChunkCache(
 )
 
 
-@pytest.fixture(scope="module")
-def entry(tmp_path_factory):
-    store = open_store(tmp_path_factory.mktemp("store"))
+@pytest.fixture(scope="module", params=["native", "int8", "int4", "fp8"])
+def entry(tmp_path_factory, request):
+    store = open_store(tmp_path_factory.mktemp("store"), codec=request.param)
     store.put(KEY, CACHE)
     (path,) = (store.backend.root / "objects").rglob("*.safetensors")
     return store, path, path.read_bytes()
@@ -44,7 +45,13 @@ def used(store, content: bytes) -> bool:
         return False
     for index, pair in enumerate(layers):
         for tensor, part in zip(pair, "kv", strict=True):
-            assert list(tensor.shape) == header[f"{index:03d}.{part}"]["shape"]
+            heads, tokens, width = tensor.shape
+            if header["__metadata__"]["codec"] == "native":
+                assert list(tensor.shape) == header[f"{index:03d}.{part}"]["shape"]
+            else:
+                assert [heads, width] == header[f"{index:03d}.{part}.s"]["shape"][::2]
+                packed = math.prod(header[f"{index:03d}.{part}"]["shape"])
+                assert packed in (heads * tokens * width, heads * -(-tokens * width // 2), heads * tokens)
             assert tensor.shape[1] == reader.tokens
             assert tensor.is_floating_point()
     assert (str(reader.tokens), str(reader.layers), str(reader.start)) == tuple(

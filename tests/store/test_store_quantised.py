@@ -1,0 +1,203 @@
+"""Codecs of few bits: what comes back is within the bound of each, whatever shape it has, and what they cannot keep they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from forging import forge, header_of
+
+from blend.errors import EntryDamagedError, StoreError
+from blend.store import get_codec, open_store
+from blend.types import ChunkCache
+
+CODECS = ("int8", "int4", "fp8")
+# heads, tokens, width of keys, width of values: single tokens, odd ones, MLA's latent beside its rotary part, many groups.
+SHAPES = [(1, 1, 1, 1), (2, 1, 7, 5), (3, 5, 7, 2), (1, 7, 1, 0), (1, 33, 40, 8), (2, 97, 6, 16), (1, 700, 3, 3)]
+# Largest error of a number, as a share of what its channel spans in the chunk.
+BOUNDS = {"int8": 1 / 500, "int4": 0.19, "fp8": 1 / 31}
+# Mean squared error, as a share of a channel's variance: what 254, 15 and fp8's numbers give of normal ones.
+NOISE = {"int8": 1e-4, "int4": 1.2e-2, "fp8": 1e-3}
+
+
+def drawn(heads: int, tokens: int, width: int, seed: int = 0) -> torch.Tensor:
+    """Channels of very different biases and sizes, as keys have them."""
+    source = torch.Generator().manual_seed(seed)
+    sizes = torch.logspace(-2, 1, max(1, width))[:width]
+    biases = torch.randn(heads, 1, width, generator=source) * 10 * sizes
+    return torch.randn(heads, tokens, width, generator=source) * sizes + biases
+
+
+def cache_of(heads: int, tokens: int, keys: int, values: int, *, layers: int = 2, still: bool = False) -> ChunkCache:
+    pairs = [(drawn(heads, tokens, keys, n), drawn(heads, tokens, values, n + 9)) for n in range(layers)]
+    return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), 3, still)
+
+
+def most(codec: str, states: torch.Tensor) -> torch.Tensor:
+    """The largest error that a codec may make, channel by channel; centres are rounded to eight bits."""
+    spans = states.amax(1, keepdim=True) - states.amin(1, keepdim=True)
+    return BOUNDS[codec] * (spans + states.abs().amax(1, keepdim=True) * 2**-7) + 1e-20
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_comes_back_is_within_the_bound(make_store, key, codec, shape):
+    store, put = make_store(codec), cache_of(*shape)
+    store.put(key(1), put)
+    with store.open(key(1)) as reader:
+        assert (reader.codec, reader.tokens, reader.layers, reader.start) == (codec, shape[1], 2, 3)
+        for index in reversed(range(2)):
+            for got, want in zip(reader.layer(index), (put.keys[index], put.values[index]), strict=True):
+                assert got.shape == want.shape
+                assert ((got - want).abs() <= most(codec, want)).all()
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("codec", CODECS)
+def test_read_into_writes_what_layer_gives_and_nothing_beside(make_store, key, codec, shape, out_dtype):
+    store, (heads, tokens, *widths) = make_store(codec), shape
+    store.put(key(1), cache_of(*shape))
+    with store.open(key(1)) as reader:
+        wholes = [torch.full((heads, tokens + 9, width), float("nan"), dtype=out_dtype) for width in widths]
+        reader.read_into(1, *(whole[:, 4 : 4 + tokens] for whole in wholes))
+        for whole, want in zip(wholes, reader.layer(1), strict=True):
+            assert torch.equal(whole[:, 4 : 4 + tokens], want.to(out_dtype))
+            assert whole[:, :4].isnan().all()
+            assert whole[:, 4 + tokens :].isnan().all()
+        across = [torch.full((tokens, width, heads), float("nan")).permute(2, 0, 1) for width in widths]
+        reader.read_into(1, *across)
+        assert all(torch.equal(one, want) for one, want in zip(across, reader.layer(1), strict=True))
+
+
+@pytest.mark.parametrize("wrong", [(2, 8, 6, 5), (2, 7, 6, 6), (1, 7, 6, 5), (2, 1, 6, 5)])
+@pytest.mark.parametrize("codec", CODECS)
+def test_other_shapes_are_refused_and_nothing_is_written(make_store, key, codec, wrong):
+    store = make_store(codec)
+    store.put(key(1), cache_of(2, 7, 6, 5))
+    heads, tokens, *widths = wrong
+    outs = [torch.zeros(heads, tokens, width) for width in widths]
+    with store.open(key(1)) as reader, pytest.raises(EntryDamagedError, match="shapes"):
+        reader.read_into(0, *outs)
+    assert not any(out.any() for out in outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_dtype_that_was_put_in_comes_back(make_store, key, codec, dtype):
+    store = make_store(codec)
+    put = ChunkCache((drawn(2, 20, 6).to(dtype),), (drawn(2, 20, 4).to(dtype),), 0)
+    store.put(key(1), put)
+    keys, values = store.open(key(1)).layer(0)
+    assert keys.dtype == values.dtype == dtype
+    exact = put.keys[0].float()
+    assert ((keys.float() - exact).abs() <= 1.01 * most(codec, exact) + exact.abs() * 2**-7).all()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_noise_is_what_the_bits_give(codec):
+    states = drawn(2, 256, 64)
+    keys, values = get_codec(codec).decode(get_codec(codec).encode(states, states), None)
+    for got in (keys, values):
+        left = (got - states).square().mean(1) / states.var(1)
+        assert left.mean() < NOISE[codec]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_extremes_that_are_kept(codec):
+    """Constant channels, tiny ones, huge ones, one token far from all others."""
+    states = torch.full((1, 60, 5), 1234.567)
+    states[..., 1] = 0
+    states[..., 2] = torch.linspace(-1e-25, 1e-25, 60)
+    states[..., 3] = torch.linspace(-1e36, 1e36, 60)
+    states[0, 31, 4] = 1e6
+    got, _ = get_codec(codec).decode(get_codec(codec).encode(states, states), None)
+    assert (got[..., 0] - 1234.567).abs().max() < 1.3
+    assert (got[..., 1].abs() < 1e-29).all()
+    assert ((got - states).abs() <= most(codec, states)).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_not_finite_is_refused_with_the_remedy(make_store, key, codec, value):
+    store = make_store(codec)
+    for part in range(2):
+        states = [torch.zeros(2, 9, 4), torch.zeros(2, 9, 4)]
+        states[part][1, 3, 2] = value
+        with pytest.raises(StoreError, match=f"codec {codec}: use bfloat16 or float32"):
+            store.put(key(1), ChunkCache((states[0],), (states[1],), 0))
+    assert store.stats() == (0, 0)
+
+
+@pytest.mark.parametrize(("codec", "share"), [("int8", 0.52), ("fp8", 0.52), ("int4", 0.30)])
+def test_the_whole_file_keeps_its_size(tmp_path, key, codec, share):
+    shape = {"heads": 2, "tokens": 256, "keys": 64, "values": 64, "layers": 24}
+    sizes = []
+    for name in (codec, "bfloat16"):
+        store = open_store(tmp_path / name, codec=name)
+        store.put(key(1), cache_of(**shape))
+        sizes.append(store.stats().nbytes)
+    assert sizes[0] < share * sizes[1]
+
+
+@pytest.mark.parametrize("codec", ["native", *CODECS])
+def test_whether_positions_are_taken_out_is_kept(make_store, key, codec):
+    store = make_store(codec)
+    for number, still in enumerate((False, True)):
+        store.put(key(number), cache_of(2, 9, 6, 4, still=still))
+        with store.open(key(number)) as reader:
+            assert reader.still is still
+
+
+def test_a_store_of_many_codecs(tmp_path, key):
+    put = cache_of(2, 9, 6, 4)
+    names = ("bfloat16", "native", *CODECS)
+    for number, codec in enumerate(names):
+        open_store(tmp_path, codec=codec).put(key(number), put)
+    readers = open_store(tmp_path, codec="int8").open_many([key(number) for number in range(len(names))])
+    assert [reader.codec for reader in readers] == list(names)
+    for codec, reader in zip(names, readers, strict=True):
+        bound = most(codec, put.keys[0]) if codec in CODECS else put.keys[0].abs() / 256
+        assert ((reader.layer(0)[0] - put.keys[0]).abs() <= bound).all()
+        reader.close()
+
+
+def half_the_scales(header, name):
+    header[name]["shape"][1] //= 2
+    header[name]["shape"][0] *= 2
+
+
+def exchanged(header, name):
+    header["000.k"]["shape"][1:] = reversed(header["000.k"]["shape"][1:])
+
+
+def other_dtype(header, name):
+    header[name]["dtype"] = "I16"
+
+
+@pytest.mark.parametrize("name", ["000.k.s", "001.v.s"])
+@pytest.mark.parametrize("change", [half_the_scales, exchanged, other_dtype])
+@pytest.mark.parametrize("codec", CODECS)
+def test_parts_that_do_not_go_together_are_refused(tmp_path, key, codec, change, name):
+    """Forged: every checksum holds and every byte is described."""
+    store = open_store(tmp_path, codec=codec)
+    store.put(key(1), cache_of(2, 12, 6, 4))
+    (path,) = (tmp_path / "objects").rglob("*.safetensors")
+    path.write_bytes(forge(path.read_bytes(), lambda header, _data: change(header, name)))
+    with pytest.raises(EntryDamagedError, match="must be computed again"), store.open(key(1)) as reader:
+        for index in range(2):
+            reader.layer(index)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_damaged_byte_is_found(tmp_path, key, codec):
+    store = open_store(tmp_path, codec=codec)
+    store.put(key(1), cache_of(2, 5, 3, 4, layers=1))
+    (path,) = (tmp_path / "objects").rglob("*.safetensors")
+    raw = path.read_bytes()
+    data = len(raw) - sum(
+        end - begin for begin, end in (header_of(raw)[f"000.{p}"]["data_offsets"] for p in ("k", "k.s", "v", "v.s"))
+    )
+    for place in (*range(8, data, 61), *range(data, len(raw))):
+        path.write_bytes(raw[:place] + bytes([raw[place] ^ 16]) + raw[place + 1 :])
+        with pytest.raises(EntryDamagedError), store.open(key(1)) as reader:
+            reader.layer(0)
