@@ -135,16 +135,30 @@ def prepare(change: CorpusChange, *, quick: bool = False, progress: Progress = n
     From here on the chunks can be retrieved. quick: see `precompute`. Raises `RetrievalError` when the index cannot be
     written, `StoreError` when the store cannot.
     """
-    corpus, config, library = change.corpus, change.corpus.config, change.library
-    words = describe_namespace(corpus.decoder, corpus.template)
-    corpus.store.describe(library.isolated.identity.namespace, words)
-    update = update_index(corpus.index_dir, change.chunks, corpus.embedder, progress)
-    if not quick:
-        library = in_copies(_with_surrogate(library, change), one=config.one_copy)
-    if library.contextual:
-        corpus.store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
+    update = write_index(change, progress)
+    library = decide(change, quick=quick)
     wanted = library.quickest(change.ids) if quick else library.wanted(change.ids)
     return Prepared(library, wanted, library.lacking(wanted), update)
+
+
+def write_index(change: CorpusChange, progress: Progress = no_progress) -> IndexUpdate:
+    """Have the index hold the chunks that the corpus is to hold. Raises `RetrievalError` when it cannot be written."""
+    return update_index(change.corpus.index_dir, change.chunks, change.corpus.embedder, progress)
+
+
+def decide(change: CorpusChange, *, quick: bool = False) -> ChunkLibrary:
+    """The corpus's caches behind the surrogate context that is decided on now, or was before; quick: see `precompute`.
+
+    Raises `StoreError` when the store cannot be written.
+    """
+    corpus, library = change.corpus, change.library
+    words = describe_namespace(corpus.decoder, corpus.template)
+    corpus.store.describe(library.isolated.identity.namespace, words)
+    if not quick:
+        library = in_copies(_with_surrogate(library, change), one=corpus.config.one_copy)
+    if library.contextual:
+        corpus.store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
+    return library
 
 
 def _with_surrogate(library: ChunkLibrary, change: CorpusChange) -> ChunkLibrary:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blend.chunks.deciding import remove_spare
+from blend.chunks.work import close
 from blend.config import CorpusConfig
 from blend.indexing import Corpus, plan, prepare
 from blend.prompt import PromptTemplate
@@ -80,6 +81,8 @@ def precompute(
     tokens = library.compute(missing, progress)
     seconds = time.perf_counter() - begin
     remove_spare(library, change.ids, change.keep)
+    if not quick:
+        close(library)  # what several processes may have left half done is done
     return Precomputed(
         documents=len({chunk.document_id for chunk in change.chunks}),
         chunks=len(change.chunks),

@@ -1,0 +1,95 @@
+"""`blend precompute` by many: the options, and what one share says when it is done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import click
+
+from blend.chunks.work import Share
+from blend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from blend.many.shards import ShareDone
+    from blend.precompute import Precomputed
+    from blend.rag import Rag
+    from blend.timing import Progress
+    from retrieval import LoadedDocuments
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+class _Share(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
+    """One share of how many, such as 2/4."""
+
+    name = "i/n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Share:
+        """Parsed."""
+        try:
+            return value if isinstance(value, Share) else Share.parse(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+class By(NamedTuple):
+    """Who computes: this process all of it, or one share."""
+
+    share: Share | None = None
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> By:
+        """From parsed options. Raises `ConfigError` for options that have nothing to say to each other."""
+        by = cls(given["share"])
+        if given["quick"] and by.share:
+            raise ConfigError("--quick is for one process, --shard for many: leave one of them out")
+        return by
+
+    @property
+    def words(self) -> str:
+        """What progress is the progress of, where that is not all."""
+        return f", shard {self.share}" if self.share else ""
+
+    def precompute(
+        self, rag: Rag, documents: LoadedDocuments, *, add: bool, quick: bool, progress: Progress
+    ) -> tuple[Precomputed, ShareDone | None]:
+        """What was done, and how far the others are, where there are others."""
+        if self.share is None:
+            return rag.precompute(documents, add=add, quick=quick, progress=progress), None
+        from blend.many.shards import precompute_share
+
+        found = precompute_share(rag, documents, self.share, add=add, progress=progress)
+        return found.done, found
+
+
+def by_many(function: F) -> F:
+    """--shard."""
+    return click.option(
+        "--shard",
+        "share",
+        type=_Share(),
+        default=None,
+        help="Compute one share of the caches, such as 2/4; processes anywhere compute the others over the same store, "
+        "with the same documents and options, in any order.",
+    )(function)
+
+
+def shared_document(found: ShareDone | None) -> dict[str, object]:
+    """What `--json` prints besides: the share, which ones are not done, and whether this one finished the corpus."""
+    if found is None:
+        return {}
+    return {"shard": str(found.share), "shards_to_come": list(found.lacks), "finished": found.last}
+
+
+def shared_words(found: ShareDone) -> str:
+    """How far the whole is, in a sentence."""
+    if found.last:
+        return "All shards are done: the corpus is complete."
+    if not found.under_way:
+        return "Another process finished this corpus, or began to make it hold other documents."
+    if not found.lacks:
+        return "All shards are done; the process that was told so first finishes the corpus."
+    missing = ", ".join(f"{number}/{found.share.of}" for number in found.lacks)
+    return f"Still to be done: {missing}; whoever is last measures the KV correction."
