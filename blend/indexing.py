@@ -123,7 +123,7 @@ def plan(
     held = _held(corpus.index_dir, required=stays is not None)
     given = {document.id for document in documents}
     kept = [chunk for chunk in held if stays and chunk.document_id not in given and stays(chunk.document_id)]
-    chunks = (*kept, *_chunks(documents, corpus.template, corpus.config, progress))
+    chunks = (*kept, *divided(documents, corpus.template, corpus.config, progress))
     ids = dict.fromkeys(map(corpus.token_ids, chunks))
     gone = dict.fromkeys(ids_of for chunk in held if (ids_of := corpus.token_ids(chunk)) not in ids)
     return CorpusChange(corpus, corpus.library(), chunks, tuple(ids), tuple(gone))
@@ -153,7 +153,8 @@ def decide(change: CorpusChange, *, quick: bool = False) -> ChunkLibrary:
     """
     corpus, library = change.corpus, change.library
     words = describe_namespace(corpus.decoder, corpus.template)
-    corpus.store.describe(library.isolated.identity.namespace, words)
+    space = library.isolated.identity.namespace
+    corpus.store.describe(space, {**corpus.store.namespaces().get(space, {}), **words})
     if not quick:
         library = in_copies(_with_surrogate(library, change), one=corpus.config.one_copy)
     if library.contextual:
@@ -171,8 +172,8 @@ def _with_surrogate(library: ChunkLibrary, change: CorpusChange) -> ChunkLibrary
     return with_surrogate(library, change.ids, config.surrogate_tokens)
 
 
-def _chunks(
-    documents: Sequence[Document], template: PromptTemplate, config: CorpusConfig, progress: Progress
+def divided(
+    documents: Sequence[Document], template: PromptTemplate, config: CorpusConfig, progress: Progress = no_progress
 ) -> list[Chunk]:
     """The documents divided, each on its own: none depends on another."""
     chunks: list[Chunk] = []

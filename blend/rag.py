@@ -142,6 +142,21 @@ class Rag:
                 other._shared = self.decoder, load_embedder(other.index.embedder), kv
         return other
 
+    def recipe(self) -> dict[str, Any]:
+        """The arguments that make the same `Rag` in another process that sees the same places; it computes in this dtype."""
+        here = Path(self._model).expanduser()
+        return {
+            "store": self.root.absolute(),
+            "model": str(here.absolute()) if here.is_dir() else self._model,
+            "device": self._device,
+            "dtype": str(self.decoder.dtype).removeprefix("torch."),
+            "blend": self.blend_config,
+            "prompt": self.prompt_config,
+            "corpus": self.corpus_config,
+            "budget_bytes": self._budget_bytes,
+            "store_key": self._store_key,
+        }
+
     @property
     def index_dir(self) -> Path:
         """Where the index lies."""

@@ -17,7 +17,7 @@ from blend.chunks.deciding import remove_spare
 from blend.chunks.work import Pass, Share, Work, close, finish, take_up, tokens_of
 from blend.corpora import make_folder
 from blend.indexing import Corpus, CorpusChange, decide, plan, write_index
-from blend.precompute import Precomputed
+from blend.precompute import Precomputed, note_rate
 from blend.timing import Progress, no_progress
 from retrieval import IndexUpdate
 from retrieval.errors import IndexBusyError
@@ -75,6 +75,8 @@ def precompute_share(
     mine, begin = work.of(share), time.perf_counter()
     computed = (compute or compute_here)(work, mine, progress)
     seconds = time.perf_counter() - begin
+    if compute is None:
+        note_rate(library, computed.tokens, seconds)
     found = finish(work, share)
     if found.last:
         update = update or write_index(change, progress)
