@@ -45,7 +45,8 @@ class Worker:
     """What runs on a node: a decoder and the store, loaded when the first call comes, so that errors come back as they are."""
 
     def __init__(self, recipe: dict[str, Any], prefix: Tokens) -> None:
-        self._recipe, self._prefix, self._library = recipe, prefix, None
+        self._recipe, self._prefix = recipe, prefix
+        self._library: ChunkLibrary | None = None
 
     def begin(self) -> tuple[str, ...]:
         """Load everything; the namespaces that the caches will be in."""
@@ -170,7 +171,8 @@ class _Crew:
 
     def _next(self, nothing_yet: bool) -> tuple[Any, _Task]:
         """A call that has ended, whatever its end."""
-        deadline, ready = time.monotonic() + WAIT_S, []
+        deadline = time.monotonic() + WAIT_S
+        ready: list[Any] = []
         while not ready and not (nothing_yet and time.monotonic() > deadline):
             # Not longer at a time: Ray hears no signal meanwhile.
             ready, _ = _ray().wait(list(self._busy), num_returns=1, timeout=1.0)

@@ -78,7 +78,7 @@ def _used_by_a_row(model: Any, config: Any) -> float:
     outside = [model.get_input_embeddings(), model.get_output_embeddings()]
     ends = {id(part) for module in outside if module is not None for part in module.parameters()}
     inside = [(name, part.numel()) for name, part in model.named_parameters() if id(part) not in ends]
-    return sum(count * (share if ".experts." in name else 1) for name, count in inside)
+    return float(sum(count * (share if ".experts." in name else 1) for name, count in inside))
 
 
 def read_tokenizer(location: str, name: str) -> Any:

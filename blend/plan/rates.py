@@ -30,8 +30,8 @@ QUESTION = 64  # tokens of a question with what the chat template puts behind it
 class CodecRates(NamedTuple):
     """Tokens a second of computing and storing isolated and contextual caches.
 
-    load: bytes a second of stored caches that one machine reads, verifies, decodes and puts in place when they are at hand; None
-    where that was not said, and is taken to be no limit.
+    load: bytes a second of stored caches that one machine reads, verifies, decodes and puts in place when they are at hand;
+    None where that was not said, and is taken to be no limit.
     """
 
     isolated: float
@@ -88,19 +88,26 @@ def _from_operations(
     return Rates(operations, dict.fromkeys(codecs, CodecRates(isolated, contextual, load)), source)
 
 
-def measure(decoder: Decoder, model: ModelOutline, like: PromptSize, codecs: Sequence[str], batch_tokens: int) -> Rates:
+def measure(
+    decoder: Decoder,
+    model: ModelOutline,
+    like: PromptSize,
+    codecs: Sequence[str],
+    batch_tokens: int,
+    rounds: int = ROUNDS,
+) -> Rates:
     """Prefill a prompt, compute and store a few chunks and load them again, with each codec: some thousands of tokens.
 
     Token ids are random: no cost depends on them. Files go to the folder for temporary files, and are removed.
     """
     layout = _random_layout(decoder.vocabulary, like)
-    seconds = _timed(lambda: full_prefill(decoder, layout), decoder)
-    found = {codec: _measure_codec(decoder, layout, like, codec, batch_tokens) for codec in codecs}
+    seconds = timed(lambda: full_prefill(decoder, layout), decoder, rounds)
+    found = {codec: _measure_codec(decoder, layout, like, codec, batch_tokens, rounds) for codec in codecs}
     return Rates(model.operations(layout.rows) / seconds, found, "measured here")
 
 
 def _measure_codec(
-    decoder: Decoder, layout: PromptLayout, like: PromptSize, codec: str, batch_tokens: int
+    decoder: Decoder, layout: PromptLayout, like: PromptSize, codec: str, batch_tokens: int, rounds: int
 ) -> CodecRates:
     chunks, total = layout.chunks[:SAMPLE_CHUNKS], sum(map(len, layout.chunks[:SAMPLE_CHUNKS]))
     with tempfile.TemporaryDirectory() as folder:
@@ -108,13 +115,15 @@ def _measure_codec(
         if like.surrogate:
             library = with_given_surrogate(library, random_ids(decoder.vocabulary, like.surrogate, 3))
         wanted = library.wanted(chunks)
-        rates = []
-        for contextual in (False, True):
+
+        def rate(*, contextual: bool) -> float:
             mine = [one for one in wanted if one.contextual == contextual]
-            rates.append(total / _timed(partial(library.compute, mine), decoder, 2) if mine else 1.0)
+            return total / timed(partial(library.compute, mine), decoder, rounds) if mine else 1.0
+
+        isolated, contextual = rate(contextual=False), rate(contextual=True)
         library.compute(library.missing(layout.chunks))
         stored = library.store.stats().nbytes / len(library.wanted(layout.chunks)) * len(layout.chunks)
-        return CodecRates(*rates, stored / _timed(lambda: load(library, layout), decoder))
+        return CodecRates(isolated, contextual, stored / timed(lambda: load(library, layout), decoder, rounds))
 
 
 def load(library: ChunkLibrary, layout: PromptLayout) -> None:
@@ -125,7 +134,7 @@ def load(library: ChunkLibrary, layout: PromptLayout) -> None:
         assembled.cache.view(index)
 
 
-def _timed(run: Callable[[], object], decoder: Decoder, rounds: int = ROUNDS) -> float:
+def timed(run: Callable[[], object], decoder: Decoder, rounds: int) -> float:
     """Seconds, the median of a few after one to warm up."""
     found = []
     for _ in range(rounds + 1):
