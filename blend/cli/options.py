@@ -182,6 +182,11 @@ def blending(function: F) -> F:
     return _apply(_BLENDING, function)
 
 
+def dividing(function: F) -> F:
+    """--chunk-tokens, --surrogate-tokens, --surrogate-text, --one-copy: which caches a corpus has."""
+    return _apply(_CHUNKING, function)
+
+
 def chunking(function: F) -> F:
     """--chunk-tokens, --surrogate-tokens, --one-copy and --embedder, of a corpus that is being made."""
     return _apply((*_CHUNKING, _embedder(default=_CORPUS.embedder, show_default=True)), function)

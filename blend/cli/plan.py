@@ -45,7 +45,7 @@ def _tier(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) 
 @options.model_option
 @number("--chunks", "chunks", "Chunks of the corpus, where there are no PATHS to count them in.")
 @number("--tokens", "tokens", "Tokens of the corpus, where there are no PATHS.")
-@options.chunking
+@options.dividing
 @click.option(
     "--shape",
     type=click.Choice(tuple(SHAPES)),

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,6 +75,7 @@ def cluster(address: str, workers: int | None, *, on_gpu: bool) -> Iterator[Clus
     ray = _ray()
     handler = signal.getsignal(signal.SIGTERM)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     joined = address or os.environ.get("RAY_ADDRESS")
     local = {} if joined else {"include_dashboard": False, "object_store_memory": OBJECT_BYTES}
     try:
@@ -86,7 +88,8 @@ def cluster(address: str, workers: int | None, *, on_gpu: bool) -> Iterator[Clus
     try:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray has put its own in the place
-        yield _crew_of(ray, address, workers, on_gpu)
+        with redirect_stdout(sys.stderr):  # where a thread of Ray's tells what happened to workers
+            yield _crew_of(ray, address, workers, on_gpu)
     finally:
         ray.shutdown()
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Computing and storing caches runs at so much of the rate of a plain forward pass (scripts/bench_precompute, README).
 STORED_SHARE = 0.86
 SAMPLE_CHUNKS, ROUNDS = 8, 3
+Clock = Callable[[], float]
 QUESTION = 64  # tokens of a question with what the chat template puts behind it
 
 
@@ -94,36 +95,41 @@ def measure(
     like: PromptSize,
     codecs: Sequence[str],
     batch_tokens: int,
+    *,
     rounds: int = ROUNDS,
+    clock: Clock = time.perf_counter,
 ) -> Rates:
     """Prefill a prompt, compute and store a few chunks and load them again, with each codec: some thousands of tokens.
 
-    Token ids are random: no cost depends on them. Files go to the folder for temporary files, and are removed.
+    clock: `time.process_time` where others work on the same cores, and one thread computes. Token ids are random: no cost
+    depends on them. Files go to the folder for temporary files, and are removed.
     """
     layout = _random_layout(decoder.vocabulary, like)
-    seconds = timed(lambda: full_prefill(decoder, layout), decoder, rounds)
-    found = {codec: _measure_codec(decoder, layout, like, codec, batch_tokens, rounds) for codec in codecs}
+    seconds = timed(lambda: full_prefill(decoder, layout), decoder, rounds, clock)
+    found = {
+        codec: _measure_codec(decoder, layout, codec, batch_tokens, like.surrogate, (rounds, clock)) for codec in codecs
+    }
     return Rates(model.operations(layout.rows) / seconds, found, "measured here")
 
 
 def _measure_codec(
-    decoder: Decoder, layout: PromptLayout, like: PromptSize, codec: str, batch_tokens: int, rounds: int
+    decoder: Decoder, layout: PromptLayout, codec: str, batch_tokens: int, surrogate: int, timing: tuple[int, Clock]
 ) -> CodecRates:
     chunks, total = layout.chunks[:SAMPLE_CHUNKS], sum(map(len, layout.chunks[:SAMPLE_CHUNKS]))
     with tempfile.TemporaryDirectory() as folder:
         library = ChunkLibrary(decoder, open_store(folder, codec=codec), layout.prefix, batch_tokens)
-        if like.surrogate:
-            library = with_given_surrogate(library, random_ids(decoder.vocabulary, like.surrogate, 3))
+        if surrogate:
+            library = with_given_surrogate(library, random_ids(decoder.vocabulary, surrogate, 3))
         wanted = library.wanted(chunks)
 
         def rate(*, contextual: bool) -> float:
             mine = [one for one in wanted if one.contextual == contextual]
-            return total / timed(partial(library.compute, mine), decoder, rounds) if mine else 1.0
+            return total / timed(partial(library.compute, mine), decoder, *timing) if mine else 1.0
 
         isolated, contextual = rate(contextual=False), rate(contextual=True)
         library.compute(library.missing(layout.chunks))
         stored = library.store.stats().nbytes / len(library.wanted(layout.chunks)) * len(layout.chunks)
-        return CodecRates(isolated, contextual, stored / timed(lambda: load(library, layout), decoder, rounds))
+        return CodecRates(isolated, contextual, stored / timed(lambda: load(library, layout), decoder, *timing))
 
 
 def load(library: ChunkLibrary, layout: PromptLayout) -> None:
@@ -134,22 +140,22 @@ def load(library: ChunkLibrary, layout: PromptLayout) -> None:
         assembled.cache.view(index)
 
 
-def timed(run: Callable[[], object], decoder: Decoder, rounds: int) -> float:
+def timed(run: Callable[[], object], decoder: Decoder, rounds: int, clock: Clock = time.perf_counter) -> float:
     """Seconds, the median of a few after one to warm up."""
     found = []
     for _ in range(rounds + 1):
-        begin = _now(decoder)
+        begin = _now(decoder, clock)
         run()
-        found.append(_now(decoder) - begin)
+        found.append(_now(decoder, clock) - begin)
     return median(found[1:])
 
 
-def _now(decoder: Decoder) -> float:
+def _now(decoder: Decoder, clock: Clock) -> float:
     if decoder.device.type == "cuda":
         import torch
 
         torch.cuda.synchronize(decoder.device)
-    return time.perf_counter()
+    return clock()
 
 
 def _random_layout(vocabulary: int, like: PromptSize) -> PromptLayout:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from blend_process import Blend, entries, one_line
-from test_cli_shards import CHUNKS, all_caches, contents, lots, parcels, undisturbed
+from test_cli_shards import CHUNKS, Undisturbed, all_caches, contents, lots, parcels, undisturbed
 
 from blend.errors import ConfigError
 from blend.many.on_ray import cluster
@@ -31,9 +31,7 @@ def writers(store: Path) -> list[int]:
 
 
 @needs_ray
-def test_a_worker_killed_in_the_middle_costs_its_batch_a_second_attempt(
-    lots: Blend, undisturbed: dict[str, bytes]
-) -> None:
+def test_a_worker_killed_in_the_middle_costs_its_batch_a_second_attempt(lots: Blend, undisturbed: Undisturbed) -> None:
     command = ("precompute", "lots", *CHUNKS, "--json", "--ray-workers", "1", "--ray")
     running = lots.start(*command, env=QUIET)
     try:
@@ -46,7 +44,7 @@ def test_a_worker_killed_in_the_middle_costs_its_batch_a_second_attempt(
     assert result.code == 0, result.err
     assert "a worker was lost; what it had in hand is given to another" in result.err
     assert "Computing caches, on Ray: " in result.err
-    assert contents(lots.store) == undisturbed
+    assert contents(lots.store) == undisturbed.contents
     assert 0 < result.json["computed"] < all_caches(lots.store)
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from blend_process import Blend, entries, one_line
@@ -34,15 +35,24 @@ def parcels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Undisturbed(NamedTuple):
+    """What one process makes of the documents, and answers from it."""
+
+    contents: dict[str, bytes]
+    answer: dict[str, Any]
+
+
+ASK = ("answer", "How many crates are in lot 3?", "--json", "--max-new-tokens", "8")
+
+
 @pytest.fixture(scope="session")
 def undisturbed(
     server: subprocess.Popen[str], model: Path, parcels: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, bytes]:
-    """What one process makes of them."""
+) -> Undisturbed:
     folder = tmp_path_factory.mktemp("undisturbed")
     alone = Blend(server, folder, model, folder / "store")
     assert alone("precompute", parcels, *CHUNKS).code == 0
-    return contents(folder / "store")
+    return Undisturbed(contents(folder / "store"), alone(*ASK).json)
 
 
 @pytest.fixture
@@ -60,81 +70,54 @@ def all_caches(store: Path) -> int:
     return len(entries(store)) + len(entries(store, "contextual"))
 
 
-def test_shards_in_any_order_make_the_corpus_of_one_process(lots: Blend, undisturbed: dict[str, bytes]) -> None:
+def test_shards_in_any_order_make_the_corpus_of_one_process(lots: Blend, undisturbed: Undisturbed) -> None:
     first = lots(*shard("3/3")).json
     assert (first["shards_to_come"], first["finished"]) == ([1, 2], False)
-    assert not any("correction" in artifact["name"] for artifact in lots("store", "--json").json["artifacts"])
+    assert not list((lots.store / "kv" / "artifacts").glob("correction-*"))
     second = lots(*shard("1/3")).json
     assert second["shards_to_come"] == [2]
     third = lots("precompute", "lots", *CHUNKS, "--shard", "2/3")
     assert "All shards are done: the corpus is complete." in third.out
     assert "Computing caches, shard 2/3: " in third.err
-    assert contents(lots.store) == undisturbed
-    counts = [first["computed"], second["computed"]]
-    assert sum(counts) == pytest.approx(2 / 3 * all_caches(lots.store), rel=0.1)
-    assert first["tokens"] == pytest.approx(second["tokens"], rel=0.05)
+    assert contents(lots.store) == undisturbed.contents
+    assert abs(first["tokens"] - second["tokens"]) <= 1024  # in whole forward passes
+    answer = lots(*ASK).json
+    for what in ("answer", "chunks"):
+        assert answer[what] == undisturbed.answer[what]
+    assert all(chunk["hit"] for chunk in answer["chunks"])
 
 
-def test_the_answers_are_those_of_one_process(lots: Blend, undisturbed: dict[str, bytes]) -> None:
-    for share in ("2/2", "1/2"):
-        assert lots(*shard(share)).code == 0
-    ask = ("answer", "How many crates are in lot 7?", "--json", "--max-new-tokens", "8")
-    mine = lots(*ask).json
-    alone = lots.at(lots.folder / "alone")
-    for name, content in undisturbed.items():
-        place = alone.store / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(content)
-    theirs = alone(*ask).json
-    assert mine["answer"] == theirs["answer"]
-    assert mine["chunks"] == theirs["chunks"]
-    assert all(chunk["hit"] for chunk in mine["chunks"])
-
-
-def test_a_shard_killed_in_the_middle_is_taken_up_again(lots: Blend, undisturbed: dict[str, bytes]) -> None:
+def test_a_shard_killed_in_the_middle_and_again_while_it_finishes(lots: Blend, undisturbed: Undisturbed) -> None:
     running = lots.start(*shard("1/2"))
-    running.until(lambda: all_caches(lots.store) >= 20).send(signal.SIGKILL)
+    running.until(lambda: all_caches(lots.store) >= 5).send(signal.SIGKILL)
     assert running.wait().code == -signal.SIGKILL
     stored = all_caches(lots.store)
-    assert lots(*shard("2/2")).json["shards_to_come"] == [1]
-    again = lots(*shard("1/2")).json
-    assert again["finished"]
-    assert again["reused"] == stored
-    assert contents(lots.store) == undisturbed
+    other = lots(*shard("2/2")).json
+    assert other["shards_to_come"] == [1]
+    # Everything is computed and noted as done, and then nobody measures the KV correction.
+    running, artifacts = lots.start(*shard("1/2")), lots.store / "kv" / "artifacts"
+    running.until(lambda: any(b'"1/2"' in path.read_bytes() for path in artifacts.glob("work-*"))).send(signal.SIGKILL)
+    assert running.wait().code == -signal.SIGKILL
+    assert not list(artifacts.glob("correction-*"))
+    assert all_caches(lots.store) > stored + other["computed"]
+    again = lots(*shard("2/2")).json
+    assert (again["computed"], again["finished"]) == (0, True)
+    assert contents(lots.store) == undisturbed.contents
 
 
-def test_all_at_once_and_one_of_them_twice(lots: Blend, undisturbed: dict[str, bytes]) -> None:
+def test_all_at_once_one_of_them_twice_and_then_an_edit(lots: Blend, undisturbed: Undisturbed) -> None:
     running = [lots.start(*shard(share)) for share in ("1/2", "2/2", "2/2")]
     results = [one.wait() for one in running]
     assert [result.code for result in results] == [0, 0, 0], results
     assert sum(result.json["finished"] for result in results) == 1
-    assert contents(lots.store) == undisturbed
-
-
-def test_a_kill_while_the_last_one_finishes(lots: Blend, undisturbed: dict[str, bytes]) -> None:
-    """Everything is computed and noted as done, and then nobody measures the KV correction."""
-    lots(*shard("1/2"))
-    running = lots.start(*shard("2/2"))
-    order = lots.store / "kv" / "artifacts"
-    running.until(lambda: any(b'"2/2"' in path.read_bytes() for path in order.glob("work-*"))).send(signal.SIGKILL)
-    assert running.wait().code == -signal.SIGKILL
-    assert not list(order.glob("correction-*"))
-    again = lots(*shard("1/2")).json
-    assert (again["computed"], again["finished"]) == (0, True)
-    assert contents(lots.store) == undisturbed
-
-
-def test_a_second_round_and_an_edit_cost_what_they_cost_one_process(lots: Blend) -> None:
-    for share in ("1/2", "2/2", "1/2"):
-        found = lots(*shard(share)).json
-    assert (found["computed"], found["added"], found["shards_to_come"]) == (0, 0, [2])
+    assert contents(lots.store) == undisturbed.contents
     place = lots.folder / "lots" / "3.md"
     place.write_text(place.read_text().replace("Lot 3.7 holds", "Lot 3.7 hid"))
     runs = [lots(*shard(share)).json for share in ("1/2", "2/2")]
     assert 1 <= runs[0]["added"] <= 2
     assert sum(run["computed"] for run in runs) == 2 * runs[0]["added"]
     assert [run["finished"] for run in runs] == [False, True]
-    assert not [one for one in lots("store", "--json").json["artifacts"] if one["name"].startswith("work-")]
+    assert not list((lots.store / "kv" / "artifacts").glob("work-*"))
 
 
 @pytest.mark.parametrize("share", ["0/2", "3/2", "1", "a/b", "1/99999", "-1/2", "1/2/3"])
