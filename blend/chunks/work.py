@@ -91,8 +91,12 @@ class Work(NamedTuple):
     @property
     def mostly_new(self) -> bool:
         """Whether more of the corpus's caches were missing than were there."""
-        missing = sum(self.order.missing)
-        return missing > len(self.wanted) - missing
+        return len(self.wanted) > 2 * self.stored
+
+    @property
+    def stored(self) -> int:
+        """Caches that were there when the first process began."""
+        return len(self.wanted) - sum(self.order.missing)
 
     def of(self, share: Share) -> list[Pass]:
         """The passes of one share; all shares have about as many tokens, whoever asks, whenever."""

@@ -27,8 +27,8 @@ from blend.timing import Progress
 if TYPE_CHECKING:
     from blend.rag import Rag
 
-WAIT_S = 600.0  # until a cluster has given a first worker, and that has loaded its model
-ATTEMPTS = 3  # workers that may be lost over one batch, or one after another before anything was computed
+WAIT_S = 1800.0  # until a cluster has given a first worker, and that has loaded its model
+ATTEMPTS = 3  # workers that may be lost over one batch; and so many times all of them while they load the model
 BATCH = 4  # forward passes that a worker is handed at once: on an accelerator one takes a fraction of a second
 OBJECT_BYTES = 100 << 20  # of a Ray that is started here: caches go to the store, and what is passed on is small
 OnLoss = Callable[[str], None]
@@ -133,37 +133,43 @@ class _Crew:
     work: Work
     on_loss: OnLoss
     _busy: dict[Any, _Task] = field(default_factory=dict)
+    _begun: bool = False  # whether any worker has loaded its model
     _losses: Counter[tuple[Pass, ...]] = field(default_factory=Counter)
 
     def run(self, passes: list[Pass], progress: Progress) -> Computed:
         """Have all passes computed. Raises what a worker raises, and `WorkersError` when too many are lost."""
-        ray, size = _ray(), min(BATCH, -(-len(passes) // self.where.workers))
-        queue = deque(tuple(passes[at : at + size]) for at in range(0, len(passes), size or 1))
+        size = min(BATCH, -(-len(passes) // self.where.workers)) or 1
+        queue = deque(tuple(passes[at : at + size]) for at in range(0, len(passes), size))
         total, seen, done = sum(map(tokens_of, passes)), 0, Computed()
         progress("encode", 0, total)
         for _ in range(min(self.where.workers, len(queue))):
             self._hire()
         try:
             while self._busy:
-                ref, task = self._next(seen == 0)
-                try:
-                    result = ray.get(ref)
-                except ray.exceptions.RayTaskError as error:
-                    raise error.cause from None
-                except ray.exceptions.RayError:  # killed, out of memory, or its machine is gone
-                    self._lost(task, queue)
-                    continue
-                if task.passes:
-                    done = Computed(done.caches + result[0], done.tokens + result[1])
-                    seen += sum(map(tokens_of, task.passes))
-                    progress("encode", seen, total)
-                else:
-                    self._check(result)
-                self._hand_out(task.worker, queue)
+                task, found = self._next(queue)
+                done = Computed(done.caches + found.caches, done.tokens + found.tokens)
+                seen += sum(map(tokens_of, task.passes))
+                progress("encode", seen, total)
         finally:
             for task in self._busy.values():
-                ray.kill(task.worker)
+                _ray().kill(task.worker)
         return done
+
+    def _next(self, queue: deque[tuple[Pass, ...]]) -> tuple[_Task, Computed]:
+        """A call that came to its end; its worker is given more to do. What a lost one had in hand is queued again."""
+        ray, ref = _ray(), self._ended()
+        task = self._busy.pop(ref)
+        try:
+            result = ray.get(ref)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayError:  # killed, out of memory, or its machine is gone
+            self._lost(task, queue)
+            return _Task(task.worker), Computed()
+        if not task.passes:
+            self._check(result)
+        self._hand_out(task.worker, queue)
+        return task, Computed(*result) if task.passes else Computed()
 
     def _hire(self) -> None:
         recipe, prefix = self.rag.recipe(), self.work.library.prefix
@@ -172,22 +178,20 @@ class _Crew:
         worker = kind.remote(recipe, prefix)
         self._busy[worker.begin.remote()] = _Task(worker)
 
-    def _next(self, nothing_yet: bool) -> tuple[Any, _Task]:
+    def _ended(self) -> Any:
         """A call that has ended, whatever its end."""
         deadline = time.monotonic() + WAIT_S
         ready: list[Any] = []
-        while not ready and not (nothing_yet and time.monotonic() > deadline):
+        while not ready and (self._begun or time.monotonic() < deadline):
             # Not longer at a time: Ray hears no signal meanwhile.
             ready, _ = _ray().wait(list(self._busy), num_returns=1, timeout=1.0)
-        if not ready:
-            asked = " and ".join(
-                f"{amount:g} {name.removeprefix('num_')}" for name, amount in self.where.resources.items()
-            )
-            raise WorkersError(
-                f"{self.where.place} has given no worker with {asked} that is ready, for {WAIT_S:g} s: "
-                "see `ray status`, or ask for fewer with --ray-workers"
-            )
-        return ready[0], self._busy.pop(ready[0])
+        if ready:
+            return ready[0]
+        asked = ", ".join(f"{amount:g} {name.removeprefix('num_')}" for name, amount in self.where.resources.items())
+        raise WorkersError(
+            f"{self.where.place} has given no worker with {asked} that is ready, for {WAIT_S:g} s: "
+            "see `ray status`, or ask for fewer with --ray-workers"
+        )
 
     def _hand_out(self, worker: Any, queue: deque[tuple[Pass, ...]]) -> None:
         if queue:
@@ -216,6 +220,7 @@ class _Crew:
                 "a worker would compute other caches than this process (other weights, configuration, dtype or kvblend): "
                 "make model and kvblend the same on all nodes"
             )
+        self._begun = True
 
 
 def _ray() -> Any:

@@ -19,12 +19,11 @@ from blend.corpora import make_folder
 from blend.indexing import Corpus, CorpusChange, decide, plan, write_index
 from blend.precompute import Precomputed, note_rate
 from blend.timing import Progress, no_progress
-from retrieval import IndexUpdate
 from retrieval.errors import IndexBusyError
 
 if TYPE_CHECKING:
     from blend.rag import Rag
-    from retrieval import LoadedDocuments
+    from retrieval import IndexUpdate, LoadedDocuments
 
 
 class Computed(NamedTuple):
@@ -40,7 +39,10 @@ Compute = Callable[[Work, list[Pass], Progress], Computed]
 
 @dataclass(frozen=True)
 class ShareDone:
-    """What one share did. done: `computed` and `reused` are of the share alone; `evicted` is known to the last one.
+    """What one share did.
+
+    done: `computed` and `reused` are of the share alone, and what was stored before the first one began counts as reused by the
+    share of number 1; `evicted` is known to the last one.
 
     under_way, lacks, last: see `Finished`.
     """
@@ -90,7 +92,7 @@ def precompute_share(
         added=update.added if update else 0,
         removed=update.removed if update else 0,
         computed=computed.caches,
-        reused=sum(map(len, mine)) - computed.caches,
+        reused=sum(map(len, mine)) - computed.caches + (work.stored if share.number == 1 else 0),
         evicted=len(library.lacking(work.wanted)) if found.last else 0,
         tokens=computed.tokens,
         seconds=seconds,
