@@ -6,6 +6,7 @@
     ├── UnsupportedModelError   a decoder whose keys cannot be moved or whose attention cannot be driven
     ├── WeightsError            weights that cannot be fetched, or do not match their checksum
     ├── DatasetError            a question file that cannot be read
+    ├── WorkersError            workers of a cluster that are lost, not given, or not like this process
     └── StoreError              a store that cannot be opened or written
         ├── StoreUnreachableError   a place of a store that does not answer, or not in time; asked again later
         └── EntryDamagedError   one entry that is truncated, corrupted or foreign; callers recompute it
@@ -62,3 +63,9 @@ class EntryDamagedError(StoreError):
 
 class StoreUnreachableError(StoreError):
     """A place of a store that does not answer, or not in time. What it holds is not known, and nothing counts as missing."""
+
+
+class WorkersError(BlendError):
+    """Workers of a cluster that were lost one after another, were not given, or would compute something else."""
+
+    exit_code = 9

@@ -124,7 +124,7 @@ def plan(
     held = _held(corpus.index_dir, required=stays is not None)
     given = {document.id for document in documents}
     kept = [chunk for chunk in held if stays and chunk.document_id not in given and stays(chunk.document_id)]
-    chunks = (*kept, *_chunks(documents, corpus.template, corpus.config, progress))
+    chunks = (*kept, *divided(documents, corpus.template, corpus.config, progress))
     ids = dict.fromkeys(map(corpus.token_ids, chunks))
     gone = dict.fromkeys(ids_of for chunk in held if (ids_of := corpus.token_ids(chunk)) not in ids)
     return CorpusChange(corpus, corpus.library(), chunks, tuple(ids), tuple(gone))
@@ -136,17 +136,36 @@ def prepare(change: CorpusChange, *, quick: bool = False, progress: Progress = n
     From here on the chunks can be retrieved, by all who share the store. quick: see `precompute`. Raises `RetrievalError` when
     the index cannot be written, `StoreError` when the store cannot.
     """
-    corpus, config, library = change.corpus, change.corpus.config, change.library
-    words = describe_namespace(corpus.decoder, corpus.template)
-    corpus.store.describe(library.isolated.identity.namespace, words)
-    update = update_index(corpus.index_dir, change.chunks, corpus.embedder, progress)
-    publish_index(corpus.index_dir, corpus.store)
-    if not quick:
-        library = in_copies(_with_surrogate(library, change), one=config.one_copy)
-    if library.contextual:
-        corpus.store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
+    update = write_index(change, progress)
+    library = decide(change, quick=quick)
     wanted = library.quickest(change.ids) if quick else library.wanted(change.ids)
     return Prepared(library, wanted, library.lacking(wanted), update)
+
+
+def write_index(change: CorpusChange, progress: Progress = no_progress) -> IndexUpdate:
+    """Have the index hold the chunks that the corpus is to hold, for all who share the store.
+
+    Raises `RetrievalError` when it cannot be written, `StoreError` when the store cannot, or another machine has changed it.
+    """
+    update = update_index(change.corpus.index_dir, change.chunks, change.corpus.embedder, progress)
+    publish_index(change.corpus.index_dir, change.corpus.store)
+    return update
+
+
+def decide(change: CorpusChange, *, quick: bool = False) -> ChunkLibrary:
+    """The corpus's caches behind the surrogate context that is decided on now, or was before; quick: see `precompute`.
+
+    Raises `StoreError` when the store cannot be written.
+    """
+    corpus, library = change.corpus, change.library
+    words = describe_namespace(corpus.decoder, corpus.template)
+    space = library.isolated.identity.namespace
+    corpus.store.describe(space, {**corpus.store.namespaces().get(space, {}), **words})
+    if not quick:
+        library = in_copies(_with_surrogate(library, change), one=corpus.config.one_copy)
+    if library.contextual:
+        corpus.store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
+    return library
 
 
 def _with_surrogate(library: ChunkLibrary, change: CorpusChange) -> ChunkLibrary:
@@ -159,8 +178,8 @@ def _with_surrogate(library: ChunkLibrary, change: CorpusChange) -> ChunkLibrary
     return with_surrogate(library, change.ids, config.surrogate_tokens)
 
 
-def _chunks(
-    documents: Sequence[Document], template: PromptTemplate, config: CorpusConfig, progress: Progress
+def divided(
+    documents: Sequence[Document], template: PromptTemplate, config: CorpusConfig, progress: Progress = no_progress
 ) -> list[Chunk]:
     """The documents divided, each on its own: none depends on another."""
     chunks: list[Chunk] = []

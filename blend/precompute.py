@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blend.chunks.deciding import remove_spare
+from blend.chunks.work import close
 from blend.config import CorpusConfig
 from blend.indexing import Corpus, plan, prepare
 from blend.prompt import PromptTemplate
@@ -21,8 +22,13 @@ from blend.timing import Progress, no_progress
 from retrieval import LoadedDocuments, SkippedDocument
 
 if TYPE_CHECKING:
+    from blend.chunks.library import ChunkLibrary
     from blend.model.decoder import Decoder
     from retrieval import Embedder
+
+
+LEAST_TOKENS = 4_000  # of a run whose rate means anything
+RATE = "tokens_per_s"  # what a namespace's description calls it: tokens of isolated and contextual caches together
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,15 @@ class Precomputed:
     seconds: float
     skipped: tuple[SkippedDocument, ...]
     rebuilt: str = ""
+
+
+def note_rate(library: ChunkLibrary, tokens: int, seconds: float) -> None:
+    """Say beside the caches how fast they were computed and stored, for `blend plan`; a short run says nothing."""
+    if tokens < LEAST_TOKENS or seconds <= 0:
+        return
+    space = library.isolated.identity.namespace
+    words = library.store.namespaces().get(space, {})
+    library.store.describe(space, {**words, RATE: f"{tokens / seconds:.1f}"})
 
 
 def precompute(
@@ -79,7 +94,10 @@ def precompute(
     begin = time.perf_counter()
     tokens = library.compute(missing, progress)
     seconds = time.perf_counter() - begin
+    note_rate(library, tokens, seconds)
     remove_spare(library, change.ids, change.keep)
+    if not quick:
+        close(library)  # what several processes may have left half done is done
     return Precomputed(
         documents=len({chunk.document_id for chunk in change.chunks}),
         chunks=len(change.chunks),

@@ -153,6 +153,21 @@ class Rag:
                 other._shared = self.decoder, load_embedder(other.index.embedder), kv
         return other
 
+    def recipe(self) -> dict[str, Any]:
+        """The arguments that make the same `Rag` in another process that sees the same places; it computes in this dtype."""
+        here = Path(self._model).expanduser()
+        return {
+            "store": self.root.absolute(),
+            "model": str(here.absolute()) if here.is_dir() else self._model,
+            "device": self._device,
+            "dtype": str(self.decoder.dtype).removeprefix("torch."),
+            "blend": self.blend_config,
+            "prompt": self.prompt_config,
+            "corpus": self.corpus_config,
+            "budget_bytes": self._budget_bytes,
+            "store_key": self._store_key,
+        }
+
     @property
     def index_dir(self) -> Path:
         """Where the index lies."""
@@ -242,17 +257,24 @@ class Rag:
             store=store,
             index_dir=self.index_dir,
             config=self.corpus_config,
-            others={other: index_dir(self.root, other) for other in corpora(self.root) if other != name},
+            others=self.other_corpora,
             add=add,
             quick=quick,
             progress=progress,
         )
         if not quick:
-            self._calibrate(anew=done.computed > done.reused, progress=progress)
+            self.calibrate(anew=done.computed > done.reused, progress=progress)
         store.advance()
         return done
 
-    def _calibrate(self, *, anew: bool, progress: Progress) -> None:
+    @property
+    def other_corpora(self) -> dict[str, Path]:
+        """Name and index directory of the store's other corpora."""
+        mine = self.corpus_config.name
+        return {other: index_dir(self.root, other) for other in corpora(self.root) if other != mine}
+
+    def calibrate(self, *, anew: bool, progress: Progress = no_progress) -> None:
+        """Measure the KV corrections on the corpus as it is, where there are none or they are to be measured `anew`."""
         chunks = [self.template.chunk_ids(chunk) for chunk in self.index.chunks]
         self.blender.calibrate(self.template.prefix, chunks, anew=anew, progress=progress)
 

@@ -9,7 +9,8 @@
     └── ChunkIndexError         an index that cannot be opened, read or written
         ├── IndexMissingError   no index in this folder
         ├── IndexDamagedError   an index that must not be used: truncated, altered, or of another format
-        └── IndexMismatchError  an index made with another embedding model
+        ├── IndexMismatchError  an index made with another embedding model
+        └── IndexBusyError      an index that another process is writing
 
 Every message is one line that names what is wrong and what to do about it. `exit_code` is what a command line may exit
 with.
@@ -56,3 +57,7 @@ class IndexDamagedError(ChunkIndexError):
 
 class IndexMismatchError(ChunkIndexError):
     """An index made with another embedding model than the one at hand."""
+
+
+class IndexBusyError(ChunkIndexError):
+    """An index that another process has been writing for longer than one waits for it."""

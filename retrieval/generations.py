@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMissingError
+from retrieval.errors import ChunkIndexError, IndexBusyError, IndexDamagedError, IndexMissingError
 from retrieval.privacy import PRIVATE_FILE, PRIVATE_FOLDER, make_private
 
 FORMAT_VERSION = 1
@@ -43,7 +43,7 @@ class Generation(NamedTuple):
 
 @contextmanager
 def write_lock(directory: Path) -> Iterator[None]:
-    """Hold the right to write; it ends with the process. Raises `ChunkIndexError` when another process keeps it."""
+    """Hold the right to write; it ends with the process. Raises `IndexBusyError` when another process keeps it."""
     from filelock import FileLock, Timeout
 
     try:
@@ -52,7 +52,7 @@ def write_lock(directory: Path) -> Iterator[None]:
         with FileLock(directory / LOCK, timeout=LOCK_TIMEOUT, mode=PRIVATE_FILE):
             yield
     except Timeout:
-        raise ChunkIndexError(
+        raise IndexBusyError(
             f"another process is writing the index in {directory}; wait for it and try again"
         ) from None
     except OSError as error:

@@ -23,7 +23,7 @@ def with_surrogate(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int)
     """
     with library.store.writing():
         now = library.reread()
-        if now.surrogate or not (chosen := _choose(_fitting(now, chunks, tokens), tokens, len(chunks))):
+        if now.surrogate or not (chosen := choose(_fitting(now, chunks, tokens), tokens, len(chunks))):
             return now
         return _decide(now, chosen)
 
@@ -98,7 +98,7 @@ def _fitting(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> li
     return [chunk for chunk in dict.fromkeys(chunks) if 0 < len(chunk) <= room]
 
 
-def _choose(chunks: Sequence[Tokens], tokens: int, corpus: int) -> tuple[Tokens, ...]:
+def choose(chunks: Sequence[Tokens], tokens: int, corpus: int) -> tuple[Tokens, ...]:
     """Chunks in random order, the same for the same ones, as many as `tokens` and the size of the corpus allow."""
     chosen: list[Tokens] = []
     for chunk in random.Random(0).sample(chunks, len(chunks)):

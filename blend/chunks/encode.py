@@ -49,11 +49,11 @@ class ChunkEncoder:
             if not chunk:
                 raise PromptError(f"chunk {index} is empty; drop it before encoding")
             self.decoder.check_length(len(self.prefix_tokens) + len(chunk))
-        for batch in self._batches(chunks):
+        for batch in self.batches(chunks):
             yield from zip(batch, self._encode_batch([chunks[i] for i in batch]), strict=True)
 
-    def _batches(self, chunks: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Indices of chunks of similar length, so that little is padded."""
+    def batches(self, chunks: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Indices of chunks of similar length, so that little is padded: what `encode` runs in one forward pass each."""
         batch: list[int] = []
         for index in sorted(range(len(chunks)), key=lambda i: len(chunks[i])):
             if batch and (len(batch) + 1) * len(chunks[index]) > self._batch_tokens:

@@ -19,6 +19,7 @@ _COMMANDS = {
     "corpus": "Write the demo corpus: Python's own documentation.",
     "env": "Describe this machine and the versions in use, for bug reports.",
     "models": "List the models whose weights need no hub.",
+    "plan": "Say what a corpus of caches costs, before any is computed.",
     "precompute": "Chunk, index and cache documents.",
     "report": "Measure speed and quality against full recompute.",
     "selectors": "List the selectors and their parameters.",

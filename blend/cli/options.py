@@ -146,12 +146,19 @@ _CORPUS_NAME = _shared(
     show_default=False,
     help="Name of one of the store's corpora, each with its own index.  [default: the one without a name]",
 )
+model_option = _shared(
+    "--model", type=NAME, default=DEFAULT_MODEL, help="Catalog name, HuggingFace id or model directory."
+)
+device_option = _shared(
+    "--device", type=TEXT, default="auto", callback=_known_device, help="auto, cpu, cuda or cuda:N."
+)
+dtype_option = _shared("--dtype", type=click.Choice(_DTYPES), default="auto", help="What the model computes in.")
 _OF_A_STORE = (
-    _shared("--model", type=NAME, default=DEFAULT_MODEL, help="Catalog name, HuggingFace id or model directory."),
+    model_option,
     store_option,
     store_key_option,
-    _shared("--device", type=TEXT, default="auto", callback=_known_device, help="auto, cpu, cuda or cuda:N."),
-    _shared("--dtype", type=click.Choice(_DTYPES), default="auto", help="What the model computes in."),
+    device_option,
+    dtype_option,
     _corpus("codec", "How caches are kept.", click.Choice(codec_names())),
     number(
         "--store-budget",
@@ -219,6 +226,11 @@ def blending(function: F) -> F:
     return _apply(_BLENDING, function)
 
 
+def dividing(function: F) -> F:
+    """--chunk-tokens, --surrogate-tokens, --surrogate-text, --one-copy: which caches a corpus has."""
+    return _apply(_CHUNKING, function)
+
+
 def chunking(function: F) -> F:
     """--chunk-tokens, --surrogate-tokens, --one-copy and --embedder, of a corpus that is being made."""
     return _apply((*_CHUNKING, _embedder(default=_CORPUS.embedder, show_default=True)), function)
@@ -239,6 +251,12 @@ def _apply(options: tuple[Callable[[Any], Any], ...], function: F) -> F:
     for option in reversed(options):
         function = option(function)
     return function
+
+
+def corpus_config(options: dict[str, Any]) -> CorpusConfig:
+    """How documents become chunks, from parsed options. Raises `ConfigError`."""
+    config: CorpusConfig = _pick(CorpusConfig, options)
+    return config
 
 
 def check(options: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import options
+from blend.cli.shares import By, by_many, shared_document, shared_words
 from blend.cli.values import PLACE
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
     is_flag=True,
     help="Only what a first answer needs, one cache a chunk; run again without it for the rest.",
 )
+@by_many
 @options.json_option
 @options.common
 @options.chunking
@@ -40,19 +42,22 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
     from retrieval import load_documents
 
     options.check(given)
+    by = By.of({**given, "quick": quick})
     documents = load_documents(paths)
     rag = options.open_rag(given)
     try:
         _ = rag.store, rag.decoder
-        with stage_progress() as progress:
-            done = rag.precompute(documents, add=add, quick=quick, progress=progress)
+        with stage_progress(by.words) as progress:
+            done, shared = by.precompute(rag, documents, add=add, quick=quick, progress=progress)
     except KeyboardInterrupt:
         raise click.Abort(_RESUME) from None
     _tell(done)
     if as_json:
-        print_json(precomputed_document(done, rag.store.stats()))
+        print_json({**precomputed_document(done, rag.store.stats()), **shared_document(shared)})
     else:
         say(_summary(done, given["store"], rag.store.stats()))
+        if shared:
+            say(shared_words(shared))
 
 
 def precomputed_document(done: Precomputed, stats: StoreStats) -> dict[str, object]:

@@ -23,14 +23,14 @@ FORESEEABLE = 50  # the first of so many parts, with all that happens once, says
 
 
 @contextmanager
-def stage_progress() -> Iterator[OnProgress]:
-    """What `precompute` and calibration call, for as long as the block runs."""
-    with _bars() if errors.is_terminal else _lines() as show:
+def stage_progress(part: str = "") -> Iterator[OnProgress]:
+    """What `precompute` and calibration call, for as long as the block runs; part: of what, where it is not all."""
+    with _bars(part) if errors.is_terminal else _lines(part) as show:
         yield lambda stage, done, total: show(stage, done, total) if total else None
 
 
 @contextmanager
-def _bars() -> Iterator[OnProgress]:
+def _bars(part: str) -> Iterator[OnProgress]:
     """A bar per stage with rate and time left."""
     from rich.progress import (
         BarColumn,
@@ -50,7 +50,7 @@ def _bars() -> Iterator[OnProgress]:
     def show(stage: str, done: int, total: int) -> None:
         words, unit = _STAGES[stage]
         if stage not in tasks:
-            tasks[stage] = bar.add_task(words, total=total, rate="")
+            tasks[stage] = bar.add_task(words + part, total=total, rate="")
         task = bar.tasks[tasks[stage]]
         speed = task.finished_speed or task.speed
         bar.update(tasks[stage], completed=done, rate=f"{speed:,.0f} {unit}/s" if speed else "")
@@ -60,7 +60,7 @@ def _bars() -> Iterator[OnProgress]:
 
 
 @contextmanager
-def _lines() -> Iterator[OnProgress]:
+def _lines(part: str) -> Iterator[OnProgress]:
     """A line when a stage has run for a while, then every so often, and when it ends after that."""
     begun: dict[str, float] = {}
     told: dict[str, float] = {}
@@ -70,13 +70,14 @@ def _lines() -> Iterator[OnProgress]:
         last = told.setdefault(stage, begun.setdefault(stage, now))
         if done and (now - last >= LINE_EVERY_S or (done == total and stage == "encode")):
             told[stage] = now
-            note(_line(stage, done, total, now - begun[stage]))
+            note(_line(stage, done, total, now - begun[stage], part))
 
     yield show
 
 
-def _line(stage: str, done: int, total: int, elapsed: float) -> str:
+def _line(stage: str, done: int, total: int, elapsed: float, part: str = "") -> str:
     words, unit = _STAGES[stage]
+    words += part
     if done < total / FORESEEABLE:
         return f"{words}: {done:,} of {total:,} {unit}"
     rate = f", {done / elapsed:,.0f} {unit}/s" if elapsed else ""

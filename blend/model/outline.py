@@ -1,0 +1,107 @@
+"""What a model's configuration says about sizes, without its weights: the shapes of its KV, and what a forward pass costs.
+
+The model is built without memory for its parameters (torch's meta device) and shown one token, so the shapes are those of its
+own code, whatever the architecture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from blend.errors import ConfigError, UnsupportedModelError
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """Sizes of one model.
+
+    keys, values: for each layer KV heads and head dimension. row_operations, pair_operations: floating-point operations of
+    one row in all layers, and of one row looking at one key there (2 a parameter; 4 a query head and head dimension).
+    parameters: numbers in the weights. context: longest prompt, or None.
+    """
+
+    name: str
+    keys: tuple[Shape, ...]
+    values: tuple[Shape, ...]
+    row_operations: float
+    pair_operations: float
+    parameters: int
+    context: int | None
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers of a token's keys and values in all layers."""
+        return sum(heads * width for heads, width in (*self.keys, *self.values))
+
+    def operations(self, rows: int, behind: int = 0) -> float:
+        """Of computing rows behind so many others in one pass, each looking at itself and all before it."""
+        pairs = rows * behind + rows * (rows + 1) / 2
+        return rows * self.row_operations + pairs * self.pair_operations
+
+
+def outline(config: Any, name: str) -> ModelOutline:
+    """Of a transformers configuration. Raises `UnsupportedModelError` for a model that cannot be built or keeps no KV cache."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            # The dtype that every kernel of transformers takes; nothing is computed in it.
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+            found = model(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=True).past_key_values
+        layers = [(layer.keys.shape, layer.values.shape) for layer in found.layers]
+    except Exception as error:  # whatever the model's own code raises on tensors without memory
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise UnsupportedModelError(f"{name} keeps no KV cache that could be planned for ({reason})") from error
+    inner = config.get_text_config(decoder=True)
+    heads = getattr(inner, "num_attention_heads", 1)
+    width = getattr(inner, "head_dim", None) or getattr(inner, "hidden_size", 0) // heads
+    return ModelOutline(
+        name,
+        tuple((keys[1], keys[3]) for keys, _ in layers),
+        tuple((values[1], values[3]) for _, values in layers),
+        2.0 * _used_by_a_row(model, inner),
+        4.0 * heads * width * len(layers),
+        sum(part.numel() for part in model.parameters()),
+        getattr(inner, "max_position_embeddings", None),
+    )
+
+
+def _used_by_a_row(model: Any, config: Any) -> float:
+    """Parameters that a row is multiplied with: not those of the token table and the head, and its share of the experts'."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((count for name in names if (count := getattr(config, name, None))), 1)
+    share = (getattr(config, "num_experts_per_tok", None) or 1) / experts
+    outside = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends = {id(part) for module in outside if module is not None for part in module.parameters()}
+    inside = [(name, part.numel()) for name, part in model.named_parameters() if id(part) not in ends]
+    return float(sum(count * (share if ".experts." in name else 1) for name, count in inside))
+
+
+def read_tokenizer(location: str, name: str) -> Any:
+    """The tokenizer of a model directory or HuggingFace id. Raises `ConfigError`."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(location)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise ConfigError(
+            f"cannot read the tokenizer of {name!r} ({reason}); give --chunks and --tokens instead"
+        ) from None
+
+
+def read_config(location: str, name: str) -> Any:
+    """The configuration of a model directory or HuggingFace id; nothing else is read. Raises `ConfigError`."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(location)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise ConfigError(
+            f"cannot read the configuration of {name!r} ({reason}); pass a model directory or id"
+        ) from None

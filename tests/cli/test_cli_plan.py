@@ -1,0 +1,79 @@
+"""`blend plan`: what it says of a corpus is what precomputing it does; mistakes end in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from blend_process import Blend, one_line
+from test_cli_shards import CHUNKS, lots, parcels
+
+__all__ = ["lots", "parcels"]  # fixtures
+
+GIVEN = ("--shape", "8B", "--prefill-rate", "9000")
+MILLION = (*GIVEN, "--chunks", "1000000", "--codec", "bfloat16")
+
+
+def test_a_plan_of_documents_is_what_precompute_then_does(lots: Blend) -> None:
+    ask = ("plan", "lots", *CHUNKS, "--codec", "bfloat16", "--json")
+    before = lots(*ask, "--measure").json
+    assert before["rates"]["source"] == "measured here"
+    assert not lots.store.exists()
+    done = lots("precompute", "lots", *CHUNKS, "--json").json
+    assert before["corpus"]["chunks"] == done["chunks"]
+    assert before["corpus"]["isolated"] + before["corpus"]["contextual"] == done["computed"]
+    assert before["codecs"][0]["total_bytes"] == done["store"]["bytes"]
+    after = lots(*ask).json
+    assert f"at {done['tokens_per_s']:,.0f} tokens/s" in after["rates"]["source"]
+    assert after["codecs"][0]["precompute_s"] == pytest.approx(done["seconds"], rel=0.02)
+
+
+def test_a_million_chunks_without_a_model(blend: Blend) -> None:
+    found = blend("plan", *MILLION, "--machines", "8", "--hour-price", "3", "--tier", "tape=100,0.001", "--json").json
+    (codec,) = found["codecs"]
+    one = 256 * 128 * 1024  # an 8B model: 128 KiB a token in bfloat16
+    assert 2 * one < codec["chunk_bytes"] < 2 * one * 1.001
+    assert codec["precompute_hours"] == pytest.approx(codec["precompute_s"] / 3600 / 8)
+    assert codec["precompute_usd"] == pytest.approx(codec["precompute_s"] / 3600 * 3)
+    assert codec["break_even"] * found["compute_s"] == pytest.approx(codec["prompt_bytes"])
+    assert found["prompt"]["full_prefill_s"] == pytest.approx(found["prompt"]["tokens"] / 9000)
+    tape = codec["tiers"][-1]
+    assert (tape["tier"], tape["usd_month"]) == ("tape", pytest.approx(codec["total_bytes"] / 1e9 * 0.001))
+    assert tape["load_s"] == pytest.approx(codec["prompt_bytes"] / 100e6)
+    assert tape["pays_from"] is None  # loading from there takes longer than computing
+    objects = next(tier for tier in codec["tiers"] if tier["tier"] == "objects")
+    assert objects["gain"] == pytest.approx(found["prompt"]["full_prefill_s"] / objects["blended_s"])
+
+
+def test_tokens_and_chunks_are_two_ways_to_say_it(blend: Blend) -> None:
+    ask = ("plan", *GIVEN, "--codec", "bfloat16", "--json")
+    by_chunks = blend(*ask, "--chunks", "1000").json
+    assert blend(*ask, "--tokens", "256000").json == by_chunks
+    assert blend(*ask, "--tokens", "128000", "--chunks", "1000").json["corpus"]["tokens"] == 128_000
+
+
+def test_words_for_people(blend: Blend) -> None:
+    shown = blend("plan", *GIVEN, "--chunks", "1000000").out
+    assert shown.startswith("1,000,000 chunks, 256,000,000 tokens; 8B in bfloat16, two caches a chunk.\n")
+    for words in ("bfloat16  67.1 MB  67.1 TB", "float32", "objects, 500 MB/s", "Prices are assumptions"):
+        assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (GIVEN, "--chunks, --tokens or both"),
+        (("documents", *MILLION), "leave out --chunks"),
+        (("documents", *GIVEN), "no tokenizer"),
+        ((*MILLION, "--measure"), "leave one of them out"),
+        (("--shape", "8B", "--chunks", "9", "--measure"), "no weights to measure with"),
+        (("--chunks", "9"), "--prefill-rate"),
+        ((*MILLION, "--tier", "tape=fast"), "objects=500,0.023"),
+        ((*MILLION, "--model", "nowhere/at/all", "--chunks", "0"), "1 to"),
+        ((*GIVEN, "--chunks", "10", "--tokens", "9000"), "--chunk-tokens"),
+    ],
+)
+def test_what_cannot_be_planned(blend: Blend, documents: Path, arguments: tuple[str, ...], words: str) -> None:
+    result = blend("plan", *arguments)
+    assert result.code == 2
+    assert words in one_line(result.err)

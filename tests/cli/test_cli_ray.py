@@ -1,0 +1,74 @@
+"""`blend precompute --ray` on a real Ray of this machine; a worker is killed in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from blend_process import Blend, entries, one_line
+from test_cli_shards import CHUNKS, Undisturbed, all_caches, contents, lots, parcels, undisturbed
+
+from blend.errors import ConfigError
+from blend.many.on_ray import cluster
+
+__all__ = ["lots", "parcels", "undisturbed"]  # fixtures
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'kvblend[ray]'")
+# No token in the home directory; workers that are not the last in the queue for the processor, and are not killed because
+# something else on this machine takes its memory.
+QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
+
+
+def writers(store: Path) -> list[int]:
+    """Processes of workers that are writing a cache now."""
+    names = [path.name.split("-") for path in (store / "kv" / "tmp").glob(".*.tmp")]
+    found = [int(parts[1]) for parts in names if len(parts) > 2]
+    return [pid for pid in found if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")]
+
+
+@needs_ray
+def test_a_worker_killed_in_the_middle_costs_its_batch_a_second_attempt(lots: Blend, undisturbed: Undisturbed) -> None:
+    command = ("precompute", "lots", *CHUNKS, "--json", "--ray-workers", "1", "--ray")
+    running = lots.start(*command, env=QUIET)
+    try:
+        running.until(lambda: bool(entries(lots.store)) and bool(writers(lots.store)), timeout=240)
+        os.kill(writers(lots.store)[0], signal.SIGKILL)
+    except BaseException:
+        running.send(signal.SIGTERM)  # Ray must not stay behind
+        raise
+    result = running.wait(timeout=240)
+    assert result.code == 0, result.err
+    assert "a worker was lost; what it had in hand is given to another" in result.err
+    assert "Computing caches, on Ray: " in result.err
+    assert contents(lots.store) == undisturbed.contents
+    assert 0 < result.json["computed"] < all_caches(lots.store)
+
+
+@needs_ray
+def test_an_address_where_no_cluster_answers(blend: Blend, documents: Path) -> None:
+    result = blend("precompute", documents, "--ray=127.0.0.1:9", env=QUIET)
+    assert result.code == 2
+    assert "no Ray cluster answers at 127.0.0.1:9" in one_line(result.err)
+
+
+def test_without_ray_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvblend\[ray\]'"), cluster("", None, on_gpu=False):
+        pass
+
+
+@pytest.mark.parametrize("more", [("--shard", "1/2"), ("--quick",)])
+def test_ways_that_exclude_each_other(blend: Blend, documents: Path, more: tuple[str, ...]) -> None:
+    result = blend("precompute", documents, *more, "--ray")
+    assert result.code == 2
+    assert "leave one of them out" in one_line(result.err)
+
+
+def test_workers_without_a_cluster(blend: Blend, documents: Path) -> None:
+    result = blend("precompute", documents, "--ray-workers", "2")
+    assert result.code == 2
+    assert "give both" in one_line(result.err)
