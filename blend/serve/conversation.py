@@ -19,7 +19,8 @@ from blend.serve.ask import (
     TokenText,
     TracedToken,
 )
-from blend.serve.engine import Ended, EndReason, Event, Failed, Handle, Sampling, Started, Token
+from blend.serve.engine import ASKED_FOR, Ended, EndReason, Event, Failed, Handle, Sampling, Started, Token
+from blend.serve.outage import STORE_UNREACHABLE, StoreWatch
 from blend.serve.text import Speaker
 
 if TYPE_CHECKING:
@@ -44,12 +45,13 @@ class Conversation:
         on_reply: OnReply,
         profile: Profile,
         before_s: float,
+        watch: StoreWatch,
     ) -> None:
         self._handle: Handle | None = None
         self._cancelled = False
         self.before_s = before_s
         self._decoder, self._ask, self._sampling, self._layout = rag.decoder, ask, sampling, layout
-        self._cited, self._on_reply, self._profile = cited, on_reply, profile
+        self._cited, self._on_reply, self._profile, self._watch = cited, on_reply, profile, watch
         self._speaker = Speaker(rag.decoder.tokenizer, ask.stop)
         self._tokens, self._first, self._last = 0, 0.0, 0.0
         self._named: list[TokenText] = []
@@ -107,13 +109,15 @@ class Conversation:
         self._on_reply(Closed(reason, self._tokens, tpot_s))
 
     def _opened(self, started: Started) -> Opened:
+        if started.reason == STORE_UNREACHABLE:
+            self._watch.lost("it could be read when a question came, and not when its caches were loaded")
         sources = tuple(
             Source(one.kind, one.id, one.title, one.text, one.score, hit, len(one.passage.ids))
             for one, hit in zip(self._cited, started.hits, strict=True)
         )
         figures = Figures(
             method="full" if started.reason else "blend",
-            reason="" if started.reason == "asked for" else started.reason,
+            reason="" if started.reason == ASKED_FOR else started.reason,
             rows=started.rows,
             rows_computed=started.rows_computed,
             rows_reused=started.rows_reused,

@@ -43,6 +43,10 @@ class CorpusKeeper:
         self._rag, self._spool = rag, spool
         self._known: dict[str, Tokens] = {}
 
+    def require_store(self) -> None:
+        """Raise `StoreError` where the store cannot be read: nothing that the corpus seems to lack is missing then."""
+        _ = self._rag.store.generation
+
     def documents(self) -> set[str]:
         """Ids of those that the index holds."""
         index = current_index(self._rag)

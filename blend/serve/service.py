@@ -15,7 +15,8 @@ from blend.serve.budgets import LEARN_BUDGET
 from blend.serve.chat import Turn, question_turns
 from blend.serve.conversation import Conversation, OnReply
 from blend.serve.documents import Documents
-from blend.serve.engine import Engine, Handle, QueueFullError, Work
+from blend.serve.engine import ASKED_FOR, Engine, Handle, QueueFullError, Work
+from blend.serve.outage import STORE_UNREACHABLE
 from blend.serve.profile import Profile
 from blend.serve.room import Cited, Room, kept_corpora, room_root
 
@@ -48,7 +49,8 @@ class Service:
         self.engine, self.full = engine, full
         self.model = rag.decoder.name
         self._rag, self._learn_budget = rag, learn_budget
-        self._rooms: dict[str, Room] = {}
+        self._own = Room(rag, learn_budget)
+        self._rooms: dict[str, Room] = {"": self._own}
         self._lock = threading.Lock()
         self._profile = profile or Profile(rag.decoder)
         self._documents: dict[tuple[str, str], Documents] = {}
@@ -71,9 +73,13 @@ class Service:
         """What a tenant has. Raises `ConfigError` for what cannot name one."""
         with self._lock:
             if tenant not in self._rooms:
-                rag = self._rag.sibling("", room_root(self._rag.root, tenant)) if tenant else self._rag
-                self._rooms[tenant] = Room(rag, self._learn_budget)
+                rag = self._rag.sibling("", room_root(self._rag.root, tenant))
+                self._rooms[tenant] = Room(rag, self._learn_budget, self._own.watch)
             return self._rooms[tenant]
+
+    def require_store(self, tenant: str) -> None:
+        """Raise `StoreError` where what a tenant has stored cannot be read now."""
+        self.room(tenant).watch.require()
 
     @property
     def alive(self) -> bool:
@@ -90,7 +96,11 @@ class Service:
         return self.room(tenant).corpora
 
     def documents(self, tenant: str, corpus: str = "") -> Documents:
-        """The documents of a tenant's corpus. Raises `ConfigError` for what cannot name one."""
+        """The documents of a tenant's corpus.
+
+        Raises `ConfigError` for what cannot name one, `StoreError` while the store cannot be read.
+        """
+        self.require_store(tenant)
         rag = self.room(tenant).rag(corpus)
         with self._lock:
             if not self._open:
@@ -112,27 +122,31 @@ class Service:
         """Take a question in; its replies go to `on_reply`, from another thread, which must not wait in there.
 
         Takes as long as retrieval and tokenising do. Raises `PromptError` and `ConfigError` for what cannot be answered,
-        `RetrievalError` where there is nothing to retrieve from, `QueueFullError` when too many wait.
+        `RetrievalError` where there is nothing to retrieve from, `StoreError` where what it names cannot be read now,
+        `QueueFullError` when too many wait.
         """
         begin = time.monotonic()
         self.engine.require_room()  # who is to come again later must not cost a search first
         room = self.room(ask.tenant)
+        reachable = room.watch.reachable()
         layout, cited = _put(room, ask)
         rag = room.rag(ask.corpus)
         sampling = replace(ask.sampling, max_tokens=_room_for(rag, layout, ask.sampling.max_tokens))
+        full = self.full or ask.method == "full"
         work = Work(
             layout,
             sampling,
             tenant=ask.tenant,
             corpus=ask.corpus,
-            full=self.full or ask.method == "full",
-            remember=not self.full and room.learn(ask.corpus, cited),
+            full=full or not reachable,
+            reason=ASKED_FOR if full else STORE_UNREACHABLE,
+            remember=not self.full and reachable and room.learn(ask.corpus, cited),
             priority=ask.priority,
             deadline_s=ask.deadline_s,
             trace=ask.trace,
         )
         conversation = Conversation(
-            rag, ask, sampling, layout, cited, on_reply, self._profile, time.monotonic() - begin
+            rag, ask, sampling, layout, cited, on_reply, self._profile, time.monotonic() - begin, room.watch
         )
         if ask.deadline_s is not None:
             work = replace(work, deadline_s=ask.deadline_s - conversation.before_s)
