@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from blend.model.rows import RowRequest, Steps
 from blend.serve.caching import OnDone
+from blend.serve.removed import removed_from
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,7 @@ def nobody_waits(wanted: Variant, error: Exception | None) -> None:
 
 
 class Encoding:
-    """Caches that are to be computed and stored one after another; what the store has by then is left out.
+    """Caches that are to be computed and stored one after another, but for what the store has by then and what was removed.
 
     Only the engine's thread runs it; `cancel` and `len`, how many are left, are for everybody.
     """
@@ -69,7 +70,8 @@ class Encoding:
             self._piece = self._steps.send(logits)
         except StopIteration as finished:
             try:
-                self._library.store.put(self._library.key(self._left[0]), finished.value)
+                store = self._library.store
+                removed_from(store).put(store, self._library.key(self._left[0]), finished.value)
             except Exception as error:
                 self.fail(error)
             else:

@@ -63,7 +63,8 @@ class Work:
 
     config: how its chunks are blended, if not as the engine does. tenant: whose it is: what is kept of it serves nobody else.
     corpus: of the tenant, whose chunks these are. full: nothing is to be blended, and the store not asked; reason: why.
-    remember: whether what the store lacks for it may be computed and stored afterwards. priority: smaller ones first.
+    cold: nothing of how earlier prompts began is used, nor the prefix that is at hand. remember: whether what the store lacks
+    for it may be computed and stored afterwards. priority: smaller ones first.
     deadline_s: seconds from its arrival in which the first token must come. trace: whether `Started` is to tell row by row what
     was done.
     """
@@ -75,6 +76,7 @@ class Work:
     corpus: str = ""
     full: bool = False
     reason: str = ASKED_FOR
+    cold: bool = False
     remember: bool = True
     priority: int = 0
     deadline_s: float | None = None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from blend.chunks.library import Variant
     from blend.config import BlendConfig
     from blend.serve.prefixes import Found, Prefixes
-    from blend.types import PromptLayout
+    from blend.types import ChunkCache, PromptLayout
 
 
 class Job:
@@ -105,13 +105,22 @@ class Job:
             room=self.work.sampling.max_tokens,
             watch=self._watch,
             most_rows=self._most_rows,
-            known=self._found.known if self._found is not None else None,
+            known=self._known,
         )
         self._piece = next(self._steps)
+
+    @property
+    def _known(self) -> ChunkCache | None:
+        """KV of the prompt's first rows; None leaves it to the blender, which has that of its own prefix."""
+        if self.work.cold:
+            return self.blender.decoder.no_rows()
+        return self._found.known if self._found is not None else None
 
     def _find(self) -> Found | None:
         """What is known of the prompt's beginning; None where it is less than the blender has anyway."""
         layout = self.work.layout
+        if self.work.cold:
+            return None
         has = len(layout.prefix) if layout.prefix == layout.kept_behind else 0
         found = self._prefixes.find(self.work.tenant, layout.token_ids)
         if found is not None and len(layout.prefix) < found.known.tokens <= _exact_anyway(layout):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from blend.corpora import check_corpus_name, corpora, is_corpus_name
 from blend.errors import ConfigError, PromptError, StoreError
@@ -14,17 +14,20 @@ from blend.indexing import TitledText
 from blend.prompt import render_chunk
 from blend.serve.ask import GivenDocument, SourceKind
 from blend.serve.chat import ChatTemplate, Passage, Written
+from blend.serve.heard import AGAIN, SHARE, Heard
 from blend.serve.outage import StoreWatch
 from blend.serve.passages.known import KnownTexts
 from blend.serve.passages.learned import Learned
 from blend.serve.passages.rendered import Renderer
 from blend.serve.passages.segments import Segment, segments
+from blend.serve.removed import removed_from
 from blend.serve.spool import INCOMING
 from blend.types import Part
 from retrieval import Chunk, RetrievalError, Retriever, chunk_documents
 from retrieval.document import Document
 
 if TYPE_CHECKING:
+    from blend.chunks.library import Tokens
     from blend.rag import Rag
     from retrieval import ChunkIndex
 
@@ -32,7 +35,7 @@ TENANTS = "tenants"
 
 
 class Cited(NamedTuple):
-    """A passage of a prompt, and what its reader is told of it."""
+    """A passage of a prompt, and what its reader is told of it. brought: whether the question brought its text."""
 
     passage: Passage
     kind: SourceKind
@@ -40,6 +43,7 @@ class Cited(NamedTuple):
     title: str
     text: str
     score: float | None = None
+    brought: bool = False
 
 
 def room_root(root: Path, tenant: str) -> Path:
@@ -83,6 +87,7 @@ class Room:
         self._renderer = Renderer(rag.template, rag.decoder.tokenizer)
         self._known: dict[str, tuple[object, KnownTexts]] = {}
         self.learned = Learned(rag.root / "learned.json", learn_budget) if learn_budget else None
+        self.heard = Heard(SHARE * AGAIN * rag.corpus_config.surrogate_tokens)
 
     @property
     def corpora(self) -> tuple[str, ...]:
@@ -122,13 +127,13 @@ class Room:
         found: list[Cited] = []
         for number, document in enumerate(documents):
             chunks: Iterable[Chunk] = ()
-            if document.text.strip():
+            if brought := bool(document.text.strip()):
                 name = document.id or f"document {number + 1}"
                 new = Document(name, document.title, document.text, "")
                 chunks = chunk_documents([new], rag.template.encode, rag.corpus_config.chunk_tokens, _rendered)
             elif document.id:
                 chunks = self._named(corpus, document.id)
-            found.extend(self._of_chunk(rag, chunk, "document", None) for chunk in chunks)
+            found.extend(self._of_chunk(rag, chunk, "document", None)._replace(brought=brought) for chunk in chunks)
         return found
 
     def written(self, corpus: str | None, text: str, *, learning: bool = True) -> tuple[Written, list[Cited]]:
@@ -151,22 +156,33 @@ class Room:
 
         Chunks of the tenant's corpora always may.
         """
-        new = [one for one in cited if one.kind in ("document", "learned")]
+        new = [one for one in cited if one.brought]
         if not new:
             return True
         if self.learned is None:
             return False
         with suppress(StoreError):  # gone since it was looked at
-            self._enter(corpus, new, self.learned)
+            self._note(corpus, new, self.learned)
             return True
         return False
 
-    def _enter(self, corpus: str, new: Sequence[Cited], learned: Learned) -> None:
+    def _note(self, corpus: str, new: Sequence[Cited], learned: Learned) -> None:
+        chunks = [one.passage.part.whole if one.passage.part else one.passage.ids for one in new]
+        self.enter(corpus, chunks, learned)
+        if not corpus:
+            self.heard.add(chunks)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a cache, as a codec of 16 bits a value keeps it."""
+        return sum(layer.width for layer in self._rags[""].decoder.rotations) * 2
+
+    def enter(self, corpus: str, chunks: Sequence[Tokens], learned: Learned) -> None:
+        """Note the caches of these chunks as used, and remove what goes for them. Raises `StoreError`."""
         rag = self.rag(corpus)
         library = rag.blender.library(rag.template.prefix)
-        width = sum(layer.width for layer in rag.decoder.rotations) * 2  # bytes, of a codec of 16 bits a value
-        chunks = [one.passage.part.whole if one.passage.part else one.passage.ids for one in new]
-        keys = {library.key(one): len(one.chunk) * width for one in library.wanted(chunks)}
+        keys = {library.key(one): len(one.chunk) * self.token_bytes for one in library.wanted(chunks)}
+        removed_from(rag.store).wanted(keys)
         known = all(key in learned for key in keys)
         gone = learned.seen(keys)
         with suppress(StoreError):  # the store is down or read-only: what is too much goes another time
@@ -233,6 +249,6 @@ def _rendered(title: str, text: str) -> str:
 
 def _cited(segment: Segment) -> Cited:
     part = None if segment.whole in ((), segment.ids) else Part(segment.whole, segment.first)
-    chunk, kind = segment.chunk, "pasted" if segment.kind == "pasted" else "learned"
-    passage = Passage(segment.ids, part)
-    return Cited(passage, kind, chunk.id if chunk else "", chunk.title if chunk else "", segment.text)  # type: ignore[arg-type]
+    chunk, learned = segment.chunk, segment.kind == "learned"
+    passage, kind = Passage(segment.ids, part), cast(SourceKind, segment.kind)
+    return Cited(passage, kind, chunk.id if chunk else "", chunk.title if chunk else "", segment.text, brought=learned)

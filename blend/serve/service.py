@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from blend.serve.chat import Turn, question_turns
 from blend.serve.conversation import Conversation, OnReply
 from blend.serve.documents import Documents
 from blend.serve.engine import ASKED_FOR, Engine, Handle, QueueFullError, Work
+from blend.serve.learning import Learning
 from blend.serve.outage import STORE_UNREACHABLE
 from blend.serve.profile import Profile
 from blend.serve.room import Cited, Room, kept_corpora, room_root
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.5
 MOST_OF_A_TOKEN = 64  # characters that no text has in a token on average
+
+
+class _ClosingError(Exception):
+    """What is measured when nobody waits is given up."""
 
 
 class Service:
@@ -55,6 +61,7 @@ class Service:
         self._profile = profile or Profile(rag.decoder)
         self._documents: dict[tuple[str, str], Documents] = {}
         self._open, self.ready = True, False
+        self.learning = Learning(engine.encode, self._calibrate)
 
     def warm_up(self) -> None:
         """Make the first answer as fast as the others, and measure what full prefill takes."""
@@ -111,12 +118,24 @@ class Service:
                 )
             return self._documents[tenant, corpus]
 
-    def _calibrate(self, rag: Rag, chunks: Sequence[tuple[int, ...]], anew: bool) -> None:
-        """Measure the KV corrections at a time when nobody waits: each of their prompts has the model to itself."""
-        while self._open and any(self.engine.holding()[:2]):
+    def _calibrate(self, rag: Rag, chunks: Sequence[tuple[int, ...]], anew: bool) -> bool:
+        """Measure the KV corrections at a time when nobody waits: each of their prompts has the model to itself.
+
+        Whether that was done, and not given up because this is closed.
+        """
+        with suppress(_ClosingError):
+            self._until_nobody_waits()
+            rag.blender.calibrate(rag.template.prefix, chunks, anew=anew, progress=self._until_nobody_waits)
+            return True
+        return False
+
+    def _until_nobody_waits(self, *progress: object) -> None:
+        while any(self.engine.holding()[:2]):
+            if not self._open:
+                raise _ClosingError
             time.sleep(_LOOK_S)
-        if self._open:
-            rag.blender.calibrate(rag.template.prefix, chunks, anew=anew)
+        if not self._open:
+            raise _ClosingError
 
     def submit(self, ask: Ask, on_reply: OnReply) -> Handle:
         """Take a question in; its replies go to `on_reply`, from another thread, which must not wait in there.
@@ -140,6 +159,7 @@ class Service:
             corpus=ask.corpus,
             full=full or not reachable,
             reason=ASKED_FOR if full else STORE_UNREACHABLE,
+            cold=ask.cold,
             remember=not self.full and reachable and room.learn(ask.corpus, cited),
             priority=ask.priority,
             deadline_s=ask.deadline_s,
@@ -151,6 +171,8 @@ class Service:
         if ask.deadline_s is not None:
             work = replace(work, deadline_s=ask.deadline_s - conversation.before_s)
         conversation.follow(self.engine.submit(work, conversation.on_event))
+        if work.remember:
+            self.learning.told(room)
         return conversation
 
     def close(self, finish_s: float = 0.0) -> None:
@@ -160,6 +182,7 @@ class Service:
             self._open = False
             documents = list(self._documents.values())
         self.engine.close(finish_s)
+        self.learning.close()
         for one in documents:
             one.close()
 

@@ -80,6 +80,7 @@ def ask_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLimits
         sampling=sampling,
         stop=tuple(body.stop or ()),
         method=own.method or "blend",
+        cold=bool(own.cold),
         priority=own.priority or 0,
         deadline_s=own.deadline_s,
         trace=bool(own.trace),
