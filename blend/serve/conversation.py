@@ -55,6 +55,7 @@ class Conversation:
         self._speaker = Speaker(rag.decoder.tokenizer, ask.stop)
         self._tokens, self._first, self._last = 0, 0.0, 0.0
         self._named: list[TokenText] = []
+        self._gaps: list[float] = []
         self._closed = False
 
     def cancel(self) -> None:
@@ -84,8 +85,10 @@ class Conversation:
             self._on_reply(Refused(event.error))
 
     def _hear(self, token: Token) -> None:
-        self._last = time.monotonic()
+        before, self._last = self._last, time.monotonic()
         self._first = self._first or self._last
+        if self._tokens:
+            self._gaps.append(self._last - before)
         self._tokens += 1
         if self._sampling.logprobs is not None:
             self._named.append(self._speaker.named(token))
@@ -99,14 +102,18 @@ class Conversation:
     def _say(self, text: str) -> None:
         named, self._named = tuple(self._named), []
         if text or named:
-            self._on_reply(Delta(text, named))
+            self._on_reply(Delta(text, named, self._told_gaps()))
+
+    def _told_gaps(self) -> tuple[float, ...]:
+        gaps, self._gaps = tuple(self._gaps), []
+        return gaps
 
     def _close(self, reason: EndReason) -> None:
         self._say(self._speaker.finish())
         self._closed = True
         gaps = self._tokens - 1
         tpot_s = (self._last - self._first) / gaps if gaps > 0 else None
-        self._on_reply(Closed(reason, self._tokens, tpot_s))
+        self._on_reply(Closed(reason, self._tokens, tpot_s, self._told_gaps()))
 
     def _opened(self, started: Started) -> Opened:
         if started.reason == STORE_UNREACHABLE:

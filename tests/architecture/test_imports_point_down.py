@@ -113,6 +113,7 @@ DOORS = {
     "pydantic": {"blend.serve"},
     "prometheus_client": {"blend.serve"},
     "uvicorn": {"blend.serve"},
+    "opentelemetry": {"blend.serve"},
     "click": {"blend.cli"},
     "rich": {"blend.cli", "blend.eval.report"},
     "xxhash": {"blend.store", "blend.model.decoder", "blend.model.fingerprint"},

@@ -38,7 +38,8 @@ async def _answer(request: Request, kind: type[ChatBody] | type[CompletionBody])
     hall, tenant, entry = hall_of(request), admitted(request), entry_of(request)
     service = hall.open()
     raw = await bodies.read(request, hall.limits.body_bytes, hall.limits.body_s)
-    conversation = Conversation(request.receive, hall.metrics, entry)
+    trace = hall.tracing.begin(entry.id, request.headers, entry.begun) if hall.tracing else None
+    conversation = Conversation(request.receive, hall.metrics, entry, trace)
     try:
         body = await run_in_threadpool(_submit, raw, kind, service, hall, tenant, conversation)
         answer = (ChatAnswer if isinstance(body, ChatBody) else TextAnswer)(
