@@ -23,6 +23,7 @@ from blend.model.rows import Steps
 from blend.recompute import make_plan, recompute
 from blend.select import make_selector
 from blend.select.controls import All
+from blend.store import open_store
 from blend.store.base import ChunkStore
 from blend.timing import Progress, Stopwatch, no_progress
 from blend.types import ChunkCache, PromptLayout, Selection
@@ -97,14 +98,29 @@ class Blender:
         self.corpus = corpus
         self.config = config or BlendConfig()
         self._libraries: dict[Tokens, ChunkLibrary] = {}
+        self._unasked: dict[Tokens, ChunkLibrary] = {}
         self._corrections = StoredCorrections(decoder, store)
 
     def library(self, prefix: Tokens) -> ChunkLibrary:
         """The caches of chunks behind this prefix, as the store stands now."""
         held = self._libraries.get(prefix)
-        now = held.renewed() if held else ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus)
+        if held is None:
+            before = self._unasked.pop(prefix, None)
+            now = ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus, before=before)
+        else:
+            now = held.renewed()
         self._libraries[prefix] = now
         return now
+
+    def _library_of(self, layout: PromptLayout) -> ChunkLibrary:
+        """For a prompt. One that takes nothing from the store does not ask it either, and works while it is out of reach."""
+        prefix = layout.kept_behind
+        if any(chunk is not None for chunk in layout.stored):
+            return self.library(prefix)
+        held = self._libraries.get(prefix) or self._unasked.get(prefix)
+        if held is None:
+            held = self._unasked[prefix] = ChunkLibrary(self.decoder, open_store("memory:"), prefix, corpus=self.corpus)
+        return held
 
     def read_ahead(self, layout: PromptLayout) -> None:
         """The caches of this prompt's chunks will be wanted soon: into memory with them, where the store has such a tier."""
@@ -192,7 +208,7 @@ class Blender:
         if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows)
-        library = self.library(layout.kept_behind)
+        library = self._library_of(layout)
         watch = watch or Stopwatch(self.decoder.device)
         if known is None and library.prefix == layout.prefix:
             known = library.isolated.prefix

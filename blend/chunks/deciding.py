@@ -28,6 +28,24 @@ def with_surrogate(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int)
         return _decide(now, chosen)
 
 
+def with_surrogate_anew(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
+    """With some of these chunks as the surrogate context in place of the one that there is, if they make another.
+
+    What was computed and measured behind the old one is removed. For a corpus of which much more is known than when it was
+    decided. Raises `StoreError` when the store cannot be written.
+    """
+    with library.store.writing():
+        now = library.reread()
+        chosen = _choose(_fitting(now, chunks, tokens), tokens, len(chunks))
+        if not chosen or chosen == now.surrogate:
+            return now
+        _prune_contextual(now, no_keys)
+        for first in (False, True):
+            if now.contextual and (name := now.correction_name(contextual=True, first=first)):
+                now.store.delete_artifact(name)
+        return _decide(now, chosen)
+
+
 def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse = no_keys) -> ChunkLibrary:
     """With these tokens as the surrogate context; contextual caches behind another one are removed, but for `keep`.
 

@@ -17,6 +17,7 @@ _COMMANDS = {
     "analyze": "Show attention, KV deviation and what blending restores, as a page.",
     "answer": "Answer a question over the precomputed documents.",
     "corpus": "Write the demo corpus: Python's own documentation.",
+    "drop": "Delete a corpus.",
     "env": "Describe this machine and the versions in use, for bug reports.",
     "models": "List the models whose weights need no hub.",
     "plan": "Say what a corpus of caches costs, before any is computed.",

@@ -14,6 +14,7 @@ from blend.cli.console import note, say
 
 if TYPE_CHECKING:
     from blend.serve.door.hall import Hall
+    from blend.serve.door.tracing import Tracing
     from blend.serve.service import Service
     from blend.serve.tenants import Tenants
 
@@ -36,11 +37,26 @@ def serve(given: dict[str, Any], tenants: Tenants) -> None:
     with listen(given["host"], given["port"]) as place:
         log_to_stderr(requests=not given["quiet"])
         app = make_app(None, tenants, limits, Metrics())
+        tracing = app.state.hall.tracing = _tracing()
         loading = _Loading(given, app.state.hall, url_of(place))
         server = Server(app, place, grace_s=given["grace"], on_started=loading.start)
         loading.on_failure = server.stop
         server.serve_until_stopped()
+        if tracing is not None:
+            tracing.close()
     loading.finish()
+
+
+def _tracing() -> Tracing | None:
+    """Spans, where the environment names an endpoint for them."""
+    from blend.serve.door.tracing import ENDPOINTS, exporting, is_installed, is_wanted
+
+    if not is_wanted(os.environ):
+        return None
+    if not is_installed():
+        note(f"no spans are sent, though {' or '.join(ENDPOINTS)} is set: pip install 'kvblend[otel]'")
+        return None
+    return exporting(os.environ)
 
 
 class _Loading(threading.Thread):

@@ -36,7 +36,8 @@ class Ask:
     messages: the conversation, the last one being the user's. prompt: plain text to be continued, instead of messages. tenant:
     whose it is; "" where there are no tenants. documents: to be answered from; they stand before the last message. top_k: so
     many chunks of the tenant's corpus are retrieved for the last message; None retrieves nothing. corpus: which one.
-    stop: texts that end the answer and are no part of it. method: "full" computes everything. priority: smaller first.
+    stop: texts that end the answer and are no part of it. method: "full" computes everything. cold: nothing of earlier prompts
+    is reused, not even what is exact: what full prefill takes shows only so. priority: smaller first.
     deadline_s: seconds from its arrival in which the first token must come. trace: whether the prompt's tokens are wanted
     with the reply, each with its score.
     """
@@ -50,6 +51,7 @@ class Ask:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     method: Method = "blend"
+    cold: bool = False
     priority: int = 0
     deadline_s: float | None = None
     trace: bool = False
@@ -125,18 +127,27 @@ class TokenText(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """More of the answer's text; tokens: those that it is made of, where log-probabilities were asked for."""
+    """More of the answer's text; tokens: those that it is made of, where log-probabilities were asked for.
+
+    gaps: seconds from each token that came since the last `Delta` to the one before it; an answer's first has none. A token may
+    be half a character, or the end of a text that might have become a stop, so that pieces of text are no tokens.
+    """
 
     text: str
     tokens: tuple[TokenText, ...] = ()
+    gaps: tuple[float, ...] = ()
 
 
 class Closed(NamedTuple):
-    """The answer is complete, or was given up. tpot_s: seconds per token after the first, None for a single one."""
+    """The answer is complete, or was given up. tpot_s: seconds per token after the first, None for a single one.
+
+    gaps: of the tokens that no `Delta` told of.
+    """
 
     reason: EndReason
     completion_tokens: int
     tpot_s: float | None
+    gaps: tuple[float, ...] = ()
 
 
 class Refused(NamedTuple):

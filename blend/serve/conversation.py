@@ -19,7 +19,8 @@ from blend.serve.ask import (
     TokenText,
     TracedToken,
 )
-from blend.serve.engine import Ended, EndReason, Event, Failed, Handle, Sampling, Started, Token
+from blend.serve.engine import ASKED_FOR, Ended, EndReason, Event, Failed, Handle, Sampling, Started, Token
+from blend.serve.outage import STORE_UNREACHABLE, StoreWatch
 from blend.serve.text import Speaker
 
 if TYPE_CHECKING:
@@ -44,15 +45,17 @@ class Conversation:
         on_reply: OnReply,
         profile: Profile,
         before_s: float,
+        watch: StoreWatch,
     ) -> None:
         self._handle: Handle | None = None
         self._cancelled = False
         self.before_s = before_s
         self._decoder, self._ask, self._sampling, self._layout = rag.decoder, ask, sampling, layout
-        self._cited, self._on_reply, self._profile = cited, on_reply, profile
+        self._cited, self._on_reply, self._profile, self._watch = cited, on_reply, profile, watch
         self._speaker = Speaker(rag.decoder.tokenizer, ask.stop)
         self._tokens, self._first, self._last = 0, 0.0, 0.0
         self._named: list[TokenText] = []
+        self._gaps: list[float] = []
         self._closed = False
 
     def cancel(self) -> None:
@@ -82,8 +85,10 @@ class Conversation:
             self._on_reply(Refused(event.error))
 
     def _hear(self, token: Token) -> None:
-        self._last = time.monotonic()
+        before, self._last = self._last, time.monotonic()
         self._first = self._first or self._last
+        if self._tokens:
+            self._gaps.append(self._last - before)
         self._tokens += 1
         if self._sampling.logprobs is not None:
             self._named.append(self._speaker.named(token))
@@ -97,23 +102,29 @@ class Conversation:
     def _say(self, text: str) -> None:
         named, self._named = tuple(self._named), []
         if text or named:
-            self._on_reply(Delta(text, named))
+            self._on_reply(Delta(text, named, self._told_gaps()))
+
+    def _told_gaps(self) -> tuple[float, ...]:
+        gaps, self._gaps = tuple(self._gaps), []
+        return gaps
 
     def _close(self, reason: EndReason) -> None:
         self._say(self._speaker.finish())
         self._closed = True
         gaps = self._tokens - 1
         tpot_s = (self._last - self._first) / gaps if gaps > 0 else None
-        self._on_reply(Closed(reason, self._tokens, tpot_s))
+        self._on_reply(Closed(reason, self._tokens, tpot_s, self._told_gaps()))
 
     def _opened(self, started: Started) -> Opened:
+        if started.reason == STORE_UNREACHABLE:
+            self._watch.lost("it could be read when a question came, and not when its caches were loaded")
         sources = tuple(
             Source(one.kind, one.id, one.title, one.text, one.score, hit, len(one.passage.ids))
             for one, hit in zip(self._cited, started.hits, strict=True)
         )
         figures = Figures(
             method="full" if started.reason else "blend",
-            reason="" if started.reason == "asked for" else started.reason,
+            reason="" if started.reason == ASKED_FOR else started.reason,
             rows=started.rows,
             rows_computed=started.rows_computed,
             rows_reused=started.rows_reused,

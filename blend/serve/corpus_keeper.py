@@ -10,6 +10,7 @@ from blend.chunks.library import ChunkLibrary, Tokens
 from blend.corpora import corpora, index_dir, make_folder
 from blend.errors import ConfigError
 from blend.indexing import Corpus, CorpusChange, Prepared, plan, prepare
+from blend.serve.removed import removed_from
 from blend.serve.spool import Spool
 from blend.serve.uploads import part_of
 from blend.timing import Progress
@@ -43,6 +44,10 @@ class CorpusKeeper:
         self._rag, self._spool = rag, spool
         self._known: dict[str, Tokens] = {}
 
+    def require_store(self) -> None:
+        """Raise `StoreError` where the store cannot be read: nothing that the corpus seems to lack is missing then."""
+        _ = self._rag.store.generation
+
     def documents(self) -> set[str]:
         """Ids of those that the index holds."""
         index = current_index(self._rag)
@@ -60,17 +65,25 @@ class CorpusKeeper:
         self._spool.write_gone({*self._spool.gone(), *change.gone}.difference(change.ids))
         prepared = prepare(change, progress=progress)
         self._known = {chunk.id: change.corpus.token_ids(chunk) for chunk in change.chunks}
+        if before := removed_from(self._rag.store):
+            library = prepared.library
+            before.wanted(map(library.key, library.wanted(change.ids, isolated=True)))
         self._rag.store.advance()
         return Applied(_by_document(change), prepared)
 
     def forget(self, chunks: Collection[Tokens], library: ChunkLibrary, current: Collection[Tokens]) -> None:
         """Remove the caches of these chunks and of those that went before, unless they are current or others use them.
 
-        Prompts that run keep the entries that they opened. Raises `StoreError`; what is left is then remembered.
+        Prompts that run keep the entries that they opened, and bring none of these back. Raises `StoreError`; what is left is
+        then remembered.
         """
         gone = tuple({*self._spool.gone(), *chunks}.difference(current))
         self._spool.write_gone(gone)
-        CorpusChange(self._corpus(), library, (), (), gone).forget()
+        change = CorpusChange(self._corpus(), library, (), (), gone)
+        if gone:
+            keys = set(map(library.key, library.wanted(gone, isolated=True)))
+            removed_from(self._rag.store).add(keys.difference(change.keep()))
+        change.forget()
         self._spool.write_gone(())
 
     def remove_spare(self, library: ChunkLibrary, current: Sequence[Tokens]) -> None:

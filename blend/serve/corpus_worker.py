@@ -88,8 +88,9 @@ class CorpusWorker:
         while True:
             with self.changed:
                 on_time = self.changed.wait_for(self._due, RETRY_S)
-                if self._closed:
-                    return
+            if not self._store_is_there():
+                return
+            with self.changed:
                 if not on_time:
                     self.caches.retry()
                     self._look = self._look or bool(self.problem)
@@ -105,6 +106,23 @@ class CorpusWorker:
             with self.changed:
                 self.problem, self._busy = self.problem if problem is None else problem, False
                 self.changed.notify_all()
+
+    def _store_is_there(self) -> bool:
+        """Wait until the store can be read, and what is to be done with it; False when this is closed."""
+        lost = ""
+        while not self._closed:
+            try:
+                self._keeper.require_store()
+            except StoreError as error:
+                with self.changed:
+                    self.problem = lost = first_line(error)
+                    self.changed.wait_for(lambda: self._closed, RETRY_S)
+            else:
+                with self.changed:
+                    self.problem = "" if self.problem == lost else self.problem
+                    self._look = self._look or bool(lost)
+                return True
+        return False
 
     def _due(self) -> bool:
         return bool(self.tasks or self._look or self._closed) or self.caches.due

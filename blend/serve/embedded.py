@@ -11,11 +11,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from blend.errors import PromptError
+from blend.errors import PromptError, StoreError
 from blend.model.few_rows import MOST_ROWS
 from blend.model.threads import take_threads
 from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
@@ -23,6 +25,7 @@ from blend.serve.caching import OnDone
 from blend.serve.encoding import Encoding, nobody_waits
 from blend.serve.engine import Event, Holding, QueueFullError, Work
 from blend.serve.job import Job
+from blend.serve.outage import STORE_UNREACHABLE
 from blend.serve.prefixes import Prefixes
 from blend.serve.worth import LEAST
 
@@ -90,7 +93,7 @@ class EmbeddedEngine:
         if not (work.layout.prefix and work.layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self._decoder.check_length(work.layout.rows + work.sampling.max_tokens)
-        blender = self._blender_of(work.tenant, work.corpus)
+        work, blender = self._placed(work)
         job = Job(work, blender, self._prefixes, next(self._numbers), on_event, least_gain=self._least_gain)
         if self._bytes(job) > self._kv_budget:
             raise PromptError(
@@ -103,8 +106,20 @@ class EmbeddedEngine:
             self._waiting.sort(key=lambda one: one.order)
             self._changed.notify_all()
         if not work.full:
-            blender.read_ahead(work.layout)
+            with suppress(
+                StoreError
+            ):  # it is for speed; whether the store can be read shows when the prompt's turn comes
+                blender.read_ahead(work.layout)
         return job
+
+    def _placed(self, work: Work) -> tuple[Work, Blender]:
+        """A prompt and who computes it. What is not blended needs no store, so it needs no tenant's blender either."""
+        if not work.full:
+            try:
+                return work, self._blender_of(work.tenant, work.corpus)
+            except StoreError:  # the tenant's store cannot be opened
+                work = replace(work, full=True, reason=STORE_UNREACHABLE)
+        return work, self._blender
 
     def require_room(self) -> None:
         """See `Engine.require_room`."""
@@ -246,10 +261,11 @@ class EmbeddedEngine:
             self._on_pass(rows, int(positions.sum()) + rows, seconds)
 
     def _lack(self, job: Job) -> None:
-        """Have computed what the store lacked for this prompt."""
-        missing = job.missing
-        if missing and self._open and sum(len(one) for one in self._encodings) < MOST_LACKING:
-            self.encode(job.blender.library(job.work.layout.kept_behind), missing, nobody_waits)
+        """Have computed what the store lacked for this prompt; while it is out of reach, the next prompts remind."""
+        with suppress(StoreError):
+            missing = job.missing
+            if missing and self._open and sum(len(one) for one in self._encodings) < MOST_LACKING:
+                self.encode(job.blender.library(job.work.layout.kept_behind), missing, nobody_waits)
 
     def _encoding(self) -> Encoding | None:
         """The first of the chunk caches that are to be computed."""

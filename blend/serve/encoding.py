@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from blend.model.rows import RowRequest, Steps
 from blend.serve.caching import OnDone
+from blend.serve.removed import removed_from
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +24,7 @@ def nobody_waits(wanted: Variant, error: Exception | None) -> None:
 
 
 class Encoding:
-    """Caches that are to be computed and stored one after another; what the store has by then is left out.
+    """Caches that are to be computed and stored one after another, but for what the store has by then and what was removed.
 
     Only the engine's thread runs it; `cancel` and `len`, how many are left, are for everybody.
     """
@@ -69,7 +71,9 @@ class Encoding:
             self._piece = self._steps.send(logits)
         except StopIteration as finished:
             try:
-                self._library.keep(self._left[0], finished.value)
+                library, one = self._library, self._left[0]
+                keep = partial(library.keep, one, finished.value)
+                removed_from(library.store).unless_removed(library.key(one), keep)
             except Exception as error:
                 self.fail(error)
             else:

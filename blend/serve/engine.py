@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary, Variant
     from blend.serve.caching import Computing, OnDone
 
+ASKED_FOR = "asked for"
 EndReason = Literal["stop", "length", "cancelled", "deadline", "shutdown"]
 
 
@@ -61,9 +62,11 @@ class Work:
     """A prompt to be answered.
 
     config: how its chunks are blended, if not as the engine does. tenant: whose it is: what is kept of it serves nobody else.
-    corpus: of the tenant, whose chunks these are. full: nothing is to be blended. remember: whether what the store lacks for it
-    may be computed and stored afterwards. priority: smaller ones first. deadline_s: seconds from its arrival in which the first
-    token must come. trace: whether `Started` is to tell row by row what was done.
+    corpus: of the tenant, whose chunks these are. full: nothing is to be blended, and the store not asked; reason: why.
+    cold: nothing of how earlier prompts began is used, nor the prefix that is at hand. remember: whether what the store lacks
+    for it may be computed and stored afterwards. priority: smaller ones first.
+    deadline_s: seconds from its arrival in which the first token must come. trace: whether `Started` is to tell row by row what
+    was done.
     """
 
     layout: PromptLayout
@@ -72,6 +75,8 @@ class Work:
     tenant: str = ""
     corpus: str = ""
     full: bool = False
+    reason: str = ASKED_FOR
+    cold: bool = False
     remember: bool = True
     priority: int = 0
     deadline_s: float | None = None

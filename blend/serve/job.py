@@ -11,6 +11,7 @@ import torch
 
 from blend.model.rows import RowRequest, Steps
 from blend.serve.engine import Ended, EndReason, Event, Failed, Started, Token, Work
+from blend.serve.outage import STORE_UNREACHABLE, is_outage
 from blend.serve.sampling import Sampler
 from blend.serve.worth import LEAST, reason_against
 from blend.timing import Stopwatch
@@ -18,8 +19,9 @@ from blend.timing import Stopwatch
 if TYPE_CHECKING:
     from blend.blender import Blend, Blender
     from blend.chunks.library import Variant
+    from blend.config import BlendConfig
     from blend.serve.prefixes import Found, Prefixes
-    from blend.types import PromptLayout
+    from blend.types import ChunkCache, PromptLayout
 
 
 class Job:
@@ -50,6 +52,7 @@ class Job:
         self._found: Found | None = None
         self._reused = 0
         self._reason = ""
+        self._most_rows = 0
         self._steps: Steps[Blend] | None = None
         self._piece: RowRequest | None = None
         self._sampler: Sampler | None = None
@@ -75,25 +78,49 @@ class Job:
 
     def begin(self, most_rows: int) -> None:
         """Find what is known of its beginning, open its chunks, choose the rows, and make the first piece ready."""
-        self._waited_s = self.age_s
-        layout, config = self.work.layout, self.work.config or self.blender.config
+        self._waited_s, self._most_rows = self.age_s, most_rows
         self._found = self._find()
-        if self._reused > len(layout.prefix):
-            layout = layout.behind(self._reused)
-        self._reason = "asked for" if self.work.full else reason_against(self.blender, layout, config, self._least_gain)
+        layout = self._layout
+        if self.work.full:
+            self._reason = self.work.reason
+        else:
+            self._reason = reason_against(self.blender, layout, self._config, self._least_gain)
+        self._prefill()
+
+    @property
+    def _config(self) -> BlendConfig:
+        return self.work.config or self.blender.config
+
+    @property
+    def _layout(self) -> PromptLayout:
+        """The prompt, with what is known of its beginning as its prefix."""
+        layout = self.work.layout
+        return layout.behind(self._reused) if self._reused > len(layout.prefix) else layout
+
+    def _prefill(self) -> None:
+        """Make the first piece ready: of all rows, where there is a reason for that."""
         self._steps = self.blender.steps(
-            layout.all_plain() if self._reason else layout,
-            config=config,
+            self._layout.all_plain() if self._reason else self._layout,
+            config=self._config,
             room=self.work.sampling.max_tokens,
             watch=self._watch,
-            most_rows=most_rows,
-            known=self._found.known if self._found is not None else None,
+            most_rows=self._most_rows,
+            known=self._known,
         )
         self._piece = next(self._steps)
+
+    @property
+    def _known(self) -> ChunkCache | None:
+        """KV of the prompt's first rows; None leaves it to the blender, which has that of its own prefix."""
+        if self.work.cold:
+            return self.blender.decoder.no_rows()
+        return self._found.known if self._found is not None else None
 
     def _find(self) -> Found | None:
         """What is known of the prompt's beginning; None where it is less than the blender has anyway."""
         layout = self.work.layout
+        if self.work.cold:
+            return None
         has = len(layout.prefix) if layout.prefix == layout.kept_behind else 0
         found = self._prefixes.find(self.work.tenant, layout.token_ids)
         if found is not None and len(layout.prefix) < found.known.tokens <= _exact_anyway(layout):
@@ -203,8 +230,22 @@ class Job:
             self._prefixes.keep_conversation(self.work.tenant, ids, cache, self._exact)
 
     def fail(self, error: Exception) -> None:
-        """The same, with an error."""
+        """The same, with an error; but a store that is out of reach only makes everything be computed."""
+        if is_outage(error) and self.blend is None and not self.ended and self._reason != STORE_UNREACHABLE:
+            try:
+                self._without_store()
+            except Exception as another:
+                error = another
+            else:
+                return
         self._close(Failed(error))
+
+    def _without_store(self) -> None:
+        """Begin anew."""
+        if self._steps is not None:
+            self._steps.close()
+        self._reason = STORE_UNREACHABLE
+        self._prefill()
 
     def _close(self, event: Event) -> None:
         if self.ended:

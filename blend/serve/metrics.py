@@ -6,7 +6,7 @@ gauges are read off the engine when somebody scrapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -28,9 +28,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
-        self._gap = self._histogram(
-            "inter_token_latency_seconds", "Between two pieces of one answer, a token each as a rule.", _GAP
-        )
+        self._gap = self._histogram("inter_token_latency_seconds", "Between two tokens of one answer.", _GAP)
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
         self._queue = self._histogram("request_queue_time_seconds", "From arrival to when work on it began.", _TTFT)
         self._running = self._gauge("num_requests_running", "Answers that are being computed.")
@@ -66,9 +64,10 @@ class Metrics:
         if figures.method == "full" and figures.reason:
             self._fallbacks.labels(self._bounded(figures.reason)).inc()
 
-    def gap(self, seconds: float) -> None:
-        """More of an answer came, so many seconds after what came before it."""
-        self._gap.observe(seconds)
+    def gaps(self, seconds: Iterable[float]) -> None:
+        """Tokens of an answer came, each so many seconds after the one before it."""
+        for one in seconds:
+            self._gap.observe(one)
 
     def closed(self, reason: EndReason, tokens: int, seconds: float) -> None:
         """An answer ended, so many seconds after its request."""

@@ -6,31 +6,36 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from blend.corpora import check_corpus_name, corpora, is_corpus_name
-from blend.errors import PromptError, StoreError
+from blend.errors import ConfigError, PromptError, StoreError
 from blend.indexing import TitledText
 from blend.prompt import render_chunk
 from blend.serve.ask import GivenDocument, SourceKind
 from blend.serve.chat import ChatTemplate, Passage, Written
+from blend.serve.heard import AGAIN, SHARE, Heard
+from blend.serve.outage import StoreWatch
 from blend.serve.passages.known import KnownTexts
 from blend.serve.passages.learned import Learned
 from blend.serve.passages.rendered import Renderer
 from blend.serve.passages.segments import Segment, segments
+from blend.serve.removed import removed_from
 from blend.serve.spool import INCOMING
 from blend.types import Part
-from retrieval import Chunk, RetrievalError, chunk_documents
+from retrieval import Chunk, RetrievalError, Retriever, chunk_documents
 from retrieval.document import Document
 
 if TYPE_CHECKING:
+    from blend.chunks.library import Tokens
     from blend.rag import Rag
+    from retrieval import ChunkIndex
 
 TENANTS = "tenants"
 
 
 class Cited(NamedTuple):
-    """A passage of a prompt, and what its reader is told of it."""
+    """A passage of a prompt, and what its reader is told of it. brought: whether the question brought its text."""
 
     passage: Passage
     kind: SourceKind
@@ -38,6 +43,7 @@ class Cited(NamedTuple):
     title: str
     text: str
     score: float | None = None
+    brought: bool = False
 
 
 def room_root(root: Path, tenant: str) -> Path:
@@ -69,31 +75,48 @@ class Room:
     """One tenant's corpora and texts. Threads may share it.
 
     rag: its corpus without a name. learn_budget: bytes of caches of texts that came with questions; 0 learns nothing.
+    above: watches the store that this one lies in. While its own is out of reach, corpora are as they were last read.
     """
 
-    def __init__(self, rag: Rag, learn_budget: int) -> None:
+    def __init__(self, rag: Rag, learn_budget: int, above: StoreWatch | None = None) -> None:
         self._rags, self._lock = {"": rag}, threading.RLock()
+        self.watch = StoreWatch(lambda: rag.store, above)
+        self._names: tuple[str, ...] = ()
+        self._indexes: dict[str, ChunkIndex] = {}
         self.chat = ChatTemplate(rag.decoder.tokenizer, rag.template.prefix)
         self._renderer = Renderer(rag.template, rag.decoder.tokenizer)
         self._known: dict[str, tuple[object, KnownTexts]] = {}
         self.learned = Learned(rag.root / "learned.json", learn_budget) if learn_budget else None
+        self.heard = Heard(SHARE * AGAIN * rag.corpus_config.surrogate_tokens)
 
     @property
     def corpora(self) -> tuple[str, ...]:
         """Names of its corpora."""
-        return corpora(self._rags[""].root)
+        with suppress(OSError):
+            names = corpora(self._rags[""].root)
+            if names == self._names or self.watch.reachable():
+                self._names = names
+        return self._names
 
     def rag(self, corpus: str = "") -> Rag:
-        """A corpus of this name, there or not yet. Raises `ConfigError` for what cannot name one."""
+        """A corpus of this name, there or not yet.
+
+        Raises `ConfigError` for what cannot name one, `StoreError` for one that is new while the store is out of reach.
+        """
         with self._lock:
             if corpus not in self._rags:
+                check_corpus_name(corpus)
+                self.watch.require()
                 self._rags[corpus] = self._rags[""].sibling(corpus)
             return self._rags[corpus]
 
     def retrieved(self, corpus: str, question: str, top_k: int) -> list[Cited]:
-        """The chunks of a corpus that are most like the question. Raises `RetrievalError` where there is no corpus."""
-        rag = self.rag(corpus)
-        found = rag.retriever.search(question, top_k)
+        """The chunks of a corpus that are most like the question.
+
+        Raises `RetrievalError` where there is no corpus, `StoreError` where that is not known.
+        """
+        rag, index = self.rag(corpus), self._index(corpus)
+        found = Retriever(index, rag.embedder).search(question, top_k)
         if not found:
             raise PromptError("the corpus holds no chunks; add documents first")
         return [self._of_chunk(rag, hit.chunk, "retrieved", hit.score) for hit in found]
@@ -104,13 +127,13 @@ class Room:
         found: list[Cited] = []
         for number, document in enumerate(documents):
             chunks: Iterable[Chunk] = ()
-            if document.text.strip():
+            if brought := bool(document.text.strip()):
                 name = document.id or f"document {number + 1}"
                 new = Document(name, document.title, document.text, "")
                 chunks = chunk_documents([new], rag.template.encode, rag.corpus_config.chunk_tokens, _rendered)
             elif document.id:
-                chunks = self._named(rag, document.id)
-            found.extend(self._of_chunk(rag, chunk, "document", None) for chunk in chunks)
+                chunks = self._named(corpus, document.id)
+            found.extend(self._of_chunk(rag, chunk, "document", None)._replace(brought=brought) for chunk in chunks)
         return found
 
     def written(self, corpus: str | None, text: str, *, learning: bool = True) -> tuple[Written, list[Cited]]:
@@ -133,26 +156,42 @@ class Room:
 
         Chunks of the tenant's corpora always may.
         """
-        new = [one for one in cited if one.kind in ("document", "learned")]
+        new = [one for one in cited if one.brought]
         if not new:
             return True
         if self.learned is None:
             return False
+        with suppress(StoreError):  # gone since it was looked at
+            self._note(corpus, new, self.learned)
+            return True
+        return False
+
+    def _note(self, corpus: str, new: Sequence[Cited], learned: Learned) -> None:
+        chunks = [one.passage.part.whole if one.passage.part else one.passage.ids for one in new]
+        self.enter(corpus, chunks, learned)
+        if not corpus:
+            self.heard.add(chunks)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a cache, as a codec of 16 bits a value keeps it."""
+        return sum(layer.width for layer in self._rags[""].decoder.rotations) * 2
+
+    def enter(self, corpus: str, chunks: Sequence[Tokens], learned: Learned) -> None:
+        """Note the caches of these chunks as used, and remove what goes for them. Raises `StoreError`."""
         rag = self.rag(corpus)
         library = rag.blender.library(rag.template.prefix)
-        width = sum(layer.width for layer in rag.decoder.rotations) * 2  # bytes, of a codec of 16 bits a value
-        chunks = [one.passage.part.whole if one.passage.part else one.passage.ids for one in new]
-        keys = {library.key(one): len(one.chunk) * width for one in library.wanted(chunks)}
-        known = all(key in self.learned for key in keys)
-        gone = self.learned.seen(keys)
+        keys = {library.key(one): len(one.chunk) * self.token_bytes for one in library.wanted(chunks)}
+        removed_from(rag.store).wanted(keys)
+        known = all(key in learned for key in keys)
+        gone = learned.seen(keys)
         with suppress(StoreError):  # the store is down or read-only: what is too much goes another time
             used = self._in_use() if gone else set()
             for key in gone:
                 if key not in used:
                     rag.store.delete(key)
             if gone or not known:  # the order alone is not worth a file for every question
-                self.learned.save()
-        return True
+                learned.save()
 
     def _in_use(self) -> set[Any]:
         """Keys of everything that the corpora hold."""
@@ -163,11 +202,26 @@ class Room:
             keys |= library.keys([rag.template.chunk_ids(chunk) for chunk in rag.index.chunks])
         return keys
 
+    def _index(self, corpus: str) -> ChunkIndex:
+        """The chunks of a corpus as they are now, or were when they could last be read. Raises what kept them from it."""
+        try:
+            found = self.rag(corpus).index
+        except (RetrievalError, ConfigError, OSError):
+            if self.watch.reachable():
+                raise
+            held = self._indexes.get(corpus)
+            if held is None:
+                self.watch.require()
+                raise
+            return held
+        self._indexes[corpus] = found
+        return found
+
     def _texts(self, corpus: str) -> KnownTexts:
         """The texts of a corpus's chunks as they are now."""
         index = None
-        with suppress(RetrievalError, ValueError):  # without a corpus no text is known
-            index = self.rag(corpus).index
+        with suppress(RetrievalError, ValueError, StoreError):  # without a corpus no text is known
+            index = self._index(corpus)
         with self._lock:
             held = self._known.get(corpus)
             if held is None:
@@ -177,10 +231,11 @@ class Room:
                 self._known[corpus] = (index, held[1])
             return held[1]
 
-    def _named(self, rag: Rag, document: str) -> list[Chunk]:
+    def _named(self, corpus: str, document: str) -> list[Chunk]:
         with suppress(RetrievalError):
-            if chunks := [chunk for chunk in rag.index.chunks if chunk.document_id == document]:
+            if chunks := [chunk for chunk in self._index(corpus).chunks if chunk.document_id == document]:
                 return chunks
+        self.watch.require()
         raise PromptError(f"no document has the id {document!r}; GET /v1/documents lists those there are")
 
     def _of_chunk(self, rag: Rag, chunk: Chunk, kind: SourceKind, score: float | None) -> Cited:
@@ -194,6 +249,6 @@ def _rendered(title: str, text: str) -> str:
 
 def _cited(segment: Segment) -> Cited:
     part = None if segment.whole in ((), segment.ids) else Part(segment.whole, segment.first)
-    chunk, kind = segment.chunk, "pasted" if segment.kind == "pasted" else "learned"
-    passage = Passage(segment.ids, part)
-    return Cited(passage, kind, chunk.id if chunk else "", chunk.title if chunk else "", segment.text)  # type: ignore[arg-type]
+    chunk, learned = segment.chunk, segment.kind == "learned"
+    passage, kind = Passage(segment.ids, part), cast(SourceKind, segment.kind)
+    return Cited(passage, kind, chunk.id if chunk else "", chunk.title if chunk else "", segment.text, brought=learned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +16,9 @@ from blend.serve.budgets import LEARN_BUDGET
 from blend.serve.chat import Turn, question_turns
 from blend.serve.conversation import Conversation, OnReply
 from blend.serve.documents import Documents
-from blend.serve.engine import Engine, Handle, QueueFullError, Work
+from blend.serve.engine import ASKED_FOR, Engine, Handle, QueueFullError, Work
+from blend.serve.learning import Learning
+from blend.serve.outage import STORE_UNREACHABLE
 from blend.serve.profile import Profile
 from blend.serve.room import Cited, Room, kept_corpora, room_root
 
@@ -26,6 +29,10 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.5
 MOST_OF_A_TOKEN = 64  # characters that no text has in a token on average
+
+
+class _ClosingError(Exception):
+    """What is measured when nobody waits is given up."""
 
 
 class Service:
@@ -48,11 +55,13 @@ class Service:
         self.engine, self.full = engine, full
         self.model = rag.decoder.name
         self._rag, self._learn_budget = rag, learn_budget
-        self._rooms: dict[str, Room] = {}
+        self._own = Room(rag, learn_budget)
+        self._rooms: dict[str, Room] = {"": self._own}
         self._lock = threading.Lock()
         self._profile = profile or Profile(rag.decoder)
         self._documents: dict[tuple[str, str], Documents] = {}
         self._open, self.ready = True, False
+        self.learning = Learning(engine.encode, self._calibrate)
 
     def warm_up(self) -> None:
         """Make the first answer as fast as the others, and measure what full prefill takes."""
@@ -71,9 +80,13 @@ class Service:
         """What a tenant has. Raises `ConfigError` for what cannot name one."""
         with self._lock:
             if tenant not in self._rooms:
-                rag = self._rag.sibling("", room_root(self._rag.root, tenant)) if tenant else self._rag
-                self._rooms[tenant] = Room(rag, self._learn_budget)
+                rag = self._rag.sibling("", room_root(self._rag.root, tenant))
+                self._rooms[tenant] = Room(rag, self._learn_budget, self._own.watch)
             return self._rooms[tenant]
+
+    def require_store(self, tenant: str) -> None:
+        """Raise `StoreError` where what a tenant has stored cannot be read now."""
+        self.room(tenant).watch.require()
 
     @property
     def alive(self) -> bool:
@@ -90,7 +103,11 @@ class Service:
         return self.room(tenant).corpora
 
     def documents(self, tenant: str, corpus: str = "") -> Documents:
-        """The documents of a tenant's corpus. Raises `ConfigError` for what cannot name one."""
+        """The documents of a tenant's corpus.
+
+        Raises `ConfigError` for what cannot name one, `StoreError` while the store cannot be read.
+        """
+        self.require_store(tenant)
         rag = self.room(tenant).rag(corpus)
         with self._lock:
             if not self._open:
@@ -101,42 +118,61 @@ class Service:
                 )
             return self._documents[tenant, corpus]
 
-    def _calibrate(self, rag: Rag, chunks: Sequence[tuple[int, ...]], anew: bool) -> None:
-        """Measure the KV corrections at a time when nobody waits: each of their prompts has the model to itself."""
-        while self._open and any(self.engine.holding()[:2]):
+    def _calibrate(self, rag: Rag, chunks: Sequence[tuple[int, ...]], anew: bool) -> bool:
+        """Measure the KV corrections at a time when nobody waits: each of their prompts has the model to itself.
+
+        Whether that was done, and not given up because this is closed.
+        """
+        with suppress(_ClosingError):
+            self._until_nobody_waits()
+            rag.blender.calibrate(rag.template.prefix, chunks, anew=anew, progress=self._until_nobody_waits)
+            return True
+        return False
+
+    def _until_nobody_waits(self, *progress: object) -> None:
+        while any(self.engine.holding()[:2]):
+            if not self._open:
+                raise _ClosingError
             time.sleep(_LOOK_S)
-        if self._open:
-            rag.blender.calibrate(rag.template.prefix, chunks, anew=anew)
+        if not self._open:
+            raise _ClosingError
 
     def submit(self, ask: Ask, on_reply: OnReply) -> Handle:
         """Take a question in; its replies go to `on_reply`, from another thread, which must not wait in there.
 
         Takes as long as retrieval and tokenising do. Raises `PromptError` and `ConfigError` for what cannot be answered,
-        `RetrievalError` where there is nothing to retrieve from, `QueueFullError` when too many wait.
+        `RetrievalError` where there is nothing to retrieve from, `StoreError` where what it names cannot be read now,
+        `QueueFullError` when too many wait.
         """
         begin = time.monotonic()
         self.engine.require_room()  # who is to come again later must not cost a search first
         room = self.room(ask.tenant)
+        reachable = room.watch.reachable()
         layout, cited = _put(room, ask)
         rag = room.rag(ask.corpus)
         sampling = replace(ask.sampling, max_tokens=_room_for(rag, layout, ask.sampling.max_tokens))
+        full = self.full or ask.method == "full"
         work = Work(
             layout,
             sampling,
             tenant=ask.tenant,
             corpus=ask.corpus,
-            full=self.full or ask.method == "full",
-            remember=not self.full and room.learn(ask.corpus, cited),
+            full=full or not reachable,
+            reason=ASKED_FOR if full else STORE_UNREACHABLE,
+            cold=ask.cold,
+            remember=not self.full and reachable and room.learn(ask.corpus, cited),
             priority=ask.priority,
             deadline_s=ask.deadline_s,
             trace=ask.trace,
         )
         conversation = Conversation(
-            rag, ask, sampling, layout, cited, on_reply, self._profile, time.monotonic() - begin
+            rag, ask, sampling, layout, cited, on_reply, self._profile, time.monotonic() - begin, room.watch
         )
         if ask.deadline_s is not None:
             work = replace(work, deadline_s=ask.deadline_s - conversation.before_s)
         conversation.follow(self.engine.submit(work, conversation.on_event))
+        if work.remember:
+            self.learning.told(room)
         return conversation
 
     def close(self, finish_s: float = 0.0) -> None:
@@ -146,6 +182,7 @@ class Service:
             self._open = False
             documents = list(self._documents.values())
         self.engine.close(finish_s)
+        self.learning.close()
         for one in documents:
             one.close()
 

@@ -127,6 +127,7 @@ DOORS = {
     "prometheus_client": {"blend.serve"},
     "uvicorn": {"blend.serve"},
     "ray": {"blend.many"},
+    "opentelemetry": {"blend.serve"},
     "click": {"blend.cli"},
     "rich": {"blend.cli", "blend.eval.report"},
     "obstore": {"blend.store"},

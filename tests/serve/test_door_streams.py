@@ -183,3 +183,15 @@ def test_the_end_of_a_server(serve: Callable[..., Served], grace_s: float, ends:
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{served.url}/health")
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("kvblend")]
+
+
+def test_gaps_are_counted_between_tokens_not_between_pieces_of_text(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with httpx.Client(base_url=served.url, timeout=60) as client:
+        asked = [body(max_tokens=40), body(max_tokens=40, stream=False), body(max_tokens=40, temperature=1.5, seed=3)]
+        for one in [*asked, body(max_tokens=40, stop=["\x00never"]), body(max_tokens=1)]:
+            client.post(CHAT, json=one).raise_for_status()
+    lines = served.metrics.page(None).decode().splitlines()
+    counts = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert float(counts["kvblend_generation_tokens_total"]) == 4 * 40 + 1
+    assert float(counts["kvblend_inter_token_latency_seconds_count"]) == 4 * 39

@@ -214,7 +214,7 @@ def test_priorities_and_deadlines(make_engine: Callable[..., EmbeddedEngine]) ->
     assert [name for name in dict.fromkeys(order) if name != "late"] == ["first", "later"]
 
 
-def test_an_outage_of_the_store_fails_one_prompt(
+def test_a_prompt_whose_chunks_cannot_be_read_is_computed_in_full(
     make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, prompts = make_engine(), layouts(2)
@@ -228,11 +228,13 @@ def test_an_outage_of_the_store_fails_one_prompt(
         return plain(keys)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine._blender.store, "open_many", down)
-    failed, fine = ask(engine, prompts[1]), ask(engine, prompts[0])
-    last = failed.wait().last
-    assert isinstance(last, Failed)
-    assert isinstance(last.error, StoreError)
+    full = ask(engine, prompts[1], full=True).wait()
+    without, fine = ask(engine, prompts[1]), ask(engine, prompts[0])
+    assert without.wait().tokens == full.tokens
+    assert (without.started.reason, sum(without.started.hits)) == ("store_unreachable", 0)
+    assert without.started.rows_computed == full.started.rows_computed
     assert fine.wait().tokens == expected
+    assert fine.started.reason == ""
 
 
 def test_a_listener_that_fails_harms_only_itself(make_engine: Callable[..., EmbeddedEngine]) -> None:

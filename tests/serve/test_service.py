@@ -187,6 +187,9 @@ def test_full_computes_everything_and_the_trace_tells_row_by_row(service: Servic
     full = ask(service, QUESTION, top_k=3, method="full").opened
     assert full.figures.method == "full"
     assert full.figures.rows_computed + full.figures.rows_reused == full.prompt_tokens
+    assert full.figures.rows_reused > 0, "the prompt came before"
+    cold = ask(service, QUESTION, top_k=3, method="full", cold=True).opened
+    assert (cold.figures.rows_computed, cold.figures.rows_reused) == (cold.prompt_tokens, 0)
     assert full.figures.full_s is not None
     assert full.figures.full_s > 0
 
@@ -250,3 +253,42 @@ def test_whoever_leaves_before_the_engine_knows_is_gone(service: Service) -> Non
     while service.engine.holding().running and time.monotonic() < until:
         time.sleep(0.01)
     assert not service.engine.holding().running
+
+
+def test_a_deleted_documents_cache_does_not_come_back(service: Service) -> None:
+    """A prompt that lacks it is being prefilled, slowly, while the document goes."""
+    room, documents = service.room(""), service.documents("")
+    rag = room.rag()
+    assert documents.wait(60)
+    library = rag.blender.library(rag.template.prefix)
+    chunks = [rag.template.chunk_ids(chunk) for chunk in rag.index.chunks if chunk.document_id == "orchard.md"]
+    keys = [library.key(one) for one in library.wanted(chunks)]
+    for key in keys:
+        rag.store.delete(key)
+    prefilling, go = threading.Event(), threading.Event()
+    plain = rag.decoder.prefill
+
+    def slow(requests, **options):  # type: ignore[no-untyped-def]
+        prefilling.set()
+        assert go.wait(60)
+        return plain(requests, **options)
+
+    rag.decoder.prefill = slow  # type: ignore[method-assign]
+    told = Told()
+    by_id = (GivenDocument(id="orchard.md"), GivenDocument(id="harbour.md"))
+    try:
+        service.submit(Ask((Message("user", QUESTION),), documents=by_id, sampling=FEW), told)
+        assert prefilling.wait(60)
+        assert documents.delete("orchard.md")
+    finally:
+        go.set()
+    assert told.done.wait(60)
+    assert not all(source.hit for source in told.opened.sources)
+    settled(service)
+    assert [key for key in keys if key in rag.store] == []
+    text = "\n\n".join(chunk.text for chunk in rag.index.chunks[:1]) * 3
+    documents.add(texts=[GivenDocument(text, "The orchard", "orchard.md")])
+    assert documents.wait(60)
+    assert all(source.hit for source in ask(service, QUESTION, documents=by_id).opened.sources), (
+        "what comes anew is kept"
+    )

@@ -15,6 +15,8 @@ from blend.serve.door.schemas import ChatBody, Common, CompletionBody, DocumentB
 from blend.serve.engine import Sampling
 
 _CORPUS = "+corpus"
+_NO_MODEL, _NO_CORPUS = "model_not_found", "corpus_not_found"
+OF_A_CORPUS = (_NO_MODEL, _NO_CORPUS)  # codes of refusals that another corpus would mend
 BodyT = TypeVar("BodyT", bound=Common)
 
 
@@ -78,6 +80,7 @@ def ask_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLimits
         sampling=sampling,
         stop=tuple(body.stop or ()),
         method=own.method or "blend",
+        cold=bool(own.cold),
         priority=own.priority or 0,
         deadline_s=own.deadline_s,
         trace=bool(own.trace),
@@ -131,7 +134,7 @@ def _retrieval(model: str, own: OwnBody, offered: Offered, usual: int) -> tuple[
     if model not in offered.names:
         raise refuse(
             f"the model {shown(model)} does not exist; there are: {', '.join(offered.names)}",
-            *("model", "model_not_found", 404),
+            *("model", _NO_MODEL, 404),
         )
     named = model.removeprefix(offered.model)
     if own.retrieve is None:
@@ -143,7 +146,5 @@ def _retrieval(model: str, own: OwnBody, offered: Offered, usual: int) -> tuple[
         raise refuse(f"the model {shown(model)} names another corpus", "kvblend.retrieve.corpus")
     if corpus not in offered.corpora:
         held = ", ".join(name or "the one without a name" for name in offered.corpora) or "none"
-        raise refuse(
-            f"there is no corpus {shown(corpus)}; there are: {held}", "kvblend.retrieve.corpus", "corpus_not_found"
-        )
+        raise refuse(f"there is no corpus {shown(corpus)}; there are: {held}", "kvblend.retrieve.corpus", _NO_CORPUS)
     return own.retrieve.top_k or usual, corpus

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from blend.serve.door import body as bodies
 from blend.serve.door.answers import Answer, ChatAnswer, TextAnswer
-from blend.serve.door.asked import Offered, ask_of, read_body
+from blend.serve.door.asked import OF_A_CORPUS, Offered, ask_of, read_body
 from blend.serve.door.auth import admitted
 from blend.serve.door.errors import DoorError, Failure, json_response
 from blend.serve.door.hall import Hall, hall_of
@@ -38,7 +38,8 @@ async def _answer(request: Request, kind: type[ChatBody] | type[CompletionBody])
     hall, tenant, entry = hall_of(request), admitted(request), entry_of(request)
     service = hall.open()
     raw = await bodies.read(request, hall.limits.body_bytes, hall.limits.body_s)
-    conversation = Conversation(request.receive, hall.metrics, entry)
+    trace = hall.tracing.begin(entry.id, request.headers, entry.begun) if hall.tracing else None
+    conversation = Conversation(request.receive, hall.metrics, entry, trace)
     try:
         body = await run_in_threadpool(_submit, raw, kind, service, hall, tenant, conversation)
         answer = (ChatAnswer if isinstance(body, ChatBody) else TextAnswer)(
@@ -66,7 +67,12 @@ def _submit(
 ) -> Body:
     """Read, check and hand over, in a worker thread: all of it may take a while."""
     body = read_body(raw, kind, hall.limits)
-    ask = ask_of(body, Offered(service.model, tenant, service.corpora(tenant)), hall.limits)
+    try:
+        ask = ask_of(body, Offered(service.model, tenant, service.corpora(tenant)), hall.limits)
+    except DoorError as error:
+        if error.failure.code in OF_A_CORPUS:  # which there are is not known while the store cannot be read
+            service.require_store(tenant)
+        raise
     conversation.took(service.submit(ask, conversation.reply))
     return body
 

@@ -91,6 +91,7 @@ async def delete(request: Request) -> Response:
 def _known(hall: Hall, tenant: str, corpus: str) -> Documents | None:
     """Of a corpus that there is; None where there is none: asking after one does not make it."""
     service = hall.open()
+    service.require_store(tenant)
     if corpus not in service.corpora(tenant) and (tenant, corpus) not in hall.begun:
         return None
     return service.documents(tenant, corpus)
@@ -99,6 +100,7 @@ def _known(hall: Hall, tenant: str, corpus: str) -> Documents | None:
 def _begun(hall: Hall, tenant: str, corpus: str) -> Documents:
     """Of a corpus that there is from now on."""
     service = hall.open()
+    service.require_store(tenant)
     names = {*service.corpora(tenant), *(name for whose, name in hall.begun if whose == tenant), corpus}
     if len(names) > hall.limits.corpora:
         raise refuse(f"{hall.limits.corpora} corpora are all that there may be; use one of them", "corpus")

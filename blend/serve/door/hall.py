@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from blend.config import ANSWER_TOKENS, CorpusConfig
 from blend.serve.door.errors import unavailable
+from blend.serve.door.tracing import Tracing
 from blend.serve.metrics import Metrics
 from blend.serve.tenants import Tenants
 
@@ -43,8 +44,8 @@ class DoorLimits:
 class Hall:
     """Shared by all requests.
 
-    service: None while it is loading. closing: whether no request is taken any more. begun: tenants and names of corpora that
-    documents were added to.
+    service: None while it is loading. tracing: where spans are wanted. closing: whether no request is taken any more. begun:
+    tenants and names of corpora that documents were added to.
     """
 
     service: Service | None
@@ -52,6 +53,7 @@ class Hall:
     limits: DoorLimits
     metrics: Metrics
     closing: bool = False
+    tracing: Tracing | None = None
     begun: set[tuple[str, str]] = field(default_factory=set)
 
     def open(self) -> Service:

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
@@ -27,7 +27,10 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass
 class Entry:
-    """What is noted of one request while it runs. status: what it came to, if not what was sent."""
+    """What is noted of one request while it runs.
+
+    status: what it came to, if not what was sent. begun: when it came, by the monotonic clock.
+    """
 
     id: str
     tenant: str = ""
@@ -35,6 +38,7 @@ class Entry:
     ttft_s: float | None = None
     status: int | None = None
     error: str = ""
+    begun: float = field(default_factory=time.monotonic)
 
     def failed(self, failure: Failure) -> None:
         """It ended with a failure."""
@@ -60,7 +64,7 @@ class Accounts:
             await self._app(scope, receive, send)
             return
         entry = scope["kvblend.entry"] = Entry(_given_id(scope) or uuid4().hex)
-        begun, sent = time.monotonic(), 0
+        sent = 0
 
         async def noting(message: Message) -> None:
             nonlocal sent
@@ -79,7 +83,7 @@ class Accounts:
             if not sent:
                 await failure.response(scope, receive, noting)
         finally:
-            self._note(scope, entry, entry.status or sent, time.monotonic() - begun)
+            self._note(scope, entry, entry.status or sent, time.monotonic() - entry.begun)
 
     def _note(self, scope: Scope, entry: Entry, status: int, seconds: float) -> None:
         route = _route(scope)
@@ -127,7 +131,8 @@ def log_to_stderr(*, requests: bool = True) -> None:
     """Write what happens to standard error. requests: each of them, not only what fails."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Lines())
-    for name, level in ((LOG.name, logging.INFO if requests else logging.WARNING), ("uvicorn.error", logging.WARNING)):
+    others = dict.fromkeys(("uvicorn.error", "opentelemetry"), logging.WARNING)
+    for name, level in {LOG.name: logging.INFO if requests else logging.WARNING, **others}.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)

@@ -99,6 +99,7 @@ class OwnBody(Body):
     documents: list[DocumentBody] | None = None
     retrieve: RetrieveBody | None = None
     method: Literal["blend", "full"] | None = None
+    cold: bool | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     deadline_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
     trace: bool | None = None

@@ -14,6 +14,7 @@ from blend.serve.ask import Closed, Delta, Opened, Refused, Reply
 from blend.serve.door.answers import Answer
 from blend.serve.door.errors import GONE, Failure, ended_early, failure_of
 from blend.serve.door.log import Entry, log_error
+from blend.serve.door.tracing import RequestTrace
 from blend.serve.engine import Handle
 from blend.serve.metrics import Metrics
 from blend.visible import json_text
@@ -29,12 +30,14 @@ class Gone(NamedTuple):
 class Conversation:
     """The replies to one question on their way to one client; who leaves is not answered further.
 
-    receive: of the connection, its body read. Made in the event loop; `reply` and `took` are for other threads.
+    receive: of the connection, its body read. trace: where spans are made. Made in the event loop; `reply` and `took` are for
+    other threads.
     """
 
-    def __init__(self, receive: Receive, metrics: Metrics, entry: Entry) -> None:
+    def __init__(self, receive: Receive, metrics: Metrics, entry: Entry, trace: RequestTrace | None = None) -> None:
+        self._trace = trace
         self._loop, self._metrics, self._entry = asyncio.get_running_loop(), metrics, entry
-        self._begun, self._last = time.monotonic(), 0.0  # the request came; a piece of the answer came last
+        self._begun = time.monotonic()  # when the request came
         self._queue: asyncio.Queue[Reply | Gone] = asyncio.Queue()
         self._handle: Handle | None = None
         self._left = False
@@ -43,11 +46,15 @@ class Conversation:
     def reply(self, reply: Reply) -> None:
         """Hand a reply on."""
         self._count(reply)
+        if self._trace is not None:
+            self._trace.reply(reply)
         self._loop.call_soon_threadsafe(self._queue.put_nowait, reply)
 
     def took(self, handle: Handle) -> None:
         """The service took the question in."""
         self._handle = handle
+        if self._trace is not None:
+            self._trace.took()
         if self._left:
             handle.cancel()
 
@@ -62,6 +69,8 @@ class Conversation:
     def close(self) -> None:
         """Give up what has not been answered."""
         self._left = True
+        if self._trace is not None:
+            self._trace.end("cancelled" if self._handle is not None else "refused")
         self._watch.cancel()
         if self._handle is not None:
             self._handle.cancel()
@@ -75,16 +84,14 @@ class Conversation:
             self._handle.cancel()
 
     def _count(self, reply: Reply) -> None:
-        now = time.monotonic()
-        seconds = now - self._begun
+        seconds = time.monotonic() - self._begun
         if isinstance(reply, Opened):
             self._entry.ttft_s, self._entry.rows = seconds, reply.figures.rows
             self._metrics.opened(reply, seconds)
         elif isinstance(reply, Delta):
-            if self._last:
-                self._metrics.gap(now - self._last)
-            self._last = now
+            self._metrics.gaps(reply.gaps)
         elif isinstance(reply, Closed):
+            self._metrics.gaps(reply.gaps)
             self._metrics.closed(reply.reason, reply.completion_tokens, seconds)
         elif isinstance(reply, Refused) and failure_of(reply.error).status >= 500:
             log_error(reply.error, self._entry.id)

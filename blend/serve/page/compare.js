@@ -2,9 +2,11 @@
 
 import { el, seconds } from "./dom.js";
 
+const COLD = "Full prefill computes every token anew, also what an earlier prompt left in memory.";
+
 // A line that is there from the start, so that nothing moves when it is filled: {element, tell(blended, full)}.
 export function verdict() {
-  const element = el("p", { class: "verdict", role: "status" }, "Asked twice, one after the other: blended, then with full prefill.");
+  const element = el("p", { class: "verdict", role: "status" }, `Asked twice, one after the other: blended, then with full prefill. ${COLD}`);
   return { element, tell: (blended, full) => element.replaceChildren(...said(blended, full)) };
 }
 
@@ -13,7 +15,7 @@ function said(blended, full) {
   if (!fast || !slow) return [likeness(blended.text, full.text)];
   const times = slow / fast;
   const speed = times >= 1 ? `${times.toFixed(1)} times as fast` : `${(1 / times).toFixed(1)} times as slow`;
-  return [el("b", {}, `${seconds(fast)} instead of ${seconds(slow)}`), ` to the first token: blending was ${speed}. ${likeness(blended.text, full.text)}`];
+  return [el("b", {}, `${seconds(fast)} instead of ${seconds(slow)}`), ` to the first token: blending was ${speed}. ${COLD} ${likeness(blended.text, full.text)}`];
 }
 
 function likeness(one, other) {

@@ -61,7 +61,8 @@ export class Options {
       temperature: 0,
       stream: true,
       stream_options: { include_usage: true },
-      kvblend: { ...retrieve, method, trace: method === "blend" && byId("trace").checked },
+      // What an earlier prompt left in memory would make full prefill look faster than it is.
+      kvblend: { ...retrieve, method, cold: method === "full", trace: method === "blend" && byId("trace").checked },
     };
   }
 }

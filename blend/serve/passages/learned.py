@@ -21,14 +21,16 @@ class Learned:
     """Keys of the caches of learned passages, within a budget, the least recently seen first. Threads may share one.
 
     path: a file that holds digests and sizes, nobody's text; what a damaged one held is unknown until it is seen again.
-    budget_bytes: what the caches may take together. The caller removes caches from the store: those that `seen` returns,
+    budget_bytes: what the caches may take together. decisions: how often a surrogate context was chosen of what was learned.
+    The caller removes caches from the store: those that `seen` returns,
     unless they are of use as chunks of a corpus too.
     """
 
     def __init__(self, path: Path, budget_bytes: int) -> None:
         self._path, self._budget = path, budget_bytes
-        self._sizes = dict(_read(path))
-        self._written = list(self._sizes.items())
+        held = _held(path)
+        self._sizes, self.decisions = dict(_read(held)), _decisions(held)
+        self._written = self.decisions, list(self._sizes.items())
         self._lock = Lock()
 
     def seen(self, caches: Mapping[ChunkKey, int]) -> list[ChunkKey]:
@@ -53,11 +55,21 @@ class Learned:
             for key in keys:
                 self._sizes.pop(key, None)
 
+    def drop_all(self, namespace: str) -> None:
+        """The store holds none of this namespace any more."""
+        with self._lock:
+            self._sizes = {key: nbytes for key, nbytes in self._sizes.items() if key.namespace != namespace}
+
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._sizes
 
     def __len__(self) -> int:
         return len(self._sizes)
+
+    @property
+    def budget(self) -> int:
+        """Bytes that the caches may take."""
+        return self._budget
 
     @property
     def nbytes(self) -> int:
@@ -71,25 +83,35 @@ class Learned:
         Call it after the caches that `seen` returned are removed: should the process end in between, the book names too many.
         """
         with self._lock:
-            entries = list(self._sizes.items())
-            if entries == self._written:
+            content = self.decisions, list(self._sizes.items())
+            if content == self._written:
                 return
-            caches = [[*key, nbytes] for key, nbytes in entries]
-            content = json.dumps({"version": _VERSION, "caches": caches}).encode()
+            caches = [[*key, nbytes] for key, nbytes in content[1]]
+            told = json.dumps({"version": _VERSION, "decisions": content[0], "caches": caches}).encode()
             try:
                 self._path.parent.mkdir(0o700, parents=True, exist_ok=True)
-                write_atomically(self._path, [content], durable=False)
+                write_atomically(self._path, [told], durable=False)
             except OSError as error:
                 raise StoreError(f"the book of learned passages {self._path} cannot be written: {error}") from error
-            self._written = entries
+            self._written = content
 
 
-def _read(path: Path) -> Iterator[tuple[ChunkKey, int]]:
-    """What the file holds, the least recently seen first; nothing of a damaged one."""
+def _held(path: Path) -> dict[str, object]:
+    """What the file holds; nothing of a damaged one."""
     found: object = None
     with suppress(OSError, ValueError, RecursionError):
         found = json.loads(path.read_bytes())
-    entries = found.get("caches") if isinstance(found, dict) and found.get("version") == _VERSION else None
+    return found if isinstance(found, dict) and found.get("version") == _VERSION else {}
+
+
+def _decisions(held: Mapping[str, object]) -> int:
+    found = held.get("decisions")
+    return found if type(found) is int and found >= 0 else 0
+
+
+def _read(held: Mapping[str, object]) -> Iterator[tuple[ChunkKey, int]]:
+    """The caches, the least recently seen first."""
+    entries = held.get("caches")
     if isinstance(entries, list) and all(map(_is_entry, entries)):
         yield from ((ChunkKey(namespace, digest), nbytes) for namespace, digest, nbytes in entries)
 

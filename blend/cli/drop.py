@@ -1,0 +1,126 @@
+"""`blend drop`: a whole corpus goes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from blend.cli import options
+from blend.corpora import corpora, in_words, index_dir, require_corpus
+from blend.errors import ConfigError, StoreError
+
+if TYPE_CHECKING:
+    from blend.rag import Rag
+    from blend.store import ChunkStore
+    from blend.types import ChunkKey
+
+
+class Dropped(NamedTuple):
+    """How much went."""
+
+    corpus: str
+    documents: int
+    chunks: int
+    caches: int
+    artifacts: int
+
+
+@click.command("drop")
+@click.option("--yes", is_flag=True, help="Do not ask first.")
+@options.json_option
+@options.common
+def command(yes: bool, as_json: bool, **given: Any) -> None:
+    """Delete a corpus: its index, its caches that no other corpus uses, its surrogate context and KV corrections.
+
+    Without --corpus that is the one without a name. Caches that another model made stay until the store's budget evicts them.
+    """
+    from blend.cli.console import counted, print_json, say
+
+    options.check(given)
+    name = given["name"] or ""
+    _require_held(given["store"], name)
+    _ask(name, sure=yes)
+    done = drop_corpus(options.open_rag(given))
+    if as_json:
+        print_json(done._asdict())
+        return
+    say(
+        f"{in_words(name)}: {counted(done.documents, 'document')} in {counted(done.chunks, 'chunk')} deleted, with "
+        f"{counted(done.caches, 'cache')}."
+    )
+
+
+def _require_held(store: Path, name: str) -> None:
+    require_corpus(store, name)
+    if not corpora(store):
+        raise ConfigError(f"the store {store} has no corpus, so there is nothing to delete")
+
+
+def _ask(name: str, *, sure: bool) -> None:
+    if sure:
+        return
+    if not sys.stdin.isatty():
+        raise ConfigError(f"say --yes to delete the corpus ({in_words(name)}): nobody can be asked here")
+    click.confirm(f"Delete the corpus ({in_words(name)})?", abort=True)
+
+
+def drop_corpus(rag: Rag) -> Dropped:
+    """The corpus of `rag`: first its index, so that nothing more is retrieved of it. An end in between leaves caches behind.
+
+    Raises `StoreError` for what cannot be deleted, `RetrievalError` for an index that cannot be read.
+    """
+    store, name, held = rag.store, rag.corpus_config.name, rag.index.chunks
+    kept, before = _of_others(rag), store.stats().entries
+    library = rag.blender.library(rag.template.prefix)
+    _remove_index(rag)
+    for chunk in dict.fromkeys(map(rag.template.chunk_ids, held)):
+        library.forget(chunk, lambda: kept)
+    artifacts = _artifacts(store, name)
+    for one in artifacts:
+        store.delete_artifact(one)
+    store.advance()
+    documents = {chunk.document_id for chunk in held}
+    return Dropped(name, len(documents), len(held), before - store.stats().entries, len(artifacts))
+
+
+def _of_others(rag: Rag) -> set[ChunkKey]:
+    """The caches that the store's other corpora use. One whose index cannot be read uses none."""
+    from blend.chunks.library import ChunkLibrary
+    from retrieval import ChunkIndex, RetrievalError
+
+    keys: set[ChunkKey] = set()
+    for name in corpora(rag.root):
+        if name != rag.corpus_config.name:
+            library = ChunkLibrary(rag.decoder, rag.store, rag.template.prefix, corpus=name)
+            with suppress(RetrievalError):
+                keys |= library.keys(
+                    [rag.template.chunk_ids(c) for c in ChunkIndex.load(index_dir(rag.root, name)).chunks]
+                )
+    return keys
+
+
+def _remove_index(rag: Rag) -> None:
+    """With what waits to be indexed."""
+    from blend.serve.spool import INCOMING
+
+    home = rag.index_dir.parent
+    try:
+        for folder in (rag.index_dir, home / INCOMING):
+            if folder.is_dir():  # renamed first: who reads it meanwhile finds all of it, or nothing
+                shutil.rmtree(folder.rename(home / f".{folder.name}-{os.getpid()}.tmp"))
+        if rag.corpus_config.name:
+            with suppress(OSError):  # somebody put something else there
+                home.rmdir()
+    except OSError as error:
+        raise StoreError(f"the index in {home} cannot be deleted ({error.strerror or error}); see its rights") from None
+
+
+def _artifacts(store: ChunkStore, corpus: str) -> list[str]:
+    """Names of a corpus's artifacts, of all models: kind, namespace, and the corpus's name where it has one."""
+    return [name for name in store.artifacts() if "".join(name.split("-", 2)[2:]) == corpus]

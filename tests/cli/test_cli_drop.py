@@ -1,0 +1,40 @@
+"""`blend drop`: a corpus goes with everything that is its own, and nothing of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from blend_process import Blend, one_line
+
+CHUNKS = ("--chunk-tokens", "64")
+ANSWER = ("answer", "When did the glacier open?", "--json", "--max-new-tokens", "4")
+
+
+def test_a_corpus_goes_with_what_is_its_own(filled: Blend, documents: Path) -> None:
+    before = filled("store", "--json").json
+    assert filled("precompute", documents, *CHUNKS, "--corpus", "twin").code == 0
+    (documents / "own.md").write_text("# The weir\n\nThe weir of Osk is opened by hand at dawn. " * 6)
+    assert filled("precompute", documents / "own.md", *CHUNKS, "--add", "--corpus", "twin").code == 0
+    grown = filled("store", "--json").json
+    assert grown["entries"] > before["entries"]
+    refused = filled("drop", "--corpus", "twin")
+    assert refused.code == 2
+    assert "--yes" in one_line(refused.err)
+    done = filled("drop", "--corpus", "twin", "--yes", "--json").json
+    assert done["corpus"] == "twin"
+    assert done["caches"] == grown["entries"] - before["entries"]
+    assert filled("store", "--json").json == before
+    assert not (filled.store / "corpora" / "twin").exists()
+    assert all(chunk["hit"] for chunk in filled(*ANSWER).json["chunks"]), "the other corpus has its caches still"
+    again = filled("drop", "--corpus", "twin", "--yes")
+    assert again.code == 2
+    assert "no corpus 'twin'" in one_line(again.err)
+
+
+def test_the_corpus_without_a_name(filled: Blend) -> None:
+    assert filled("drop", "--yes").code == 0
+    held = filled("store", "--json").json
+    assert (held["entries"], held["corpora"], held["artifacts"]) == (0, [], [])
+    none = filled("drop", "--yes")
+    assert none.code == 2
+    assert "no corpus" in one_line(none.err)

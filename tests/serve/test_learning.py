@@ -1,0 +1,138 @@
+"""A server without documents: learned text gets a surrogate context and corrections of its own, tenant by tenant."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from rooms import QUESTION, TOPICS, ask, document, serving
+from tiny_model import save_tiny_model
+
+from blend.blender import Blender
+from blend.model.full_prefill import full_prefill
+from blend.rag import Rag
+from blend.serve.ask import GivenDocument
+from blend.serve.service import Service
+from blend.store import open_store
+from blend.types import PromptLayout
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", "\n".join(text.text for text in texts(8)))
+
+
+def texts(count: int, seed: int = 0) -> list[GivenDocument]:
+    """Of a chunk or two each."""
+    draw = random.Random(seed)
+    return [
+        GivenDocument(document(TOPICS[draw.randrange(len(TOPICS))], draw.randrange(10_000))[:600], f"Text {n}")
+        for n in range(count)
+    ]
+
+
+def settled(service: Service) -> None:
+    until = time.monotonic() + 200
+    while any(service.engine.holding()[i] for i in (0, 1, 5)) or not service.learning.quiet:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def tell(service: Service, given: list[GivenDocument], tenant: str = "") -> None:
+    for at in range(0, len(given), 3):
+        ask(service, QUESTION, documents=tuple(given[at : at + 3]), tenant=tenant)
+    settled(service)
+
+
+def layouts(rag: Rag, service: Service, given: list[GivenDocument], tenant: str = "") -> list[PromptLayout]:
+    """Prompts of three texts each, in orders that nobody has asked in."""
+    draw, room, found = random.Random(7), service.room(tenant), []
+    for _ in range(8):
+        cited = room.given("", draw.sample(given, 3))
+        chunks = tuple(one.passage.ids for one in cited)
+        found.append(PromptLayout(rag.template.prefix, chunks, rag.template.layout(QUESTION, []).suffix))
+    return found
+
+
+def distance(blender: Blender, prompts: list[PromptLayout]) -> float:
+    """Mean KL of the first token from full recompute."""
+    found = []
+    for layout in prompts:
+        truth = full_prefill(blender.decoder, layout).logits[0].log_softmax(-1)
+        blended = blender.prefill(layout)
+        assert all(blended.hits)
+        found.append(float((truth.exp() * (truth - blended.logits[0].log_softmax(-1))).sum()))
+    return sum(found) / len(found)
+
+
+def test_learned_text_is_blended_nearer_to_full_recompute(tmp_path: Path, model: Path) -> None:
+    given = texts(10)
+    with serving(tmp_path / "store", model) as service:
+        rag = service.room("").rag()
+        prompts = layouts(rag, service, given)
+        alone = Blender(rag.decoder, open_store("memory:"), rag.blend_config)
+        library = alone.library(rag.template.prefix)
+        library.compute(library.missing([chunk for layout in prompts for chunk in layout.chunks]))
+        before = distance(alone, prompts)
+        tell(service, given)
+        library = rag.blender.library(rag.template.prefix)
+        assert library.surrogate
+        assert rag.blender.correction(rag.template.prefix, contextual=True) is not None
+        opened = library.open(prompts[0].chunks)
+        assert [one.contextual for one in opened.used] == [
+            place > 0 and one.chunk not in library.surrogate for place, one in enumerate(opened.used)
+        ]
+        opened.close()
+        after = distance(rag.blender, prompts)
+        assert after < before, (before, after)
+
+
+def test_tenants_learn_apart_and_a_decision_is_made_twice_at_most(tmp_path: Path, model: Path) -> None:
+    mine, others = texts(5), texts(1, seed=1)
+    with serving(tmp_path / "store", model) as service:
+        tell(service, mine, "alpha")
+        tell(service, [GivenDocument(others[0].text[:300], "Little")], "beta")  # too little
+        libraries = {}
+        for tenant in ("alpha", "beta", ""):
+            rag = service.room(tenant).rag()
+            libraries[tenant] = rag.blender.library(rag.template.prefix)
+        assert set(libraries["alpha"].surrogate) <= chunks_of(service, mine, "alpha")
+        assert libraries["alpha"].surrogate
+        assert not libraries["beta"].surrogate
+        assert not libraries[""].surrogate
+        assert not list(libraries[""].store.artifacts())
+        first = libraries["alpha"].surrogate
+        tell(service, texts(3, seed=2), "alpha")
+        assert libraries["alpha"].reread().surrogate == first, "more, and not ten times as much"
+        tell(service, texts(15, seed=3), "alpha")
+        library = libraries["alpha"].reread()
+        assert library.surrogate != first, "ten times as much was learned"
+        assert library.contextual is not None
+        assert libraries["alpha"].contextual is not None
+        gone = libraries["alpha"].contextual.identity.namespace
+        assert not list(library.store.keys(gone))
+        learned = service.room("alpha").learned
+        assert learned is not None
+        assert learned.decisions == 2
+        assert service.room("alpha").rag().blender.correction(library.prefix, contextual=True) is not None
+    with serving(tmp_path / "store", model) as service:  # what was decided is remembered
+        tell(service, mine, "alpha")
+        rag = service.room("alpha").rag()
+        assert rag.blender.library(rag.template.prefix).surrogate == library.surrogate
+
+
+def chunks_of(service: Service, given: list[GivenDocument], tenant: str) -> set[tuple[int, ...]]:
+    return {one.passage.ids for one in service.room(tenant).given("", given)}
+
+
+def test_documents_decide_for_themselves(tmp_path: Path, model: Path) -> None:
+    """Where there are documents, texts that come with questions neither choose a surrogate context nor replace theirs."""
+    with serving(tmp_path / "store", model) as service:
+        documents = service.documents("")
+        documents.add(texts=[GivenDocument("One line about a weir.", "Weir", "weir")])
+        assert documents.wait(60)
+        tell(service, texts(5))
+        rag = service.room("").rag()
+        assert not rag.blender.library(rag.template.prefix).surrogate

@@ -1,0 +1,223 @@
+"""A store that goes away and comes back: what needs only text is answered, what needs the store is told to come again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rooms import QUESTION, TOPICS, document, make_rag, serving
+from served import Served, listening
+
+from blend.prompt import render_chunk
+from blend.serve.tenants import Tenants
+
+PASSAGE = "\n\n".join(
+    f"The lantern of tower {n} is lit by keeper Anselm at seven, and it is put out by keeper Berta at dawn, who writes the "
+    f"hour into book {n} of the harbour office and hangs the key of the tower on hook {n * 3} behind the door."
+    for n in range(4)
+)
+
+
+@pytest.fixture
+def store(filled: tuple[Path, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(filled[0], tmp_path / "store"))
+
+
+@pytest.fixture
+def model(filled: tuple[Path, Path]) -> Path:
+    return filled[1]
+
+
+@contextmanager
+def away(*paths: Path) -> Iterator[None]:
+    """Moved beside; nobody may make anything in their place meanwhile."""
+    for path in paths:
+        path.rename(path.with_name(f"{path.name}.away"))
+    try:
+        yield
+        assert [path for path in paths if path.exists()] == []
+    finally:
+        for path in paths:
+            path.with_name(f"{path.name}.away").rename(path)
+
+
+@contextmanager
+def client_of(store: Path, model: Path, tenants: Tenants | None = None, **options: int) -> Iterator[httpx.Client]:
+    with (
+        serving(store, model, **options) as service,
+        listening(service, tenants) as served,
+        httpx.Client(base_url=served.url, timeout=60) as client,
+    ):
+        client.served = served  # type: ignore[attr-defined]
+        yield client
+
+
+def put(client: httpx.Client, content: str = QUESTION, key: str = "", **more: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 6, **more}
+    return client.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"} if key else {})
+
+
+def told(response: httpx.Response) -> tuple[str, dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    content = response.json()
+    return content["choices"][0]["message"]["content"], content["kvblend"]
+
+
+def ways() -> dict[str, dict[str, Any]]:
+    """Questions that need nothing but what they bring."""
+    chunk = f"{TOPICS[0]}.md"
+    return {
+        "documents": {"documents": [{"title": "The harbour", "text": document(TOPICS[0], 0)}]},
+        "learned": {"content": f"{PASSAGE}\n\nWho lights the lantern?"},
+        "plain": {"content": "Tell me about the harbour."},
+        "by id": {"documents": [{"id": chunk}]},
+        "retrieved": {"kvblend": {"retrieve": {"top_k": 3}}},
+    }
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["everything", "caches"])
+def test_questions_are_answered_in_full_and_the_store_is_used_again(store: Path, model: Path, whole: bool) -> None:
+    lost = store if whole else store / "kv"
+    with client_of(store, model, prefix_budget=0) as client:
+        put(client, **ways()["retrieved"])  # the corpus has been read once
+        full = {name: told(put(client, **_full(more)))[0] for name, more in ways().items()}
+        with away(lost):
+            for name, more in ways().items():
+                text, own = told(put(client, **more))
+                assert text == full[name]
+                assert (own["figures"]["method"], own["figures"]["reason"]) == ("full", "store_unreachable"), name
+                assert own["figures"]["hits"] == 0
+            pasted = make_pasted(client)
+            assert {one["kind"] for one in told(put(client, pasted))[1]["sources"]} == {"pasted"}
+            assert client.get("/ready").status_code == 200
+        page = client.get("/metrics").text
+        assert f'kvblend_fallbacks_total{{reason="store_unreachable"}} {float(len(ways()) + 1)}' in page
+        again = told(put(client, **ways()["retrieved"]))[1]["figures"]
+        assert (again["method"], again["hits"]) == ("blend", 3)
+
+
+def _full(more: dict[str, Any]) -> dict[str, Any]:
+    return {**more, "kvblend": {**more.get("kvblend", {}), "method": "full"}}
+
+
+def make_pasted(client: httpx.Client) -> str:
+    rag = client.served.hall.service.room("").rag()  # type: ignore[attr-defined]
+    chunks = rag._index._held[1].chunks
+    return "".join(map(render_chunk, chunks[:2])) + "\n\nHow many gates?"
+
+
+def test_what_needs_the_store_is_told_to_come_again(store: Path, model: Path) -> None:
+    with client_of(store, model) as client:
+        with away(store):
+            for response in (
+                put(client, kvblend={"retrieve": {"top_k": 2}}),
+                put(client, documents=[{"id": "harbour.md"}]),
+                put(client, model=f"{client.served.model}+corpus:other"),  # type: ignore[attr-defined]
+                client.get("/v1/documents"),
+                client.post("/v1/documents", json={"documents": [{"title": "A", "text": "A text."}]}),
+                client.delete("/v1/documents/harbour.md"),
+            ):
+                assert response.status_code == 503, response.text
+                assert int(response.headers["retry-after"]) >= 1
+        assert put(client, kvblend={"retrieve": {"top_k": 2}}).status_code == 200
+        assert len(client.get("/v1/documents").json()["data"]) == len(TOPICS)
+
+
+def test_an_outage_is_told_once(store: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvblend.serve")
+    with client_of(store, model) as client:
+        for _ in range(2):
+            with away(store):
+                for more in (*ways().values(), *ways().values()):
+                    put(client, **more)
+            put(client)
+    lines = [record for record in caplog.records if record.getMessage() == "store_unreachable"]
+    assert [record.levelname for record in lines] == ["WARNING", "WARNING"]
+    assert all(str(store / "kv") in json.dumps(record.told) for record in lines)  # type: ignore[attr-defined]
+    assert [record.getMessage() for record in caplog.records].count("store_back") == 2
+
+
+def test_a_tenant_who_comes_first_while_the_store_is_gone_makes_none(store: Path, model: Path) -> None:
+    tenants = Tenants([("secret-of-alpha", "alpha"), ("secret-of-beta", "beta")])
+    with client_of(store, model, tenants, prefix_budget=0) as client:
+        with away(store):
+            text, own = told(put(client, key="secret-of-alpha", **ways()["documents"]))
+            assert own["figures"]["reason"] == "store_unreachable"
+        put(client, key="secret-of-alpha", **ways()["documents"])
+        settle(client)
+        own = told(put(client, key="secret-of-alpha", **ways()["documents"]))[1]
+        assert own["figures"]["hits"] > 0
+        with away(store / "tenants" / "alpha" / "kv"):  # one tenant's store alone
+            assert told(put(client, key="secret-of-alpha", **ways()["documents"]))[0] == text
+            assert put(client, key="secret-of-beta", **ways()["documents"]).status_code == 200
+
+
+def settle(client: httpx.Client) -> None:
+    engine, until = client.served.hall.service.engine, time.monotonic() + 60  # type: ignore[attr-defined]
+    while any(engine.holding()[i] for i in (0, 1, 5)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_what_changed_while_it_was_gone_is_noticed(store: Path, model: Path, tmp_path: Path) -> None:
+    """Another corpus comes back in its place, with another surrogate context and other corrections."""
+    (tmp_path / "other").mkdir()
+    for number, topic in enumerate(("harbour", "bakery")):
+        (tmp_path / "other" / f"{topic}.md").write_text(document(topic, number + 40), encoding="utf-8")
+    make_rag(tmp_path / "new", model).precompute(tmp_path / "other")
+    with client_of(store, model) as client:
+        told(put(client, **ways()["retrieved"]))
+        store.rename(tmp_path / "old")
+        told(put(client, **ways()["retrieved"]))
+        (tmp_path / "new").rename(store)
+        _, own = told(put(client, **ways()["retrieved"]))
+        assert own["figures"]["hits"] == 3
+        assert {source["title"].split(" > ")[0] for source in own["sources"]} <= {"The harbour", "The bakery"}
+        assert all("town 4" in source["text"] for source in own["sources"])
+        expected = make_rag(store, model).answer(QUESTION, top_k=3, max_new_tokens=6).text
+        assert told(put(client, **ways()["retrieved"]))[0].strip() == expected
+        assert put(client, documents=[{"id": "orchard.md"}]).status_code == 400
+
+
+def test_a_store_that_goes_while_its_caches_are_loaded(
+    store: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there when the question came, and is gone at the first, second, ... look at it."""
+    with client_of(store, model, prefix_budget=0) as client:
+        full = told(put(client, **_full(ways()["retrieved"])))[0]
+        for looks in range(1, 12, 2):
+            with _gone_after(client.served, store / "kv", looks, monkeypatch):  # type: ignore[attr-defined]
+                text, own = told(put(client, **ways()["retrieved"]))
+            if own["figures"]["method"] == "full":
+                assert (own["figures"]["reason"], text) == ("store_unreachable", full)
+        settle(client)
+        assert told(put(client, **ways()["retrieved"]))[1]["figures"]["hits"] == 3
+
+
+@contextmanager
+def _gone_after(served: Served, kv: Path, looks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The folder is moved away before one of the store's files is opened."""
+    files = served.hall.service.room("").rag().store.backend._files
+    plain: Callable[[Path], int | None] = files.open
+    left = looks
+
+    def opening(path: Path) -> int | None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            kv.rename(kv.with_name("kv.away"))
+        return plain(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "open", opening)
+        yield
+    if left <= 0:
+        kv.with_name("kv.away").rename(kv)

@@ -1,0 +1,90 @@
+"""Spans of requests: five below each, one after another, and nobody's text in them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from served import Served
+
+from blend.serve.door.tracing import Tracing, is_wanted
+
+CHAT = "/v1/chat/completions"
+ASKED = {"messages": [{"role": "user", "content": "Which secret has the harbour?"}], "max_tokens": 6}
+PARTS = ["door", "queue", "load", "prefill", "decode"]
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def traced(serve: Callable[..., Served]) -> tuple[Served, InMemorySpanExporter]:
+    served, spans = serve(), InMemorySpanExporter()
+    served.hall.tracing = Tracing(SimpleSpanProcessor(spans))
+    return served, spans
+
+
+def post(served: Served, **more: object) -> httpx.Response:
+    return httpx.post(f"{served.url}{CHAT}", json={**ASKED, **more}, headers={"traceparent": PARENT}, timeout=60)
+
+
+def of_request(spans: InMemorySpanExporter) -> tuple[ReadableSpan, list[ReadableSpan]]:
+    """The last span, which is the request's, and those below it in their order."""
+    *inside, whole = spans.get_finished_spans()
+    assert whole.context is not None
+    assert all(span.parent is not None and span.parent.span_id == whole.context.span_id for span in inside)
+    return whole, sorted(inside, key=lambda span: (span.start_time, span.end_time))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_and_its_parts(traced: tuple[Served, InMemorySpanExporter], stream: bool) -> None:
+    served, spans = traced
+    answered = post(served, stream=stream, kvblend={"retrieve": {"top_k": 3}})
+    assert answered.status_code == 200
+    whole, inside = of_request(spans)
+    assert (whole.name, [span.name for span in spans.get_finished_spans()[:-1]]) == ("request", PARTS)
+    edges = [(span.start_time, span.end_time) for span in inside]
+    assert (edges[0][0], edges[-1][1]) == (whole.start_time, whole.end_time)
+    assert all(one[1] == other[0] for one, other in pairwise(edges)), "one after another"
+    assert all(start is not None and end is not None and start <= end for start, end in edges)
+    assert whole.attributes is not None
+    told = dict(whole.attributes)
+    assert (told["kvblend.hits"], told["kvblend.outcome"], told["kvblend.completion_tokens"]) == (3, "length", 6)
+    assert told["kvblend.request"] == answered.headers["x-request-id"]
+    assert whole.context is not None
+    assert f"{whole.context.trace_id:032x}" in PARENT, "part of the client's trace"
+    assert whole.resource.attributes["service.name"] == "kvblend"
+
+
+def test_nobodys_text_is_in_them(traced: tuple[Served, InMemorySpanExporter]) -> None:
+    served, spans = traced
+    document = {"title": "A secret title", "text": "The secret of the harbour is its third gate. " * 10}
+    answers = [post(served, documents=[document]), post(served, user="secret-user", stop=["secret"])]
+    assert post(served, messages=[{"role": "user", "content": " "}]).status_code == 400
+    assert [one.status_code for one in answers] == [200, 200]
+    texts = [one.json()["choices"][0]["message"]["content"] for one in answers]
+    held = "\n".join(span.to_json() for span in spans.get_finished_spans())
+    assert '"kvblend.outcome": "refused"' in held
+    assert not any(text and text in held for text in ("secret", "harbour", *texts))
+
+
+def test_nothing_is_imported_unless_an_endpoint_is_named() -> None:
+    assert not is_wanted({})
+    assert not is_wanted({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", "OTEL_SDK_DISABLED": "true"})
+    assert is_wanted({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"})
+    code = (
+        "import sys; from blend.serve.door import app; from blend.cli import serving; found = serving._tracing();"
+        "print(found is not None, any(name.startswith('opentelemetry') for name in sys.modules))"
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    for more, expected in ({}, "False False"), ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}, "True True"):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env={**clean, **more}, check=True
+        )
+        assert done.stdout.strip() == expected
