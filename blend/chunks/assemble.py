@@ -22,7 +22,7 @@ from blend.types import ChunkCache, ChunkKey, PromptLayout, Span
 
 if TYPE_CHECKING:
     from blend.model.admission import LayerRotation
-    from blend.model.decoder import Decoder
+    from blend.model.row_decoder import RowDecoder
     from blend_kernels import Deltas
 
 
@@ -105,7 +105,7 @@ class Assembly:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: RowDecoder,
         layout: PromptLayout,
         prefix: ChunkCache,
         readers: Sequence[LayerSource | None],
@@ -181,7 +181,7 @@ class Assembly:
 
 
 def assemble(
-    decoder: Decoder,
+    decoder: RowDecoder,
     layout: PromptLayout,
     prefix: ChunkCache,
     readers: Sequence[LayerSource | None],
