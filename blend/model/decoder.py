@@ -13,7 +13,7 @@ import torch
 
 from blend.config import MaskMode
 from blend.errors import ConfigError, UnsupportedModelError
-from blend.model.admission import LENGTH_DEPENDENT_ROPE, LayerRotation, admit
+from blend.model.admission import LayerRotation, admit, longest_prompt
 from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache
 from blend.model.driver import RowDriver
@@ -87,18 +87,8 @@ class Decoder:
 
     @property
     def context_length(self) -> int | None:
-        """Longest prompt, or None where the configuration states none.
-
-        RoPE types whose frequencies change with the prompt's length end where they start to change: keys computed before cannot
-        be moved past that point.
-        """
-        longest = getattr(self.config, "max_position_embeddings", None)
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        kinds = [rope] if "rope_type" in rope else list(rope.values())  # one for each kind of layer
-        limits = [
-            k.get("original_max_position_embeddings") for k in kinds if k.get("rope_type") in LENGTH_DEPENDENT_ROPE
-        ]
-        return min([limit for limit in (longest, *limits) if limit], default=None)
+        """Longest prompt, or None where the configuration states none; see `longest_prompt`."""
+        return longest_prompt(self.config)
 
     @cached_property
     def fingerprint(self) -> str:

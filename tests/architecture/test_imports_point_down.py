@@ -13,6 +13,7 @@ from imports import ROOT, importers, imports, modules, top
 LAYERS = (
     ("blend.__main__",),
     ("blend.cli",),
+    ("blend.integrations",),
     ("blend.analyze",),
     ("blend.eval",),
     ("blend.serve",),
@@ -20,6 +21,7 @@ LAYERS = (
     ("blend.precompute",),
     ("blend.indexing",),
     ("blend.blender",),
+    ("blend.filling",),
     ("blend.chunks", "blend.recompute"),
     ("blend.model",),
     ("blend.store", "blend.weights", "blend.prompt"),

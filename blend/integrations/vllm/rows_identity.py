@@ -1,0 +1,33 @@
+"""Which caches belong to a model that vLLM runs: its own, or those of the same files run by transformers, if shown to be alike.
+
+The same weights need not give the same KV: vLLM may run them quantised, with other kernels, or under another rotation. So caches
+made here are kept apart, unless the store holds a probe of that model, a few tokens' KV that transformers gave, and vLLM gives
+the same. `blend.chunks.likeness` writes and compares probes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import xxhash
+from transformers import AutoConfig
+
+from blend.model.fingerprint import checkpoint_digest, model_fingerprint
+
+
+class Fingerprints(NamedTuple):
+    """Of a model's caches. shared: as transformers has them. own: of those that vLLM makes as it is configured here."""
+
+    shared: str
+    own: str
+
+
+def fingerprints(config: Any) -> Fingerprints:
+    """config: the `VllmConfig`. Raises ValueError, in one line, where the weights are no files of this machine."""
+    model = config.model_config
+    weights = checkpoint_digest(model.model)
+    if weights is None:
+        raise ValueError(f"the weights of {model.model} are not all files of this machine, so its caches cannot be told apart")
+    text = AutoConfig.from_pretrained(model.model).get_text_config(decoder=True)
+    shared = model_fingerprint(text, weights)
+    return Fingerprints(shared, xxhash.xxh3_128_hexdigest(f"vllm\n{shared}\n{model.quantization}".encode()))
