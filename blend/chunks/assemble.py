@@ -96,9 +96,10 @@ class Assembly:
     """A cache with the prefix in place and the stored chunks on their way; use it in a `with`, inside which all are needed.
 
     prefix: its KV. readers: an open entry for each chunk of the prompt, or None; they are closed at the end. cache: an
-    empty one to fill; by default the decoder's own. corrections: for each chunk what is to be added to it, or None. watch: waiting for the store counts as
-    its stage "load", putting in place as "reposition"; not on a GPU, where both happen beside other work.
-    cache: keys stand at the prompt's positions; a layer is filled when it is first used, and what of it is not what was written
+    empty one to fill; by default the decoder's own. corrections: for each chunk what is to be added to it, or None. watch:
+    waiting for the store counts as its stage "load", putting in place as "reposition"; not on a GPU, where both happen beside
+    other work.
+    Its cache: keys stand at the prompt's positions; a layer is filled when it is first used, and what of it is not what was written
     raises `EntryDamagedError` there. Rows of missing chunks and of the suffix are left unwritten. added: what each correction
     added, filled with the layers.
     """

@@ -48,7 +48,11 @@ def _probe(decoder: RowDecoder) -> dict[str, torch.Tensor]:
     cache = decoder.new_cache(ids.shape[1])
     decoder.encode_rows(ids, 0, cache)
     views = [cache.view(index) for index in range(len(decoder.layers))]
-    return {f"{kind}.{i}": part[0].cpu().contiguous() for i, kv in enumerate(views) for kind, part in zip("kv", kv, strict=True)}
+    return {
+        f"{kind}.{i}": part[0].cpu().contiguous()
+        for i, kv in enumerate(views)
+        for kind, part in zip("kv", kv, strict=True)
+    }
 
 
 def _read(store: ChunkStore, name: str) -> dict[str, torch.Tensor] | None:

@@ -1,4 +1,4 @@
-"""What blended prefill asks of a decoder, whoever runs it: `blend.model.decoder.Decoder`, or an engine with a model of its own."""
+"""What blended prefill asks of a decoder, be it `blend.model.decoder.Decoder` or an engine with a model of its own."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from blend.integrations.vllm.contract import Load, Site
-from blend.integrations.vllm.rows_stage import RowsStage, make_rows_stage
+from blend.integrations.vllm.rows_stage import RecomputedRows
 
-STAGES: list[RowsStage] = []
+STAGES: list[RecomputedRows] = []
 
 
 @dataclass
@@ -48,10 +48,8 @@ class RowsConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         layers = self._config.compilation_config.static_forward_context
         names = tuple(kv_caches)
-        site = Site(
-            self._config, names, tuple(layers[name] for name in names), self._config.cache_config.block_size
-        )
-        STAGES[:] = [make_rows_stage(site, self._config.kv_transfer_config.kv_connector_extra_config)]
+        site = Site(self._config, names, tuple(layers[name] for name in names), self._config.cache_config.block_size)
+        STAGES[:] = [RecomputedRows(site, self._config.kv_transfer_config.kv_connector_extra_config)]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for load in self._get_connector_metadata().loads:

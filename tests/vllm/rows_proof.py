@@ -1,6 +1,6 @@
-"""What vLLM's own model gives for rows, beside kvblend's decoder, on a tiny random model; run where vLLM is, prints JSON.
+"""What vLLM's own model gives for rows, beside kvblend's decoder, on a tiny random model; run where vLLM is.
 
-Usage: rows_proof.py FOLDER
+Usage: rows_proof.py FOLDER, in which it leaves found.json
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,18 @@ from vllm.config import KVTransferConfig
 from vllm.inputs import TokensPrompt
 
 from blend.blender import Blend, Blender
+from blend.chunks.deciding import with_surrogate
 from blend.chunks.likeness import leave_probe
 from blend.config import BlendConfig
+from blend.integrations.vllm.rows_blender import RowBlender
 from blend.integrations.vllm.rows_cache import Place
-from blend.integrations.vllm.rows_stage import RowsStage, stage_for
+from blend.integrations.vllm.rows_stage import row_blender
 from blend.integrations.vllm.rows_ticket import ticket_of
 from blend.model.decoder import Decoder
 from blend.store import open_store
 from blend.types import PromptLayout
 
-LENGTHS = (127, 128, 129, 517)
+LENGTHS = (127, 128, 129, 517, 630)
 STEPS = 16
 SETTINGS: dict[str, Any] = {"ratio": 0.15, "correction": False}
 
@@ -74,7 +77,7 @@ def prompt(length: int) -> PromptLayout:
     ids = torch.randint(5, 512, (length,), generator=draw).tolist()
     shared = torch.randint(5, 512, (20,), generator=torch.Generator().manual_seed(7)).tolist()
     cuts = [20, *(20 + (length - 29) * part // 9 for part in (2, 4, 7)), length - 9]
-    chunks = tuple(tuple(ids[a:b]) for a, b in zip(cuts, cuts[1:], strict=False))
+    chunks = tuple(tuple(ids[a:b]) for a, b in pairwise(cuts))
     return PromptLayout(tuple(shared), chunks, tuple(ids[-9:]))
 
 
@@ -117,7 +120,7 @@ class Proof:
                 kv_connector_extra_config={"store": str(folder / "store"), **SETTINGS},
             ),
         )
-        self.stage = STAGES[0]
+        self.rows = STAGES[0].blender
 
     def decoded(self, tickets: bool, salt: str) -> list[list[int]]:
         """Greedy tokens of every prompt by vLLM, blended or plain."""
@@ -137,16 +140,19 @@ class Proof:
 
     def configured(self, **changes: Any) -> BlendConfig:
         config = replace(self.blender.config, **changes)
-        STAGES[0] = RowsStage(self.stage.decoder, self.store, config)
+        STAGES[0].blender = RowBlender(self.rows.decoder, self.store, config)
         return config
 
     def tokens(self, **changes: Any) -> dict[str, Any]:
         """Whether decoding goes on alike, and how far apart the KV of all rows is, for a configuration."""
         config = self.configured(**changes)
         mine = [self.blender.prefill(layout, config=config) for layout in self.layouts]
-        rows = [STAGES[0].blended(layout, spare(layout)) for layout in self.layouts]
+        rows = [STAGES[0].blender.blend(layout, spare(layout)) for layout in self.layouts]
         found: dict[str, Any] = {
-            "rows": [[*one.selection.rows.tolist()] == [*two.selection.rows.tolist()] for one, two in zip(mine, rows, strict=True)],
+            "rows": [
+                [*one.selection.rows.tolist()] == [*two.selection.rows.tolist()]
+                for one, two in zip(mine, rows, strict=True)
+            ],
             "kv": max(self._apart(one, two.cache) for one, two in zip(mine, rows, strict=True)),
             "recomputed": [one.rows_recomputed for one in mine],
         }
@@ -166,22 +172,64 @@ class Proof:
         )
 
     def encoded(self) -> float:
-        """How far chunk caches by vLLM are from those of kvblend's encoder."""
+        """How far chunk caches by vLLM are from those of kvblend's encoder, alone and behind a surrogate context."""
         worst = 0.0
-        for layout in self.layouts[:2]:
-            mine = dict(self.blender.encoder(layout.prefix).encode(layout.chunks))
-            theirs = dict(self.stage._filler.encoder(layout.prefix).encode(layout.chunks))
+        for contextual in (False, True):
+            layout = self.layouts[-1]
+            encoders = [
+                filler.library(layout.prefix).encoder(contextual=contextual)
+                for filler in (self.blender, self.rows.filler)
+            ]
+            mine, theirs = (dict(encoder.encode(layout.chunks)) for encoder in encoders)
             for number, cache in mine.items():
-                for ours, other in zip((*cache.keys, *cache.values), (*theirs[number].keys, *theirs[number].values), strict=True):
-                    worst = max(worst, far(other, ours))
+                pairs = zip((*theirs[number].keys, *theirs[number].values), (*cache.keys, *cache.values), strict=True)
+                worst = max(worst, *(far(one, two) for one, two in pairs))
         return worst
+
+    def in_context(self) -> dict[str, Any]:
+        """As `tokens`, when the store has gained a surrogate context and KV corrections."""
+        prefix, chunks = self.layouts[0].prefix, [chunk for layout in self.layouts for chunk in layout.chunks]
+        library = with_surrogate(self.blender.library(prefix), chunks, 60)
+        library.compute(library.missing(chunks))
+        self.blender.calibrate(prefix, chunks)
+        assert self.blender.correction(prefix, contextual=True)
+        return self.tokens(correction=True, ratio=0.2)
+
+    def unknown(self) -> dict[str, Any]:
+        """A prompt whose chunks the store lacks: blended at once, and again when what it lacked has been computed."""
+        layout = prompt(333)
+        config = self.configured()
+        rows = STAGES[0].blender
+        full = self.blender.prefill(layout, config=replace(config, ratio=1.0))
+        first = rows.blend(layout, spare(layout))
+        rests = sum(1 for _ in iter(rows.rest, False))
+        mine, again = self.blender.prefill(layout, config=config), rows.blend(layout, spare(layout))
+        return {
+            "nothing there": not any(first.placed.hits),
+            "full": self._apart(full, first.cache),
+            "computed": rests,
+            "hits": all(mine.hits) and all(again.placed.hits),
+            "then": self._apart(mine, again.cache),
+        }
+
+    def damaged(self, folder: Path) -> dict[str, Any]:
+        """A prompt of which one entry is not what was written."""
+        layout = self.layouts[3]
+        library = self.blender.library(layout.prefix)
+        wanted = library.wanted([layout.chunks[1]])[-1]
+        entry = next((folder / "store").rglob(f"{library.key(wanted).digest}*"))
+        content = bytearray(entry.read_bytes())
+        content[-1000] ^= 255
+        entry.write_bytes(content)
+        mine, theirs = self.blender.prefill(layout), STAGES[0].blender.blend(layout, spare(layout))
+        return {"told": len(theirs.placed.opened.problems), "kv": self._apart(mine, theirs.cache)}
 
     def identities(self, folder: Path) -> dict[str, bool]:
         """Whether caches are shared with kvblend's decoder: with its probe in the store, and without it."""
-        mine, site = self.decoder.fingerprint, self.stage.decoder.model.site
-        empty = stage_for(site, self.stage.decoder.model.model, {"store": str(folder / "empty"), **SETTINGS})
+        mine, site = self.decoder.fingerprint, self.rows.decoder.model.site
+        empty = row_blender(site, self.rows.decoder.model.model, {"store": str(folder / "empty"), **SETTINGS})
         return {
-            "with probe": self.stage.decoder.facts.fingerprint == mine,
+            "with probe": self.rows.decoder.facts.fingerprint == mine,
             "without": empty.decoder.facts.fingerprint == mine,
         }
 
@@ -195,7 +243,9 @@ def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     proof = Proof(folder)
-    plain = [greedy(proof.decoder, proof.blender.prefill(layout, config=BlendConfig(ratio=1.0))) for layout in proof.layouts]
+    plain = [
+        greedy(proof.decoder, proof.blender.prefill(layout, config=BlendConfig(ratio=1.0))) for layout in proof.layouts
+    ]
     found = {
         "default": proof.tokens(),
         "all rows": proof.tokens(ratio=1.0),
@@ -204,11 +254,15 @@ def main() -> None:
         "deviation": proof.tokens(selector="hkvd"),
         "gradual": proof.tokens(selector="gradual"),
         "native is full": proof.decoded(False, "native") == plain,
-        "encoded": proof.encoded(),
         "identities": proof.identities(folder),
-        "blended differs": [a != b for a, b in zip(proof.decoded(True, "d"), plain, strict=True)],
+        "again": proof.decoded(True, "d") == proof.decoded(True, "d"),
+        "in context": proof.in_context(),
+        "encoded": proof.encoded(),
+        "unknown": proof.unknown(),
+        "damaged": proof.damaged(folder),
+        "blended differs": [a != b for a, b in zip(proof.decoded(True, "e"), plain, strict=True)],
     }
-    print(json.dumps(found), flush=True)
+    (folder / "found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

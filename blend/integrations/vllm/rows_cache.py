@@ -1,4 +1,4 @@
-"""KV that lies in blocks of vLLM's cache, mirrored where it can be read: nothing but vLLM's own code knows how a block is laid out."""
+"""KV in blocks of vLLM's cache, mirrored where it can be read: only vLLM's own code knows how a block is laid out."""
 
 from __future__ import annotations
 

@@ -87,7 +87,9 @@ def _rotations(model: RowModel, here: list[KV], there: list[KV], most: float) ->
         for before, after in zip(*pairs, strict=True):
             turn = find_rotation(before.float(), after.float(), PROBE_DELTA, known, most)
             if turn is None:
-                raise ValueError(f"the KV of layer {index} cannot be moved to another position by any known rotation")
+                raise ValueError(
+                    f"because the KV of layer {index} cannot be moved to another position by any known rotation"
+                )
             turns.append(turn)
             shapes.append((before.shape[1], before.shape[3]))
         found.append(LayerRotation(turns[0], turns[1], shapes[0], shapes[1]))
@@ -103,4 +105,4 @@ def _check_rows(decoder: PagedDecoder, ids: torch.Tensor, logits: torch.Tensor) 
     found = decoder.logits(RowRequest(ids[:, rows], rows, cache))
     difference = ((found - logits).abs().amax() / logits.abs().amax().clamp_min(1e-6)).item()
     if not difference <= tolerance(decoder.dtype):
-        raise ValueError(f"rows run apart differ from its own forward pass by {difference:.1%}")
+        raise ValueError(f"because rows run apart differ from its own forward pass by {difference:.1%}")

@@ -1,4 +1,4 @@
-"""A vLLM worker's model as kvblend's decoder: rows run over blocks of a request, or over scratch memory, by vLLM's own model."""
+"""A vLLM worker's model as kvblend's decoder: it runs rows over the blocks of a request, or over scratch memory."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class PagedDecoder:
         self._run(RowRequest(token_ids, positions, cache, observe=observe), halt_at=last)
 
     def run_rows(self, request: RowRequest) -> None:
-        """Compute rows into the blocks and buffers of their cache, those of its place alone; nothing of the last layer's output.
+        """Compute rows into the blocks and buffers of their cache, those of its place alone; the last layer gives KV alone.
 
         Rows that a narrowing drops have run as far as its layer. Those that stay run again from the first, to the same KV.
         """

@@ -12,8 +12,8 @@ import torch
 def model_of(layers: Sequence[Any]) -> Any:
     """The module of this process that holds these attention layers and computes logits; a wrapper before what it wraps.
 
-    Once, at start: every object is looked at, before vLLM hides them from the garbage collector. Raises ValueError where there is
-    none.
+    Once, at start: every object is looked at, before vLLM hides them from the garbage collector. Raises ValueError where there
+    is none.
     """
     wanted = set(map(id, layers))
     found = [
@@ -24,5 +24,5 @@ def model_of(layers: Sequence[Any]) -> Any:
         and wanted <= {id(module) for module in one.modules()}
     ]
     if not found:
-        raise ValueError("no model of this process holds the attention layers of its cache")
+        raise ValueError("because no model of this process holds the attention layers of its cache")
     return max(found, key=lambda model: sum(1 for _ in model.modules()))

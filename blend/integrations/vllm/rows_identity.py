@@ -1,7 +1,7 @@
 """Which caches belong to a model that vLLM runs: its own, or those of the same files run by transformers, if shown to be alike.
 
-The same weights need not give the same KV: vLLM may run them quantised, with other kernels, or under another rotation. So caches
-made here are kept apart, unless the store holds a probe of that model, a few tokens' KV that transformers gave, and vLLM gives
+The same weights need not give the same KV: vLLM may run them quantised, with other kernels, or under another rotation. So
+caches made here are kept apart, unless the store holds a probe of that model, a few tokens' KV that transformers gave, and vLLM gives
 the same. `blend.chunks.likeness` writes and compares probes.
 """
 
@@ -27,7 +27,9 @@ def fingerprints(config: Any) -> Fingerprints:
     model = config.model_config
     weights = checkpoint_digest(model.model)
     if weights is None:
-        raise ValueError(f"the weights of {model.model} are not all files of this machine, so its caches cannot be told apart")
+        raise ValueError(
+            f"because the weights of {model.model} are not all files of this machine, so its caches cannot be told apart"
+        )
     text = AutoConfig.from_pretrained(model.model).get_text_config(decoder=True)
     shared = model_fingerprint(text, weights)
     return Fingerprints(shared, xxhash.xxh3_128_hexdigest(f"vllm\n{shared}\n{model.quantization}".encode()))

@@ -12,8 +12,8 @@ import torch
 class Scratch:
     """Stands in for the cache of attention layers while rows run that are not to stay.
 
-    layers: vLLM's attention modules, alike in what they cache. blocks: how many blocks their own cache has. What a layer holds is
-    lost when the next one runs, so earlier rows must be written again for every layer of a pass.
+    layers: vLLM's attention modules, alike in what they cache. blocks: how many blocks their own cache has. What a layer
+    holds is lost when the next one runs, so earlier rows must be written again for every layer of a pass.
     """
 
     def __init__(self, layers: Sequence[Any], blocks: int) -> None:
@@ -45,7 +45,9 @@ def block_dimension(cache: torch.Tensor, blocks: int) -> int:
     """Which dimension of a layer's cache counts its blocks. Raises ValueError where that cannot be told."""
     found = [dimension for dimension, size in enumerate(cache.shape) if size == blocks]
     if len(found) != 1:
-        raise ValueError(f"a cache of shape {tuple(cache.shape)} does not show which dimension counts its {blocks} blocks")
+        raise ValueError(
+            f"because a cache of shape {tuple(cache.shape)} does not show which dimension counts its {blocks} blocks"
+        )
     return found[0]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from blend.types import Part, PromptLayout
@@ -31,7 +31,7 @@ def layout_of(ticket: str, token_ids: Sequence[int]) -> PromptLayout:
         if not all(type(length) is int and length >= 0 for length in lengths) or sum(lengths) > len(ids):
             raise ValueError
         cuts = list(accumulate(lengths))
-        chunks = tuple(ids[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False))
+        chunks = tuple(ids[start:stop] for start, stop in pairwise(cuts))
         parts = {place: Part(tuple(whole), first) for place, whole, first in told.get("parts", ())}
         home = tuple(told["home"]) if "home" in told else None
     except (ValueError, KeyError, TypeError):

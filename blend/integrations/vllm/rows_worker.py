@@ -20,7 +20,7 @@ from blend.integrations.vllm.rows_batch import PromptRows, batch_of
 from blend.model.cache import Halt
 
 See = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Called in every layer before its attention with the layer and the fresh queries, keys and values `[rows, heads, head_dim]`."""
+"""Called before the attention of every layer with its number and the fresh queries, keys, values `[rows, heads, head_dim]`."""
 
 
 class RowModel:
