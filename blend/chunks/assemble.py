@@ -99,9 +99,9 @@ class Assembly:
     empty one to fill; by default the decoder's own. corrections: for each chunk what is to be added to it, or None. watch:
     waiting for the store counts as its stage "load", putting in place as "reposition"; not on a GPU, where both happen beside
     other work.
-    Its cache: keys stand at the prompt's positions; a layer is filled when it is first used, and what of it is not what was written
-    raises `EntryDamagedError` there. Rows of missing chunks and of the suffix are left unwritten. added: what each correction
-    added, filled with the layers.
+    Its cache: keys stand at the prompt's positions; a layer is filled when it is first used, and what of it is not what was
+    written raises `EntryDamagedError` there. Rows of missing chunks and of the suffix are left unwritten. added: what each
+    correction added, filled with the layers.
     """
 
     def __init__(

@@ -211,8 +211,8 @@ class _ToBlocks:
         first, last = (0, layer.length) if place is None else (place.start, min(place.stop, layer.length))
         if layer.is_initialized and first < last:
             span = torch.arange(first, last, device=self.decoder.device)
-            states = (part[:, :, first:last].transpose(1, 2).flatten(0, 1) for part in (layer.keys, layer.values))
-            self._write(index, *states, span)
+            keys, values = (part[:, :, first:last].transpose(1, 2).flatten(0, 1) for part in (layer.keys, layer.values))
+            self._write(index, keys, values, span)
         layer.in_blocks = place is not None
         return layer
 

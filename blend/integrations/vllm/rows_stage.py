@@ -30,8 +30,8 @@ _UNLIMITED = (
 class RecomputedRows:
     """A `Stage`, see the contract. A ticket says where a prompt's segments end, see `rows_ticket`.
 
-    options: "store", a folder; "ratio", "selector", "surrogate", "correction" as in `BlendConfig`; "corpus". Raises `ValueError`,
-    in one line, for a model that cannot be driven over rows.
+    options: "store", a folder; "ratio", "selector", "surrogate", "correction" as in `BlendConfig`; "corpus". Raises
+    `ValueError`, in one line, for a model that cannot be driven over rows.
     """
 
     apart = False

@@ -50,10 +50,16 @@ class RowModel:
         self, positions: torch.Tensor, token_ids: torch.Tensor, prompts: Sequence[PromptRows], see: See
     ) -> torch.Tensor | None:
         """As `run`, with rotary positions of their own, int64 `[rows]`."""
+        with suppress(Halt):
+            return self._forward(positions, token_ids, prompts, see)
+        return None
+
+    def _forward(
+        self, positions: torch.Tensor, token_ids: torch.Tensor, prompts: Sequence[PromptRows], see: See
+    ) -> torch.Tensor:
         site, device = self.site, self.site.device
         common = batch_of(prompts, site.block_size, device)
         with ExitStack() as stack:
-            stack.enter_context(suppress(Halt))
             stack.enter_context(set_current_vllm_config(site.config))
             metadata = self._builder.build(0, common)
             stack.enter_context(
@@ -69,7 +75,6 @@ class RowModel:
             ids = token_ids.to(device=device, dtype=torch.int32)
             hidden: torch.Tensor = self.model(input_ids=ids, positions=positions.to(device))
             return hidden
-        return None
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
