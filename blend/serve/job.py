@@ -81,6 +81,9 @@ class Job:
         if self._reused > len(layout.prefix):
             layout = layout.behind(self._reused)
         self._reason = "asked for" if self.work.full else reason_against(self.blender, layout, config, self._least_gain)
+        if self._reason and self.work.handover is not None:
+            self._decline()
+            return
         self._steps = self.blender.steps(
             layout.all_plain() if self._reason else layout,
             config=config,
@@ -90,6 +93,14 @@ class Job:
             known=self._found.known if self._found is not None else None,
         )
         self._piece = next(self._steps)
+
+    def _decline(self) -> None:
+        """Leave the whole prompt to whoever would have taken it over."""
+        layout = self.work.layout
+        hits = (False,) * sum(chunk is not None for chunk in layout.stored)
+        times = self._waited_s, self.age_s
+        self._on_event(Started(hits, layout.rows, layout.rows, 0, 0, self._reason, {}, *times, ()))
+        self._close(Ended("stop"))
 
     def _find(self) -> Found | None:
         """What is known of the prompt's beginning; None where it is less than the blender has anyway."""
@@ -109,10 +120,8 @@ class Job:
     @property
     def missing(self) -> tuple[Variant, ...]:
         """The caches that the store lacked; of a prompt that was computed in full, all of them may be lacking."""
-        if self.blend is None:
-            return ()
         if self._reason != "cold":
-            return self.blend.missing
+            return self.blend.missing if self.blend is not None else ()
         library = self.blender.library(self.work.layout.kept_behind)
         return tuple(library.missing([chunk for chunk in self.work.layout.stored if chunk is not None]))
 
@@ -143,6 +152,11 @@ class Job:
         self.blend, self._piece = blend, None
         self._sampler = Sampler(blend.decoder, self.work.sampling, blend.layout.token_ids)
         self._prefixes.keep(self.work.tenant, self.work.layout.token_ids[: self._exact], blend.cache)
+        if self.work.handover is not None:
+            self.work.handover(blend)
+            self._on_event(self._started(blend))
+            self._close(Ended("stop"))
+            return
         self._on_event(self._started(blend))
         self._next(blend.logits)
 
