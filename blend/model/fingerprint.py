@@ -32,6 +32,18 @@ def model_fingerprint(config: Any, weights: str) -> str:
     return xxhash.xxh3_128_hexdigest(f"{told}\n{weights}".encode())
 
 
+def files_fingerprint(location: str) -> str | None:
+    """The fingerprint that a model has when it is loaded from these files, without loading it; None where they are not all."""
+    from transformers import AutoConfig
+
+    weights = checkpoint_digest(location)
+    return (
+        model_fingerprint(AutoConfig.from_pretrained(location).get_text_config(decoder=True), weights)
+        if weights
+        else None
+    )
+
+
 def parameters_digest(model: torch.nn.Module) -> str:
     """Of all parameters and buffers as they are now; passes over every byte of them."""
     digest = xxhash.xxh3_128()

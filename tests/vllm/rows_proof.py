@@ -114,17 +114,21 @@ class Proof:
             max_num_seqs=8,
             max_num_batched_tokens=1024,
             kv_transfer_config=KVTransferConfig(
-                kv_connector="RowsConnector",
+                kv_connector="KVBlend",
                 kv_role="kv_consumer",
+                kv_load_failure_policy="recompute",
                 kv_connector_module_path="rows_connector",
-                kv_connector_extra_config={"store": str(folder / "store"), **SETTINGS},
+                kv_connector_extra_config={"stage": "rows", "store": str(folder / "store"), **SETTINGS},
             ),
         )
         self.rows = STAGES[0].blender
 
     def decoded(self, tickets: bool, salt: str) -> list[list[int]]:
         """Greedy tokens of every prompt by vLLM, blended or plain."""
-        extra = [{"kv_transfer_params": {"ticket": ticket_of(layout)}} if tickets else None for layout in self.layouts]
+        extra = [
+            {"kv_transfer_params": {"kvblend": {"ticket": ticket_of(layout)}}} if tickets else None
+            for layout in self.layouts
+        ]
         given = self.llm.generate(
             [
                 TokensPrompt(prompt_token_ids=list(layout.token_ids), cache_salt=f"{salt}{number}")

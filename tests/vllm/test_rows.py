@@ -1,6 +1,6 @@
 """Rows recomputed by vLLM's own model: the same KV, scores and answers as kvblend's decoder gives.
 
-vLLM wants an environment of its own: name its Python in KVBLEND_VLLM_PYTHON. `rows_proof.py` runs there, once for this file.
+`rows_proof.py` runs in a process of its own, once for this file.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-PYTHON = os.environ.get("KVBLEND_VLLM_PYTHON")
 ROOT = Path(__file__).parents[2]
 CLOSE = 1e-4  # relative to the largest entry: other summation orders in float32, nothing else
 
-pytestmark = pytest.mark.skipif(not PYTHON, reason="KVBLEND_VLLM_PYTHON names no Python of an environment with vLLM")
+pytestmark = pytest.mark.inside_vllm
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     paths = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     folder = tmp_path_factory.mktemp("rows")
     done = subprocess.run(
-        [str(PYTHON), str(Path(__file__).with_name("rows_proof.py")), str(folder)],
+        [sys.executable, str(Path(__file__).with_name("rows_proof.py")), str(folder)],
         env={**os.environ, "PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

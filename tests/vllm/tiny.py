@@ -114,5 +114,3 @@ def bench(model: Path) -> Iterator[Bench]:
         server.stop()
         thread.join(10)
         wire.close(place, socket)
-
-

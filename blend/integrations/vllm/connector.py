@@ -24,9 +24,12 @@ from blend.integrations.vllm.loads import Loads
 from blend.integrations.vllm.offers import Offers
 from blend.integrations.vllm.refusals import refuse
 
-STAGES = {"copied": "blend.integrations.vllm.copied:CopiedKV"}
+STAGES = {
+    "copied": "blend.integrations.vllm.copied:CopiedKV",
+    "rows": "blend.integrations.vllm.rows_stage:RecomputedRows",
+}
 """Where each stage is made, by the name that the option "stage" gives."""
-_OPTIONS = {"socket", "stage", "load"}
+_OPTIONS = {"stage", "load"}
 
 
 @dataclass
@@ -141,9 +144,6 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
 
 def _chosen(options: Mapping[str, Any]) -> tuple[MakeStage, bool]:
     """The stage, and whether it runs beside the batch. Raises `ValueError` for options that there are not."""
-    unknown = set(options) - _OPTIONS
-    if unknown:
-        raise ValueError(f"kvblend: unknown option {sorted(unknown)[0]!r}; there are {', '.join(sorted(_OPTIONS))}")
     stage, load = options.get("stage", "copied"), options.get("load")
     if stage not in STAGES:
         raise ValueError(f"kvblend: there is no stage {stage!r}; choose one of {', '.join(STAGES)}")
@@ -151,4 +151,7 @@ def _chosen(options: Mapping[str, Any]) -> tuple[MakeStage, bool]:
         raise ValueError(f"kvblend: load is {load!r}; choose async or sync")
     module, _, name = STAGES[stage].partition(":")
     make = getattr(import_module(module), name)
+    known = _OPTIONS | make.options
+    if unknown := sorted(set(options) - known):
+        raise ValueError(f"kvblend: stage {stage} has no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
     return make, load != "sync" and make.apart

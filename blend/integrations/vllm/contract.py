@@ -69,9 +69,11 @@ class Stage(Protocol):
     """Fills requests' blocks in one worker process.
 
     apart: whether `fill` may run in a thread beside forward passes; otherwise it runs between them, in the engine's own thread.
+    options: which of the connector's options are its own.
     """
 
     apart: bool
+    options: frozenset[str]
 
     def fill(self, load: Load) -> None:
         """Write the KV of the rows of `load` in every layer.

@@ -23,6 +23,7 @@ class CopiedKV:
     """
 
     apart = True
+    options = frozenset({"socket"})
 
     def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
         lacking = [name for name, layer in zip(site.names, site.layers, strict=True) if not _writes(layer)]

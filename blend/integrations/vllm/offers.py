@@ -9,7 +9,7 @@ from typing import Any
 from blend.integrations.vllm.contract import Load
 
 PARAMETER = "kvblend"  # ours in a request's kv_transfer_params
-_TICKET = re.compile(r"[0-9a-f]{32}")
+_TICKET = re.compile(r"[0-9a-f]{32}|\{.*\}")  # a name, or a layout; only our own server lets them through
 
 
 def ticket_of(request: Any) -> str | None:
@@ -43,7 +43,7 @@ class Offers:
         return max(0, int(request.num_prompt_tokens) - 1 - computed)
 
     def allocated(self, request: Any, blocks: Sequence[int], rows: int) -> None:
-        """vLLM has taken up an offer."""
+        """VLLM has taken up an offer."""
         ticket = ticket_of(request)
         if rows <= 0 or ticket is None:
             return

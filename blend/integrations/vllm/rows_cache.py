@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from transformers.cache_utils import Cache
 
 from blend.model.cache import BlendedCache, BlendedLayer
 
@@ -49,6 +48,8 @@ class PagedCache(BlendedCache):
     place: the blocks; None for caches that are computed in scratch memory, of which nothing stays.
     """
 
+    layer = PagedLayer
+
     def __init__(self, layers: int, capacity: int, place: Place | None = None) -> None:
-        Cache.__init__(self, layers=[PagedLayer(capacity) for _ in range(layers)])
+        super().__init__(layers, capacity)
         self.place, self.capacity = place, capacity

@@ -7,12 +7,10 @@ vLLM gives the same. `blend.chunks.likeness` writes and compares probes.
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any, NamedTuple
 
-import xxhash
-from transformers import AutoConfig
-
-from blend.model.fingerprint import checkpoint_digest, model_fingerprint
+from blend.model.fingerprint import files_fingerprint
 
 
 class Fingerprints(NamedTuple):
@@ -25,11 +23,9 @@ class Fingerprints(NamedTuple):
 def fingerprints(config: Any) -> Fingerprints:
     """config: the `VllmConfig`. Raises ValueError, in one line, where the weights are no files of this machine."""
     model = config.model_config
-    weights = checkpoint_digest(model.model)
-    if weights is None:
+    shared = files_fingerprint(model.model)
+    if shared is None:
         raise ValueError(
-            f"because the weights of {model.model} are not all files of this machine, so its caches cannot be told apart"
+            f"because the weights of {model.model} are not all files of this machine, so its caches have no name"
         )
-    text = AutoConfig.from_pretrained(model.model).get_text_config(decoder=True)
-    shared = model_fingerprint(text, weights)
-    return Fingerprints(shared, xxhash.xxh3_128_hexdigest(f"vllm\n{shared}\n{model.quantization}".encode()))
+    return Fingerprints(shared, sha256(f"vllm\n{shared}\n{model.quantization}".encode()).hexdigest()[:32])

@@ -35,6 +35,7 @@ class RecomputedRows:
     """
 
     apart = False
+    options = frozenset({"store", "corpus", *_CONFIG})
 
     def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
         self.blender = row_blender(site, model_of(site.layers), options)
