@@ -1,4 +1,4 @@
-"""kvblend's connector with the stage that recomputes rows, for proofs that look into the worker: it tells where the stage is."""
+"""kvblend's connector with the stage that recomputes rows, for proofs that look into the worker."""
 
 from __future__ import annotations
 

@@ -125,10 +125,8 @@ class Proof:
 
     def decoded(self, tickets: bool, salt: str) -> list[list[int]]:
         """Greedy tokens of every prompt by vLLM, blended or plain."""
-        extra = [
-            {"kv_transfer_params": {"kvblend": {"ticket": ticket_of(layout)}}} if tickets else None
-            for layout in self.layouts
-        ]
+        told = [{"kvblend": {"ticket": ticket_of(layout)}} for layout in self.layouts]
+        extra = [{"kv_transfer_params": one} if tickets else None for one in told]
         given = self.llm.generate(
             [
                 TokensPrompt(prompt_token_ids=list(layout.token_ids), cache_salt=f"{salt}{number}")

@@ -114,3 +114,5 @@ def bench(model: Path) -> Iterator[Bench]:
         server.stop()
         thread.join(10)
         wire.close(place, socket)
+
+

@@ -45,9 +45,7 @@ async def _likeliest(engine: Any, prompt: list[int], ticket: str | None) -> dict
     sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=_TOP, extra_args=more)
     name = secrets.token_hex(8)
     last = None
-    async for output in engine.generate(
-        TokensPrompt(prompt_token_ids=prompt, cache_salt=name), sampling, f"kvblend-{name}"
-    ):
+    async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt, cache_salt=name), sampling, f"kvblend-{name}"):
         last = output
     assert last is not None
     return {token: found.logprob for token, found in last.outputs[0].logprobs[0].items()}

@@ -107,9 +107,11 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
         """Begin the loads of this step."""
         told = self._get_connector_metadata()
         assert isinstance(told, StepLoads)
+        assert self._loads is not None
         for load in told.loads:
-            assert self._loads is not None
             self._loads.start(load)
+        if not told.loads:
+            self._loads.rest()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Nothing is ever sent; requests whose load beside the batch has ended, well or not."""

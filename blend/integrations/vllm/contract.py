@@ -83,6 +83,9 @@ class Stage(Protocol):
         whatever it has written by then is not used.
         """
 
+    def rest(self) -> None:
+        """A step of the engine begins in which nothing is loaded: there is time for what can wait. Not called where `apart`."""
+
     def close(self) -> None:
         """The worker process ends."""
 

@@ -52,6 +52,9 @@ class CopiedKV:
         if device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()
 
+    def rest(self) -> None:
+        """Nothing waits."""
+
     def close(self) -> None:
         """Nothing is kept."""
 

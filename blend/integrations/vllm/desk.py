@@ -159,7 +159,7 @@ class Question:
             self._end({"plain": told["figures"]["reason"], "told": told})
 
     def give_up(self, reason: str) -> None:
-        """VLLM computes it all."""
+        """vLLM computes it all."""
         self._end({"plain": reason, "told": {}})
 
     def _end(self, message: Message) -> None:
@@ -184,12 +184,7 @@ def salt_of(prepared: Prepared, blend: Blend, generation: str) -> str:
     layout, rag = prepared.work.layout, prepared.rag
     told = [
         (layout.prefix, layout.chunks, layout.suffix, sorted(layout.plain), sorted(layout.parts.items()), layout.home),
-        (
-            rag.corpus_config.name,
-            rag.blender.config.plain(),
-            generation,
-            rag.decoder.identity(layout.kept_behind).namespace,
-        ),
+        (rag.corpus_config.name, rag.blender.config.plain(), generation, rag.decoder.identity(layout.kept_behind).namespace),
         (blend.hits, blend.rows_recomputed, blend.notes),
     ]
     return sha256(json.dumps(told).encode()).hexdigest()

@@ -16,20 +16,14 @@ from blend.integrations.vllm.lease import Lease
 from blend.integrations.vllm.local import LocalPrompts
 from blend.integrations.vllm.offers import PARAMETER
 from blend.integrations.vllm.questions import part_of, plain_model, wants_context
+from blend.integrations.vllm.rows_ticket import by_rows, ready_for
 from blend.serve.door.errors import DoorError, Failure, failure_of, refuse, unavailable
 
 _LOG = logging.getLogger("vllm.kvblend")
 _TIMEOUT = "KVBLEND_VLLM_TIMEOUT"
 _CHECK_S = 300.0
 _OTHER_PROMPTS = (
-    *(
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "echo",
-        "prompt_logprobs",
-        "mm_processor_kwargs",
-    ),
+    *("add_generation_prompt", "continue_final_message", "chat_template", "echo", "prompt_logprobs", "mm_processor_kwargs"),
     *("suffix", "prompt_embeds", "truncate_prompt_tokens", "reasoning_effort"),
 )
 """Fields by which vLLM makes another prompt, or needs all of its rows: kvblend has no part in such a request."""
@@ -53,6 +47,7 @@ class Gate:
         self._engine = engine
         self._socket = os.environ.get(wire.VARIABLE, wire.SOCKET)
         self._seconds = _seconds(os.environ.get(_TIMEOUT, "60"))
+        self._rows = by_rows(engine.vllm_config)
         self._local: LocalPrompts | None = None
         self._down = False
         self._checked: dict[str, str] = {}
@@ -68,6 +63,8 @@ class Gate:
             return Rewritten(body)
         part = part_of(body)
         plain = _plain(body) if wanted else body
+        if self._rows:
+            return await self._alone(part, plain, wanted, path)
         try:
             async with asyncio.timeout(self._seconds):
                 found = await self._asked(part, plain, wanted, path)
@@ -113,19 +110,20 @@ class Gate:
         return Rewritten(_blended(plain, ids, message["ready"], path), told, lease)
 
     async def _alone(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
-        """Without the prefill process."""
+        """Without the prefill process: it is away, or vLLM's own model blends."""
         if not wanted:
             return Rewritten(plain)
         if not part.get("documents") and not (part.get("kvblend") or {}).get("documents"):
-            if plain_model(str(part.get("model", ""))) == part.get("model") and not (part.get("kvblend") or {}).get(
-                "retrieve"
-            ):
+            if plain_model(str(part.get("model", ""))) == part.get("model") and not (part.get("kvblend") or {}).get("retrieve"):
                 return Rewritten(plain)
             raise unavailable("the corpus cannot be searched now; the server's log says why")
         try:
-            ids = await asyncio.to_thread(self._prompts().token_ids, part)
+            layout = await asyncio.to_thread(self._prompts().layout, part)
         except Exception as error:
             raise DoorError(failure_of(error)) from error
+        ids = list(layout.token_ids)
+        if self._rows:
+            return Rewritten(_blended(plain, ids, ready_for(layout), path), {"sources": [], "figures": {"method": "rows"}})
         told = {"sources": [], "figures": {"method": "full", "reason": "no prefill process"}}
         return Rewritten(_with_ids(plain, ids, path), told)
 
@@ -184,9 +182,7 @@ def _is_text(message: Any) -> bool:
         return False
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    return all(
-        isinstance(one, dict) and one.get("type") == "text" and isinstance(one.get("text"), str) for one in parts
-    )
+    return all(isinstance(one, dict) and one.get("type") == "text" and isinstance(one.get("text"), str) for one in parts)
 
 
 def _plain(body: Mapping[str, Any]) -> dict[str, Any]:

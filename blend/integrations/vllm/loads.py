@@ -46,6 +46,16 @@ class Loads:
         else:
             self._do(load)
 
+    def rest(self) -> None:
+        """A step without loads begins."""
+        if self._apart:
+            return
+        try:
+            with torch.inference_mode():
+                self._stage.rest()
+        except Exception:  # no request waits for it
+            _LOG.warning("kvblend: what was put off could not be done", exc_info=True)
+
     def done(self) -> Done:
         """What has ended since the last call."""
         with self._lock:

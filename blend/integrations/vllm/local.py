@@ -10,6 +10,7 @@ from blend.serve.door.hall import DoorLimits
 
 if TYPE_CHECKING:
     from blend.serve.room import Room
+    from blend.types import PromptLayout
 
 
 class _Reader(NamedTuple):
@@ -26,15 +27,15 @@ class LocalPrompts:
         self._tokenizer = tokenizer
         self._room: Room | None = None
 
-    def token_ids(self, part: Mapping[str, Any]) -> list[int]:
-        """Of a prompt with its documents; `part`: see `questions.part_of`.
+    def layout(self, part: Mapping[str, Any]) -> PromptLayout:
+        """A prompt with its documents; `part`: see `questions.part_of`.
 
         Raises `DoorError` or `BlendError` for what cannot be put into a prompt.
         """
         from blend.serve.service import put
 
         layout, _ = put(self._made(), asked(part, (), DoorLimits()))
-        return list(layout.token_ids)
+        return layout
 
     def _made(self) -> Room:
         if self._room is None:

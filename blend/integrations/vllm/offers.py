@@ -43,7 +43,7 @@ class Offers:
         return max(0, int(request.num_prompt_tokens) - 1 - computed)
 
     def allocated(self, request: Any, blocks: Sequence[int], rows: int) -> None:
-        """VLLM has taken up an offer."""
+        """vLLM has taken up an offer."""
         ticket = ticket_of(request)
         if rows <= 0 or ticket is None:
             return

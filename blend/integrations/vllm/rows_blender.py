@@ -60,9 +60,9 @@ class RowBlender:
 
     def compute(self, layout: PromptLayout, place: Place) -> None:
         """Compute the rows of `place`, with nothing from the store, over what the blocks hold before them."""
-        rows = torch.arange(place.start, place.stop)
+        rows = torch.arange(place.start, place.stop, device=self.decoder.device)
         if rows.shape[0]:
-            ids = torch.tensor([layout.token_ids])[:, rows]
+            ids = torch.tensor([layout.token_ids], device=self.decoder.device)[:, rows]
             self.decoder.run_rows(RowRequest(ids, rows, self.decoder.cache_in(place, layout.rows)))
 
     def rest(self) -> bool:

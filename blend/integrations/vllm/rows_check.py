@@ -56,7 +56,7 @@ def admitted(site: Site, model: Any, facts: Facts) -> PagedDecoder:
     blocks = int(site.config.cache_config.num_gpu_blocks)
     block_dimension(site.layers[0].kv_cache, blocks)
     scratch = Scratch(site.layers, blocks)
-    ids = probe_ids(facts.vocabulary)
+    ids = probe_ids(facts.vocabulary).to(site.device)
     here, logits = _whole(rows, scratch, ids, 0)
     there, _ = _whole(rows, scratch, ids, PROBE_DELTA)
     rotations = _rotations(rows, here, there, tolerance(site.config.model_config.dtype))
@@ -67,7 +67,7 @@ def admitted(site: Site, model: Any, facts: Facts) -> PagedDecoder:
 
 def _whole(model: RowModel, scratch: Scratch, ids: torch.Tensor, start: int) -> tuple[list[KV], torch.Tensor]:
     """A prompt as one sequence, as vLLM runs it: KV of its layers at positions `start...`, logits of its last row."""
-    rows, found = torch.arange(ids.shape[1]), list[KV]()
+    rows, found = torch.arange(ids.shape[1], device=ids.device), list[KV]()
     blocks = range(-(-ids.shape[1] // model.site.block_size))
 
     def see(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ def _rotations(model: RowModel, here: list[KV], there: list[KV], most: float) ->
 def _check_rows(decoder: PagedDecoder, ids: torch.Tensor, logits: torch.Tensor) -> None:
     """Scattered rows over the exact KV, in scratch memory, against the logits of the same tokens as one sequence."""
     total = ids.shape[1]
-    rows = torch.tensor([1, 2, total // 2, total - 1])
+    rows = torch.tensor([1, 2, total // 2, total - 1], device=ids.device)
     cache = decoder.new_cache(total)
     decoder.encode_rows(ids, 0, cache)
     found = decoder.logits(RowRequest(ids[:, rows], rows, cache))

@@ -94,7 +94,9 @@ class PagedDecoder:
 
     def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
         """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
-        self.run_rows(RowRequest(token_ids, torch.arange(start, start + token_ids.shape[1]), cache))
+        self.run_rows(
+            RowRequest(token_ids, torch.arange(start, start + token_ids.shape[1], device=token_ids.device), cache)
+        )
 
     def watch_attention(
         self,

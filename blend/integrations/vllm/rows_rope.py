@@ -12,7 +12,7 @@ def frequencies(model: torch.nn.Module) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for name, table in model.named_buffers():
         if name.endswith("cos_sin_cache") and table.ndim == 2 and table.shape[0] > 1:
-            mine = from_table(table)
+            mine = from_table(table).to(table.device)
             if not any(mine.shape == other.shape and torch.equal(mine, other) for other in found):
                 found.append(mine)
     return found

@@ -52,6 +52,10 @@ class RecomputedRows:
         except (BlendError, ValueError) as error:
             raise LoadFailedError(str(error)) from error
 
+    def rest(self) -> None:
+        """One of the caches that earlier prompts lacked is computed, and stored for the next."""
+        self.blender.rest()
+
     def close(self) -> None:
         """Nothing is held but memory."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from hashlib import sha256
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,6 +21,18 @@ def ticket_of(layout: PromptLayout) -> str:
     if layout.home is not None:
         told["home"] = layout.home
     return json.dumps(told, separators=(",", ":"))
+
+
+def ready_for(layout: PromptLayout) -> dict[str, str]:
+    """What a request for this prompt carries. salt: of vLLM's prefix cache, so that only the same blend shares its blocks."""
+    ticket = ticket_of(layout)
+    return {"ticket": ticket, "salt": sha256(f"rows {ticket} {layout.token_ids}".encode()).hexdigest()}
+
+
+def by_rows(config: Any) -> bool:
+    """Whether a vLLM that is configured so (`VllmConfig`) blends prompts with its own model."""
+    transfer = config.kv_transfer_config
+    return transfer is not None and (transfer.kv_connector_extra_config or {}).get("stage") == "rows"
 
 
 def layout_of(ticket: str, token_ids: Sequence[int]) -> PromptLayout:
