@@ -123,14 +123,15 @@ class Proof:
         )
         self.rows = STAGES[0].blender
 
-    def decoded(self, tickets: bool, salt: str) -> list[list[int]]:
-        """Greedy tokens of every prompt by vLLM, blended or plain."""
-        told = [{"kvblend": {"ticket": ticket_of(layout)}} for layout in self.layouts]
+    def decoded(self, tickets: bool, salt: str, some: list[PromptLayout] | None = None) -> list[list[int]]:
+        """Greedy tokens of every prompt, or of some, by vLLM, blended or plain."""
+        layouts = some or self.layouts
+        told = [{"kvblend": {"ticket": ticket_of(layout)}} for layout in layouts]
         extra = [{"kv_transfer_params": one} if tickets else None for one in told]
         given = self.llm.generate(
             [
                 TokensPrompt(prompt_token_ids=list(layout.token_ids), cache_salt=f"{salt}{number}")
-                for number, layout in enumerate(self.layouts)
+                for number, layout in enumerate(layouts)
             ],
             [
                 SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, detokenize=False, extra_args=one)
@@ -214,6 +215,16 @@ class Proof:
             "then": self._apart(mine, again.cache),
         }
 
+    def learnt(self) -> dict[str, Any]:
+        """A prompt of unknown chunks through the engine alone: what it lacks is stored in the steps that decode its answer."""
+        layout = prompt(401)
+        self.configured()
+        library = self.blender.library(layout.prefix)
+        before = len(library.missing(layout.chunks))
+        full = greedy(self.decoder, self.blender.prefill(layout, config=BlendConfig(ratio=1.0)))
+        answer = self.decoded(True, "learnt", [layout])[0]
+        return {"before": before, "after": len(library.missing(layout.chunks)), "full": answer == full}
+
     def damaged(self, folder: Path) -> dict[str, Any]:
         """A prompt of which one entry is not what was written."""
         layout = self.layouts[3]
@@ -261,6 +272,7 @@ def main() -> None:
         "in context": proof.in_context(),
         "encoded": proof.encoded(),
         "unknown": proof.unknown(),
+        "learnt": proof.learnt(),
         "damaged": proof.damaged(folder),
         "blended differs": [a != b for a, b in zip(proof.decoded(True, "e"), plain, strict=True)],
     }

@@ -85,6 +85,12 @@ def test_what_the_store_lacks_is_computed_at_once_and_kept_later(proof: dict[str
     assert found["then"] < CLOSE
 
 
+def test_the_engine_stores_in_later_steps_what_a_prompt_lacked(proof: dict[str, Any]) -> None:
+    assert proof["learnt"]["before"] >= 3
+    assert proof["learnt"]["after"] == 0
+    assert proof["learnt"]["full"]
+
+
 def test_a_damaged_entry_is_told_and_computed(proof: dict[str, Any]) -> None:
     assert proof["damaged"]["told"] == 1
     assert proof["damaged"]["kv"] < CLOSE
