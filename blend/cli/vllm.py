@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -13,11 +14,12 @@ from blend.cli.values import NAME, number
 from blend.errors import ConfigError
 from blend.serve.budgets import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 
+F = TypeVar("F", bound=Callable[..., Any])
 _EXTRA = ("starlette", "pydantic")
 _SOCKET = "@kvblend"
 
 
-def _gigabytes(name: str, words: str, default: int) -> Any:
+def _gigabytes(name: str, words: str, default: int) -> Callable[[F], F]:
     flag = f"--{name.replace('_', '-')}"
     return number(flag, name, words, default=default / 1e9, show_default=True, metavar="GB")
 

@@ -104,9 +104,7 @@ class ChatTemplate:
             return "\n\n".join([(self._tokenizer.bos_token or "") + lines[0], *lines[1:], "Assistant:"])
         try:
             return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, **arguments
-                )
+                self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
             )
         except Exception as error:  # whatever the template's author raises
             why = (str(error).strip() or type(error).__name__).splitlines()[0]

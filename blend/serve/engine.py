@@ -65,8 +65,8 @@ class Work:
     corpus: of the tenant, whose chunks these are. full: nothing is to be blended. remember: whether what the store lacks for it
     may be computed and stored afterwards. priority: smaller ones first. deadline_s: seconds from its arrival in which the first
     token must come. trace: whether `Started` is to tell row by row what was done. handover: takes the blended prompt, in the
-    engine's thread, if somebody else is to go on with it: then nothing is decoded, and where `Started` gives a reason to compute
-    the prompt in full, nothing is computed either.
+    engine's thread, if somebody else is to go on with it: then nothing is decoded, and where `Started` gives a reason to
+    compute the prompt in full, nothing is computed either.
     """
 
     layout: PromptLayout

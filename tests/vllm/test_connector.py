@@ -1,4 +1,4 @@
-"""The connector inside vLLM: greedy tokens over blended KV are those of kvblend's own decoding, whatever vLLM does meanwhile."""
+"""The connector inside vLLM: greedy tokens over blended KV are those of kvblend's own decoding, whatever else happens."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class Engine:
         """Greedy answers to prompts together, each with its kv_transfer_params and its cache salt."""
         return [list(output.outputs[0].token_ids) for output in self.outputs(asked, count)]
 
-    def outputs(self, asked: Sequence[tuple[PromptLayout, Any, str | None]], count: int = COUNT, **sampling: Any) -> list[Any]:
+    def outputs(
+        self, asked: Sequence[tuple[PromptLayout, Any, str | None]], count: int = COUNT, **sampling: Any
+    ) -> list[Any]:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
@@ -187,7 +189,9 @@ def test_log_probabilities_of_the_prompt_are_vllms_own(held: Bench, engine: Engi
     assert len(output.prompt_logprobs) == layout.rows
 
 
-@pytest.mark.parametrize("nonsense", [{"kvblend": "/etc/passwd"}, {"kvblend": {"ticket": "../x"}}, {"kvblend": None}, {}])
+@pytest.mark.parametrize(
+    "nonsense", [{"kvblend": "/etc/passwd"}, {"kvblend": {"ticket": "../x"}}, {"kvblend": None}, {}]
+)
 def test_parameters_that_are_no_tickets(held: Bench, engine: Engine, nonsense: Any) -> None:
     layout = held.layout(140, 7)
     assert engine.tokens([(layout, nonsense, salt())]) == [held.full(layout, COUNT)]

@@ -1,4 +1,4 @@
-"""A tiny random model whose answers depend on every row, blended prompts of given lengths, and a shelf that vLLM can fetch from."""
+"""A tiny random model whose answers depend on every row, blended prompts of given lengths, and a shelf for vLLM."""
 
 from __future__ import annotations
 
@@ -114,5 +114,3 @@ def bench(model: Path) -> Iterator[Bench]:
         server.stop()
         thread.join(10)
         wire.close(place, socket)
-
-

@@ -1,7 +1,7 @@
 """Whether KV of the prefill process means to vLLM's model what its own means: a few log-probabilities, compared once a model.
 
-Three answers to each of a few random prompts: by vLLM's own prefill, over exact KV from the prefill process, and over KV that is
-wrong. The second must be much nearer to the first than the third is; if it is not, rotary layouts, weights or templates differ.
+Three answers to each of a few random prompts: by vLLM's own prefill, over exact KV from the prefill process, and over KV that
+is wrong. The second must be much nearer to the first than the third is; if it is not, rotary layouts or weights differ.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ async def _likeliest(engine: Any, prompt: list[int], ticket: str | None) -> dict
     sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=_TOP, extra_args=more)
     name = secrets.token_hex(8)
     last = None
-    async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt, cache_salt=name), sampling, f"kvblend-{name}"):
+    async for output in engine.generate(
+        TokensPrompt(prompt_token_ids=prompt, cache_salt=name), sampling, f"kvblend-{name}"
+    ):
         last = output
     assert last is not None
     return {token: found.logprob for token, found in last.outputs[0].logprobs[0].items()}

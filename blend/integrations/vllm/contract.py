@@ -1,7 +1,7 @@
 """What fills a request's cache blocks with blended KV: the contract between vLLM's side of a load and a stage of ours.
 
-The connector finds out which rows vLLM leaves to it, and tells the scheduler how a load ended; a `Stage` does the load. The first
-copies KV that the prefill process computed (`blend.integrations.vllm.copied`); others may compute it on the spot.
+The connector finds out which rows vLLM leaves to it, and tells the scheduler how a load ended; a `Stage` does the load. The
+first copies KV that the prefill process computed (`blend.integrations.vllm.copied`); others may compute it on the spot.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 class Load(NamedTuple):
     """Rows of one request's prompt whose KV is left to kvblend.
 
-    request: vLLM's id of it. ticket: names what the prefill process holds for it. token_ids: of the whole prompt. blocks: ids of
-    the cache blocks that its rows lie in, in order, as many as the prompt needs or more. start, stop: rows `start` to
+    request: vLLM's id of it. ticket: names what the prefill process holds for it. token_ids: of the whole prompt. blocks: ids
+    of the cache blocks that its rows lie in, in order, as many as the prompt needs or more. start, stop: rows `start` to
     `stop - 1` are to be written; those before are in vLLM's cache already, and those behind are computed by vLLM.
     """
 
@@ -37,8 +37,8 @@ class LoadFailedError(Exception):
 class Site:
     """What a stage works on in one worker process of vLLM.
 
-    config: the `VllmConfig`. names: of the attention layers, in the order of the decoder's layers. layers: their modules, out of
-    the compilation config's static forward context. block_size: rows of a cache block.
+    config: the `VllmConfig`. names: of the attention layers, in the order of the decoder's layers. layers: their modules, out
+    of the compilation config's static forward context. block_size: rows of a cache block.
     """
 
     config: Any

@@ -47,8 +47,8 @@ class CopiedKV:
         slots = self._site.slots(load, torch.arange(load.start, load.stop, device=device))
         for index, (keys, values) in enumerate(told.views(memory)):
             mine = self._heads(index, keys.shape[1])
-            fresh = (part[load.start : load.stop, mine].to(device, self._dtype) for part in (keys, values))
-            self._site.write(index, *(part.contiguous() for part in fresh), slots)
+            fresh = [part[load.start : load.stop, mine].to(device, self._dtype).contiguous() for part in (keys, values)]
+            self._site.write(index, fresh[0], fresh[1], slots)
         if device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()
 
@@ -85,7 +85,7 @@ class CopiedKV:
                 )
 
     def _heads(self, index: int, heads: int) -> slice:
-        """This process's share of a layer's KV heads; where there are fewer heads than processes, several have the same."""
+        """The share of a layer's KV heads that this process has; several have the same one where heads are few."""
         first = self._rank * heads // self._processes
         return slice(first, first + self._site.layers[index].num_kv_heads)
 

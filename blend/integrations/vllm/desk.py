@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,17 +14,17 @@ import torch
 from blend.integrations.vllm.questions import asked
 from blend.integrations.vllm.shelf import NoRoomError, Shelf
 from blend.integrations.vllm.wire import Message
-from blend.serve.ask import Closed, Delta, Opened, Refused, Reply
+from blend.serve.ask import Closed, Opened, Refused, Reply
 from blend.serve.door.answers import own
 from blend.serve.door.errors import failure_of
 from blend.serve.door.hall import DoorLimits
+from blend.serve.door.log import log_error
 from blend.serve.engine import Handle, QueueFullError, Sampling
 
 if TYPE_CHECKING:
     from blend.blender import Blend
     from blend.serve.service import Prepared, Service
 
-_LOG = logging.getLogger("kvblend.serve.vllm")
 CHECKED_ROWS = (33, 150, 190)  # of the prompts by which a model is compared with vLLM's
 
 Tell = Callable[[Message], None]
@@ -52,7 +51,7 @@ class Desk:
         except Exception as error:
             failure = failure_of(error)
             if failure.status >= 500:
-                _LOG.exception("a question could not be put into a prompt")
+                log_error(error, "")
             tell({"error": [failure.status, failure.message, failure.code, failure.param]})
             return question
         if not prepared.cited:
@@ -78,8 +77,8 @@ class Desk:
             question.follow(self.service.take(prepared._replace(work=work), question.on_reply))
         except QueueFullError:
             question.give_up("busy")
-        except Exception:
-            _LOG.exception("a prompt could not be taken in")
+        except Exception as error:
+            log_error(error, "")
             question.give_up("failed")
 
     def check(self, number: int) -> Message:
@@ -122,13 +121,10 @@ class Question:
 
     def hold(self, blend: Blend, salt: str) -> None:
         """The blended prompt is there: hold its KV unless nobody waits for it. In the engine's thread."""
-        if self._released:
-            return
         try:
             ticket = self._shelf.put(blend.cache, blend.layout.token_ids)
-        except NoRoomError as error:
-            _LOG.info("%s", error)
-            return
+        except NoRoomError:
+            return  # vLLM prefills; `_close` says why
         with self._lock:
             if not self._released:
                 self._ticket, self._salt = ticket, salt
@@ -140,12 +136,10 @@ class Question:
         if isinstance(reply, Opened):
             self._opened = reply
         elif isinstance(reply, Refused):
-            _LOG.error("a prompt could not be blended", exc_info=reply.error)
+            log_error(reply.error, "")
             self.give_up("failed")
         elif isinstance(reply, Closed):
             self._close(reply)
-        else:
-            assert isinstance(reply, Delta)
 
     def _close(self, reply: Closed) -> None:
         if self._opened is None:
@@ -159,7 +153,7 @@ class Question:
             self._end({"plain": told["figures"]["reason"], "told": told})
 
     def give_up(self, reason: str) -> None:
-        """vLLM computes it all."""
+        """VLLM computes it all."""
         self._end({"plain": reason, "told": {}})
 
     def _end(self, message: Message) -> None:
@@ -184,7 +178,12 @@ def salt_of(prepared: Prepared, blend: Blend, generation: str) -> str:
     layout, rag = prepared.work.layout, prepared.rag
     told = [
         (layout.prefix, layout.chunks, layout.suffix, sorted(layout.plain), sorted(layout.parts.items()), layout.home),
-        (rag.corpus_config.name, rag.blender.config.plain(), generation, rag.decoder.identity(layout.kept_behind).namespace),
+        (
+            rag.corpus_config.name,
+            rag.blender.config.plain(),
+            generation,
+            rag.decoder.identity(layout.kept_behind).namespace,
+        ),
         (blend.hits, blend.rows_recomputed, blend.notes),
     ]
     return sha256(json.dumps(told).encode()).hexdigest()

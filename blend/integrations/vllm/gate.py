@@ -23,7 +23,14 @@ _LOG = logging.getLogger("vllm.kvblend")
 _TIMEOUT = "KVBLEND_VLLM_TIMEOUT"
 _CHECK_S = 300.0
 _OTHER_PROMPTS = (
-    *("add_generation_prompt", "continue_final_message", "chat_template", "echo", "prompt_logprobs", "mm_processor_kwargs"),
+    *(
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "echo",
+        "prompt_logprobs",
+        "mm_processor_kwargs",
+    ),
     *("suffix", "prompt_embeds", "truncate_prompt_tokens", "reasoning_effort"),
 )
 """Fields by which vLLM makes another prompt, or needs all of its rows: kvblend has no part in such a request."""
@@ -114,7 +121,9 @@ class Gate:
         if not wanted:
             return Rewritten(plain)
         if not part.get("documents") and not (part.get("kvblend") or {}).get("documents"):
-            if plain_model(str(part.get("model", ""))) == part.get("model") and not (part.get("kvblend") or {}).get("retrieve"):
+            if plain_model(str(part.get("model", ""))) == part.get("model") and not (part.get("kvblend") or {}).get(
+                "retrieve"
+            ):
                 return Rewritten(plain)
             raise unavailable("the corpus cannot be searched now; the server's log says why")
         try:
@@ -182,7 +191,9 @@ def _is_text(message: Any) -> bool:
         return False
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    return all(isinstance(one, dict) and one.get("type") == "text" and isinstance(one.get("text"), str) for one in parts)
+    return all(
+        isinstance(one, dict) and one.get("type") == "text" and isinstance(one.get("text"), str) for one in parts
+    )
 
 
 def _plain(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Prompts without the prefill process: the same token ids for documents, by vLLM's own tokenizer, when there is nobody to blend."""
+"""Prompts when there is nobody to blend them: documents become the same token ids, by vLLM's own tokenizer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """For vLLM's own server: `--middleware blend.integrations.vllm.middleware.KVBlend`.
 
-Its authentication, streams, tools and metrics stay vLLM's: a request's body is rewritten when vLLM reads it, which it does after
-the key was checked, and what vLLM answers goes out as it is, with `kvblend` beside it where something was blended.
+Its authentication, streams, tools and metrics stay vLLM's: a request's body is rewritten when vLLM reads it, which it does
+after the key was checked, and what vLLM answers goes out as it is, with `kvblend` beside it where something was blended.
 """
 
 from __future__ import annotations

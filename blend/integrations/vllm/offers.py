@@ -15,8 +15,8 @@ _TICKET = re.compile(r"[0-9a-f]{32}|\{.*\}")  # a name, or a layout; only our ow
 def ticket_of(request: Any) -> str | None:
     """The ticket that a request carries, or None where blended KV must not be used for it.
 
-    A request without a cache salt would leave blended blocks to others in the prefix cache. Log-probabilities of the prompt need
-    all of its rows' outputs.
+    A request without a cache salt would leave blended blocks to others in the prefix cache. Log-probabilities of the prompt
+    need all of its rows' outputs.
     """
     given = (request.kv_transfer_params or {}).get(PARAMETER)
     ticket = given.get("ticket") if isinstance(given, dict) else None
@@ -43,7 +43,7 @@ class Offers:
         return max(0, int(request.num_prompt_tokens) - 1 - computed)
 
     def allocated(self, request: Any, blocks: Sequence[int], rows: int) -> None:
-        """vLLM has taken up an offer."""
+        """VLLM has taken up an offer."""
         ticket = ticket_of(request)
         if rows <= 0 or ticket is None:
             return

@@ -6,7 +6,6 @@ comes about. So nothing is kept for a server that was killed, and who hangs up i
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import socket
@@ -15,8 +14,8 @@ import threading
 from blend.integrations.vllm import wire
 from blend.integrations.vllm.desk import CHECKED_ROWS, Desk
 from blend.integrations.vllm.shelf import Shelf
+from blend.serve.door.log import log_error
 
-_LOG = logging.getLogger("kvblend.serve.vllm")
 _LOOK_S = 0.05  # how often it is looked whether who waits is still there
 _SLOW_S = 10.0  # for a message to be read or taken
 MOST_CONNECTIONS = 1024
@@ -56,8 +55,8 @@ class PrefillServer:
                 self._answer(sock, wire.receive(sock)[0])
         except wire.WireError:  # the other end has gone, which is its way to say that it needs nothing more
             pass
-        except Exception:
-            _LOG.exception("a connection failed")
+        except Exception as error:  # of one connection; the others go on
+            log_error(error, "")
         finally:
             self._room.release()
 

@@ -36,8 +36,8 @@ def asked(part: Mapping[str, Any], corpora: tuple[str, ...], limits: DoorLimits)
     values = dict(part)
     template = values.pop("template", {})
     model = str(values.get("model", ""))
-    kind = CompletionBody if "prompt" in values else ChatBody
-    body = read_body(json.dumps(values).encode(), kind, limits)
+    raw = json.dumps(values).encode()
+    body = read_body(raw, CompletionBody, limits) if "prompt" in values else read_body(raw, ChatBody, limits)
     ask = ask_of(body, Offered(plain_model(model) or model, "", corpora), limits)
     return replace(ask, template=template)
 

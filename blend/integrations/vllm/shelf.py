@@ -1,7 +1,7 @@
 """KV of prompts that is held for vLLM, in shared memory without a name.
 
-Each piece is a memory file (`memfd_create`) whose descriptor is handed to vLLM's workers: when the last process that has it ends,
-in whatever way, the memory is free again, and no file of it was ever there.
+Each piece is a memory file (`memfd_create`) whose descriptor is handed to vLLM's workers: when the last process that has it
+ends, in whatever way, the memory is free again, and no file of it was ever there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Messages between vLLM's processes and the one that blends: JSON with its length in front, over a Unix socket of this machine.
 
-A name such as "@kvblend" is a socket in Linux's abstract namespace: nothing is left of it when its process has ended, however. Any
-other name is the path of a file. Both ends talk to processes of their own user or root's alone.
+A name such as "@kvblend" is a socket in Linux's abstract namespace: nothing is left of it when its process has ended, however.
+Any other name is the path of a file. Both ends talk to processes of their own user or root's alone.
 """
 
 from __future__ import annotations
