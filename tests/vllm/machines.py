@@ -85,13 +85,14 @@ class Machines:
         self.prefill.ready("Ready at")
         return self.prefill
 
-    def start_server(self, **variables: str) -> Process:
+    def start_server(self, options: dict[str, Any] | None = None, **variables: str) -> Process:
+        """options: of the connector; by default the prefill process's socket."""
         connector = {
             "kv_connector": "KVBlend",
             "kv_connector_module_path": "blend.integrations.vllm.connector",
             "kv_role": "kv_consumer",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"socket": self.socket},
+            "kv_connector_extra_config": options or {"socket": self.socket},
         }
         port = self.url.rpartition(":")[2]
         self.server = Process(

@@ -19,6 +19,11 @@ class Fingerprints(NamedTuple):
     shared: str
     own: str
 
+    @classmethod
+    def of(cls, shared: str, quantization: str | None) -> Fingerprints:
+        """quantization: that vLLM applies, by its name for it."""
+        return cls(shared, sha256(f"vllm\n{shared}\n{quantization}".encode()).hexdigest()[:32])
+
 
 def fingerprints(config: Any) -> Fingerprints:
     """config: the `VllmConfig`. Raises ValueError, in one line, where the weights are no files of this machine."""
@@ -28,4 +33,4 @@ def fingerprints(config: Any) -> Fingerprints:
         raise ValueError(
             f"because the weights of {model.model} are not all files of this machine, so its caches have no name"
         )
-    return Fingerprints(shared, sha256(f"vllm\n{shared}\n{model.quantization}".encode()).hexdigest()[:32])
+    return Fingerprints.of(shared, model.quantization)
