@@ -132,3 +132,14 @@ def test_a_folder_is_needed(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="needs the option store"):
         row_blender(None, None, {})  # type: ignore[arg-type]  # refused before anything is looked at
+
+
+def test_a_stage_has_options_of_its_own() -> None:
+    from blend.integrations.vllm.connector import _chosen
+
+    make, apart = _chosen({"stage": "rows", "store": "kv", "ratio": 0.2})
+    assert (make.__name__, apart) == ("RecomputedRows", False)
+    with pytest.raises(ValueError, match="stage rows has no option 'socket'"):
+        _chosen({"stage": "rows", "socket": "@x"})
+    with pytest.raises(ValueError, match="stage copied has no option 'store'"):
+        _chosen({"store": "kv"})
