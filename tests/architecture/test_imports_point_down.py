@@ -129,6 +129,11 @@ def test_a_library_is_imported_only_through_its_doors(library: str) -> None:
     assert found <= DOORS[library]
 
 
+def test_other_engines_are_entered_by_the_command_line_alone() -> None:
+    inside = {e.module for e in imports() if e.target.startswith("blend.integrations") and not e.typing_only}
+    assert {module for module in inside if not module.startswith("blend.integrations")} == {"blend.cli.vllm"}
+
+
 def _outside(package: str) -> set[str]:
     """Libraries and packages of ours that a package imports, the standard library apart."""
     tops = {

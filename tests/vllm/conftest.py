@@ -12,6 +12,7 @@ os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_NO_USAGE_STATS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
 )

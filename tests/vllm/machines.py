@@ -29,7 +29,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def until(happened: Callable[[], Any], seconds: float = 600) -> Any:
+def until(happened: Callable[[], Any], seconds: float = 1500) -> Any:
     """Wait for it. Patient: the machine may be busy with other things."""
     deadline = time.monotonic() + seconds
     while not (found := happened()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ class Engine:
     """An offline vLLM with the connector."""
 
     def __init__(self, model: Path, socket: str, options: dict[str, Any], more: dict[str, Any]) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # everything in this process, which is quicker to start
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -84,8 +86,11 @@ class Engine:
         return list(self._llm.generate(prompts, parameters, use_tqdm=False))
 
     def close(self) -> None:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
+        cleanup_dist_env_and_memory()
 
 
 Start = Callable[..., Engine]
@@ -134,6 +139,10 @@ def test_around_block_boundaries_beside_the_batch(held: Bench, engine: Engine) -
 def test_around_block_boundaries_before_the_batch(
     held: Bench, model: Path, runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from vllm.triton_utils import HAS_TRITON
+
+    if runner == "1" and not HAS_TRITON:
+        pytest.skip("vLLM's second model runner needs Triton for this kind of device, which is not here")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     with started(model, held.socket, load="sync") as engine:
         check_all_lengths(held, engine)
@@ -143,9 +152,9 @@ def test_around_block_boundaries_before_the_batch(
 def test_too_few_blocks(held: Bench, model: Path) -> None:
     """Requests are preempted and their KV is asked for again."""
     blends = [held.blended(held.layout(rows, rows), 0.15) for rows in (300, 410, 517)]
-    count = 200
+    count = 120
     expected = [held.greedy(one, count) for one in blends]
-    with started(model, held.socket, num_gpu_blocks_override=14, disable_log_stats=False) as engine:
+    with started(model, held.socket, num_gpu_blocks_override=12, disable_log_stats=False) as engine:
         outputs = engine.outputs([(one.layout, held.hold(one), salt()) for one in blends * 2], count)
         preempted = [one for one in engine._llm.get_metrics() if one.name == "vllm:num_preemptions"]
     assert sum(one.value for one in preempted) > 0

@@ -83,7 +83,7 @@ def keys_of(cache: BlendedCache) -> torch.Tensor:
 
 
 def test_no_more_is_held_than_may_be() -> None:
-    shelf = Shelf(1500)
+    shelf = Shelf(1000)
     shelf.put(cache_of(5), IDS)
     with pytest.raises(NoRoomError):
         shelf.put(cache_of(5), IDS)
