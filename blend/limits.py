@@ -100,6 +100,7 @@ NUMBERS = {
     "most_waiting": Limits(1, 100_000),
     "kv_budget": Limits(1e-6, 1e6, whole=False),
     "prefix_budget": Limits(1e-6, 1e6, whole=False, zero=True),
+    "held_budget": Limits(1e-6, 1e6, whole=False),
     "memory_budget": Limits(1e-6, 1e6, whole=False, zero=True),
     "learn_budget": Limits(1e-6, 1e6, whole=False),
     "body_limit": Limits(1e-3, 100_000, whole=False),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blend.chunks.deciding import remove_spare
+from blend.chunks.likeness import leave_probe
 from blend.chunks.work import close
 from blend.config import CorpusConfig
 from blend.indexing import Corpus, plan, prepare
@@ -93,6 +94,7 @@ def precompute(
     library, wanted, missing, update = prepare(change, quick=quick, progress=progress)
     begin = time.perf_counter()
     tokens = library.compute(missing, progress)
+    leave_probe(store, decoder)
     seconds = time.perf_counter() - begin
     note_rate(library, tokens, seconds)
     remove_spare(library, change.ids, change.keep)

@@ -19,7 +19,7 @@ from blend.types import PromptLayout, Selection
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
-    from blend.model.decoder import Decoder
+    from blend.model.row_decoder import RowDecoder
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def make_plan(
 
 
 def recompute(
-    decoder: Decoder, cache: BlendedCache, plan: Plan, *, watch: Stopwatch, most_rows: int | None = None
+    decoder: RowDecoder, cache: BlendedCache, plan: Plan, *, watch: Stopwatch, most_rows: int | None = None
 ) -> Steps[tuple[torch.Tensor, Selection]]:
     """Fill `cache` with fresh KV of the selected rows; next-token logits `[1, vocab]` and the selection made.
 
@@ -121,7 +121,7 @@ def _pieces(rows: torch.Tensor, most: int | None) -> Sequence[torch.Tensor]:
 
 
 def _asked(
-    decoder: Decoder, cache: BlendedCache, plan: Plan, score: QueryScore, most_rows: int | None
+    decoder: RowDecoder, cache: BlendedCache, plan: Plan, score: QueryScore, most_rows: int | None
 ) -> Steps[torch.Tensor]:
     """The question's attention, as `query_attention` gives it; in pieces its rows are run beside other prompts' rows too.
 

@@ -13,7 +13,7 @@ import torch
 from blend.chunks.correction import Added, KVCorrection, position_features
 from blend.chunks.loader import LayerLoader, LayerSource, StagedChunk, StagedLayer
 from blend.errors import EntryDamagedError
-from blend.model.cache import BlendedLayer
+from blend.model.cache import BlendedCache, BlendedLayer
 from blend.model.rope import Rotation, moves
 from blend.store.base import ChunkStore
 from blend.store.codec import require_shapes
@@ -23,7 +23,7 @@ from blend.types import ChunkCache, ChunkKey, PromptLayout, Span
 
 if TYPE_CHECKING:
     from blend.model.admission import LayerRotation
-    from blend.model.decoder import Decoder
+    from blend.model.row_decoder import RowDecoder
     from blend_kernels import Deltas
 
 
@@ -99,26 +99,27 @@ class HeldChunk:
 class Assembly:
     """A cache with the prefix in place and the stored chunks on their way; use it in a `with`, inside which all are needed.
 
-    prefix: its KV. readers: an open entry for each chunk of the prompt, or None; they are closed at the end. room: rows to
-    reserve for decoding. corrections: for each chunk what is to be added to it, or None. watch: waiting for the store counts as
-    its stage "load", putting in place as "reposition"; not on a GPU, where both happen beside other work.
-    cache: keys stand at the prompt's positions; a layer is filled when it is first used, and what of it is not what was written
-    raises `EntryDamagedError` there. Rows of missing chunks and of the suffix are left unwritten. added: what each correction
-    added, filled with the layers.
+    prefix: its KV. readers: an open entry for each chunk of the prompt, or None; they are closed at the end. cache: an
+    empty one to fill; by default the decoder's own. corrections: for each chunk what is to be added to it, or None. watch:
+    waiting for the store counts as its stage "load", putting in place as "reposition"; not on a GPU, where both happen beside
+    other work.
+    Its cache: keys stand at the prompt's positions; a layer is filled when it is first used, and what of it is not what was
+    written raises `EntryDamagedError` there. Rows of missing chunks and of the suffix are left unwritten. added: what each
+    correction added, filled with the layers.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: RowDecoder,
         layout: PromptLayout,
         prefix: ChunkCache,
         readers: Sequence[LayerSource | None],
-        room: int = 0,
+        cache: BlendedCache | None = None,
         corrections: Sequence[KVCorrection | None] = (),
         watch: Stopwatch | None = None,
     ) -> None:
         self._decoder, self._device = decoder, decoder.device
-        self.cache = decoder.new_cache(layout.rows + room)
+        self.cache = decoder.new_cache(layout.rows) if cache is None else cache
         self._watch = watch if self._device.type == "cpu" else None
         self._stretches, self.added = _stretches(layout, readers, corrections or (None,) * len(readers), self._device)
         base = layout.context.start
@@ -185,14 +186,14 @@ class Assembly:
 
 
 def assemble(
-    decoder: Decoder,
+    decoder: RowDecoder,
     layout: PromptLayout,
     prefix: ChunkCache,
     readers: Sequence[LayerSource | None],
     corrections: Sequence[KVCorrection | None] = (),
 ) -> Assembly:
     """An `Assembly` with everything in place."""
-    with Assembly(decoder, layout, prefix, readers, 0, corrections) as done:
+    with Assembly(decoder, layout, prefix, readers, None, corrections) as done:
         done.cache.settle()
     return done
 

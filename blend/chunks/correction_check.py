@@ -17,7 +17,7 @@ from blend.chunks.correction import Added, rows_of
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
-    from blend.model.decoder import Decoder
+    from blend.model.row_decoder import RowDecoder
     from blend.types import PromptLayout
 
 _Many = TypeVar("_Many", torch.Tensor, list[int])
@@ -31,7 +31,7 @@ class CorrectionCheck:
     added: what the maps did to the prompt.
     """
 
-    def __init__(self, decoder: Decoder, layout: PromptLayout, added: Sequence[Added]) -> None:
+    def __init__(self, decoder: RowDecoder, layout: PromptLayout, added: Sequence[Added]) -> None:
         self._decoder, self._layout, self._added = decoder, layout, added
         self._scores: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # behind the first chunk, and of it
         self._first = [int(one.rows[0]) < layout.chunk_spans[0].stop for one in added]

@@ -14,7 +14,7 @@ from blend.timing import Progress, no_progress
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary, OpenLibrary, Tokens
-    from blend.model.decoder import Decoder
+    from blend.model.row_decoder import RowDecoder
     from blend.store.base import ChunkStore
 
 
@@ -36,7 +36,7 @@ class HeldCorrection(NamedTuple):
 class StoredCorrections:
     """Those of one decoder in one store."""
 
-    def __init__(self, decoder: Decoder, store: ChunkStore) -> None:
+    def __init__(self, decoder: RowDecoder, store: ChunkStore) -> None:
         self.decoder = decoder
         self.store = store
         self._held: dict[str, HeldCorrection] = {}

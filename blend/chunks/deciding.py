@@ -36,7 +36,7 @@ def with_surrogate_anew(library: ChunkLibrary, chunks: Sequence[Tokens], tokens:
     """
     with library.store.writing():
         now = library.reread()
-        chosen = _choose(_fitting(now, chunks, tokens), tokens, len(chunks))
+        chosen = choose(_fitting(now, chunks, tokens), tokens, len(chunks))
         if not chosen or chosen == now.surrogate:
             return now
         _prune_contextual(now, no_keys)

@@ -18,7 +18,7 @@ from blend.model.rows import RowRequest, Steps
 from blend.types import ChunkCache
 
 if TYPE_CHECKING:
-    from blend.model.decoder import Decoder
+    from blend.model.row_decoder import RowDecoder
 
 
 class ChunkEncoder:
@@ -29,7 +29,7 @@ class ChunkEncoder:
     """
 
     def __init__(
-        self, decoder: Decoder, prefix: Sequence[int], batch_tokens: int = BATCH_TOKENS, *, corpus: str = ""
+        self, decoder: RowDecoder, prefix: Sequence[int], batch_tokens: int = BATCH_TOKENS, *, corpus: str = ""
     ) -> None:
         self.decoder = decoder
         self.prefix_tokens = tuple(prefix)

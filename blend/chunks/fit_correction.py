@@ -24,7 +24,7 @@ from blend.types import ChunkCache, PromptLayout
 if TYPE_CHECKING:
     from blend.chunks.encode import ChunkEncoder
     from blend.model.cache import BlendedCache
-    from blend.model.decoder import Decoder
+    from blend.model.row_decoder import RowDecoder
 
 GROUP = 8  # chunks of a calibration prompt
 PROMPT_TOKENS = 2560  # its tokens at most, where two chunks are not longer
@@ -74,7 +74,7 @@ def fit_corrections(
 class _Seen:
     """The rows behind the first chunks of the calibration prompts, layer by layer: in full prefill and from each source."""
 
-    def __init__(self, decoder: Decoder, prompts: Sequence[PromptLayout], sources: int) -> None:
+    def __init__(self, decoder: RowDecoder, prompts: Sequence[PromptLayout], sources: int) -> None:
         self._decoder, self._prompts = decoder, prompts
         self._held: list[list[list[torch.Tensor]]] = [[[] for _ in decoder.rotations] for _ in range(sources + 1)]
 

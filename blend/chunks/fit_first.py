@@ -20,13 +20,13 @@ from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, PromptLayout
 
 if TYPE_CHECKING:
-    from blend.model.decoder import Decoder
+    from blend.model.row_decoder import RowDecoder
 
 CachesOf = Callable[[Sequence[Tokens]], Sequence[ChunkCache]]
 
 
 def fit_first(
-    decoder: Decoder,
+    decoder: RowDecoder,
     prefix: Tokens,
     chunks: Sequence[Tokens],
     caches: tuple[CachesOf, CachesOf],
@@ -65,7 +65,7 @@ def _taken(chunks: Sequence[Tokens]) -> list[Tokens]:
     return taken
 
 
-def _rows(decoder: Decoder, cache: ChunkCache, index: int) -> torch.Tensor:
+def _rows(decoder: RowDecoder, cache: ChunkCache, index: int) -> torch.Tensor:
     """A layer's KV with positions taken out, fp32 `[tokens, inputs]`."""
     first, step = (0, 0) if cache.still else (cache.start, 1)
     positions = first + step * torch.arange(cache.tokens, device=decoder.device)

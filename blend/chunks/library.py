@@ -28,7 +28,7 @@ from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
-    from blend.model.decoder import Decoder
+    from blend.model.row_decoder import RowDecoder
     from blend.store.base import ChunkStore
 
 Tokens = tuple[int, ...]
@@ -114,7 +114,7 @@ class ChunkLibrary:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: RowDecoder,
         store: ChunkStore,
         prefix: Tokens,
         batch_tokens: int = BATCH_TOKENS,
@@ -330,12 +330,12 @@ class ChunkLibrary:
         return [cache for one, mine in zip(best, held, strict=True) if (cache := computed.get(one, mine)) is not None]
 
 
-def _read(reader: ChunkReader, decoder: Decoder) -> ChunkCache:
+def _read(reader: ChunkReader, decoder: RowDecoder) -> ChunkCache:
     pairs = [_read_layer(reader, index, decoder) for index in range(reader.layers)]
     return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), reader.start, reader.still)
 
 
-def _read_layer(reader: ChunkReader, index: int, decoder: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
+def _read_layer(reader: ChunkReader, index: int, decoder: RowDecoder) -> tuple[torch.Tensor, torch.Tensor]:
     shape = decoder.rotations[index]
     keys, values = (
         torch.empty((heads, reader.tokens, width), dtype=decoder.dtype)

@@ -26,6 +26,7 @@ _COMMANDS = {
     "selectors": "List the selectors and their parameters.",
     "serve": "Answer many at once over HTTP, in OpenAI's protocol.",
     "store": "Show what a store holds.",
+    "vllm": "Blend prompts for vLLM, which decodes them.",
 }
 
 

@@ -70,7 +70,7 @@ class _Loading(threading.Thread):
 
     def run(self) -> None:
         try:
-            service = _service(self._given)
+            service = make_service(self._given)
             self._hall.service = service
             service.warm_up()
             if self._hall.closing:
@@ -92,7 +92,8 @@ class _Loading(threading.Thread):
             os._exit(0)  # a thread in the middle of a library's own code does not end, and would crash an ordinary exit
 
 
-def _service(given: dict[str, Any]) -> Service:
+def make_service(given: dict[str, Any]) -> Service:
+    """The decoder behind a service, from parsed options; "full", "prefix_budget" and so on among them."""
     rag = options.open_all_corpora(given)
     from blend.model.threads import take_threads
     from blend.serve.embedded import EmbeddedEngine

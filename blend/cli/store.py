@@ -62,6 +62,8 @@ def _content(caches: ChunkStore, name: str) -> str:
         return f"KV correction for the first place{whose}"
     if name.startswith("correction-"):
         return f"KV correction{whose}"
+    if name.startswith("probe-"):
+        return "probe of the model's KV, for engines that would share its caches"
     if not name.startswith("surrogate-"):
         return name
     found = read_surrogate(caches, name, sys.maxsize)

@@ -54,7 +54,7 @@ def admit(driver: RowDriver, config: Any, name: str) -> tuple[LayerRotation, ...
     Raises `UnsupportedModelError` when the model cannot be blended.
     """
     _check_layer_kinds(config, name)
-    ids = _probe_ids(driver)
+    ids = probe_ids(driver.vocabulary).to(driver.device)
     try:
         with torch.inference_mode():
             here, logits = _native_forward(driver, ids, 0)
@@ -71,8 +71,22 @@ def admit(driver: RowDriver, config: Any, name: str) -> tuple[LayerRotation, ...
     return rotations
 
 
-def _tolerance(driver: RowDriver) -> float:
-    return _TOLERANCE.get(driver.dtype, _HALF_TOLERANCE)
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest relative difference between two computations of the same keys or logits."""
+    return _TOLERANCE.get(dtype, _HALF_TOLERANCE)
+
+
+def longest_prompt(config: Any) -> int | None:
+    """What a text model's configuration allows, or None where it states nothing.
+
+    RoPE types whose frequencies change with the prompt's length end where they start to change: keys computed before cannot
+    be moved past that point.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else list(rope.values())  # one for each kind of layer
+    limits = [k.get("original_max_position_embeddings") for k in kinds if k.get("rope_type") in LENGTH_DEPENDENT_ROPE]
+    return min([limit for limit in (longest, *limits) if limit], default=None)
 
 
 def _check_layer_kinds(config: Any, name: str) -> None:
@@ -84,9 +98,10 @@ def _check_layer_kinds(config: Any, name: str) -> None:
         )
 
 
-def _probe_ids(driver: RowDriver) -> torch.Tensor:
-    vocabulary, generator = driver.vocabulary, torch.Generator().manual_seed(0)
-    return torch.randint(vocabulary // 8, vocabulary // 2, (1, PROBE_TOKENS), generator=generator).to(driver.device)
+def probe_ids(vocabulary: int) -> torch.Tensor:
+    """A few tokens to try a model with, int64 `[1, tokens]`; the same for every model with as many token ids."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary // 8, vocabulary // 2, (1, PROBE_TOKENS), generator=generator)
 
 
 def _native_forward(driver: RowDriver, ids: torch.Tensor, start: int) -> tuple[Any, torch.Tensor]:
@@ -106,7 +121,7 @@ def _rotations(driver: RowDriver, name: str, here: Any, there: Any) -> list[Laye
         shapes: list[tuple[int, int]] = []
         for part in ("keys", "values"):
             before, after = getattr(here.layers[index], part), getattr(there.layers[index], part)
-            rotation = find_rotation(before.float(), after.float(), PROBE_DELTA, frequencies, _tolerance(driver))
+            rotation = find_rotation(before.float(), after.float(), PROBE_DELTA, frequencies, tolerance(driver.dtype))
             if rotation is None:
                 raise UnsupportedModelError(
                     f"{name}: the {part} of layer {index} cannot be moved to another position by any known rotation "
@@ -148,7 +163,7 @@ def _check_driving(driver: RowDriver, name: str, ids: torch.Tensor, logits: torc
         ) from error
     scale = logits.abs().amax().clamp_min(1e-6)
     difference = max(((x - logits).abs().amax() / scale).item() for x in (every, some))
-    if not difference <= _tolerance(driver):
+    if not difference <= tolerance(driver.dtype):
         raise UnsupportedModelError(
             f"{name}: blended prefill differs from the model's own forward pass by {difference:.1%}; "
             "use full prefill for this model"

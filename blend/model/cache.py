@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -148,8 +148,10 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     layers: number of decoder layers. capacity: rows to reserve, prompt and decoding together; growing past it copies once.
     """
 
+    layer: ClassVar[type[BlendedLayer]] = BlendedLayer  # what it is made of
+
     def __init__(self, layers: int, capacity: int) -> None:
-        super().__init__(layers=[BlendedLayer(capacity) for _ in range(layers)])
+        super().__init__(layers=[self.layer(capacity) for _ in range(layers)])
 
     @contextmanager
     def watched(self, see: Callable[[int, torch.Tensor, BlendedCache, KV], None]) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -11,23 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from blend.config import MaskMode
-from blend.errors import ConfigError, PromptError, UnsupportedModelError
-from blend.model.admission import LENGTH_DEPENDENT_ROPE, LayerRotation, admit
+from blend.errors import ConfigError, UnsupportedModelError
+from blend.model.admission import LayerRotation, admit, longest_prompt
 from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache
 from blend.model.driver import RowDriver
-from blend.model.fingerprint import checkpoint_digest, parameters_digest
+from blend.model.fingerprint import checkpoint_digest, model_fingerprint, parameters_digest
+from blend.model.row_decoder import check_length, no_rows
 from blend.model.rows import Narrowing, RowRequest
 from blend.types import CacheIdentity, ChunkCache
 from blend.weights.hub import require_on_hub
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# Configuration entries that describe where a model came from or how it is run, not what it computes.
-_NOT_COMPUTED = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
 
 
 class Decoder:
@@ -91,25 +87,13 @@ class Decoder:
 
     @property
     def context_length(self) -> int | None:
-        """Longest prompt, or None where the configuration states none.
-
-        RoPE types whose frequencies change with the prompt's length end where they start to change: keys computed before cannot
-        be moved past that point.
-        """
-        longest = getattr(self.config, "max_position_embeddings", None)
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        kinds = [rope] if "rope_type" in rope else list(rope.values())  # one for each kind of layer
-        limits = [
-            k.get("original_max_position_embeddings") for k in kinds if k.get("rope_type") in LENGTH_DEPENDENT_ROPE
-        ]
-        return min([limit for limit in (longest, *limits) if limit], default=None)
+        """Longest prompt, or None where the configuration states none; see `longest_prompt`."""
+        return longest_prompt(self.config)
 
     @cached_property
     def fingerprint(self) -> str:
         """Hex digest of the weights and of every configuration entry that the computation depends on."""
-        config = {k: v for k, v in self.config.to_dict().items() if k not in _NOT_COMPUTED}
-        told = json.dumps(config, sort_keys=True, default=str)
-        return xxhash.xxh3_128_hexdigest(f"{told}\n{self._weights or parameters_digest(self.model)}".encode())
+        return model_fingerprint(self.config, self._weights or parameters_digest(self.model))
 
     def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
         """What, besides a chunk's tokens, determines its cache."""
@@ -117,11 +101,7 @@ class Decoder:
 
     def check_length(self, rows: int) -> None:
         """Refuse prompts beyond the model's context, with `PromptError`."""
-        if self.context_length is not None and rows > self.context_length:
-            raise PromptError(
-                f"the prompt has {rows} tokens but {self.name} reads at most {self.context_length}; "
-                "use fewer or smaller chunks (--top-k, --chunk-tokens)"
-            )
+        check_length(self.name, self.context_length, rows)
 
     def new_cache(self, capacity: int) -> BlendedCache:
         """An empty cache with room for `capacity` rows."""
@@ -129,12 +109,7 @@ class Decoder:
 
     def no_rows(self) -> ChunkCache:
         """The KV of no tokens at all."""
-        shapes = [(layer.key_shape, layer.value_shape) for layer in self.rotations]
-        keys, values = (
-            tuple(torch.empty((heads, 0, width), dtype=self.dtype, device=self.device) for heads, width in kind)
-            for kind in zip(*shapes, strict=True)
-        )
-        return ChunkCache(keys, values, 0)
+        return no_rows(self.rotations, self.dtype, self.device)
 
     def prefill_rows(
         self,

@@ -1,4 +1,4 @@
-"""What tells one model's caches from another's: a digest of its weights.
+"""What tells one model's caches from another's: a digest of its configuration and its weights.
 
 Of a model that was loaded from files, the files' digest: they are read once, and never again while they stay as they are. Of a
 model that somebody built or changed in memory, the digest of its parameters.
@@ -21,6 +21,27 @@ from blend.weights import cache_root
 CACHED = ".kvblend-digests.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # in the order in which transformers prefers them
 _BLOCK = 16 << 20
+# Configuration entries that describe where a model came from or how it is run, not what it computes.
+_NOT_COMPUTED = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
+
+
+def model_fingerprint(config: Any, weights: str) -> str:
+    """Hex digest of every entry of a text model's configuration that the computation depends on, and of its weights' digest."""
+    computed = {key: value for key, value in config.to_dict().items() if key not in _NOT_COMPUTED}
+    told = json.dumps(computed, sort_keys=True, default=str)
+    return xxhash.xxh3_128_hexdigest(f"{told}\n{weights}".encode())
+
+
+def files_fingerprint(location: str) -> str | None:
+    """The fingerprint that a model has when it is loaded from these files, without loading it; None where they are not all."""
+    from transformers import AutoConfig
+
+    weights = checkpoint_digest(location)
+    return (
+        model_fingerprint(AutoConfig.from_pretrained(location).get_text_config(decoder=True), weights)
+        if weights
+        else None
+    )
 
 
 def parameters_digest(model: torch.nn.Module) -> str:

@@ -20,8 +20,9 @@ def take_threads(count: int) -> None:
 def compute_alone() -> None:
     """Compute without further threads in this one, a new one; others, and those that are made later, do as they did."""
     before = torch.get_num_threads()  # of a thread that has computed nothing yet: what new threads begin with
-    torch.set_num_threads(1)
+    # By torch's own name for it: a host that binds threads to cores, as vLLM does, puts a warning in place of the public one.
+    torch._C.set_num_threads(1)
     if before != 1:
-        again = threading.Thread(target=torch.set_num_threads, args=(before,))
+        again = threading.Thread(target=torch._C.set_num_threads, args=(before,))
         again.start()
         again.join()

@@ -15,12 +15,12 @@ from blend.select.query_score import QueryScore, scoring_layers
 if TYPE_CHECKING:
     from blend.model.attention import AttentionCall
     from blend.model.cache import BlendedCache
-    from blend.model.decoder import Decoder
+    from blend.model.row_decoder import RowDecoder
     from blend.types import PromptLayout
 
 
 def query_attention(
-    decoder: Decoder,
+    decoder: RowDecoder,
     cache: BlendedCache,
     layout: PromptLayout,
     score: QueryScore,
@@ -50,7 +50,7 @@ class Asked:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: RowDecoder,
         cache: BlendedCache,
         layout: PromptLayout,
         score: QueryScore,
@@ -83,7 +83,7 @@ class Asked:
         return attention
 
 
-def true_weight(decoder: Decoder, cache: BlendedCache, layout: PromptLayout) -> torch.Tensor:
+def true_weight(decoder: RowDecoder, cache: BlendedCache, layout: PromptLayout) -> torch.Tensor:
     """How much each row's stored KV costs the question, from a full prefill, fp32 `[rows of the prompt]`.
 
     Over all layers, the attention that the suffix rows give the row under full recompute, times how far its stored KV is from

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from blend.serve.engine import EndReason, Sampling
 
@@ -39,7 +39,8 @@ class Ask:
     stop: texts that end the answer and are no part of it. method: "full" computes everything. cold: nothing of earlier prompts
     is reused, not even what is exact: what full prefill takes shows only so. priority: smaller first.
     deadline_s: seconds from its arrival in which the first token must come. trace: whether the prompt's tokens are wanted
-    with the reply, each with its score.
+    with the reply, each with its score. template: arguments for the model's chat template, such as tools; without them a model
+    that reasons answers directly.
     """
 
     messages: tuple[Message, ...] = ()
@@ -55,6 +56,7 @@ class Ask:
     priority: int = 0
     deadline_s: float | None = None
     trace: bool = False
+    template: Mapping[str, Any] | None = None
 
 
 class Source(NamedTuple):

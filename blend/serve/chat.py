@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ from blend.types import Part, PromptLayout
 _MARK = 0xE100
 _MOST_MESSAGES = 4096
 _PROBE = "\ue000"
+DIRECT: Mapping[str, Any] = {"enable_thinking": False}
+"""Arguments with which models that reason answer without a chain of thought."""
 
 
 class Passage(NamedTuple):
@@ -48,19 +50,22 @@ class ChatTemplate:
             raise PromptError("this decoder has no tokenizer, so it cannot be asked in words")
         self._tokenizer, self._text, self._home = tokenizer, TextTokenizer(tokenizer), home
 
-    def layout(self, turns: Sequence[Turn]) -> PromptLayout:
-        """Token ids of a conversation, ready for its answer. Raises `PromptError` for one that the template refuses."""
-        return self._laid(list(self._items(turns)))
+    def layout(self, turns: Sequence[Turn], arguments: Mapping[str, Any] = DIRECT) -> PromptLayout:
+        """Token ids of a conversation, ready for its answer. Raises `PromptError` for one that the template refuses.
+
+        arguments: for the template.
+        """
+        return self._laid(list(self._items(turns, arguments)))
 
     def continued(self, content: Written) -> PromptLayout:
         """Token ids of plain text that is to be continued, with what the model expects at the start."""
         bos = self._tokenizer.bos_token if getattr(self._tokenizer, "add_bos_token", False) else ""
         return self._laid([(bos or "", True), *(one if isinstance(one, Passage) else (one, False) for one in content)])
 
-    def _items(self, turns: Sequence[Turn]) -> Iterator[tuple[str, bool] | Passage]:
+    def _items(self, turns: Sequence[Turn], arguments: Mapping[str, Any]) -> Iterator[tuple[str, bool] | Passage]:
         """The prompt's text in order: the template's own, users', and passages."""
         marks = {chr(_MARK + number): turn for number, turn in enumerate(turns)}
-        text = self._apply([{"role": turn.role, "content": mark} for mark, turn in marks.items()])
+        text = self._apply([{"role": turn.role, "content": mark} for mark, turn in marks.items()], arguments)
         missing = [turn.role for mark, turn in marks.items() if mark not in text]
         if missing:
             raise PromptError(f"the model's chat template has no place for a message of the role {missing[0]!r}")
@@ -90,7 +95,7 @@ class ChatTemplate:
         """Whether the template trims messages, as those of Llama 3 do."""
         return f" {_PROBE} " not in self._apply([{"role": "user", "content": f" {_PROBE} "}])
 
-    def _apply(self, messages: list[dict[str, str]]) -> str:
+    def _apply(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] = DIRECT) -> str:
         if len(messages) > _MOST_MESSAGES:
             raise PromptError(f"the conversation has {len(messages)} messages; shorten it to {_MOST_MESSAGES}")
         if not getattr(self._tokenizer, "chat_template", None):
@@ -99,9 +104,7 @@ class ChatTemplate:
             return "\n\n".join([(self._tokenizer.bos_token or "") + lines[0], *lines[1:], "Assistant:"])
         try:
             return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
-                )
+                self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
             )
         except Exception as error:  # whatever the template's author raises
             why = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -221,6 +221,8 @@ class EmbeddedEngine:
             alone = all(job is prefilling for job in live)  # nobody waits for the next token: larger pieces are quicker
             rows = max(self._piece_rows, ROWS_ALONE) if alone else self._piece_rows
             self._guarded(prefilling, lambda: prefilling.begin(rows))
+            if prefilling.ended:
+                self._guarded(prefilling, lambda: self._lack(prefilling))
         taking = [job for job in live if job.blend is not None or (job is prefilling and not job.ended)]
         self._passes += 1
         encoding = self._encoding() if prefilling is None and (not taking or self._passes % TURN == 0) else None
@@ -250,7 +252,7 @@ class EmbeddedEngine:
             encoding.took(logits[-1:])
         for number, job in enumerate(taking):
             self._guarded(job, lambda job=job, number=number: job.took(logits[number : number + 1]))  # type: ignore[misc]
-            if job is prefilling and job.blend is not None and self._remember and job.work.remember:
+            if job is prefilling and job.blend is not None:
                 self._guarded(job, lambda job=job: self._lack(job))  # type: ignore[misc]
 
     def _tell(self, requests: Sequence[RowRequest], seconds: float) -> None:
@@ -262,6 +264,8 @@ class EmbeddedEngine:
 
     def _lack(self, job: Job) -> None:
         """Have computed what the store lacked for this prompt; while it is out of reach, the next prompts remind."""
+        if not (self._remember and job.work.remember):
+            return
         with suppress(StoreError):
             missing = job.missing
             if missing and self._open and sum(len(one) for one in self._encodings) < MOST_LACKING:

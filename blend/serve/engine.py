@@ -14,6 +14,7 @@ from blend.errors import ConfigError
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:
+    from blend.blender import Blend
     from blend.chunks.library import ChunkLibrary, Variant
     from blend.serve.caching import Computing, OnDone
 
@@ -66,7 +67,8 @@ class Work:
     cold: nothing of how earlier prompts began is used, nor the prefix that is at hand. remember: whether what the store lacks
     for it may be computed and stored afterwards. priority: smaller ones first.
     deadline_s: seconds from its arrival in which the first token must come. trace: whether `Started` is to tell row by row what
-    was done.
+    was done. handover: takes the blended prompt, in the engine's thread, if somebody else is to go on with it: then nothing is
+    decoded, and where `Started` gives a reason to compute the prompt in full, nothing is computed either.
     """
 
     layout: PromptLayout
@@ -81,6 +83,7 @@ class Work:
     priority: int = 0
     deadline_s: float | None = None
     trace: bool = False
+    handover: Callable[[Blend], None] | None = None
 
 
 class Started(NamedTuple):

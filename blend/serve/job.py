@@ -80,11 +80,13 @@ class Job:
         """Find what is known of its beginning, open its chunks, choose the rows, and make the first piece ready."""
         self._waited_s, self._most_rows = self.age_s, most_rows
         self._found = self._find()
-        layout = self._layout
         if self.work.full:
             self._reason = self.work.reason
         else:
-            self._reason = reason_against(self.blender, layout, self._config, self._least_gain)
+            self._reason = reason_against(self.blender, self._layout, self._config, self._least_gain)
+        if self._reason and self.work.handover is not None:
+            self._decline()
+            return
         self._prefill()
 
     @property
@@ -115,6 +117,13 @@ class Job:
         if self.work.cold:
             return self.blender.decoder.no_rows()
         return self._found.known if self._found is not None else None
+    def _decline(self) -> None:
+        """Leave the whole prompt to whoever would have taken it over."""
+        layout = self.work.layout
+        hits = (False,) * sum(chunk is not None for chunk in layout.stored)
+        times = self._waited_s, self.age_s
+        self._on_event(Started(hits, layout.rows, layout.rows, 0, 0, self._reason, {}, *times, ()))
+        self._close(Ended("stop"))
 
     def _find(self) -> Found | None:
         """What is known of the prompt's beginning; None where it is less than the blender has anyway."""
@@ -136,10 +145,8 @@ class Job:
     @property
     def missing(self) -> tuple[Variant, ...]:
         """The caches that the store lacked; of a prompt that was computed in full, all of them may be lacking."""
-        if self.blend is None:
-            return ()
         if self._reason != "cold":
-            return self.blend.missing
+            return self.blend.missing if self.blend is not None else ()
         library = self.blender.library(self.work.layout.kept_behind)
         return tuple(library.missing([chunk for chunk in self.work.layout.stored if chunk is not None]))
 
@@ -170,6 +177,11 @@ class Job:
         self.blend, self._piece = blend, None
         self._sampler = Sampler(blend.decoder, self.work.sampling, blend.layout.token_ids)
         self._prefixes.keep(self.work.tenant, self.work.layout.token_ids[: self._exact], blend.cache)
+        if self.work.handover is not None:
+            self.work.handover(blend)
+            self._on_event(self._started(blend))
+            self._close(Ended("stop"))
+            return
         self._on_event(self._started(blend))
         self._next(blend.logits)
 

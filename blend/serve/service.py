@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import PromptError
 from blend.serve.ask import Ask
 from blend.serve.budgets import LEARN_BUDGET
-from blend.serve.chat import Turn, question_turns
+from blend.serve.chat import DIRECT, Turn, question_turns
 from blend.serve.conversation import Conversation, OnReply
 from blend.serve.documents import Documents
 from blend.serve.engine import ASKED_FOR, Engine, Handle, QueueFullError, Work
@@ -33,6 +33,19 @@ MOST_OF_A_TOKEN = 64  # characters that no text has in a token on average
 
 class _ClosingError(Exception):
     """What is measured when nobody waits is given up."""
+class Prepared(NamedTuple):
+    """A question whose prompt is put together. begun: when it came, by `time.monotonic`."""
+
+    ask: Ask
+    room: Room
+    work: Work
+    cited: tuple[Cited, ...]
+    begun: float
+
+    @property
+    def rag(self) -> Rag:
+        """Of the corpus that it is asked of."""
+        return self.room.rag(self.ask.corpus)
 
 
 class Service:
@@ -140,15 +153,21 @@ class Service:
     def submit(self, ask: Ask, on_reply: OnReply) -> Handle:
         """Take a question in; its replies go to `on_reply`, from another thread, which must not wait in there.
 
-        Takes as long as retrieval and tokenising do. Raises `PromptError` and `ConfigError` for what cannot be answered,
-        `RetrievalError` where there is nothing to retrieve from, `StoreError` where what it names cannot be read now,
-        `QueueFullError` when too many wait.
+        Raises as `prepare` does, and `QueueFullError` when too many wait.
+        """
+        self.engine.require_room()  # who is to come again later must not cost a search first
+        return self.take(self.prepare(ask), on_reply)
+
+    def prepare(self, ask: Ask) -> Prepared:
+        """Put a question into a prompt: takes as long as retrieval and tokenising do.
+
+        Raises `PromptError` and `ConfigError` for what cannot be answered, `RetrievalError` where there is nothing to retrieve
+        from, `StoreError` where what it names cannot be read now.
         """
         begin = time.monotonic()
-        self.engine.require_room()  # who is to come again later must not cost a search first
         room = self.room(ask.tenant)
         reachable = room.watch.reachable()
-        layout, cited = _put(room, ask)
+        layout, cited = put(room, ask)
         rag = room.rag(ask.corpus)
         sampling = replace(ask.sampling, max_tokens=_room_for(rag, layout, ask.sampling.max_tokens))
         full = self.full or ask.method == "full"
@@ -165,11 +184,17 @@ class Service:
             deadline_s=ask.deadline_s,
             trace=ask.trace,
         )
+        return Prepared(ask, room, work, tuple(cited), begin)
+
+    def take(self, prepared: Prepared, on_reply: OnReply) -> Handle:
+        """Have a prompt answered; see `submit`."""
+        ask, room, work, cited, begin = prepared
+        rag, before_s = room.rag(ask.corpus), time.monotonic() - begin
         conversation = Conversation(
-            rag, ask, sampling, layout, cited, on_reply, self._profile, time.monotonic() - begin, room.watch
+            rag, ask, work.sampling, work.layout, cited, on_reply, self._profile, before_s, room.watch
         )
         if ask.deadline_s is not None:
-            work = replace(work, deadline_s=ask.deadline_s - conversation.before_s)
+            work = replace(work, deadline_s=ask.deadline_s - before_s)
         conversation.follow(self.engine.submit(work, conversation.on_event))
         if work.remember:
             self.learning.told(room)
@@ -199,7 +224,7 @@ def _require_length(room: Room, ask: Ask) -> None:
         )
 
 
-def _put(room: Room, ask: Ask) -> tuple[PromptLayout, list[Cited]]:
+def put(room: Room, ask: Ask) -> tuple[PromptLayout, list[Cited]]:
     """The prompt of a question, and its passages in order."""
     _require_length(room, ask)
     if ask.prompt is not None:
@@ -207,12 +232,14 @@ def _put(room: Room, ask: Ask) -> tuple[PromptLayout, list[Cited]]:
         return room.chat.continued(written), cited
     if not ask.messages or ask.messages[-1].role != "user" or not ask.messages[-1].content.strip():
         raise PromptError("the last message must be the user's, and say something")
+    arguments = DIRECT if ask.template is None else ask.template
     found = room.given(ask.corpus, ask.documents)
     if ask.top_k is not None:
         found.extend(room.retrieved(ask.corpus, ask.messages[-1].content, ask.top_k))
     if found:
         passages = [one.passage for one in found]
-        return room.chat.layout(question_turns(ask.messages, passages, room.rag(ask.corpus).prompt_config)), found
+        turns = question_turns(ask.messages, passages, room.rag(ask.corpus).prompt_config)
+        return room.chat.layout(turns, arguments), found
     turns = []
     for message in ask.messages:
         if message.role == "assistant":
@@ -223,7 +250,7 @@ def _put(room: Room, ask: Ask) -> tuple[PromptLayout, list[Cited]]:
             written, cited = room.written(ask.corpus or None, message.content, learning=learning)
             turns.append(Turn(message.role, written))
             found.extend(cited)
-    return room.chat.layout(turns), found
+    return room.chat.layout(turns, arguments), found
 
 
 def _room_for(rag: Rag, layout: PromptLayout, most: int) -> int:

@@ -15,6 +15,7 @@ LAYERS = (
     ("blend.cli",),
     ("blend.analyze",),
     ("blend.eval",),
+    ("blend.integrations",),
     ("blend.serve",),
     ("blend.many", "blend.plan"),
     ("blend.rag",),
@@ -22,6 +23,7 @@ LAYERS = (
     ("blend.indexing",),
     ("blend.sharing",),
     ("blend.blender",),
+    ("blend.filling",),
     ("blend.chunks", "blend.recompute"),
     ("blend.model",),
     ("blend.store", "blend.weights", "blend.prompt"),
@@ -106,6 +108,7 @@ DOORS = {
         "blend.weights",
         "retrieval.embedders.sentence",
     },
+    "vllm": {"blend.integrations"},
     "retrieval": {
         "blend.many",
         "blend.plan",
@@ -122,7 +125,7 @@ DOORS = {
     "matplotlib": {"blend.eval.report", "blend.eval.selection"},
     "rouge_score": {"blend.eval.metrics"},
     "gguf": {"blend.weights"},
-    "starlette": {"blend.serve"},
+    "starlette": {"blend.serve", "blend.integrations"},
     "pydantic": {"blend.serve"},
     "prometheus_client": {"blend.serve"},
     "uvicorn": {"blend.serve"},
@@ -141,6 +144,11 @@ def test_a_library_is_imported_only_through_its_doors(library: str) -> None:
     inside = {m for m in importers(library) if top(m) != library}
     found = {m if top(m) == "retrieval" else top(m) if top(m) == "blend_kernels" else _door(m) for m in inside}
     assert found <= DOORS[library]
+
+
+def test_other_engines_are_entered_by_the_command_line_alone() -> None:
+    inside = {e.module for e in imports() if e.target.startswith("blend.integrations") and not e.typing_only}
+    assert {module for module in inside if not module.startswith("blend.integrations")} == {"blend.cli.vllm"}
 
 
 def _outside(package: str) -> set[str]:

@@ -10,13 +10,14 @@ import pytest
 import torch
 from cases import cache_of
 
-from blend.blender import LEAST_RATIO_UNCORRECTED, Blend, Blender
+from blend.blender import Blend, Blender
 from blend.chunks import regression
 from blend.chunks.correction import Bounds, KVCorrection
 from blend.chunks.correction_check import _nearest
 from blend.chunks.deciding import with_surrogate
 from blend.chunks.regression import LayerRows, RowPlaces, fit_layer
 from blend.config import BlendConfig
+from blend.filling import LEAST_RATIO_UNCORRECTED
 from blend.model.decoder import Decoder
 from blend.store import open_store
 from blend.types import PromptLayout

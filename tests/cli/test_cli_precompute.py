@@ -131,7 +131,8 @@ def test_store_lists_and_clears(filled: Blend) -> None:
     assert sorted(words["caches"] for words in listed["namespaces"]) == [contextual, count]
     contents = sorted(artifact["content"] for artifact in listed["artifacts"])
     assert contents[:2] == ["KV correction"] * 2
-    assert contents[2].startswith("surrogate context of ")
+    assert contents[2].startswith("probe of the model's KV")
+    assert contents[3].startswith("surrogate context of ")
     shown = filled("store").out
     assert f"{count + contextual} chunk caches" in shown
     assert f"{count} isolated caches\n" in shown
@@ -189,12 +190,12 @@ def test_a_quick_run_has_one_cache_a_chunk_and_the_next_one_the_rest(blend: Blen
     quick = blend("precompute", documents, *CHUNKS, "--quick", "--json").json
     assert (quick["computed"], quick["evicted"]) == (quick["chunks"], 0)
     assert entries(blend.store, "contextual") == []
-    assert blend("store", "--json").json["artifacts"] == []
+    assert [one["name"].partition("-")[0] for one in blend("store", "--json").json["artifacts"]] == ["probe"]
     answer = blend("answer", "the market", "--json", "--max-new-tokens", "1").json
     assert all(chunk["hit"] for chunk in answer["chunks"])
     rest = blend("precompute", documents, *CHUNKS, "--json").json
     assert 0 < rest["computed"] == len(entries(blend.store, "contextual"))
-    assert len(blend("store", "--json").json["artifacts"]) == 3
+    assert len(blend("store", "--json").json["artifacts"]) == 4
     again = blend("precompute", documents, *CHUNKS, "--quick", "--json").json
     assert again["computed"] == 0
     assert len(entries(blend.store, "contextual")) == rest["computed"]

@@ -1,0 +1,95 @@
+"""`blend vllm`: the process that blends prompts for vLLM."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+import click
+
+from blend.cli import options
+from blend.cli.values import NAME, number
+from blend.errors import ConfigError
+from blend.serve.budgets import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
+
+F = TypeVar("F", bound=Callable[..., Any])
+_EXTRA = ("starlette", "pydantic")
+_SOCKET = "@kvblend"
+
+
+def _gigabytes(name: str, words: str, default: int) -> Callable[[F], F]:
+    flag = f"--{name.replace('_', '-')}"
+    return number(flag, name, words, default=default / 1e9, show_default=True, metavar="GB")
+
+
+@click.command("vllm")
+@click.option(
+    "--socket",
+    type=NAME,
+    default=_SOCKET,
+    show_default=True,
+    envvar="KVBLEND_VLLM_SOCKET",
+    show_envvar=True,
+    help="Where vLLM's processes ask: @NAME, of which nothing is left behind, or the path of a socket.",
+)
+@_gigabytes("held_budget", "Shared memory for blended prompts that vLLM answers.", KV_BUDGET)
+@click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")
+@_gigabytes("learn_budget", "Most GB of such caches.", LEARN_BUDGET)
+@number("--most-running", "most_running", "Prompts that are blended in turns.", default=MOST_RUNNING, show_default=True)
+@number(
+    "--most-waiting",
+    "most_waiting",
+    "Prompts that may wait; more are left to vLLM.",
+    default=MOST_WAITING,
+    show_default=True,
+)
+@_gigabytes("kv_budget", "Memory for the prompts that are blended.", KV_BUDGET)
+@_gigabytes("prefix_budget", "Memory for how earlier prompts began.", PREFIX_BUDGET)
+@_gigabytes("memory_budget", "Memory for the chunk caches that are used most; 0 keeps none.", MEMORY_BUDGET)
+@options.all_corpora
+@options.blending
+def command(**given: Any) -> None:
+    """Blend prompts for vLLM on this machine, which decodes them.
+
+    vLLM is started with kvblend's connector and middleware; docs/vllm.md says how. Both hold the same model. SIGTERM and Ctrl-C
+    end the process; vLLM then prefills by itself.
+    """
+    lacking = [name for name in _EXTRA if find_spec(name) is None]
+    if lacking:
+        raise ConfigError(f"blending for vLLM needs {', '.join(lacking)}: pip install 'kvblend[serve]'")
+    options.check(given)
+    from blend.integrations.vllm import wire
+
+    place = wire.bind(given["socket"])
+    try:
+        _serve(given, place)
+    finally:
+        wire.close(place, given["socket"])
+
+
+def _serve(given: dict[str, Any], place: Any) -> None:
+    import sys
+
+    from blend.cli.console import note, say
+    from blend.cli.serving import make_service
+    from blend.integrations.vllm.desk import Desk
+    from blend.integrations.vllm.prefill import PrefillServer
+    from blend.integrations.vllm.shelf import Shelf
+    from blend.serve.door.log import log_to_stderr
+
+    log_to_stderr(requests=False)
+    service = make_service({**given, "full": False})
+    try:
+        service.warm_up()
+        shelf = Shelf(round(given["held_budget"] * 1e9))
+        server = PrefillServer(Desk(service, shelf), shelf, place)
+        for number_ in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number_, lambda *_: server.stop())
+        say(f"Ready at {given['socket']}")
+        sys.stdout.flush()
+        server.serve_until_stopped()
+        note("stopped")
+    finally:
+        service.close()

@@ -1,0 +1,159 @@
+"""The KV connector: vLLM loads this class by `kv_connector_module_path`, in its scheduler and in every worker process.
+
+Made after vLLM 0.32. In the scheduler it offers rows and remembers failures (`offers`); in a worker it has a stage fill blocks
+(`contract`, `loads`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.model_executor.models.utils import extract_layer_index
+
+from blend.integrations.vllm.contract import Load, MakeStage, Site
+from blend.integrations.vllm.loads import Loads
+from blend.integrations.vllm.offers import Offers
+from blend.integrations.vllm.refusals import refuse
+
+STAGES = {
+    "copied": "blend.integrations.vllm.copied:CopiedKV",
+    "rows": "blend.integrations.vllm.rows_stage:RecomputedRows",
+}
+"""Where each stage is made, by the name that the option "stage" gives."""
+_OPTIONS = {"stage", "load"}
+
+
+@dataclass
+class StepLoads(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """Loads that begin in one step, from the scheduler to the workers."""
+
+    loads: tuple[Load, ...] = ()
+
+
+@dataclass
+class FailedLoads(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Requests whose load failed in one step, from a worker to the scheduler."""
+
+    requests: set[str] = field(default_factory=set)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> FailedLoads:
+        """Of several workers: what failed in one has failed."""
+        return FailedLoads(self.requests | other.requests)
+
+
+class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
+    """Blended KV for prompts of which a ticket says that there is some.
+
+    Options, in `kv_connector_extra_config`: socket, where the prefill process listens; load, "async" beside the batch, which is
+    the default, or "sync" before it; stage, who fills the blocks. Raises `ValueError`, in one line, for what it is not for.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        refuse(vllm_config, kv_cache_config)
+        self._options: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        self._make, self._apart = _chosen(self._options)
+        self._offers = Offers()
+        self._loads: Loads | None = None
+        self._failed: set[str] = set()
+        self._bad: set[int] = set()
+
+    # In the scheduler.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """How many rows are offered, and whether they are loaded beside the batch."""
+        rows = self._offers.rows(request, num_computed_tokens)
+        return rows, bool(rows) and self._apart
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """An offer was taken up, or not."""
+        self._offers.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepLoads:
+        """What the workers are to do in this step."""
+        return StepLoads(self._offers.taken())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers did."""
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, FailedLoads):
+            self._offers.failed(told.requests)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks may go at once: nothing is taken out of them."""
+        self._offers.finished(request)
+        return False, None
+
+    # In a worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """The cache is there: now there is something to fill."""
+        modules = self._vllm_config.compilation_config.static_forward_context
+        names = tuple(sorted(kv_caches, key=extract_layer_index))
+        block_size = self._vllm_config.cache_config.block_size
+        site = Site(self._vllm_config, names, tuple(modules[name] for name in names), block_size)
+        self._loads = Loads(self._make(site, self._options), block_size, apart=self._apart)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the loads of this step."""
+        told = self._get_connector_metadata()
+        assert isinstance(told, StepLoads)
+        assert self._loads is not None
+        for load in told.loads:
+            self._loads.start(load)
+        if not told.loads:
+            self._loads.rest()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Nothing is ever sent; requests whose load beside the batch has ended, well or not."""
+        if self._loads is None:
+            return None, None
+        done = self._loads.done()
+        self._failed, self._bad = done.failed, done.blocks
+        return None, (done.requests if self._apart else None) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of the failed ones among them."""
+        return self._bad
+
+    def build_connector_worker_meta(self) -> FailedLoads | None:
+        """The failed ones themselves, for the scheduler to remember: else it would ask for them again without end."""
+        return FailedLoads(self._failed) if self._failed else None
+
+    def shutdown(self) -> None:
+        """The process ends."""
+        if self._loads is not None:
+            self._loads.close()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end before the forward pass or are waited for by the scheduler."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is taken out of the cache."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is taken out of the cache."""
+
+
+def _chosen(options: Mapping[str, Any]) -> tuple[MakeStage, bool]:
+    """The stage, and whether it runs beside the batch. Raises `ValueError` for options that there are not."""
+    stage, load = options.get("stage", "copied"), options.get("load")
+    if stage not in STAGES:
+        raise ValueError(f"kvblend: there is no stage {stage!r}; choose one of {', '.join(STAGES)}")
+    if load not in (None, "async", "sync"):
+        raise ValueError(f"kvblend: load is {load!r}; choose async or sync")
+    module, _, name = STAGES[stage].partition(":")
+    make = getattr(import_module(module), name)
+    known = _OPTIONS | make.options
+    if unknown := sorted(set(options) - known):
+        raise ValueError(f"kvblend: stage {stage} has no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    return make, load != "sync" and make.apart

@@ -1,0 +1,189 @@
+"""A question from vLLM's server on its way through the prefill process: put into a prompt, blended, and held for vLLM."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from blend.integrations.vllm.questions import asked
+from blend.integrations.vllm.shelf import NoRoomError, Shelf
+from blend.integrations.vllm.wire import Message
+from blend.serve.ask import Closed, Opened, Refused, Reply
+from blend.serve.door.answers import own
+from blend.serve.door.errors import failure_of
+from blend.serve.door.hall import DoorLimits
+from blend.serve.door.log import log_error
+from blend.serve.engine import Handle, QueueFullError, Sampling
+
+if TYPE_CHECKING:
+    from blend.blender import Blend
+    from blend.serve.service import Prepared, Service
+
+CHECKED_ROWS = (33, 150, 190)  # of the prompts by which a model is compared with vLLM's
+
+Tell = Callable[[Message], None]
+
+
+class Desk:
+    """Takes questions for `service`, and puts what was blended on `shelf`. Threads may share it."""
+
+    def __init__(self, service: Service, shelf: Shelf, limits: DoorLimits | None = None) -> None:
+        self.service, self.shelf, self._limits = service, shelf, limits or DoorLimits()
+        decoder = service.room("").rag().decoder
+        self._decoder = decoder
+        self._row_bytes = sum(layer.width for layer in decoder.rotations) * decoder.dtype.itemsize
+
+    def ask(self, part: Mapping[str, Any], tell: Tell) -> Question:
+        """Take a question in; `part`: see `questions.part_of`. `tell` is called from other threads too.
+
+        It is told the prompt, and then one of: "ready" with a ticket; "plain", for vLLM's own prefill, with what there is to
+        say of it; "pass" where kvblend has no part in the prompt; "error".
+        """
+        question = Question(self.shelf, tell)
+        try:
+            prepared = self.service.prepare(asked(part, self.service.corpora(""), self._limits))
+        except Exception as error:
+            failure = failure_of(error)
+            if failure.status >= 500:
+                log_error(error, "")
+            tell({"error": [failure.status, failure.message, failure.code, failure.param]})
+            return question
+        if not prepared.cited:
+            tell({"pass": True})
+            return question
+        model = self._decoder.fingerprint
+        tell({"prompt": list(prepared.work.layout.token_ids), "model": model})
+        self._blend(prepared, question)
+        return question
+
+    def _blend(self, prepared: Prepared, question: Question) -> None:
+        layout = prepared.work.layout
+        if self.shelf.nbytes + layout.rows * self._row_bytes > self.shelf.budget:
+            question.give_up("busy")
+            return
+        generation = prepared.rag.store.generation
+
+        def handover(blend: Blend) -> None:
+            question.hold(blend, salt_of(prepared, blend, generation))
+
+        work = replace(prepared.work, handover=handover, sampling=Sampling(max_tokens=1))
+        try:
+            question.follow(self.service.take(prepared._replace(work=work), question.on_reply))
+        except QueueFullError:
+            question.give_up("busy")
+        except Exception as error:
+            log_error(error, "")
+            question.give_up("failed")
+
+    def check(self, number: int) -> Message:
+        """A prompt by which this model is compared with vLLM's: exact KV of it, and KV that is wrong.
+
+        Tokens are random; the wrong KV is that of the same tokens in reverse. `release` gives back both tickets.
+        """
+        decoder, rows = self._decoder, CHECKED_ROWS[number]
+        random = torch.Generator().manual_seed(rows)
+        low, high = decoder.vocabulary // 10, decoder.vocabulary * 9 // 10  # control tokens stand at the ends
+        ids = torch.randint(low, max(high, low + 2), (rows,), generator=random).tolist()
+        tickets = [self.shelf.put(self._prefilled(tokens), ids) for tokens in (ids, ids[::-1])]
+        return {"prompt": ids, "right": tickets[0], "wrong": tickets[1]}
+
+    def _prefilled(self, ids: list[int]) -> Any:
+        decoder, rows = self._decoder, len(ids)
+        cache = decoder.new_cache(rows)
+        tokens = torch.tensor([ids], device=decoder.device)
+        with torch.inference_mode():
+            decoder.prefill_rows(tokens, torch.arange(rows, device=decoder.device), cache, total=rows)
+        return cache
+
+
+class Question:
+    """One question; `release` when nobody waits for it any more, or vLLM has finished with it."""
+
+    def __init__(self, shelf: Shelf, tell: Tell) -> None:
+        self._shelf, self._tell = shelf, tell
+        self._lock = threading.Lock()
+        self._handle: Handle | None = None
+        self._ticket, self._salt, self._released, self._ended = "", "", False, False
+        self._opened: Opened | None = None
+
+    def follow(self, handle: Handle) -> None:
+        """The engine has it."""
+        with self._lock:
+            self._handle, released = handle, self._released
+        if released:
+            handle.cancel()
+
+    def hold(self, blend: Blend, salt: str) -> None:
+        """The blended prompt is there: hold its KV unless nobody waits for it. In the engine's thread."""
+        try:
+            ticket = self._shelf.put(blend.cache, blend.layout.token_ids)
+        except NoRoomError:
+            return  # vLLM prefills; `_close` says why
+        with self._lock:
+            if not self._released:
+                self._ticket, self._salt = ticket, salt
+                return
+        self._shelf.release(ticket)
+
+    def on_reply(self, reply: Reply) -> None:
+        """What the engine says."""
+        if isinstance(reply, Opened):
+            self._opened = reply
+        elif isinstance(reply, Refused):
+            log_error(reply.error, "")
+            self.give_up("failed")
+        elif isinstance(reply, Closed):
+            self._close(reply)
+
+    def _close(self, reply: Closed) -> None:
+        if self._opened is None:
+            self.give_up(reply.reason)
+            return
+        told = own(self._opened)
+        if self._ticket:
+            self._end({"ready": {"ticket": self._ticket, "salt": self._salt}, "told": told})
+        else:
+            told["figures"]["reason"] = told["figures"]["reason"] or "busy"
+            self._end({"plain": told["figures"]["reason"], "told": told})
+
+    def give_up(self, reason: str) -> None:
+        """VLLM computes it all."""
+        self._end({"plain": reason, "told": {}})
+
+    def _end(self, message: Message) -> None:
+        if not self._ended:
+            self._ended = True
+            self._tell(message)
+
+    def release(self) -> None:
+        """Nobody waits for it or needs it any more."""
+        with self._lock:
+            self._released = True
+            handle, ticket = self._handle, self._ticket
+            self._ticket = ""
+        if handle is not None:
+            handle.cancel()
+        if ticket:
+            self._shelf.release(ticket)
+
+
+def salt_of(prepared: Prepared, blend: Blend, generation: str) -> str:
+    """Names everything that a blended prompt's KV depends on, so that vLLM's prefix cache shares it with its like alone."""
+    layout, rag = prepared.work.layout, prepared.rag
+    told = [
+        (layout.prefix, layout.chunks, layout.suffix, sorted(layout.plain), sorted(layout.parts.items()), layout.home),
+        (
+            rag.corpus_config.name,
+            rag.blender.config.plain(),
+            generation,
+            rag.decoder.identity(layout.kept_behind).namespace,
+        ),
+        (blend.hits, blend.rows_recomputed, blend.notes),
+    ]
+    return sha256(json.dumps(told).encode()).hexdigest()

@@ -1,0 +1,231 @@
+"""What becomes of a request before vLLM sees it: blended if there is somebody to blend it, and right in every case."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+from blend.errors import ConfigError
+from blend.integrations.vllm import wire
+from blend.integrations.vllm.check import reason_against
+from blend.integrations.vllm.lease import Lease
+from blend.integrations.vllm.local import LocalPrompts
+from blend.integrations.vllm.offers import PARAMETER
+from blend.integrations.vllm.questions import part_of, plain_model, wants_context
+from blend.integrations.vllm.rows_ticket import by_rows, ready_for
+from blend.serve.door.errors import DoorError, Failure, failure_of, refuse, unavailable
+
+_LOG = logging.getLogger("vllm.kvblend")
+_TIMEOUT = "KVBLEND_VLLM_TIMEOUT"
+_CHECK_S = 300.0
+_OTHER_PROMPTS = (
+    *(
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "echo",
+        "prompt_logprobs",
+        "mm_processor_kwargs",
+    ),
+    *("suffix", "prompt_embeds", "truncate_prompt_tokens", "reasoning_effort"),
+)
+"""Fields by which vLLM makes another prompt, or needs all of its rows: kvblend has no part in such a request."""
+
+
+class Rewritten(NamedTuple):
+    """A request for vLLM. told: what its reply is to say of the blend. lease: to be closed when the reply has ended."""
+
+    body: dict[str, Any]
+    told: dict[str, Any] | None = None
+    lease: Lease | None = None
+
+
+class Gate:
+    """For one server process of vLLM; it is used in its event loop alone.
+
+    engine: vLLM's client of its own engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._socket = os.environ.get(wire.VARIABLE, wire.SOCKET)
+        self._seconds = _seconds(os.environ.get(_TIMEOUT, "60"))
+        self._rows = by_rows(engine.vllm_config)
+        self._local: LocalPrompts | None = None
+        self._down = False
+        self._checked: dict[str, str] = {}
+        self._checking = asyncio.Lock()
+
+    async def rewritten(self, body: dict[str, Any], path: str) -> Rewritten:
+        """What vLLM is to be asked instead. Raises `DoorError`."""
+        wanted = wants_context(body)
+        other = _another_prompt(body, path)
+        if other and wanted:
+            raise refuse(f"{other} does not go together with documents or kvblend; leave one of them out", other)
+        if other:
+            return Rewritten(body)
+        part = part_of(body)
+        plain = _plain(body) if wanted else body
+        if self._rows:
+            return await self._alone(part, plain, wanted, path)
+        try:
+            async with asyncio.timeout(self._seconds):
+                found = await self._asked(part, plain, wanted, path)
+        except (wire.WireError, TimeoutError) as error:
+            self._warn(str(error) or f"the prefill process did not answer in {self._seconds:g} s")
+            return await self._alone(part, plain, wanted, path)
+        self._works()
+        return found
+
+    async def _asked(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
+        lease = await Lease.take(self._socket, {"ask": part})
+        try:
+            found = await self._followed(lease, plain, wanted, path)
+        except BaseException:
+            lease.close()
+            raise
+        if found.lease is None:
+            lease.close()
+        return found
+
+    async def _followed(self, lease: Lease, plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
+        """What the prefill process says of a question, up to the last word."""
+        message = await lease.next()
+        if "error" in message:
+            status, words, code, param = message["error"]
+            if not wanted:
+                return Rewritten(plain)  # it may be right for vLLM
+            raise DoorError(Failure(status, words, code, param))
+        if "pass" in message:
+            return Rewritten(_with_model(plain) if wanted else plain)
+        ids, against = message["prompt"], await self._reason_against(message["model"])
+        try:
+            message = await lease.next()
+        except wire.WireError as error:
+            self._warn(str(error))
+            return Rewritten(_with_ids(plain, ids, path) if wanted else plain)
+        told = message["told"]
+        if "ready" not in message or against:
+            if not wanted:
+                return Rewritten(plain)
+            figures = {**told.get("figures", {}), "reason": "refused" if against else message["plain"]}
+            return Rewritten(_with_ids(plain, ids, path), {**told, "figures": figures})
+        return Rewritten(_blended(plain, ids, message["ready"], path), told, lease)
+
+    async def _alone(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
+        """Without the prefill process: it is away, or vLLM's own model blends."""
+        if not wanted:
+            return Rewritten(plain)
+        if not part.get("documents") and not (part.get("kvblend") or {}).get("documents"):
+            if plain_model(str(part.get("model", ""))) == part.get("model") and not (part.get("kvblend") or {}).get(
+                "retrieve"
+            ):
+                return Rewritten(plain)
+            raise unavailable("the corpus cannot be searched now; the server's log says why")
+        try:
+            layout = await asyncio.to_thread(self._prompts().layout, part)
+        except Exception as error:
+            raise DoorError(failure_of(error)) from error
+        ids = list(layout.token_ids)
+        if self._rows:
+            return Rewritten(_blended(plain, ids, ready_for(layout), path), {"sources": [], "figures": {"method": "rows"}})
+        told = {"sources": [], "figures": {"method": "full", "reason": "no prefill process"}}
+        return Rewritten(_with_ids(plain, ids, path), told)
+
+    def _prompts(self) -> LocalPrompts:
+        if self._local is None:
+            self._local = LocalPrompts(self._engine.renderer.get_tokenizer())
+        return self._local
+
+    async def _reason_against(self, model: str) -> str:
+        """Why KV of this model must not be used, found out when it is first seen."""
+        async with self._checking:
+            if model not in self._checked:
+                self._checked[model] = reason = await self._compared()
+                if reason:
+                    _LOG.error("kvblend: blended KV is not used: %s", reason)
+                else:
+                    _LOG.info("kvblend: vLLM's log-probabilities over KV of the prefill process are its own")
+            return self._checked[model]
+
+    async def _compared(self) -> str:
+        async with asyncio.timeout(_CHECK_S), await Lease.take(self._socket, {"check": True}) as lease:
+            return await reason_against(self._engine, (await lease.next())["checks"])
+
+    def _warn(self, why: str) -> None:
+        """One line an outage."""
+        if not self._down:
+            _LOG.warning("kvblend: %s; vLLM prefills by itself until it works again", why)
+        self._down = True
+
+    def _works(self) -> None:
+        if self._down:
+            _LOG.info("kvblend: the prefill process answers again")
+        self._down = False
+
+
+def _another_prompt(body: Mapping[str, Any], path: str) -> str:
+    """The field by which this request is not ours to put together, or ""."""
+    held = [name for name in _OTHER_PROMPTS if body.get(name) not in (None, False)]
+    if body.get("add_generation_prompt") is True:
+        held.remove("add_generation_prompt")
+    if held:
+        return held[0]
+    if body.get("tools") and body.get("tool_choice") == "none":
+        return "tool_choice"
+    if path.endswith("/chat/completions"):
+        messages = body.get("messages")
+        return "" if isinstance(messages, list) and all(map(_is_text, messages)) else "messages"
+    return "" if isinstance(body.get("prompt"), str) else "prompt"
+
+
+def _is_text(message: Any) -> bool:
+    """Whether a message is one of a conversation in words."""
+    if not isinstance(message, dict) or message.get("role") not in ("system", "developer", "user", "assistant"):
+        return False
+    if set(message) - {"role", "content"} and any(message[name] for name in set(message) - {"role", "content"}):
+        return False
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return all(
+        isinstance(one, dict) and one.get("type") == "text" and isinstance(one.get("text"), str) for one in parts
+    )
+
+
+def _plain(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Without our fields."""
+    return _with_model({name: value for name, value in body.items() if name not in ("documents", "kvblend")})
+
+
+def _with_model(body: Mapping[str, Any]) -> dict[str, Any]:
+    named = {"model": plain_model(body["model"])} if isinstance(body.get("model"), str) else {}
+    return {**body, **named}
+
+
+def _with_ids(body: Mapping[str, Any], ids: list[int], path: str) -> dict[str, Any]:
+    """The same with a prompt of these tokens."""
+    if path.endswith("/chat/completions"):
+        return {**body, "kv_transfer_params": {"prompt_token_ids": ids}}
+    return {**body, "prompt": ids}
+
+
+def _blended(body: Mapping[str, Any], ids: list[int], ready: Mapping[str, str], path: str) -> dict[str, Any]:
+    """The same over blended KV, which nothing else in vLLM's prefix cache may be taken for."""
+    salt = sha256(f"{ready['salt']}/{body.get('cache_salt') or ''}".encode()).hexdigest()
+    found = _with_ids(body, ids, path)
+    transfer = {**found.get("kv_transfer_params", {}), PARAMETER: {"ticket": ready["ticket"]}}
+    return {**found, "cache_salt": salt, "kv_transfer_params": transfer}
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 86_400:
+        raise ConfigError(f"{_TIMEOUT} is {text!r}; give seconds, more than 0")
+    return found

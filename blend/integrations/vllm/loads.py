@@ -1,0 +1,99 @@
+"""The worker's side: loads are done, in the engine's thread or beside it, and what became of them is told once."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from typing import NamedTuple
+
+import torch
+
+from blend.integrations.vllm.contract import Load, LoadFailedError, Stage
+from blend.model.threads import compute_alone
+
+_LOG = logging.getLogger("vllm.kvblend")
+
+
+class Done(NamedTuple):
+    """Since the last time: requests whose load ended, which of these failed, and the blocks that hold nothing of use."""
+
+    requests: set[str]
+    failed: set[str]
+    blocks: set[int]
+
+
+class Loads:
+    """What `stage` does for requests. Only the engine's thread calls it.
+
+    apart: whether loads run in a thread of their own, so that the batch goes on meanwhile.
+    """
+
+    def __init__(self, stage: Stage, block_size: int, *, apart: bool) -> None:
+        self._stage, self._block_size, self._apart = stage, block_size, apart
+        self._waiting: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._done = Done(set(), set(), set())
+        self._warned = False
+        self._thread = threading.Thread(target=self._loop, name="kvblend-loads", daemon=True) if apart else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def start(self, load: Load) -> None:
+        """Do it now, or beside."""
+        if self._apart:
+            self._waiting.put(load)
+        else:
+            self._do(load)
+
+    def rest(self) -> None:
+        """A step without loads begins."""
+        if self._apart:
+            return
+        try:
+            with torch.inference_mode():
+                self._stage.rest()
+        except Exception:  # no request waits for it
+            _LOG.warning("kvblend: what was put off could not be done", exc_info=True)
+
+    def done(self) -> Done:
+        """What has ended since the last call."""
+        with self._lock:
+            found, self._done = self._done, Done(set(), set(), set())
+        return found
+
+    def close(self) -> None:
+        """Finish, and end the thread."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join(30)
+        self._stage.close()
+
+    def _loop(self) -> None:
+        compute_alone()  # the cores are the engine's
+        while (load := self._waiting.get()) is not None:
+            self._do(load)
+
+    def _do(self, load: Load) -> None:
+        failed = not self._filled(load)
+        bad = set(load.blocks[load.start // self._block_size : (load.stop - 1) // self._block_size + 1])
+        with self._lock:
+            self._done.requests.add(load.request)
+            if failed:
+                self._done.failed.add(load.request)
+                self._done.blocks.update(bad)
+
+    def _filled(self, load: Load) -> bool:
+        try:
+            with torch.inference_mode():
+                self._stage.fill(load)
+        except Exception as error:  # whatever it is, vLLM can compute these rows itself
+            if not self._warned:  # one line an outage
+                known = isinstance(error, LoadFailedError)
+                _LOG.warning("kvblend: %s; vLLM prefills by itself until it works again", error, exc_info=not known)
+            self._warned = True
+            return False
+        if self._warned:
+            _LOG.info("kvblend: blended KV comes again")
+        self._warned = False
+        return True

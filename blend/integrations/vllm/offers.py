@@ -1,0 +1,66 @@
+"""The scheduler's side: which rows of which request are offered, and what became of them. Knows of vLLM what it is shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from blend.integrations.vllm.contract import Load
+
+PARAMETER = "kvblend"  # ours in a request's kv_transfer_params
+_TICKET = re.compile(r"[0-9a-f]{32}|\{.*\}")  # a name, or a layout; only our own server lets them through
+
+
+def ticket_of(request: Any) -> str | None:
+    """The ticket that a request carries, or None where blended KV must not be used for it.
+
+    A request without a cache salt would leave blended blocks to others in the prefix cache. Log-probabilities of the prompt
+    need all of its rows' outputs.
+    """
+    given = (request.kv_transfer_params or {}).get(PARAMETER)
+    ticket = given.get("ticket") if isinstance(given, dict) else None
+    sampling = request.sampling_params
+    fits = request.cache_salt and request.lora_request is None and request.prompt_token_ids is not None
+    whole = sampling is None or sampling.prompt_logprobs is not None
+    return ticket if isinstance(ticket, str) and _TICKET.fullmatch(ticket) and fits and not whole else None
+
+
+class Offers:
+    """All requests' offers, in the scheduler's one thread."""
+
+    def __init__(self) -> None:
+        self._failed: set[str] = set()
+        self._pending: list[Load] = []
+
+    def rows(self, request: Any, computed: int) -> int:
+        """How many rows behind those that vLLM has are offered: all of the prompt but the last.
+
+        Asked again after a preemption the answer is the same; after a load that failed there is nothing any more.
+        """
+        if ticket_of(request) is None or request.request_id in self._failed:
+            return 0
+        return max(0, int(request.num_prompt_tokens) - 1 - computed)
+
+    def allocated(self, request: Any, blocks: Sequence[int], rows: int) -> None:
+        """VLLM has taken up an offer."""
+        ticket = ticket_of(request)
+        if rows <= 0 or ticket is None:
+            return
+        stop = request.num_prompt_tokens - 1
+        ids = tuple(request.prompt_token_ids)
+        self._pending.append(Load(request.request_id, ticket, ids, tuple(blocks), stop - rows, stop))
+
+    def taken(self) -> tuple[Load, ...]:
+        """Loads for this step."""
+        loads, self._pending = tuple(self._pending), []
+        return loads
+
+    def failed(self, requests: Iterable[str]) -> None:
+        """These loads failed: vLLM computes the rows itself."""
+        self._failed.update(requests)
+
+    def finished(self, request: Any) -> None:
+        """The request has ended, or was given up."""
+        self._failed.discard(request.request_id)
+        self._pending = [load for load in self._pending if load.request != request.request_id]

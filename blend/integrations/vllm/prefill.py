@@ -1,0 +1,137 @@
+"""The prefill process: a socket at which vLLM's server asks and vLLM's workers fetch.
+
+A connection is a lease: what was blended for a question is held until the connection on which it was asked ends, however that
+comes about. So nothing is kept for a server that was killed, and who hangs up is not computed for.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+
+from blend.integrations.vllm import wire
+from blend.integrations.vllm.desk import CHECKED_ROWS, Desk
+from blend.integrations.vllm.shelf import Shelf
+from blend.serve.door.log import log_error
+
+_LOOK_S = 0.05  # how often it is looked whether who waits is still there
+_SLOW_S = 10.0  # for a message to be read or taken
+MOST_CONNECTIONS = 1024
+
+
+class PrefillServer:
+    """Serves connections in threads of their own until `stop`. place: a bound socket."""
+
+    def __init__(self, desk: Desk, shelf: Shelf, place: socket.socket) -> None:
+        self._desk, self._shelf, self._place = desk, shelf, place
+        self._stopping = threading.Event()
+        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+
+    def serve_until_stopped(self) -> None:
+        """All of it."""
+        self._place.listen(wire.BACKLOG)
+        self._place.settimeout(_LOOK_S)
+        while not self._stopping.is_set():
+            try:
+                sock, _ = self._place.accept()
+            except TimeoutError:
+                continue
+            if not self._room.acquire(blocking=False):
+                sock.close()  # who asks is answered by vLLM's own prefill
+                continue
+            threading.Thread(target=self._serve, args=(sock,), name="kvblend-connection", daemon=True).start()
+
+    def stop(self) -> None:
+        """End it; connections end with the process or their other end."""
+        self._stopping.set()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            with sock:
+                sock.settimeout(_SLOW_S)
+                wire.check_peer(sock)
+                self._answer(sock, wire.receive(sock)[0])
+        except wire.WireError:  # the other end has gone, which is its way to say that it needs nothing more
+            pass
+        except Exception as error:  # of one connection; the others go on
+            log_error(error, "")
+        finally:
+            self._room.release()
+
+    def _answer(self, sock: socket.socket, message: wire.Message) -> None:
+        if "ask" in message:
+            self._ask(sock, message["ask"])
+        elif "attach" in message:
+            self._attach(sock, str(message["attach"]))
+        elif "check" in message:
+            self._check(sock)
+        elif "holding" in message:
+            told = {"tickets": len(self._shelf), "bytes": self._shelf.nbytes}
+            wire.send(sock, {**told, **self._desk.service.engine.holding()._asdict()})
+
+    def _ask(self, sock: socket.socket, part: wire.Message) -> None:
+        told: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
+        question = self._desk.ask(part, told.put)
+        try:
+            while (message := self._next(told, sock)) is not None:
+                wire.send(sock, message)
+                if "ready" in message:
+                    self._until_gone(sock)
+                    return
+                if "prompt" not in message:
+                    return
+        finally:
+            question.release()
+
+    def _next(self, told: queue.SimpleQueue[wire.Message], sock: socket.socket) -> wire.Message | None:
+        """What comes next for who asked; None when he has gone."""
+        while not self._stopping.is_set():
+            try:
+                return told.get(timeout=_LOOK_S)
+            except queue.Empty:
+                if _gone(sock):
+                    return None
+        return None
+
+    def _until_gone(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        try:
+            while sock.recv(1):
+                pass
+        except OSError:
+            return
+
+    def _attach(self, sock: socket.socket, ticket: str) -> None:
+        found = self._shelf.get(ticket)
+        if found is None:
+            wire.send(sock, {"held": None})
+            return
+        fd, told = found
+        try:
+            wire.send(sock, {"held": told._asdict()}, fd)
+        finally:
+            os.close(fd)
+
+    def _check(self, sock: socket.socket) -> None:
+        """Prompts to compare by, held until the other end has compared."""
+        sock.settimeout(None)
+        found = [self._desk.check(number) for number in range(len(CHECKED_ROWS))]
+        try:
+            wire.send(sock, {"checks": found})
+            self._until_gone(sock)
+        finally:
+            for one in found:
+                self._shelf.release(one["right"])
+                self._shelf.release(one["wrong"])
+
+
+def _gone(sock: socket.socket) -> bool:
+    """Whether the other end has closed."""
+    try:
+        return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

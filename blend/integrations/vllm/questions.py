@@ -1,0 +1,47 @@
+"""The part of a request's body that decides about its prompt -> what the service is asked.
+
+The same fields in the same words as those of `blend serve`; all others are vLLM's and never come here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from blend.serve.ask import Ask
+from blend.serve.door.asked import Offered, ask_of, read_body
+from blend.serve.door.hall import DoorLimits
+from blend.serve.door.schemas import ChatBody, CompletionBody
+
+CORPUS = "+corpus"  # behind a model's name, and a name of a corpus behind that
+_OURS = ("messages", "prompt", "documents", "kvblend", "model")
+
+
+def part_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a body that vLLM's server was sent, what is to be blended by."""
+    part = {name: body[name] for name in _OURS if body.get(name) is not None}
+    tools = {"tools": body["tools"]} if body.get("tools") else {}
+    return {**part, "template": {**(body.get("chat_template_kwargs") or {}), **tools}}
+
+
+def wants_context(body: Mapping[str, Any]) -> bool:
+    """Whether a request asks for what only kvblend does: documents, a corpus, or a field of ours."""
+    return bool(body.get("documents")) or body.get("kvblend") is not None or CORPUS in str(body.get("model", ""))
+
+
+def asked(part: Mapping[str, Any], corpora: tuple[str, ...], limits: DoorLimits) -> Ask:
+    """What the service is asked. corpora: that there are. Raises `DoorError` for whatever is wrong with it."""
+    values = dict(part)
+    template = values.pop("template", {})
+    model = str(values.get("model", ""))
+    raw = json.dumps(values).encode()
+    body = read_body(raw, CompletionBody, limits) if "prompt" in values else read_body(raw, ChatBody, limits)
+    ask = ask_of(body, Offered(plain_model(model) or model, "", corpora), limits)
+    return replace(ask, template=template)
+
+
+def plain_model(model: str) -> str:
+    """The name of the model itself, without a corpus that it names."""
+    return model.partition(CORPUS)[0]

@@ -1,0 +1,94 @@
+"""The second stage: requests' blocks filled with blended KV that vLLM's own model computes, in the worker that decodes.
+
+Weights are held once, and quantised models work as they are. A pass runs between the engine's own, in its thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from blend.chunks.likeness import alike
+from blend.config import BlendConfig
+from blend.errors import BlendError
+from blend.integrations.vllm.contract import Load, LoadFailedError, Site
+from blend.integrations.vllm.rows_blender import RowBlender
+from blend.integrations.vllm.rows_cache import Place
+from blend.integrations.vllm.rows_check import admitted, refusal
+from blend.integrations.vllm.rows_decoder import Facts
+from blend.integrations.vllm.rows_find import model_of
+from blend.integrations.vllm.rows_identity import fingerprints
+from blend.integrations.vllm.rows_ticket import layout_of
+from blend.store import open_store
+
+_CONFIG = ("ratio", "selector", "surrogate", "correction")  # options that are entries of `BlendConfig`
+_UNLIMITED = (
+    "CPU_ATTN",
+)  # attention that takes any number of sequences; other backends have buffers for vLLM's own number
+
+
+class RecomputedRows:
+    """A `Stage`, see the contract. A ticket says where a prompt's segments end, see `rows_ticket`.
+
+    options: "store", a folder; "ratio", "selector", "surrogate", "correction" as in `BlendConfig`; "corpus". Raises
+    `ValueError`, in one line, for a model that cannot be driven over rows.
+    """
+
+    apart = False
+    options = frozenset({"store", "corpus", *_CONFIG})
+
+    def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
+        self.blender = row_blender(site, model_of(site.layers), options)
+
+    def fill(self, load: Load) -> None:
+        """See `Stage`."""
+        try:
+            layout = layout_of(load.ticket, load.token_ids)
+            place = Place(load.blocks, load.start, load.stop)
+            if load.start < layout.context.stop:
+                self.blender.blend(layout, place)
+            else:  # all that could be reused is in vLLM's cache
+                self.blender.compute(layout, place)
+        except (BlendError, ValueError) as error:
+            raise LoadFailedError(str(error)) from error
+
+    def rest(self) -> None:
+        """One of the caches that earlier prompts lacked is computed, and stored for the next."""
+        self.blender.rest()
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
+
+def row_blender(site: Site, model: Any, options: Mapping[str, Any]) -> RowBlender:
+    """What fills blocks with this worker's model; options and errors as `RecomputedRows` says."""
+    if "store" not in options:
+        raise ValueError("kvblend: stage rows needs the option store, the folder of the chunk caches")
+    try:
+        if why := refusal(site):
+            raise ValueError(f"because {why}")
+        prints = fingerprints(site.config)
+        own = admitted(site, model, _facts(site, prints.own))
+    except (BlendError, ValueError) as error:
+        raise ValueError(f"kvblend: vLLM's own model cannot recompute rows, {error}; use stage copied") from error
+    try:
+        config = BlendConfig(**{name: options[name] for name in _CONFIG if name in options})
+        store = open_store(str(options["store"]))
+    except BlendError as error:
+        raise ValueError(f"kvblend: {error}") from error
+    shared = own.named(prints.shared)
+    decoder = shared if alike(store, shared) else own
+    return RowBlender(decoder, store, config, str(options.get("corpus", "")))
+
+
+def _facts(site: Site, fingerprint: str) -> Facts:
+    model, scheduler = site.config.model_config, site.config.scheduler_config
+    backend = site.layers[0].get_attn_backend().get_name()
+    return Facts(
+        name=str(model.model),
+        fingerprint=fingerprint,
+        vocabulary=int(model.get_vocab_size()),
+        context_length=int(model.max_model_len),
+        most_rows=int(scheduler.max_num_batched_tokens),
+        most_runs=None if backend in _UNLIMITED else int(scheduler.max_num_seqs),
+    )

@@ -1,0 +1,107 @@
+"""Running rows on the model of a vLLM worker: its own modules, attention and cache writer, and hooks that see what passes.
+
+Nothing of vLLM is replaced: a pass makes attention metadata for its rows, and runs the model with a forward context that
+skips compiled code. Hooks on the attention layers, there for the pass alone, see queries, keys and values after RoPE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.forward_context import set_forward_context
+
+from blend.integrations.vllm.contract import Site
+from blend.integrations.vllm.rows_batch import PromptRows, batch_of
+from blend.model.cache import Halt
+
+See = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Called before the attention of every layer with its number and the fresh queries, keys, values `[rows, heads, head_dim]`."""
+
+
+class RowModel:
+    """A worker's model as something that runs rows.
+
+    site: the worker's attention layers. model: the module that holds them and computes logits. spec: what vLLM's configuration
+    of the cache says of their blocks.
+    """
+
+    def __init__(self, site: Site, model: Any, spec: Any) -> None:
+        self.site, self.model = site, model
+        backend = site.layers[0].get_attn_backend()
+        with set_current_vllm_config(site.config):
+            self._builder = backend.get_builder_cls()(spec, list(site.names), site.config, site.device)
+
+    @torch.inference_mode()
+    def run(self, token_ids: torch.Tensor, prompts: Sequence[PromptRows], see: See) -> torch.Tensor | None:
+        """Run rows; hidden states of the last layer `[rows, hidden]`, or None where `see` ended the pass with `Halt`.
+
+        token_ids: of all rows of all prompts, int64 `[rows]`. Their KV is written, and what they see must be in their blocks.
+        """
+        positions = torch.cat([prompt.positions for prompt in prompts])
+        return self.run_at(positions, token_ids, prompts, see)
+
+    @torch.inference_mode()
+    def run_at(
+        self, positions: torch.Tensor, token_ids: torch.Tensor, prompts: Sequence[PromptRows], see: See
+    ) -> torch.Tensor | None:
+        """As `run`, with rotary positions of their own, int64 `[rows]`."""
+        with suppress(Halt):
+            return self._forward(positions, token_ids, prompts, see)
+        return None
+
+    def _forward(
+        self, positions: torch.Tensor, token_ids: torch.Tensor, prompts: Sequence[PromptRows], see: See
+    ) -> torch.Tensor:
+        site, device = self.site, self.site.device
+        common = batch_of(prompts, site.block_size, device)
+        with ExitStack() as stack:
+            stack.enter_context(set_current_vllm_config(site.config))
+            metadata = self._builder.build(0, common)
+            stack.enter_context(
+                set_forward_context(
+                    dict.fromkeys(site.names, metadata),
+                    site.config,
+                    num_tokens=common.num_actual_tokens,
+                    slot_mapping=dict.fromkeys(site.names, common.slot_mapping),
+                    skip_compiled=True,
+                )
+            )
+            stack.enter_context(_seen(site.layers, see))
+            ids = token_ids.to(device=device, dtype=torch.int32)
+            hidden: torch.Tensor = self.model(input_ids=ids, positions=positions.to(device))
+            return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of hidden states `[rows, hidden]`, `[rows, vocab]`."""
+        with set_current_vllm_config(self.site.config):
+            found: torch.Tensor = self.model.compute_logits(hidden)
+        return found
+
+
+@contextmanager
+def _seen(layers: Sequence[Any], see: See) -> Iterator[None]:
+    handles = [
+        layer.register_forward_pre_hook(partial(_hook, see, index), with_kwargs=True)
+        for index, layer in enumerate(layers)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(see: See, index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+    see(
+        index,
+        named["query"].view(-1, layer.num_heads, layer.head_size),
+        named["key"].view(-1, layer.num_kv_heads, layer.head_size),
+        named["value"].view(-1, layer.num_kv_heads, layer.head_size_v),
+    )

@@ -1,0 +1,50 @@
+"""Two ways of running a model share caches only where a probe in the store shows that they give the same KV."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+
+from blend.chunks.likeness import alike, leave_probe
+from blend.model.decoder import Decoder
+from blend.store import open_store
+
+
+def fresh() -> Decoder:
+    return Decoder(models.build(models.FAMILIES["qwen2"]))
+
+
+def test_a_decoder_is_like_itself() -> None:
+    store, decoder = open_store("memory:"), fresh()
+    assert not alike(store, decoder)
+    leave_probe(store, decoder)
+    assert alike(store, decoder)
+
+
+def test_a_probe_is_written_once() -> None:
+    store, decoder = open_store("memory:"), fresh()
+    leave_probe(store, decoder)
+    before = store.generation
+    leave_probe(store, decoder)
+    assert store.generation == before
+
+
+def test_a_probe_of_other_values_is_not_matched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an engine that runs the same files quantised: the name is the same, and the KV is not."""
+    store, decoder = open_store("memory:"), fresh()
+    leave_probe(store, decoder)
+    with torch.no_grad():
+        decoder.model.get_input_embeddings().weight.mul_(1.01)
+        decoder.layers[0].self_attn.k_proj.weight.add_(0.01)
+    assert not alike(store, decoder)
+
+
+def test_a_damaged_probe_counts_as_none() -> None:
+    store, decoder = open_store("memory:"), fresh()
+    leave_probe(store, decoder)
+    (name,) = store.artifacts()
+    store.write_artifact(name, b"no tensors")
+    assert not alike(store, decoder)
+    leave_probe(store, decoder)
+    assert alike(store, decoder)

@@ -1,0 +1,25 @@
+"""Tests of kvblend inside vLLM run where vLLM is; elsewhere each is skipped by its name, with the reason."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+HAS_VLLM = find_spec("vllm") is not None
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    lacking = pytest.mark.skip(reason="vLLM is not installed here; test_in_its_environment.py runs this where it is")
+    for item in items:
+        if item.get_closest_marker("inside_vllm") and not HAS_VLLM:
+            item.add_marker(lacking)

@@ -1,0 +1,171 @@
+"""The two processes that operators start, vLLM's server and the prefill process, and what tests see of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from blend.integrations.vllm import wire
+
+KEY = "sk-test"
+REPOSITORY = Path(__file__).parents[2]
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def until(happened: Callable[[], Any], seconds: float = 1500) -> Any:
+    """Wait for it. Patient: the machine may be busy with other things."""
+    deadline = time.monotonic() + seconds
+    while not (found := happened()):
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.05)
+    return found
+
+
+class Process:
+    """A command whose output goes into a file."""
+
+    def __init__(self, command: list[str], log: Path, **variables: str) -> None:
+        path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")])
+        environment = {**os.environ, "PYTHONPATH": path, **variables}
+        self.log, begin = log, log.stat().st_size if log.exists() else 0
+        self._begin = begin
+        with log.open("ab") as out:
+            self.process = subprocess.Popen([sys.executable, *command], stdout=out, stderr=out, env=environment)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_bytes()[self._begin :].decode(errors="replace")
+
+    def ready(self, line: str) -> None:
+        until(lambda: line in self.said or self.process.poll() is not None)
+        assert line in self.said, self.said
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        if self.process.poll() is None:
+            self.send(number)
+        self.process.wait(120)
+
+
+class Machines:
+    """A store and a model, the prefill process over them, and vLLM's server beside it."""
+
+    def __init__(self, folder: Path, store: Path, model: Path) -> None:
+        self.folder, self.store, self.model = folder, store, model
+        self.socket = f"@kvblend-test-{secrets.token_hex(4)}"
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self.prefill: Process | None = None
+        self.server: Process | None = None
+
+    def start_prefill(self, *more: str) -> Process:
+        options = ["--model", self.model, "--store", self.store, "--socket", self.socket, "--device", "cpu"]
+        corpus = ["--codec", "native", "--chunk-tokens", 96, "--top-k", 4, "--surrogate-tokens", 64, "--ratio", 0.15]
+        self.prefill = Process(
+            ["-m", "blend", "vllm", *map(str, (*options, *corpus)), *more], self.folder / "prefill.log"
+        )
+        self.prefill.ready("Ready at")
+        return self.prefill
+
+    def start_server(self, options: dict[str, Any] | None = None, **variables: str) -> Process:
+        """options: of the connector; by default the prefill process's socket."""
+        connector = {
+            "kv_connector": "KVBlend",
+            "kv_connector_module_path": "blend.integrations.vllm.connector",
+            "kv_role": "kv_consumer",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": options or {"socket": self.socket},
+        }
+        port = self.url.rpartition(":")[2]
+        self.server = Process(
+            [
+                *(
+                    "-m",
+                    "vllm.entrypoints.openai.api_server",
+                    "--model",
+                    str(self.model),
+                    "--served-model-name",
+                    "tiny",
+                ),
+                *("--host", "127.0.0.1", "--port", port, "--api-key", KEY, "--dtype", "float32", "--enforce-eager"),
+                *("--max-model-len", "4096", "--max-num-seqs", "16", "--kv-transfer-config", json.dumps(connector)),
+                *("--middleware", "blend.integrations.vllm.middleware.KVBlend", "--enable-prompt-tokens-details"),
+            ],
+            self.folder / "server.log",
+            KVBLEND_VLLM_SOCKET=self.socket,
+            **variables,
+        )
+        until(lambda: self.server.process.poll() is not None or self._healthy())
+        assert self.server.process.poll() is None, self.server.said
+        return self.server
+
+    def _healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def holding(self) -> dict[str, Any]:
+        """What the prefill process holds."""
+        with wire.connect(self.socket, 60) as sock:
+            wire.send(sock, {"holding": True})
+            return wire.receive(sock)[0]
+
+    def idle(self) -> bool:
+        """Whether it has nothing to do and nothing in its hands."""
+        found = self.holding()
+        return not any(found[name] for name in ("tickets", "bytes", "running", "waiting", "encoding"))
+
+    def metrics(self) -> dict[str, float]:
+        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
+        pairs = [line.rpartition(" ") for line in lines if line.startswith("vllm:") and "_created" not in line]
+        found: dict[str, float] = {}
+        for name, _, value in pairs:
+            key = name.partition("{")[0]
+            found[key] = found.get(key, 0.0) + float(value)
+        return found
+
+    def end(self) -> None:
+        for one in (self.server, self.prefill):
+            if one is not None:
+                one.end()
+
+
+def engine_process(server: Process) -> int:
+    """vLLM's engine runs in a child of its server."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    found = [int(child) for child in children if "EngineCore" in Path(f"/proc/{child}/cmdline").read_text()]
+    return found[0]
+
+
+def shared_files(pid: int) -> int:
+    """Memory files of ours that a process has open or mapped."""
+    opened = 0
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            opened += "memfd:kvblend" in str(one.readlink())
+        except OSError:
+            continue
+    return opened + Path(f"/proc/{pid}/maps").read_text().count("memfd:kvblend")
+
+
+def threads(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))

@@ -1,0 +1,24 @@
+"""kvblend's connector with the stage that recomputes rows, for proofs that look into the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from blend.integrations.vllm.connector import STAGES as BY_NAME
+from blend.integrations.vllm.connector import KVBlend
+from blend.integrations.vllm.contract import Site
+from blend.integrations.vllm.rows_stage import RecomputedRows
+
+STAGES: list[RecomputedRows] = []
+
+
+class SeenRows(RecomputedRows):
+    def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
+        super().__init__(site, options)
+        STAGES.append(self)
+
+
+BY_NAME["rows"] = f"{__name__}:SeenRows"
+
+__all__ = ["STAGES", "KVBlend"]

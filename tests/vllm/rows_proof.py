@@ -1,0 +1,283 @@
+"""What vLLM's own model gives for rows, beside kvblend's decoder, on a tiny random model; run where vLLM is.
+
+Usage: rows_proof.py FOLDER, in which it leaves found.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+)
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from rows_connector import STAGES
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.inputs import TokensPrompt
+
+from blend.blender import Blend, Blender
+from blend.chunks.deciding import with_surrogate
+from blend.chunks.likeness import leave_probe
+from blend.config import BlendConfig
+from blend.integrations.vllm.rows_blender import RowBlender
+from blend.integrations.vllm.rows_cache import Place
+from blend.integrations.vllm.rows_stage import row_blender
+from blend.integrations.vllm.rows_ticket import ticket_of
+from blend.model.decoder import Decoder
+from blend.store import open_store
+from blend.types import PromptLayout
+
+LENGTHS = (127, 128, 129, 517, 630)
+STEPS = 16
+SETTINGS: dict[str, Any] = {"ratio": 0.15, "correction": False}
+
+
+def tiny(folder: Path) -> str:
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=512,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=2048,
+            initializer_range=0.2,
+            tie_word_embeddings=False,
+            eos_token_id=None,
+            bos_token_id=None,
+            pad_token_id=None,
+        )
+    )
+    for module in model.modules():
+        if getattr(module, "bias", None) is not None:
+            torch.nn.init.normal_(module.bias, std=0.2)
+    model.float().eval().save_pretrained(folder)
+    return str(folder)
+
+
+def prompt(length: int) -> PromptLayout:
+    """A prefix of 20 tokens, four chunks, of which none ends where a block does, and a question of 9."""
+    draw = torch.Generator().manual_seed(length)
+    ids = torch.randint(5, 512, (length,), generator=draw).tolist()
+    shared = torch.randint(5, 512, (20,), generator=torch.Generator().manual_seed(7)).tolist()
+    cuts = [20, *(20 + (length - 29) * part // 9 for part in (2, 4, 7)), length - 9]
+    chunks = tuple(tuple(ids[a:b]) for a, b in pairwise(cuts))
+    return PromptLayout(tuple(shared), chunks, tuple(ids[-9:]))
+
+
+def greedy(decoder: Decoder, blend: Blend) -> list[int]:
+    """By kvblend's own decoding."""
+    found, logits = list[int](), blend.logits[0]
+    for _ in range(STEPS):
+        found.append(int(logits.argmax()))
+        logits = decoder.append(torch.tensor([[found[-1]]]), blend.cache)[0, -1]
+    return found
+
+
+def far(mine: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference, relative to the largest entry."""
+    return float((mine - other).abs().amax() / other.abs().amax())
+
+
+class Proof:
+    def __init__(self, folder: Path) -> None:
+        self.decoder = Decoder.load(tiny(folder / "model"), device="cpu", dtype="float32")
+        self.store = open_store(str(folder / "store"))
+        self.blender = Blender(self.decoder, self.store, BlendConfig(**SETTINGS))
+        self.layouts = [prompt(length) for length in LENGTHS]
+        leave_probe(self.store, self.decoder)
+        for layout in self.layouts:
+            library = self.blender.library(layout.prefix)
+            library.compute(library.missing(layout.chunks))
+        self.llm = LLM(
+            str(folder / "model"),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=1024,
+            max_num_seqs=8,
+            max_num_batched_tokens=1024,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="KVBlend",
+                kv_role="kv_consumer",
+                kv_load_failure_policy="recompute",
+                kv_connector_module_path="rows_connector",
+                kv_connector_extra_config={"stage": "rows", "store": str(folder / "store"), **SETTINGS},
+            ),
+        )
+        self.rows = STAGES[0].blender
+
+    def decoded(self, tickets: bool, salt: str, some: list[PromptLayout] | None = None) -> list[list[int]]:
+        """Greedy tokens of every prompt, or of some, by vLLM, blended or plain."""
+        layouts = some or self.layouts
+        told = [{"kvblend": {"ticket": ticket_of(layout)}} for layout in layouts]
+        extra = [{"kv_transfer_params": one} if tickets else None for one in told]
+        given = self.llm.generate(
+            [
+                TokensPrompt(prompt_token_ids=list(layout.token_ids), cache_salt=f"{salt}{number}")
+                for number, layout in enumerate(layouts)
+            ],
+            [
+                SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, detokenize=False, extra_args=one)
+                for one in extra
+            ],
+            use_tqdm=False,
+        )
+        return [list(one.outputs[0].token_ids) for one in given]
+
+    def configured(self, **changes: Any) -> BlendConfig:
+        config = replace(self.blender.config, **changes)
+        STAGES[0].blender = RowBlender(self.rows.decoder, self.store, config)
+        return config
+
+    def tokens(self, **changes: Any) -> dict[str, Any]:
+        """Whether decoding goes on alike, and how far apart the KV of all rows is, for a configuration."""
+        config = self.configured(**changes)
+        mine = [self.blender.prefill(layout, config=config) for layout in self.layouts]
+        rows = [STAGES[0].blender.blend(layout, spare(layout)) for layout in self.layouts]
+        found: dict[str, Any] = {
+            "rows": [
+                [*one.selection.rows.tolist()] == [*two.selection.rows.tolist()]
+                for one, two in zip(mine, rows, strict=True)
+            ],
+            "kv": max(self._apart(one, two.cache) for one, two in zip(mine, rows, strict=True)),
+            "recomputed": [one.rows_recomputed for one in mine],
+        }
+        if mine[0].selection.scores is not None:
+            pairs = zip(mine, rows, strict=True)
+            found["scores"] = max(far(two.selection.scores, one.selection.scores) for one, two in pairs)
+        found["equal"] = self.decoded(True, json.dumps(changes)) == [greedy(self.decoder, one) for one in mine]
+        return found
+
+    def _apart(self, blend: Blend, cache: Any) -> float:
+        """KV of all rows but the last, which vLLM runs, and of all layers."""
+        last = blend.layout.rows - 1
+        return max(
+            far(theirs[:, :, :last], ours[:, :, :last])
+            for layer in range(len(self.decoder.layers))
+            for theirs, ours in zip(cache.view(layer), blend.cache.view(layer), strict=True)
+        )
+
+    def encoded(self) -> float:
+        """How far chunk caches by vLLM are from those of kvblend's encoder, alone and behind a surrogate context."""
+        worst = 0.0
+        for contextual in (False, True):
+            layout = self.layouts[-1]
+            encoders = [
+                filler.library(layout.prefix).encoder(contextual=contextual)
+                for filler in (self.blender, self.rows.filler)
+            ]
+            mine, theirs = (dict(encoder.encode(layout.chunks)) for encoder in encoders)
+            for number, cache in mine.items():
+                pairs = zip((*theirs[number].keys, *theirs[number].values), (*cache.keys, *cache.values), strict=True)
+                worst = max(worst, *(far(one, two) for one, two in pairs))
+        return worst
+
+    def in_context(self) -> dict[str, Any]:
+        """As `tokens`, when the store has gained a surrogate context and KV corrections."""
+        prefix, chunks = self.layouts[0].prefix, [chunk for layout in self.layouts for chunk in layout.chunks]
+        library = with_surrogate(self.blender.library(prefix), chunks, 60)
+        library.compute(library.missing(chunks))
+        self.blender.calibrate(prefix, chunks)
+        assert self.blender.correction(prefix, contextual=True)
+        return self.tokens(correction=True, ratio=0.2)
+
+    def unknown(self) -> dict[str, Any]:
+        """A prompt whose chunks the store lacks: blended at once, and again when what it lacked has been computed."""
+        layout = prompt(333)
+        config = self.configured()
+        rows = STAGES[0].blender
+        full = self.blender.prefill(layout, config=replace(config, ratio=1.0))
+        first = rows.blend(layout, spare(layout))
+        rests = sum(1 for _ in iter(rows.rest, False))
+        mine, again = self.blender.prefill(layout, config=config), rows.blend(layout, spare(layout))
+        return {
+            "nothing there": not any(first.placed.hits),
+            "full": self._apart(full, first.cache),
+            "computed": rests,
+            "hits": all(mine.hits) and all(again.placed.hits),
+            "then": self._apart(mine, again.cache),
+        }
+
+    def learnt(self) -> dict[str, Any]:
+        """A prompt of unknown chunks through the engine alone: what it lacks is stored in the steps that decode its answer."""
+        layout = prompt(401)
+        self.configured()
+        library = self.blender.library(layout.prefix)
+        before = len(library.missing(layout.chunks))
+        full = greedy(self.decoder, self.blender.prefill(layout, config=BlendConfig(ratio=1.0)))
+        answer = self.decoded(True, "learnt", [layout])[0]
+        return {"before": before, "after": len(library.missing(layout.chunks)), "full": answer == full}
+
+    def damaged(self, folder: Path) -> dict[str, Any]:
+        """A prompt of which one entry is not what was written."""
+        layout = self.layouts[3]
+        library = self.blender.library(layout.prefix)
+        wanted = library.wanted([layout.chunks[1]])[-1]
+        entry = next((folder / "store").rglob(f"{library.key(wanted).digest}*"))
+        content = bytearray(entry.read_bytes())
+        content[-1000] ^= 255
+        entry.write_bytes(content)
+        mine, theirs = self.blender.prefill(layout), STAGES[0].blender.blend(layout, spare(layout))
+        return {"told": len(theirs.placed.opened.problems), "kv": self._apart(mine, theirs.cache)}
+
+    def identities(self, folder: Path) -> dict[str, bool]:
+        """Whether caches are shared with kvblend's decoder: with its probe in the store, and without it."""
+        mine, site = self.decoder.fingerprint, self.rows.decoder.model.site
+        empty = row_blender(site, self.rows.decoder.model.model, {"store": str(folder / "empty"), **SETTINGS})
+        return {
+            "with probe": self.rows.decoder.facts.fingerprint == mine,
+            "without": empty.decoder.facts.fingerprint == mine,
+        }
+
+
+def spare(layout: PromptLayout) -> Place:
+    """Blocks at the end of the engine's cache, which it takes last."""
+    return Place(tuple(range(100, 100 - layout.rows // 128 - 2, -1)), 0, layout.rows - 1)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    proof = Proof(folder)
+    plain = [
+        greedy(proof.decoder, proof.blender.prefill(layout, config=BlendConfig(ratio=1.0))) for layout in proof.layouts
+    ]
+    found = {
+        "default": proof.tokens(),
+        "all rows": proof.tokens(ratio=1.0),
+        "no rows": proof.tokens(ratio=0.0),
+        "random": proof.tokens(selector="random", ratio=0.3),
+        "deviation": proof.tokens(selector="hkvd"),
+        "gradual": proof.tokens(selector="gradual"),
+        "native is full": proof.decoded(False, "native") == plain,
+        "identities": proof.identities(folder),
+        "again": proof.decoded(True, "d") == proof.decoded(True, "d"),
+        "in context": proof.in_context(),
+        "encoded": proof.encoded(),
+        "unknown": proof.unknown(),
+        "learnt": proof.learnt(),
+        "damaged": proof.damaged(folder),
+        "blended differs": [a != b for a, b in zip(proof.decoded(True, "e"), plain, strict=True)],
+    }
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

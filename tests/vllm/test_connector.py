@@ -1,0 +1,206 @@
+"""The connector inside vLLM: greedy tokens over blended KV are those of kvblend's own decoding, whatever else happens."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import Bench, bench, save_model
+
+from blend.types import PromptLayout
+
+pytestmark = pytest.mark.inside_vllm
+LENGTHS = (127, 128, 129, 517)
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def held(model: Path) -> Iterator[Bench]:
+    with bench(model) as found:
+        yield found
+
+
+class Engine:
+    """An offline vLLM with the connector."""
+
+    def __init__(self, model: Path, socket: str, options: dict[str, Any], more: dict[str, Any]) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # everything in this process, which is quicker to start
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        connector = KVTransferConfig(
+            kv_connector="KVBlend",
+            kv_connector_module_path="blend.integrations.vllm.connector",
+            kv_role="kv_consumer",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"socket": socket, **options},
+        )
+        self._llm = LLM(
+            str(model),
+            **{
+                "skip_tokenizer_init": True,
+                "dtype": "float32",
+                "enforce_eager": True,
+                "max_model_len": 1024,
+                "max_num_seqs": 16,
+                "kv_transfer_config": connector,
+                **more,
+            },
+        )
+
+    def tokens(self, asked: Sequence[tuple[PromptLayout, Any, str | None]], count: int = COUNT) -> list[list[int]]:
+        """Greedy answers to prompts together, each with its kv_transfer_params and its cache salt."""
+        return [list(output.outputs[0].token_ids) for output in self.outputs(asked, count)]
+
+    def outputs(
+        self, asked: Sequence[tuple[PromptLayout, Any, str | None]], count: int = COUNT, **sampling: Any
+    ) -> list[Any]:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        prompts = [
+            TokensPrompt(prompt_token_ids=list(layout.token_ids), **({"cache_salt": salt} if salt else {}))
+            for layout, _, salt in asked
+        ]
+        parameters = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=count,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"kv_transfer_params": given} if given else None,
+                **sampling,
+            )
+            for _, given, _ in asked
+        ]
+        return list(self._llm.generate(prompts, parameters, use_tqdm=False))
+
+    def close(self) -> None:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        cleanup_dist_env_and_memory()
+
+
+Start = Callable[..., Engine]
+
+
+@contextmanager
+def started(model: Path, socket: str, *, load: str = "async", **more: Any) -> Iterator[Engine]:
+    engine = Engine(model, socket, {"load": load}, more)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, held: Bench) -> Iterator[Engine]:
+    with started(model, held.socket) as found:
+        yield found
+
+
+def salt() -> str:
+    return secrets.token_hex(8)
+
+
+def check_all_lengths(held: Bench, engine: Engine) -> None:
+    layouts = [held.layout(rows, rows) for rows in LENGTHS]
+    full = [held.full(layout, COUNT) for layout in layouts]
+    assert engine.tokens([(layout, None, None) for layout in layouts]) == full
+    exact = [held.blended(layout, 1.0) for layout in layouts]
+    assert engine.tokens([(one.layout, held.hold(one), salt()) for one in exact]) == full
+    blends = [held.blended(layout, 0.15) for layout in layouts]
+    expected = [held.greedy(one, COUNT) for one in blends]
+    assert all(found != wanted for found, wanted in zip(expected, full, strict=True))  # or nothing could be seen
+    assert engine.tokens([(one.layout, held.hold(one), salt()) for one in blends]) == expected
+    alone = [engine.tokens([(one.layout, held.hold(one), salt())])[0] for one in blends]
+    assert alone == expected
+    mixed = [(one.layout, held.hold(one), salt()) for one in blends] + [(one.layout, None, None) for one in blends]
+    assert engine.tokens(mixed) == expected + full
+
+
+def test_around_block_boundaries_beside_the_batch(held: Bench, engine: Engine) -> None:
+    check_all_lengths(held, engine)
+
+
+@pytest.mark.parametrize("runner", ["0", "1"])
+def test_around_block_boundaries_before_the_batch(
+    held: Bench, model: Path, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.triton_utils import HAS_TRITON
+
+    if runner == "1" and not HAS_TRITON:
+        pytest.skip("vLLM's second model runner needs Triton for this kind of device, which is not here")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    with started(model, held.socket, load="sync") as engine:
+        check_all_lengths(held, engine)
+        check_failures(held, engine)
+
+
+def test_too_few_blocks(held: Bench, model: Path) -> None:
+    """Requests are preempted and their KV is asked for again."""
+    blends = [held.blended(held.layout(rows, rows), 0.15) for rows in (300, 410, 517)]
+    count = 120
+    expected = [held.greedy(one, count) for one in blends]
+    with started(model, held.socket, num_gpu_blocks_override=12, disable_log_stats=False) as engine:
+        outputs = engine.outputs([(one.layout, held.hold(one), salt()) for one in blends * 2], count)
+        preempted = [one for one in engine._llm.get_metrics() if one.name == "vllm:num_preemptions"]
+    assert sum(one.value for one in preempted) > 0
+    assert [list(one.outputs[0].token_ids) for one in outputs] == expected * 2
+
+
+def test_a_plain_prompt_after_a_blended_one(held: Bench, engine: Engine) -> None:
+    layout = held.layout(400, 4)
+    blend = held.blended(layout, 0.15)
+    plain, blended = held.full(layout, COUNT), held.greedy(blend, COUNT)
+    given = held.hold(blend)
+    assert engine.tokens([(layout, given, "salted")]) == [blended]
+    assert engine.tokens([(layout, None, None)]) == [plain]
+    assert engine.tokens([(layout, None, "salted")]) == [blended]  # its blocks are in the prefix cache, for its like
+    fresh = held.layout(400, 5)
+    unsalted = held.hold(held.blended(fresh, 0.15))
+    assert engine.tokens([(fresh, unsalted, None)]) == [held.full(fresh, COUNT)]  # not taken up: it would poison others
+
+
+def check_failures(held: Bench, engine: Engine) -> None:
+    layouts = [held.layout(rows, 60 + rows) for rows in (129, 300)]
+    full = [held.full(layout, COUNT) for layout in layouts]
+    gone = {"kvblend": {"ticket": "0" * 32}}
+    assert engine.tokens([(layout, gone, salt()) for layout in layouts]) == full
+    other = held.hold(held.blended(held.layout(300, 99), 0.15))
+    assert engine.tokens([(layouts[1], other, salt())]) == full[1:]  # KV of another prompt
+    blend = held.blended(layouts[0], 0.15)
+    both = [(layouts[0], held.hold(blend), salt()), (layouts[1], gone, salt())]
+    assert engine.tokens(both) == [held.greedy(blend, COUNT), full[1]]
+
+
+def test_loads_that_fail(held: Bench, engine: Engine) -> None:
+    check_failures(held, engine)
+
+
+def test_log_probabilities_of_the_prompt_are_vllms_own(held: Bench, engine: Engine) -> None:
+    layout = held.layout(200, 6)
+    given = held.hold(held.blended(layout, 0.15))
+    output = engine.outputs([(layout, given, salt())], prompt_logprobs=1)[0]
+    assert list(output.outputs[0].token_ids) == held.full(layout, COUNT)
+    assert len(output.prompt_logprobs) == layout.rows
+
+
+@pytest.mark.parametrize(
+    "nonsense", [{"kvblend": "/etc/passwd"}, {"kvblend": {"ticket": "../x"}}, {"kvblend": None}, {}]
+)
+def test_parameters_that_are_no_tickets(held: Bench, engine: Engine, nonsense: Any) -> None:
+    layout = held.layout(140, 7)
+    assert engine.tokens([(layout, nonsense, salt())]) == [held.full(layout, COUNT)]

@@ -1,0 +1,96 @@
+"""Rows recomputed by vLLM's own model: the same KV, scores and answers as kvblend's decoder gives.
+
+`rows_proof.py` runs in a process of its own, once for this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CLOSE = 1e-4  # relative to the largest entry: other summation orders in float32, nothing else
+
+pytestmark = pytest.mark.inside_vllm
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
+    folder = tmp_path_factory.mktemp("rows")
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("rows_proof.py")), str(folder)],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("case", ["default", "all rows", "no rows", "random", "deviation", "gradual", "in context"])
+def test_the_same_rows_kv_and_answer(proof: dict[str, Any], case: str) -> None:
+    found = proof[case]
+    assert found["rows"] == [True] * 5
+    assert found["kv"] < CLOSE
+    assert found["equal"]
+
+
+def test_some_rows_are_left_as_stored(proof: dict[str, Any]) -> None:
+    pairs = zip(proof["default"]["recomputed"], proof["all rows"]["recomputed"], strict=True)
+    assert all(some < every for some, every in pairs)
+
+
+def test_the_question_scores_rows_alike(proof: dict[str, Any]) -> None:
+    assert proof["default"]["scores"] < CLOSE
+
+
+def test_all_rows_are_full_prefill(proof: dict[str, Any]) -> None:
+    assert proof["native is full"]
+
+
+def test_a_blend_of_some_rows_answers_otherwise(proof: dict[str, Any]) -> None:
+    """On a random model stale KV shows in the answer, so that equal answers mean equal KV."""
+    assert any(proof["blended differs"])
+
+
+def test_chunk_caches_are_those_of_the_encoder(proof: dict[str, Any]) -> None:
+    assert proof["encoded"] < CLOSE
+
+
+def test_caches_are_shared_only_where_a_probe_shows_them_alike(proof: dict[str, Any]) -> None:
+    assert proof["identities"] == {"with probe": True, "without": False}
+
+
+def test_a_prompt_that_vllm_holds_already_is_left_alone(proof: dict[str, Any]) -> None:
+    """The second time vLLM's own prefix cache has its first blocks, and only rows behind them are filled."""
+    assert proof["again"]
+
+
+def test_what_the_store_lacks_is_computed_at_once_and_kept_later(proof: dict[str, Any]) -> None:
+    found = proof["unknown"]
+    assert found["nothing there"]
+    assert found["full"] < CLOSE
+    assert found["computed"] >= 3
+    assert found["hits"]
+    assert found["then"] < CLOSE
+
+
+def test_the_engine_stores_in_later_steps_what_a_prompt_lacked(proof: dict[str, Any]) -> None:
+    assert proof["learnt"]["before"] >= 3
+    assert proof["learnt"]["after"] == 0
+    assert proof["learnt"]["full"]
+
+
+def test_a_damaged_entry_is_told_and_computed(proof: dict[str, Any]) -> None:
+    assert proof["damaged"]["told"] == 1
+    assert proof["damaged"]["kv"] < CLOSE

@@ -1,0 +1,76 @@
+"""The parts of the row stage that need no vLLM."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blend.integrations.vllm.rows_rope import from_table
+from blend.integrations.vllm.rows_scratch import Scratch, block_dimension
+from blend.integrations.vllm.rows_ticket import layout_of, ticket_of
+from blend.types import Part, PromptLayout
+
+LAYOUTS = {
+    "chunks": PromptLayout((1, 2), ((3,), (4, 5), (6, 7, 8)), (9,)),
+    "no chunks": PromptLayout((1, 2), (), (9, 10)),
+    "plain, parts and a home": PromptLayout(
+        (1, 2), ((3,), (4, 5), (6, 7)), (9,), frozenset({1}), {2: Part((5, 6, 7, 8), 1)}, (1,)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_ticket_and_the_tokens_are_the_layout(name: str) -> None:
+    layout = LAYOUTS[name]
+    assert layout_of(ticket_of(layout), layout.token_ids) == layout
+
+
+@pytest.mark.parametrize(
+    "ticket", ["", "{}", "[]", "7", '{"prefix":2,"chunks":[99]}', '{"prefix":-1,"chunks":[1]}', "f" * 32]
+)
+def test_what_is_no_ticket_of_the_prompt_is_refused(ticket: str) -> None:
+    with pytest.raises(ValueError, match="no prompt of these tokens"):
+        layout_of(ticket, (1, 2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("base", [1e4, 1e6])
+def test_frequencies_from_cosines_and_sines(dtype: torch.dtype, base: float) -> None:
+    true = 1.0 / base ** (torch.arange(0, 64, 2).float() / 64)
+    angles = torch.arange(32768).float()[:, None] * true
+    table = 1.3 * torch.cat((angles.cos(), angles.sin()), -1)  # a factor on both, as YaRN has it
+    far = (from_table(table.to(dtype)) - true.double()).abs()
+    assert float(far.max()) < (1e-8 if dtype == torch.float32 else 1e-6)
+
+
+class Layer:
+    def __init__(self, cache: torch.Tensor) -> None:
+        self.kv_cache = cache
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3), (0, 2, 1, 3)])
+def test_scratch_memory_is_laid_out_as_the_cache(order: tuple[int, ...]) -> None:
+    back = sorted(range(4), key=order.__getitem__)
+    shape = [(40, 2, 16, 8)[one] for one in order]
+    layers = [Layer(torch.empty(shape).permute(back)) for _ in range(3)]
+    own = [layer.kv_cache for layer in layers]
+    with Scratch(layers, 40).bound(3):
+        scratch = layers[0].kv_cache
+        assert scratch.shape == (3, 2, 16, 8)
+        assert all(layer.kv_cache is scratch for layer in layers)
+        assert sorted(range(4), key=scratch.stride, reverse=True) == sorted(range(4), key=own[0].stride, reverse=True)
+        assert not scratch.any()
+    assert all(a.kv_cache is b for a, b in zip(layers, own, strict=True))
+
+
+def test_the_cache_comes_back_after_an_error() -> None:
+    layer = Layer(torch.empty(40, 2, 16, 8))
+    own = layer.kv_cache
+    with pytest.raises(RuntimeError), Scratch([layer], 40).bound(3):
+        raise RuntimeError
+    assert layer.kv_cache is own
+
+
+def test_a_cache_whose_blocks_cannot_be_told_is_refused() -> None:
+    with pytest.raises(ValueError, match="which dimension counts its 16 blocks"):
+        block_dimension(torch.empty(16, 2, 16, 8), 16)

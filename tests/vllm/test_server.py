@@ -1,0 +1,338 @@
+"""vLLM's own server with the middleware, and the prefill process beside it, asked by the clients that people have."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import shutil
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from machines import HEADERS, KEY, Machines, engine_process, shared_files, threads, until
+from tiny_model import save_tiny_model
+
+from blend.config import BlendConfig, CorpusConfig
+from blend.rag import Rag
+from blend.serve.ask import Ask, Closed, Delta, Message, Opened
+from blend.serve.embedded import EmbeddedEngine
+from blend.serve.engine import Sampling
+from blend.serve.service import Service
+
+pytestmark = pytest.mark.inside_vllm
+TOKENS = 12
+TOPICS = ("harbour", "orchard", "glacier", "library", "foundry", "market", "lighthouse", "quarry")
+QUESTION = "How many gates does the harbour have?"
+QUESTIONS = [f"How many gates does the {topic} have, and who keeps it?" for topic in TOPICS]
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A precomputed store and its model, whose answers depend on every row."""
+    folder = tmp_path_factory.mktemp("filled")
+    texts = {f"{topic}.md": document(topic, number) for number, topic in enumerate(TOPICS)}
+    (folder / "documents").mkdir()
+    for name, text in texts.items():
+        (folder / "documents" / name).write_text(text, encoding="utf-8")
+    shape = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.2, "tie_word_embeddings": False}
+    model = save_tiny_model(folder / "tiny", "\n".join(texts.values()), **shape)
+    _rag(folder / "store", model).precompute(folder / "documents")
+    return folder / "store", model
+
+
+def document(topic: str, number: int) -> str:
+    """Several chunks."""
+    paragraphs = (
+        f"The {topic} of town {number} opened in {1800 + 7 * number + part}. Its keeper number {part} counts "
+        f"{13 * part + number} visitors a day. The {topic} has {part + 2} gates and a bell of {100 + part} kilograms."
+        for part in range(6)
+    )
+    return f"# The {topic}\n\n" + "\n\n".join(paragraphs) + "\n"
+
+
+def _rag(store: Path, model: Path) -> Rag:
+    corpus = CorpusConfig(chunk_tokens=96, top_k=4, surrogate_tokens=64, codec="native")
+    return Rag(store, model=str(model), device="cpu", blend=BlendConfig(ratio=0.15), corpus=corpus)
+
+
+@contextmanager
+def _service(store: Path, model: Path) -> Iterator[Service]:
+    rag = _rag(store, model)
+    service = Service(rag, EmbeddedEngine(rag.blender), learn_budget=0)
+    service.warm_up()
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+@pytest.fixture(scope="module")
+def own(filled: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """kvblend's own server over a copy of the store: what answers are to be."""
+    with _service(shutil.copytree(filled[0], tmp_path_factory.mktemp("own") / "store"), filled[1]) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def machines(filled: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    folder = tmp_path_factory.mktemp("machines")
+    found = Machines(folder, shutil.copytree(filled[0], folder / "store"), filled[1])
+    try:
+        found.start_prefill("--no-learn")
+        found.start_server(KVBLEND_VLLM_TIMEOUT="240")
+        yield found
+    finally:
+        found.end()
+
+
+def answered(service: Service, question: str, **more: Any) -> tuple[str, Opened]:
+    """What kvblend answers by itself."""
+    import threading
+
+    replies, done = [], threading.Event()
+
+    def on_reply(reply: Any) -> None:
+        replies.append(reply)
+        if not isinstance(reply, Opened | Delta):
+            done.set()
+
+    sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
+    service.submit(Ask((Message("user", question),), sampling=sampling, **more), on_reply)
+    assert done.wait(300)
+    assert isinstance(replies[-1], Closed)
+    return "".join(reply.text for reply in replies if isinstance(reply, Delta)), replies[0]
+
+
+def ask(machines: Machines, question: str, *, stream: bool = False, **more: Any) -> tuple[str, dict[str, Any]]:
+    """The same through vLLM's server: the text, and what is said of the blend."""
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "stream": stream,
+        **more,
+    }
+    response = httpx.post(f"{machines.url}/v1/chat/completions", json=body, headers=HEADERS, timeout=300)
+    assert response.status_code == 200, response.text
+    if not stream:
+        found = response.json()
+        return found["choices"][0]["message"]["content"], found.get("kvblend", {})
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    text = "".join(one["choices"][0]["delta"].get("content") or "" for one in events if one["choices"])
+    return text, events[0].get("kvblend", {})
+
+
+CORPUS = {"kvblend": {"retrieve": {"top_k": 4}}}
+
+
+def test_documents_corpus_and_pasted_text(machines: Machines, own: Service) -> None:
+    expected, opened = answered(own, QUESTION, top_k=4)
+    assert opened.figures.reason == ""
+    text, told = ask(machines, QUESTION, **CORPUS)
+    assert text == expected
+    assert told["figures"]["rows_computed"] == opened.figures.rows_computed < told["figures"]["rows"]
+    assert [one["id"] for one in told["sources"]] == [one.id for one in opened.sources]
+    assert all(one["hit"] for one in told["sources"])
+    assert ask(machines, QUESTION, model="tiny+corpus")[0] == expected
+    given = [{"title": one.title, "text": one.text} for one in opened.sources]
+    assert ask(machines, QUESTION, documents=given)[0] == expected
+    rag = own.room("").rag()
+    config = rag.prompt_config
+    from blend.prompt import render_chunk
+
+    pasted = config.instruction + "".join(render_chunk(one) for one in opened.sources)  # type: ignore[arg-type]
+    messages = [
+        {"role": "system", "content": config.system},
+        {"role": "user", "content": pasted + config.question.replace("{question}", QUESTION)},
+    ]
+    text, told = ask(machines, QUESTION, messages=messages)
+    assert text == expected
+    assert [one["kind"] for one in told["sources"]] == ["pasted"] * 4
+    full, figures = ask(machines, QUESTION, kvblend={"retrieve": {"top_k": 4}, "method": "full"})
+    assert full == answered(own, QUESTION, top_k=4, method="full")[0] != expected
+    assert figures["figures"]["rows_computed"] == figures["figures"]["rows"]
+
+
+def test_eight_at_once_half_of_them_streaming(machines: Machines, own: Service) -> None:
+    expected = [answered(own, question, top_k=4)[0] for question in QUESTIONS]
+    alone = [ask(machines, question, **CORPUS)[0] for question in QUESTIONS]
+    assert alone == expected
+
+    def one(number: int) -> str:
+        return ask(machines, QUESTIONS[number], stream=number % 2 == 0, **CORPUS)[0]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(one, range(8))) == expected
+    until(machines.idle)
+
+
+def test_what_others_bring_is_vllms(machines: Machines) -> None:
+    """Keys, refusals, tools and requests without context."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4, **CORPUS}
+    url = f"{machines.url}/v1/chat/completions"
+    before = machines.metrics()["vllm:request_success_total"]
+    assert httpx.post(url, json=body, timeout=60).status_code == 401
+    assert httpx.post(url, json=body, headers={"authorization": "Bearer no"}, timeout=60).status_code == 401
+    for wrong, status in (
+        ({"kvblend": {"retrieve": {"corpus": "none"}}}, 400),
+        ({"kvblend": {"nonsense": 1}}, 400),
+        ({"documents": [{"id": "none"}]}, 400),
+        ({"documents": [{"text": "a"}], "prompt_logprobs": 1}, 400),
+        ({"model": "other"}, 404),
+    ):
+        response = httpx.post(url, json={**body, **wrong}, headers=HEADERS, timeout=60)
+        assert response.status_code == status, response.text
+        assert response.json()["error"]["message"]
+    assert machines.metrics()["vllm:request_success_total"] == before
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    plain = {"model": "tiny", "messages": body["messages"], "max_tokens": 4, "tools": [tool], "tool_choice": "none"}
+    response = httpx.post(url, json=plain, headers=HEADERS, timeout=60)
+    assert response.status_code == 200, response.text
+    assert "kvblend" not in response.json()
+    assert httpx.post(url, content=b"{", headers={**HEADERS, "content-type": "application/json"}).status_code == 400
+    models = httpx.get(f"{machines.url}/v1/models", headers=HEADERS).json()
+    assert models["data"][0]["id"] == "tiny"
+
+
+def test_parameters_of_clients_are_taken_out(machines: Machines) -> None:
+    """Another request's ticket, its salt and its tokens give nothing: the answer is that of the messages."""
+    import asyncio
+
+    from blend.integrations.vllm.lease import Lease
+
+    plain, _ = ask(machines, "Hello, who is there?")
+
+    async def stolen() -> None:
+        part = {"messages": [{"role": "user", "content": QUESTION}], "model": "tiny", **CORPUS}
+        async with await Lease.take(machines.socket, {"ask": part}) as lease:
+            ids, ready = (await lease.next())["prompt"], (await lease.next())["ready"]
+            theirs = {"kvblend": {"ticket": ready["ticket"]}, "prompt_token_ids": ids}
+            found = await asyncio.to_thread(
+                ask, machines, "Hello, who is there?", kv_transfer_params=theirs, cache_salt=ready["salt"]
+            )
+            assert found == (plain, {})
+
+    asyncio.run(stolen())
+    until(machines.idle)
+
+
+def test_openai_and_langchain(machines: Machines, own: Service) -> None:
+    import openai
+
+    expected = answered(own, QUESTION, top_k=4)[0]
+    options = {"max_tokens": TOKENS, "temperature": 0, "extra_body": {**CORPUS, "ignore_eos": True}}
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    with openai.OpenAI(base_url=f"{machines.url}/v1", api_key=KEY, max_retries=0, timeout=300) as client:
+        whole = client.chat.completions.create(model="tiny", messages=messages, **options)
+        parts = list(
+            client.chat.completions.create(
+                model="tiny", messages=messages, stream=True, stream_options={"include_usage": True}, **options
+            )
+        )
+    assert whole.choices[0].message.content == expected
+    assert len(whole.kvblend["sources"]) == 4
+    assert whole.usage.prompt_tokens_details.cached_tokens == whole.usage.prompt_tokens - 1
+    assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == expected
+    assert parts[-1].usage.completion_tokens == TOKENS
+    chat = pytest.importorskip("langchain_openai").ChatOpenAI
+    model = chat(base_url=f"{machines.url}/v1", api_key=KEY, model="tiny", timeout=300, **options)
+    assert model.invoke(QUESTION).content == expected
+    assert "".join(str(part.content) for part in model.stream(QUESTION)) == expected
+
+
+def test_clients_that_hang_up_leave_nothing(machines: Machines, own: Service) -> None:
+    ask(machines, QUESTION, **CORPUS)
+    until(machines.idle)
+    assert machines.prefill is not None
+    assert machines.server is not None
+    engine, prefill = engine_process(machines.server), machines.prefill.process.pid
+    before = threads(engine), threads(prefill)
+    machines.prefill.send(signal.SIGSTOP)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": TOKENS, **CORPUS}
+    packed = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-type: application/json\r\n"
+    clients = []
+    for _ in range(100):
+        client = socket.create_connection(("127.0.0.1", int(machines.url.rpartition(":")[2])))
+        client.sendall(f"{head}content-length: {len(packed)}\r\n\r\n".encode() + packed)
+        clients.append(client)
+    until(lambda: _connections(machines) >= 100)
+    for client in clients[:50]:
+        client.close()
+    machines.prefill.send(signal.SIGCONT)
+    for client in clients[50:]:  # in the middle of whatever it is
+        client.close()
+    until(machines.idle)
+    until(
+        lambda: machines.metrics()["vllm:num_requests_running"] == machines.metrics()["vllm:num_requests_waiting"] == 0
+    )
+    until(lambda: (threads(engine), threads(prefill)) <= before)
+    assert machines.metrics()["vllm:kv_cache_usage_perc"] == 0
+    assert shared_files(engine) == shared_files(prefill) == 0
+    assert ask(machines, QUESTION, **CORPUS)[0] == answered(own, QUESTION, top_k=4)[0]
+
+
+def _connections(machines: Machines) -> int:
+    """Of the prefill process, as the kernel lists them: taken, or in its queue."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return sum(line.endswith(machines.socket) for line in lines) - 1
+
+
+def test_a_damaged_entry(machines: Machines, filled: tuple[Path, Path], tmp_path: Path) -> None:
+    question = "Tell me of the glacier and its bell."
+    other = shutil.copytree(filled[0], tmp_path / "store")
+    for store in (machines.store, other):
+        for entry in sorted((store / "kv" / "objects").rglob("*.safetensors")):
+            data = bytearray(entry.read_bytes())
+            data[-100] ^= 1
+            entry.write_bytes(data)
+    with _service(other, filled[1]) as service:
+        expected, opened = answered(service, question, top_k=4)
+    assert not all(one.hit for one in opened.sources)
+    text, told = ask(machines, question, **CORPUS)
+    assert text == expected
+    until(machines.idle)  # what was damaged is computed again
+    text, told = ask(machines, question, **CORPUS)
+    assert all(one["hit"] for one in told["sources"])
+
+
+def test_a_killed_prefill_process(machines: Machines, own: Service) -> None:
+    expected, opened = answered(own, QUESTION, top_k=4)
+    given = [{"title": one.title, "text": one.text} for one in opened.sources]
+    full = ask(machines, QUESTION, kvblend={"method": "full"}, documents=given)[0]
+    assert full != expected
+    until(machines.idle)
+    assert machines.prefill is not None
+    assert machines.server is not None
+    machines.prefill.end(signal.SIGKILL)
+    said = len(machines.server.said)
+    assert not any(machines.socket[1:] in line for line in Path("/proc/net/unix").read_text().splitlines())
+    assert [ask(machines, QUESTION, documents=given)[0] for _ in range(3)] == [full] * 3
+    warnings = [line for line in machines.server.said[said:].splitlines() if "WARNING" in line and "kvblend" in line]
+    assert len(warnings) == 1, warnings
+    lacking = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], **CORPUS}
+    response = httpx.post(f"{machines.url}/v1/chat/completions", json=lacking, headers=HEADERS, timeout=60)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    machines.start_prefill("--no-learn")
+    text, told = ask(machines, QUESTION, documents=given)
+    assert told["figures"]["reason"] == ""
+    assert text == expected
+
+
+def test_a_missing_store(machines: Machines, own: Service) -> None:
+    _, opened = answered(own, QUESTION, top_k=4)
+    given = [{"title": one.title, "text": one.text} for one in opened.sources]
+    full = ask(machines, QUESTION, kvblend={"method": "full"}, documents=given)[0]
+    away = machines.store.rename(machines.store.with_name("away"))
+    try:
+        assert ask(machines, QUESTION, documents=given)[0] == full
+    finally:
+        shutil.rmtree(machines.store, ignore_errors=True)
+        away.rename(machines.store)
