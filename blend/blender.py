@@ -105,8 +105,9 @@ class Blender:
         """The caches of chunks behind this prefix, as the store stands now."""
         held = self._libraries.get(prefix)
         if held is None:
-            before = self._unasked.pop(prefix, None)
+            before = self._unasked.get(prefix)
             now = ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus, before=before)
+            self._unasked.pop(prefix, None)
         else:
             now = held.renewed()
         self._libraries[prefix] = now
