@@ -1,4 +1,4 @@
-"""What vLLM's server is asked instead of what the client asked: middleware and prefill process before an application that tells it."""
+"""What vLLM's server is asked instead of what the client asked; an application that tells it stands for vLLM."""
 
 from __future__ import annotations
 
