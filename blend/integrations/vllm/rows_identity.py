@@ -1,8 +1,8 @@
 """Which caches belong to a model that vLLM runs: its own, or those of the same files run by transformers, if shown to be alike.
 
 The same weights need not give the same KV: vLLM may run them quantised, with other kernels, or under another rotation. So
-caches made here are kept apart, always where vLLM is told to change something, and otherwise unless the store holds a probe of that model, a few tokens' KV that transformers gave, and
-vLLM gives the same. `blend.chunks.likeness` writes and compares probes.
+caches made here are kept apart, always where vLLM is told to change something about the model, and otherwise unless the store
+holds a probe of it, a few tokens' KV that transformers gave, and vLLM gives the same (`blend.chunks.likeness`).
 """
 
 from __future__ import annotations
