@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from blend.integrations.vllm.rows_identity import Fingerprints
 from blend.integrations.vllm.rows_rope import from_table
 from blend.integrations.vllm.rows_scratch import Scratch, block_dimension
 from blend.integrations.vllm.rows_ticket import layout_of, ticket_of
@@ -74,3 +75,11 @@ def test_the_cache_comes_back_after_an_error() -> None:
 def test_a_cache_whose_blocks_cannot_be_told_is_refused() -> None:
     with pytest.raises(ValueError, match="which dimension counts its 16 blocks"):
         block_dimension(torch.empty(16, 2, 16, 8), 16)
+
+
+def test_what_vllm_changes_about_a_model_keeps_its_caches_apart() -> None:
+    plain, quantised = Fingerprints.of("files", (None, {}, False)), Fingerprints.of("files", ("fp8", {}, False))
+    scaled = Fingerprints.of("files", (None, {"rope_theta": 5e5}, False))
+    assert plain.shared == "files"
+    assert len({plain.shared, plain.own, quantised.shared, scaled.shared}) == 4
+    assert (quantised.own, scaled.own) == (quantised.shared, scaled.shared)

@@ -68,8 +68,10 @@ class Own:
         from blend.store import open_store
 
         self.decoder = Decoder.load(str(server.model), device="cpu", dtype="float32")
-        own = Fingerprints.of(self.decoder.fingerprint, None).own
-        self.decoder.__dict__["fingerprint"] = own  # the server's caches have a name of their own; here they are compared
+        own = Fingerprints.of(self.decoder.fingerprint).own
+        self.decoder.__dict__["fingerprint"] = (
+            own  # the server's caches have a name of their own; here they are compared
+        )
         self.blender = Blender(self.decoder, open_store(str(server.store)), BlendConfig(**SETTINGS))
         self.prompts = LocalPrompts(self.decoder.tokenizer)
 
@@ -110,7 +112,13 @@ def test_documents_are_blended_by_vllms_own_model(server: Machines) -> None:
 def test_plain_requests_are_vllms_own(server: Machines) -> None:
     """Also with the very token ids of a blended prompt: its blocks are under a salt."""
     layout = Own(server).layout(QUESTIONS[1])
-    plain = {"model": "tiny", "prompt": list(layout.token_ids), "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+    plain = {
+        "model": "tiny",
+        "prompt": list(layout.token_ids),
+        "temperature": 0,
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+    }
 
     def answer() -> str:
         given = httpx.post(f"{server.url}/v1/completions", json=plain, headers=HEADERS, timeout=300)

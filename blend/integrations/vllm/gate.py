@@ -136,7 +136,9 @@ class Gate:
             raise DoorError(failure_of(error)) from error
         ids = list(layout.token_ids)
         if self._rows:
-            return Rewritten(_blended(plain, ids, ready_for(layout), path), {"sources": [], "figures": {"method": "rows"}})
+            return Rewritten(
+                _blended(plain, ids, ready_for(layout), path), {"sources": [], "figures": {"method": "rows"}}
+            )
         told = {"sources": [], "figures": {"method": "full", "reason": "no prefill process"}}
         return Rewritten(_with_ids(plain, ids, path), told)
 

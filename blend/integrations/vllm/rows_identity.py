@@ -1,12 +1,13 @@
 """Which caches belong to a model that vLLM runs: its own, or those of the same files run by transformers, if shown to be alike.
 
 The same weights need not give the same KV: vLLM may run them quantised, with other kernels, or under another rotation. So
-caches made here are kept apart, unless the store holds a probe of that model, a few tokens' KV that transformers gave, and
-vLLM gives the same. `blend.chunks.likeness` writes and compares probes.
+caches made here are kept apart, always where vLLM is told to change something about the model, and otherwise unless the store
+holds a probe of it, a few tokens' KV that transformers gave, and vLLM gives the same (`blend.chunks.likeness`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -20,17 +21,20 @@ class Fingerprints(NamedTuple):
     own: str
 
     @classmethod
-    def of(cls, shared: str, quantization: str | None) -> Fingerprints:
-        """quantization: that vLLM applies, by its name for it."""
-        return cls(shared, sha256(f"vllm\n{shared}\n{quantization}".encode()).hexdigest()[:32])
+    def of(cls, files: str, changed: Sequence[object] = ()) -> Fingerprints:
+        """files: the fingerprint of the model's files. changed: what vLLM makes of them; if anything, nothing is shared."""
+        told = repr([one for one in changed if one])
+        own = sha256(f"vllm\n{files}\n{told}".encode()).hexdigest()[:32]
+        return cls(own if any(changed) else files, own)
 
 
 def fingerprints(config: Any) -> Fingerprints:
     """config: the `VllmConfig`. Raises ValueError, in one line, where the weights are no files of this machine."""
     model = config.model_config
-    shared = files_fingerprint(model.model)
-    if shared is None:
+    files = files_fingerprint(model.model)
+    if files is None:
         raise ValueError(
             f"because the weights of {model.model} are not all files of this machine, so its caches have no name"
         )
-    return Fingerprints.of(shared, model.quantization)
+    unread = config.load_config.load_format == "dummy" and "dummy weights"
+    return Fingerprints.of(files, (model.quantization, model.hf_overrides, unread))
