@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from blend.store.codec import get_codec
 from blend.store.entry import encode_entry
+from blend.store.registry import get_codec
 from blend.store.seal import make_seal
 from blend.types import CacheIdentity, ChunkCache
 
@@ -59,8 +59,11 @@ def entry_bytes(model: ModelOutline, tokens: int, start: int, codec: str, dtype:
     """
     import torch
 
-    kind = getattr(torch, dtype)
+    how = get_codec(codec)
+    kind = torch.float32 if how.still else getattr(torch, dtype)  # taking positions out makes float32
     made = {shape: torch.randn(shape[0], tokens, shape[1]).to(kind) for shape in {*model.keys, *model.values}}
-    cache = ChunkCache(tuple(made[one] for one in model.keys), tuple(made[one] for one in model.values), start)
+    cache = ChunkCache(
+        tuple(made[one] for one in model.keys), tuple(made[one] for one in model.values), start, still=how.still
+    )
     key = CacheIdentity(model.name, dtype, (0,)).key((0,))
-    return encode_entry(key, cache, get_codec(codec), make_seal(None)).nbytes
+    return encode_entry(key, cache, how, make_seal(None)).nbytes
