@@ -35,7 +35,11 @@ WRITTEN = {
 
 
 # The same of the entry alone, in codecs of few bits, keys without positions.
-WRITTEN_STILL = {"int8": "0c7f2249d9a3e44d61049de1", "int4": "566ae56f7b6a975d8908706a", "fp8": "cc0c761846eefcc7a4b183a7"}
+WRITTEN_STILL = {
+    "int8": "0c7f2249d9a3e44d61049de1",
+    "int4": "566ae56f7b6a975d8908706a",
+    "fp8": "cc0c761846eefcc7a4b183a7",
+}
 
 
 @pytest.mark.parametrize("codec", WRITTEN_STILL)
