@@ -66,7 +66,8 @@ class AtPositions(Codec):
 class Comparison:
     """Measures records.
 
-    kept: a store that rounds nothing, for the caches and what is fitted once; apart: the records that it is fitted on.
+    kept: a store that rounds nothing, for the caches and what is fitted once. apart: the records that it is fitted on; with
+    none there is no surrogate context and no KV correction.
     """
 
     def __init__(self, decoder: Decoder, kept: ChunkStore, apart: Sequence[Record], codecs: Sequence[Codec]) -> None:
@@ -74,21 +75,23 @@ class Comparison:
         self._kept = Blender(decoder, kept)
         chunks = list(dict.fromkeys(self._template.chunk_ids(chunk) for record in apart for chunk in record.chunks))
         library = self._kept.library(self._template.prefix)
-        if not library.decided:
+        self._config = BlendConfig(correction=bool(chunks), surrogate=bool(chunks))
+        if chunks and not library.decided:
             with_surrogate(library, chunks, CorpusConfig.surrogate_tokens)
-        self._kept.calibrate(self._template.prefix, chunks)
+        if chunks:
+            self._kept.calibrate(self._template.prefix, chunks)
         self._blenders = [Blender(decoder, _with_artifacts(codec, kept)) for codec in codecs]
 
-    def measure(self, record: Record, config: BlendConfig, most: int, done: Container[str]) -> Iterator[Measured]:
-        """Every codec that is not `done` on a record's prompt, along `most` tokens of the answer at most."""
+    def measure(self, record: Record, most: int, done: Container[str]) -> Iterator[Measured]:
+        """The default blend with every codec that is not `done`, along `most` tokens of the answer at most."""
         layout = self._template.layout(record.question, record.chunks)
         self._decoder.check_length(layout.rows + most)
         full = Recorder(full_prefill(self._decoder, layout))
         answer = generate(self._decoder, full, layout.token_ids, max_new_tokens=most).token_ids
         true = torch.cat(full.seen)[: len(answer)].float()
         library = self._kept.library(layout.prefix)
-        caches = library.caches(layout.chunks, contextual=True)
-        opened = library.open(layout.chunks)
+        caches = library.caches(layout.chunks, contextual=self._config.surrogate)
+        opened = library.open(layout.chunks, contextual=self._config.surrogate)
         opened.close()
         for blender in self._blenders:
             if blender.store.codec.name in done:
@@ -96,7 +99,7 @@ class Comparison:
             mine = blender.library(layout.prefix)
             for one, cache in zip(opened.used, caches, strict=True):
                 mine.keep(one, cache)
-            logits = self._logits(blender, layout, config, answer)
+            logits = self._logits(blender, layout, answer)
             held = {mine.key(one): len(one.chunk) for one in opened.used}
             yield Measured(
                 record.id,
@@ -109,10 +112,8 @@ class Comparison:
             for key in held:
                 blender.store.delete(key)
 
-    def _logits(
-        self, blender: Blender, layout: PromptLayout, config: BlendConfig, answer: Sequence[int]
-    ) -> torch.Tensor:
-        blend = blender.prefill(layout, config=config, room=len(answer))
+    def _logits(self, blender: Blender, layout: PromptLayout, answer: Sequence[int]) -> torch.Tensor:
+        blend = blender.prefill(layout, config=self._config, room=len(answer))
         if blend.problems or blend.artifact_problems:
             raise RuntimeError("; ".join((*blend.problems, *blend.artifact_problems)))
         return teacher_forced_logits(blend, answer)
@@ -169,7 +170,7 @@ def _line(codec: str, mine: Sequence[Measured], beside: Sequence[Measured]) -> s
 
 
 class Speed(NamedTuple):
-    """Seconds to encode and to decode the caches of a prompt, and the bytes that they take in bfloat16 and as stored."""
+    """Seconds of one thread's computing to encode and to decode a layer, and its bytes in bfloat16 and as stored."""
 
     codec: str
     encode_s: float
@@ -179,15 +180,15 @@ class Speed(NamedTuple):
 
 
 def speeds(codecs: Sequence[Codec], shape: tuple[int, int, int]) -> Iterator[Speed]:
-    """Of one layer `[kv_heads, tokens, head_dim]`, decoded into slices of larger float32 tensors; medians of warm runs."""
+    """Of one layer `[kv_heads, tokens, head_dim]`, decoded into slices of larger float32 tensors; the fastest of warm runs."""
     heads, tokens, width = shape
     keys, values = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).unbind()
     outs = torch.empty(2, heads, 4 * tokens, width)[:, :, tokens : 2 * tokens].unbind()
     for codec in codecs:
         parts = codec.encode(keys, values)
         stored = sum(part.numel() * part.element_size() for part in parts.values())
-        encode_s = _median_s(partial(codec.encode, keys, values), _RUNS // 5)
-        decode_s = _median_s(partial(codec.decode_into, parts, *outs), _RUNS)
+        encode_s = _least_s(partial(codec.encode, keys, values), _RUNS // 5)
+        decode_s = _least_s(partial(codec.decode_into, parts, *outs), _RUNS)
         yield Speed(codec.name, encode_s, decode_s, 4 * keys.numel(), stored)
 
 
@@ -200,10 +201,10 @@ def speed_table(found: Iterable[Speed]) -> Iterator[str]:
         yield f"| {one.codec} | {one.stored / one.nbytes:.3f} | {encoded:.2f} | {decoded:.2f} |"
 
 
-def _median_s(call: Callable[[], object], runs: int) -> float:
+def _least_s(call: Callable[[], object], runs: int) -> float:
     times = []
-    for _ in range(runs + 2):
-        begin = time.perf_counter()
+    for _ in range(runs):
+        begin = time.thread_time()
         call()
-        times.append(time.perf_counter() - begin)
-    return median(times[2:])
+        times.append(time.thread_time() - begin)
+    return min(times)

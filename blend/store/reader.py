@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from blend.store.buffers import LayerBuffer, Scratch
 
-HEAD = 16 << 10  # one read for the header of any model with up to about 80 layers
+HEAD = 16 << 10  # one read for the header of most models: of some 80 layers of two parts, or 45 of four
 
 
 class KnownEntry(NamedTuple):

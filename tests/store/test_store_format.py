@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,21 @@ WRITTEN = {
         "store.json": "4fbb240b7023449d48f969f0",
     },
 }
+
+
+# The same of the entry alone, in codecs of few bits, keys without positions.
+WRITTEN_STILL = {
+    "int8": "0c7f2249d9a3e44d61049de1",
+    "int4": "566ae56f7b6a975d8908706a",
+    "fp8": "cc0c761846eefcc7a4b183a7",
+}
+
+
+@pytest.mark.parametrize("codec", WRITTEN_STILL)
+def test_codecs_of_few_bits_write_as_before(tmp_path, codec):
+    open_store(tmp_path, codec=codec).put(KEY, replace(CACHE, still=True))
+    (path,) = (tmp_path / "objects").rglob("*.safetensors")
+    assert hashlib.sha256(path.read_bytes()).hexdigest()[:24] == WRITTEN_STILL[codec]
 
 
 @pytest.mark.parametrize(("codec", "secret"), WRITTEN)

@@ -23,7 +23,7 @@ class _Floats(Grid):
     def nearest(self, numbers: torch.Tensor) -> torch.Tensor:
         import torch
 
-        return numbers.clamp(-self.most, self.most).div_(_LESS).to(torch.float8_e4m3fn).float().mul_(_LESS)
+        return numbers.clamp_(-self.most, self.most).div_(_LESS).to(torch.float8_e4m3fn).float().mul_(_LESS)
 
     def pack(self, numbers: torch.Tensor) -> torch.Tensor:
         import torch

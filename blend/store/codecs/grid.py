@@ -38,7 +38,7 @@ class Grid(ABC):
 
     @abstractmethod
     def nearest(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The numbers of the grid next to these, float32, none beyond `most`."""
+        """The numbers of the grid next to these, float32, none beyond `most`; these may be overwritten."""
 
     @abstractmethod
     def pack(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,8 @@ class GridCodec(Codec):
         states = states.detach().to("cpu", torch.float32)
         tokens = states.shape[1]
         count, size = _groups(tokens, max(1, round(tokens / self._group)))
-        filled = torch.cat((states, states[:, -1:].expand(-1, count * size - tokens, -1)), dim=1)
+        lacking = count * size - tokens
+        filled = torch.cat((states, states[:, -1:].expand(-1, lacking, -1)), dim=1) if lacking else states.contiguous()
         grouped = filled.view(
             filled.shape[0], count, size, filled.shape[2]
         )  # [kv_heads, groups, tokens of a group, head_dim]

@@ -21,7 +21,7 @@ class _Nibbles(Grid):
     zero = 7.5
 
     def nearest(self, numbers: torch.Tensor) -> torch.Tensor:
-        return (numbers - 0.5).round_().clamp_(-8, 7).add_(0.5)
+        return numbers.sub_(0.5).round_().clamp_(-8, 7).add_(0.5)
 
     def pack(self, numbers: torch.Tensor) -> torch.Tensor:
         import torch

@@ -15,7 +15,7 @@ class _Bytes(Grid):
     most = 127.0
 
     def nearest(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.round().clamp_(-self.most, self.most)
+        return numbers.round_().clamp_(-self.most, self.most)
 
     def pack(self, numbers: torch.Tensor) -> torch.Tensor:
         import torch
