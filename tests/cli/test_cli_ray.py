@@ -35,12 +35,12 @@ def test_a_worker_killed_in_the_middle_costs_its_batch_a_second_attempt(lots: Bl
     command = ("precompute", "lots", *CHUNKS, "--json", "--ray-workers", "1", "--ray")
     running = lots.start(*command, env=QUIET)
     try:
-        running.until(lambda: bool(entries(lots.store)) and bool(writers(lots.store)), timeout=240)
+        running.until(lambda: bool(entries(lots.store)) and bool(writers(lots.store)), timeout=500)
         os.kill(writers(lots.store)[0], signal.SIGKILL)
     except BaseException:
         running.send(signal.SIGTERM)  # Ray must not stay behind
         raise
-    result = running.wait(timeout=240)
+    result = running.wait(timeout=500)
     assert result.code == 0, result.err
     assert "a worker was lost; what it had in hand is given to another" in result.err
     assert "Computing caches, on Ray: " in result.err
