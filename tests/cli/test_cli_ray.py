@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 from blend_process import Blend, entries, one_line
-from test_cli_shards import CHUNKS, Undisturbed, all_caches, contents, lots, parcels, undisturbed
+from undisturbed import CHUNKS, Undisturbed, all_caches, contents
 
 from blend.errors import ConfigError
 from blend.many.on_ray import cluster
-
-__all__ = ["lots", "parcels", "undisturbed"]  # fixtures
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'kvblend[ray]'")
 # No token in the home directory; workers that are not the last in the queue for the processor, and are not killed because
