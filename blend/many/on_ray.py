@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from blend.timing import Progress
 if TYPE_CHECKING:
     from blend.rag import Rag
 
+ANSWER_S = 10.0  # for a cluster to take a connection
 WAIT_S = 1800.0  # until a cluster has given a first worker, and that has loaded its model
 ATTEMPTS = 3  # workers that may be lost over one batch; and so many times all of them while they load the model
 BATCH = 4  # forward passes that a worker is handed at once: on an accelerator one takes a fraction of a second
@@ -73,6 +75,7 @@ def cluster(address: str, workers: int | None, *, on_gpu: bool) -> Iterator[Clus
     Raises `ConfigError` when Ray is not installed or nothing answers there.
     """
     ray = _ray()
+    _require_answer(address)
     handler = signal.getsignal(signal.SIGTERM)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
@@ -92,6 +95,17 @@ def cluster(address: str, workers: int | None, *, on_gpu: bool) -> Iterator[Clus
             yield _crew_of(ray, address, workers, on_gpu)
     finally:
         ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Raise `ConfigError` where nobody listens: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and port.isdigit()):  # none, or a word of Ray's such as "auto"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"no Ray cluster answers at {address} ({error}); see `ray status` on its head node") from None
 
 
 def _crew_of(ray: Any, address: str, workers: int | None, on_gpu: bool) -> Cluster:
@@ -183,8 +197,7 @@ class _Crew:
         deadline = time.monotonic() + WAIT_S
         ready: list[Any] = []
         while not ready and (self._begun or time.monotonic() < deadline):
-            # Not longer at a time: Ray hears no signal meanwhile.
-            ready, _ = _ray().wait(list(self._busy), num_returns=1, timeout=1.0)
+            ready = self._wait()
         if ready:
             return ready[0]
         asked = ", ".join(f"{amount:g} {name.removeprefix('num_')}" for name, amount in self.where.resources.items())
@@ -192,6 +205,14 @@ class _Crew:
             f"{self.where.place} has given no worker with {asked} that is ready, for {WAIT_S:g} s: "
             "see `ray status`, or ask for fewer with --ray-workers"
         )
+
+    def _wait(self) -> list[Any]:
+        """A call that has ended, if one does within a second. A signal ends it, as it ends everything else."""
+        try:
+            ready, _ = _ray().wait(list(self._busy), num_returns=1, timeout=1.0)
+        except SystemError as error:  # what Ray makes of an exception that a signal handler raised meanwhile
+            raise error.__cause__ or error from None
+        return list(ready)
 
     def _hand_out(self, worker: Any, queue: deque[tuple[Pass, ...]]) -> None:
         if queue:

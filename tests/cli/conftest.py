@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from blend_process import REPOSITORY, SHORT_CONTEXT, Blend
+from undisturbed import ASK, CHUNKS, Undisturbed, contents
 
 from tests.tiny_model import save_tiny_model
 
@@ -114,4 +115,31 @@ def _indexed(server: subprocess.Popen[str], model: Path, tmp_path_factory: pytes
 def indexed(blend: Blend, _indexed: Path, tmp_path: Path) -> Blend:
     """The command line with a store whose index holds the folder "lots" in chunks of 32 tokens, and no chunk cache."""
     shutil.copytree(_indexed, tmp_path, dirs_exist_ok=True)
+    return blend
+
+
+@pytest.fixture(scope="session")
+def parcels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of documents, some eighty chunks of 32 tokens."""
+    folder = tmp_path_factory.mktemp("parcels")
+    for number in range(4):
+        lines = (f"Lot {number}.{line} holds {number * line} crates of slate and {line} bells." for line in range(20))
+        (folder / f"{number}.md").write_text("\n\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    server: subprocess.Popen[str], model: Path, parcels: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Undisturbed:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    alone = Blend(server, folder, model, folder / "store")
+    assert alone("precompute", parcels, *CHUNKS).code == 0
+    return Undisturbed(contents(folder / "store"), alone(*ASK).json)
+
+
+@pytest.fixture
+def lots(blend: Blend, parcels: Path, tmp_path: Path) -> Blend:
+    """The command line over an empty store, with a copy of the documents in "lots" beside it."""
+    shutil.copytree(parcels, tmp_path / "lots")
     return blend

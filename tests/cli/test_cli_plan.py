@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 from blend_process import Blend, one_line
-from test_cli_shards import CHUNKS, lots, parcels
-
-__all__ = ["lots", "parcels"]  # fixtures
+from undisturbed import CHUNKS
 
 GIVEN = ("--shape", "8B", "--prefill-rate", "9000")
 MILLION = (*GIVEN, "--chunks", "1000000", "--codec", "bfloat16")
@@ -25,7 +23,8 @@ def test_a_plan_of_documents_is_what_precompute_then_does(lots: Blend) -> None:
     assert before["codecs"][0]["total_bytes"] == done["store"]["bytes"]
     after = lots(*ask).json
     assert f"at {done['tokens_per_s']:,.0f} tokens/s" in after["rates"]["source"]
-    assert after["codecs"][0]["precompute_s"] == pytest.approx(done["seconds"], rel=0.02)
+    # About: the rate stands for as many isolated as contextual caches, and the chunks of the surrogate context lack the latter.
+    assert after["codecs"][0]["precompute_s"] == pytest.approx(done["seconds"], rel=0.1)
 
 
 def test_a_million_chunks_without_a_model(blend: Blend) -> None:

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 from blend_process import Blend, entries, one_line
-from test_cli_shards import CHUNKS, Undisturbed, all_caches, contents, lots, parcels, undisturbed
+from undisturbed import CHUNKS, Undisturbed, all_caches, contents
 
 from blend.errors import ConfigError
 from blend.many.on_ray import cluster
-
-__all__ = ["lots", "parcels", "undisturbed"]  # fixtures
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'kvblend[ray]'")
 # No token in the home directory; workers that are not the last in the queue for the processor, and are not killed because
@@ -35,12 +33,12 @@ def test_a_worker_killed_in_the_middle_costs_its_batch_a_second_attempt(lots: Bl
     command = ("precompute", "lots", *CHUNKS, "--json", "--ray-workers", "1", "--ray")
     running = lots.start(*command, env=QUIET)
     try:
-        running.until(lambda: bool(entries(lots.store)) and bool(writers(lots.store)), timeout=240)
+        running.until(lambda: bool(entries(lots.store)) and bool(writers(lots.store)), timeout=500)
         os.kill(writers(lots.store)[0], signal.SIGKILL)
     except BaseException:
         running.send(signal.SIGTERM)  # Ray must not stay behind
         raise
-    result = running.wait(timeout=240)
+    result = running.wait(timeout=500)
     assert result.code == 0, result.err
     assert "a worker was lost; what it had in hand is given to another" in result.err
     assert "Computing caches, on Ray: " in result.err

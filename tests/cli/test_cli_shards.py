@@ -2,72 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import subprocess
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
-from blend_process import Blend, entries, one_line
-
-CHUNKS = ("--chunk-tokens", "32")
-
-
-def contents(store: Path) -> dict[str, bytes]:
-    """Every byte of caches, artifacts and index by name; left out is what says when and how fast they were made."""
-    names = {path.relative_to(store): path for path in store.rglob("*") if path.is_file()}
-    kept = {
-        name: path
-        for name, path in names.items()
-        if name.parts[1] not in ("generation", ".lock", ".writing", "namespaces")
-    }
-    return {str(name): path.read_bytes() for name, path in kept.items()}
-
-
-@pytest.fixture(scope="session")
-def parcels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of documents, some eighty chunks of 32 tokens."""
-    folder = tmp_path_factory.mktemp("parcels")
-    for number in range(4):
-        lines = (f"Lot {number}.{line} holds {number * line} crates of slate and {line} bells." for line in range(20))
-        (folder / f"{number}.md").write_text("\n\n".join(lines))
-    return folder
-
-
-class Undisturbed(NamedTuple):
-    """What one process makes of the documents, and answers from it."""
-
-    contents: dict[str, bytes]
-    answer: dict[str, Any]
-
-
-ASK = ("answer", "How many crates are in lot 3?", "--json", "--max-new-tokens", "8")
-
-
-@pytest.fixture(scope="session")
-def undisturbed(
-    server: subprocess.Popen[str], model: Path, parcels: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Undisturbed:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    alone = Blend(server, folder, model, folder / "store")
-    assert alone("precompute", parcels, *CHUNKS).code == 0
-    return Undisturbed(contents(folder / "store"), alone(*ASK).json)
-
-
-@pytest.fixture
-def lots(blend: Blend, parcels: Path, tmp_path: Path) -> Blend:
-    """The command line over an empty store, with a copy of the documents in "lots" beside it."""
-    shutil.copytree(parcels, tmp_path / "lots")
-    return blend
+from blend_process import Blend, one_line
+from undisturbed import ASK, CHUNKS, Undisturbed, all_caches, contents
 
 
 def shard(share: str) -> tuple[str, ...]:
     return ("precompute", "lots", *CHUNKS, "--shard", share, "--json")
-
-
-def all_caches(store: Path) -> int:
-    return len(entries(store)) + len(entries(store, "contextual"))
 
 
 def test_shards_in_any_order_make_the_corpus_of_one_process(lots: Blend, undisturbed: Undisturbed) -> None:
