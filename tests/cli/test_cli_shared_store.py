@@ -37,7 +37,7 @@ def test_a_machine_that_has_nothing_but_the_address_answers(machine, documents) 
     assert [one.code for one in answers] == [0, 0], answers
     first, second = (one.json for one in answers)
     assert first["answer"] == second["answer"]
-    assert all(chunk["cached"] for chunk in second["chunks"])
+    assert all(chunk["hit"] for chunk in second["chunks"])
     again = machine("three")("precompute", documents, *CHUNKS, "--json").json
     assert (again["computed"], again["added"]) == (0, 0)
     assert machine("two")("store", "--json").json["entries"] == done.json["computed"]
@@ -124,7 +124,7 @@ def test_export_and_import(machine, blend: Blend, documents, tmp_path) -> None:
     answers = [one("answer", "How many gates?", "--json", "--max-new-tokens", "4").json]
     answers.append(blend("answer", "How many gates?", "--json", "--max-new-tokens", "4", env=env).json)
     assert answers[0]["answer"] == answers[1]["answer"]
-    assert all(chunk["cached"] for chunk in answers[1]["chunks"])
+    assert all(chunk["hit"] for chunk in answers[1]["chunks"])
 
 
 @pytest.mark.parametrize(
