@@ -19,6 +19,7 @@ from blend.config import CorpusConfig
 from blend.prompt import PromptTemplate, render_chunk
 from blend.sharing import publish_index
 from blend.store.base import ChunkStore
+from blend.store.sources import write_sources
 from blend.timing import Progress, no_progress
 from blend.types import ChunkKey
 from retrieval import Chunk, ChunkIndex, Document, IndexUpdate, RetrievalError, chunk_documents, update_index
@@ -165,7 +166,14 @@ def decide(change: CorpusChange, *, quick: bool = False) -> ChunkLibrary:
         library = in_copies(_with_surrogate(library, change), one=corpus.config.one_copy)
     if library.contextual:
         corpus.store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
+    write_sources(corpus.store, corpus.config.name, _sources(library, change))
     return library
+
+
+def _sources(library: ChunkLibrary, change: CorpusChange) -> dict[str, str]:
+    """Which document each cache is of; of several with the same chunk one."""
+    documents = {change.corpus.token_ids(chunk): chunk.document_id for chunk in change.chunks}
+    return {library.key(one).digest: documents[one.chunk] for one in library.wanted(change.ids, isolated=True)}
 
 
 def _with_surrogate(library: ChunkLibrary, change: CorpusChange) -> ChunkLibrary:

@@ -83,6 +83,7 @@ NUMBERS = {
     # What only the command line has.
     "max_new_tokens": _ROWS,
     "store_budget": Limits(1e-6, 1e6, whole=False),
+    "older_than": Limits(0, 100_000, whole=False),
     "limit": Limits(1, 100_000),
     "repeats": Limits(1, 1000),
     "ray_workers": Limits(1, 10_000),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import shutil
 import signal
@@ -11,11 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+_PR_SET_PDEATHSIG = 1
 BUCKET = "kvblend-test"
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 
@@ -56,6 +59,7 @@ def s3() -> S3:
             stderr=errors,
             text=True,
             env={**os.environ, "KVBLEND_S3_FAULT": str(fault)},
+            preexec_fn=_end_with_parent,
         )
     _stop_at_exit(process)
     assert process.stdout is not None
@@ -73,7 +77,9 @@ def redis_port(*options: str) -> int:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
     command = [REDIS, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *options]
-    _stop_at_exit(subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tempfile.mkdtemp()))
+    _stop_at_exit(
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tempfile.mkdtemp(), preexec_fn=_end_with_parent)
+    )
     end = time.monotonic() + 60
     while time.monotonic() < end:
         with socket.socket() as probe:
@@ -81,6 +87,12 @@ def redis_port(*options: str) -> int:
                 return port
         time.sleep(0.02)
     raise AssertionError("the Redis of the tests does not come up")
+
+
+def _end_with_parent() -> None:
+    """In the new process: nobody else ends it when the one that started it is killed. Linux alone has that."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _stop_at_exit(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:

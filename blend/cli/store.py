@@ -7,30 +7,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from blend.cli import options
+from blend.cli.store_commands import COMMANDS, open_caches
 from blend.corpora import corpora, in_words
 
 if TYPE_CHECKING:
     from blend.store import ChunkStore
 
 
-@click.command("store")
+@click.group("store", invoke_without_command=True)
 @options.store_option
 @options.store_key_option
 @click.option(
     "--clear", is_flag=True, help="Remove every chunk cache (the index stays; caches are computed again on use)."
 )
 @options.json_option
-def command(store: Path, store_key: Path | None, clear: bool, as_json: bool) -> None:
-    """Show which models a store holds caches for, and how many."""
+@click.pass_context
+def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool, as_json: bool) -> None:
+    """Show which models a store holds caches for, and how many; the commands below show and change more."""
+    if ctx.invoked_subcommand is not None:
+        given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if given:
+            raise click.UsageError(
+                f"give the options behind the command: blend store {ctx.invoked_subcommand} --store ..."
+            )
+        return
     from blend.cli.console import print_json, say
-    from blend.errors import StoreError
-    from blend.store import open_store
 
-    if not (store / "kv").is_dir():
-        raise StoreError(f"{store} holds no chunk caches; make some with `blend precompute PATH --store {store}`")
-    caches = open_store(store / "kv", key=options.store_key({"store_key": store_key}))
+    options.fetch_indexes({"store": store, "store_key": store_key})
+    caches = open_caches(store, store_key)
     if clear:
         for key in list(caches.keys()):
             caches.delete(key)
@@ -50,6 +57,10 @@ def command(store: Path, store_key: Path | None, clear: bool, as_json: bool) -> 
         say(f"  {_describe(words)}: {_held(words)}")
     for artifact in artifacts:
         say(f"  {artifact['content']}")
+
+
+for _command in COMMANDS:
+    command.add_command(_command)
 
 
 def _content(caches: ChunkStore, name: str) -> str:

@@ -217,6 +217,14 @@ class ChunkStore:
         """Keep a manifest, sealed, if the one before is still kept as `was`; whether it is. Raises `StoreError`."""
         return self.backend.swap(name, b"".join(pack_artifact(name, content, self._seal)), was)
 
+    def put_manifest(self, name: str, content: bytes) -> None:
+        """Keep a manifest, sealed, whatever was there. Raises `StoreError`."""
+        self.backend.put(name, pack_artifact(name, content, self._seal))
+
+    def over(self, backend: Backend) -> ChunkStore:
+        """The same encoding and seal over another backend, such as one tier of this one's."""
+        return ChunkStore(backend, self._codec, self._seal)
+
     def artifacts(self) -> Iterator[str]:
         """Names of all artifacts, sorted."""
         found = (stored for page in self.backend.listing(ARTIFACTS) for stored in page if stored.whole)

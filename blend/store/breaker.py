@@ -13,6 +13,10 @@ from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
 LOG = logging.getLogger("kvblend.store")
 
 
+class LeftAloneError(StoreUnreachableError):
+    """A place was not asked, because it has just failed: what it failed with then was told then."""
+
+
 class Breaker:
     """Lets calls through until one fails with an outage, none for `pause_s` seconds, then one to see.
 
@@ -57,7 +61,7 @@ class Breaker:
                 return
             now = time.monotonic()
             if now < self._until:
-                raise StoreUnreachableError(str(self._error))
+                raise LeftAloneError(str(self._error))
             self._until = now + self._pause_s  # this call looks; the others go on without
 
     def _trip(self, error: StoreError) -> None:

@@ -15,6 +15,7 @@ from blend.store.files import StoreFiles
 from blend.store.lock import locked
 from blend.store.names import SUFFIX
 from blend.store.root import open_root
+from blend.store.sources import pinned
 
 _LEVELS = {"objects": 2, "indexes": 1}  # of folders between a name's first part and its last
 _SUFFIXES = {"objects": SUFFIX}
@@ -163,8 +164,12 @@ class DiskBackend(Backend):
         return Stored(name, info.st_size, info.st_mtime, _is_file(entry))
 
     def _caches(self) -> Iterator[StoredFile]:
+        """What may be evicted: pinned caches neither count nor go."""
+        pins = pinned(self)
         for page in self.listing(CACHES):
             for stored in page:
+                if pins and stored.name.rpartition("/")[2].removesuffix(SUFFIX) in pins:
+                    continue
                 yield StoredFile(str(self.root / stored.name), stored.nbytes, stored.used)
 
 

@@ -45,7 +45,10 @@ def check_address(location: str, *, hot: bool = False) -> str:
 
 def shown(location: str) -> str:
     """An address without its password, for messages."""
-    parts = urlsplit(location)
+    try:
+        parts = urlsplit(location)
+    except ValueError:  # brackets that are no address of a host
+        return f"{location.partition('://')[0]}://..."
     if not parts.password and not parts.username:
         return location
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

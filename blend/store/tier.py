@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store.backend import Backend
-from blend.store.breaker import Breaker, Told
+from blend.store.breaker import Breaker, LeftAloneError, Told
 
 T = TypeVar("T")
 
@@ -26,6 +26,8 @@ class Authority:
         try:
             with self._breaker():
                 yield self.backend
+        except LeftAloneError:
+            raise
         except StoreUnreachableError as error:
             self._told.once(self.backend.place, "down", f"{error}; only what is in nearer tiers is used meanwhile")
             raise
@@ -77,5 +79,7 @@ class Nearer:
             self.write(lambda backend: backend.delete(name))
 
     def _tell(self, doing: str, error: StoreError) -> None:
+        if isinstance(error, LeftAloneError):
+            return
         kind = "down" if isinstance(error, StoreUnreachableError) else doing
         self._told.once(self.backend.place, kind, f"{error}; the store goes on without this tier meanwhile")

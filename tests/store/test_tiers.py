@@ -204,6 +204,23 @@ def test_a_bucket_that_is_not_there_is_no_miss(bucket, key):
             call()
 
 
+def test_a_full_redis_is_told_once_and_goes_on_being_read(key, cache, tmp_path, caplog):
+    port = servers.redis_port("--maxmemory", "2mb", "--maxmemory-policy", "noeviction")
+    far = open_store(tmp_path / "far").backend
+    hot = open_store(f"redis://127.0.0.1:{port}/0").backend.tiers.far
+    store = open_store(tmp_path / "far")
+    store.backend = TieredBackend(Tiers(far, hot, None), looker(make_seal(None)), QUICK)
+    for number in range(30):
+        store.put(key(number), cache(number, tokens=400))
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "is full" in line
+    assert "volatile-lru" in line
+    assert_same(read(store, key(0)), cache(0, tokens=400))
+    assert store.backend.hits.hot == 1
+    assert_same(read(store, key(29)), cache(29, tokens=400))
+    assert len(caplog.records) == 1
+
+
 def test_a_full_bucket_says_so_and_can_be_read(make, bucket, key, cache):
     store = make(cache=None, hot=None)
     store.put(key(1), cache(1))
