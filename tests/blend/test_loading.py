@@ -30,7 +30,7 @@ class Seen:
     """A reader that calls before each layer it reads."""
 
     def __init__(self, reader: ChunkReader, before: Before) -> None:
-        self.tokens, self.layers, self.start = reader.tokens, reader.layers, reader.start
+        self.tokens, self.layers, self.start, self.still = reader.tokens, reader.layers, reader.start, reader.still
         self.reader, self.before, self.closed = reader, before, False
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
