@@ -124,12 +124,11 @@ class Gate:
         """Without the prefill process: it is away, or vLLM's own model blends."""
         if not wanted:
             return Rewritten(plain)
-        if not part.get("documents") and not (part.get("kvblend") or {}).get("documents"):
-            if plain_model(str(part.get("model", ""))) == part.get("model") and not (part.get("kvblend") or {}).get(
-                "retrieve"
-            ):
-                return Rewritten(plain)
+        ours, model = part.get("kvblend") or {}, str(part.get("model", ""))
+        if not isinstance(ours, dict) or ours.get("retrieve") is not None or plain_model(model) != model:
             raise unavailable("the corpus cannot be searched now; the server's log says why")
+        if not part.get("documents") and not ours.get("documents"):
+            return Rewritten(plain)
         try:
             layout = await asyncio.to_thread(self._prompts().layout, part)
         except Exception as error:
