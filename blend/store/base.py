@@ -223,7 +223,7 @@ class ChunkStore:
 
     def over(self, backend: Backend) -> ChunkStore:
         """The same encoding and seal over another backend, such as one tier of this one's."""
-        return ChunkStore(backend, self._codec, self._seal)
+        return ChunkStore(backend, self.codec, self._seal)
 
     def artifacts(self) -> Iterator[str]:
         """Names of all artifacts, sorted."""
