@@ -49,7 +49,7 @@ def test_what_the_tiers_hold(machine, documents, tmp_path) -> None:
     assert one("answer", "How many gates?", "--max-new-tokens", "1").code == 0
     tiers = {row["tier"]: row for row in one("store", "stats", "--json").json["tiers"]}
     assert set(tiers) == {"far", "local"}
-    assert tiers["far"]["entries"] > tiers["local"]["entries"] > 0
+    assert tiers["far"]["entries"] > tiers["local"]["entries"]
     listed = rows(one("store", "ls", "--json").out)
     assert len(listed) == tiers["far"]["entries"]
     assert sum(row["nbytes"] for row in listed) == tiers["far"]["bytes"]
@@ -69,9 +69,9 @@ def test_verify_finds_damage_in_any_tier(machine, documents, tmp_path) -> None:
     content[-1] ^= 1
     file.write_bytes(content)
     found = one("store", "verify")
-    assert found.code == 1
+    assert found.code == 7
     assert found.out.startswith("far: store entry")
-    assert ", 1 damaged" in found.out
+    assert "1 of " in one_line(found.err)
     assert "1 damaged and removed" in one("store", "verify", "--delete").out
     assert not file.exists()
     assert one("store", "verify").code == 0
