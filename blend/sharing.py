@@ -59,16 +59,18 @@ class Sharing:
     def _fetch_all(self) -> None:
         store = self._store()
         try:
-            for corpus in sorted(store.backend.folders(INDEXES)):
+            for corpus in sorted({*store.backend.folders(INDEXES), *self._fetched()}):
                 if corpus == UNNAMED or is_corpus_name(corpus):
                     self._fetch(store, corpus)
         except StoreUnreachableError:
-            if not any(self._memory("").parent.glob("*.manifest")):
+            if not self._fetched():
                 raise
 
     def _fetch(self, store: ChunkStore, corpus: str) -> None:
         place, directory = f"{INDEXES}{corpus}/", index_dir(self._root, _named(corpus))
         raw, manifest = store.read_manifest(place + _MANIFEST)
+        if raw is None and self._known(corpus) is not None:
+            self._unlearn(corpus, directory)
         if raw is None or (raw == self._known(corpus) and (directory / _MANIFEST).is_file()):
             return
         if manifest is None:
@@ -106,6 +108,18 @@ class Sharing:
             self._sweep(store, place, {place + file for file in files})
         self._learn(name, raw or b"")
 
+    def withdraw(self, corpus: str) -> None:
+        """The corpus is nobody's any more: its index goes, from where all have it. Raises `StoreError`."""
+        if not self.shared:
+            return
+        name = corpus or UNNAMED
+        place, store = f"{INDEXES}{name}/", self._store()
+        store.backend.delete(place + _MANIFEST)  # first: it names the others
+        for page in store.backend.names(place):
+            for file in page:
+                store.backend.delete(file)
+        self._unlearn(name, index_dir(self._root, corpus))
+
     def _sweep(self, store: ChunkStore, place: str, current: set[str]) -> None:
         """Files of earlier generations, an hour later: readers may still be fetching them."""
         with suppress(StoreError):
@@ -113,6 +127,16 @@ class Sharing:
                 for stored in page:
                     if stored.name not in {*current, place + _MANIFEST} and time.time() - stored.used > _KEEP_S:
                         store.backend.delete(stored.name)
+
+    def _fetched(self) -> set[str]:
+        """Corpora that were fetched or published from here."""
+        return {path.stem for path in (self._root / "shared").glob("*.manifest")}
+
+    def _unlearn(self, corpus: str, directory: Path) -> None:
+        """It was withdrawn: what is here of it answers nothing any more."""
+        for path in (directory / _MANIFEST, self._memory(corpus)):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def _memory(self, corpus: str) -> Path:
         return self._root / "shared" / f"{corpus}.manifest"

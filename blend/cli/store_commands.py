@@ -84,10 +84,10 @@ def stats(store: Path, store_key: Path | None, as_json: bool) -> None:
 @options.store_option
 @options.store_key_option
 @click.option("--delete", is_flag=True, help="Remove what is damaged; it is computed again on use.")
-@click.pass_context
-def verify(ctx: click.Context, store: Path, store_key: Path | None, delete: bool) -> None:
-    """Read every cache of every tier and hold it against its digests; exits with 1 where damage is left."""
+def verify(store: Path, store_key: Path | None, delete: bool) -> None:
+    """Read every cache of every tier and hold it against its digests; an error where damage is left."""
     from blend.cli.console import say
+    from blend.errors import StoreError
     from blend.store.archive import verify_entry
     from blend.store.backend import CACHES
 
@@ -102,9 +102,11 @@ def verify(ctx: click.Context, store: Path, store_key: Path | None, delete: bool
                     say(f"{tier}: {problem}")
                     if delete:
                         backend.delete(name)
-    say(f"{checked:,} caches read, {damaged:,} damaged{' and removed' if damaged and delete else ''}")
     if damaged and not delete:
-        ctx.exit(1)
+        raise StoreError(
+            f"{damaged:,} of {checked:,} caches are damaged: remove them with --delete, they are computed again"
+        )
+    say(f"{checked:,} caches read, {damaged:,} damaged{' and removed' if damaged else ''}")
 
 
 @click.command("prune")

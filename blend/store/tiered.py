@@ -11,6 +11,7 @@ once for all who read it at the same time, and then kept in the nearer tiers.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ from blend.store.tiered_blob import Group, TieredBlob
 FETCHERS = 16
 _FRESH_S = 1.0  # the generation is asked for before every prompt
 _BATCH = 64
+_LAST_WAIT_S = 3.0
 
 Found = Blob | EntryDamagedError | None
 
@@ -68,6 +70,8 @@ class TieredBackend(Backend):
         self._local = None if tiers.local is None else Nearer(tiers.local, pause_s, told)
         self._nearer = [tier for tier in (self._local, self._hot) if tier is not None]
         self._fetchers = Fetchers(FETCHERS)
+        if self._nearer:  # a command that ends leaves what it has fetched in them
+            atexit.register(self._fetchers.wait, _LAST_WAIT_S)
         self._arrivals: WeakValueDictionary[str, Arrival] = WeakValueDictionary()
         self._lock = threading.Lock()
         self._generation: tuple[float, bytes | None] = (float("-inf"), None)

@@ -13,6 +13,7 @@ from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError, StoreError
 from blend.rag import Rag
 from blend.store.replica import FILE, replica_of
+from retrieval import RetrievalError
 from tests.tiny_model import save_tiny_model
 
 TOPICS = ("harbour", "orchard", "glacier", "library")
@@ -106,6 +107,23 @@ def test_who_began_with_an_older_index_is_refused(address, corpus, tmp_path, mon
         environment_of_s3(monkeypatch)
     second._sharing.refresh(now=True)
     assert [chunk.id for chunk in second.index.chunks] == [chunk.id for chunk in first.index.chunks]
+
+
+def test_a_corpus_that_is_withdrawn_is_gone_everywhere(corpus, tmp_path):
+    model, documents = corpus
+    address = f"file://{tmp_path / 'mounted'}", None
+    first, second = (machine(address, tmp_path / name, model) for name in ("first", "second"))
+    first.precompute(documents / "harbour.md", quick=True)
+    assert len(second.index) > 0
+    first._sharing.withdraw("")
+    second._sharing.refresh(now=True)
+    for rag in (first, second):
+        with pytest.raises(RetrievalError, match="no index"):
+            _ = rag.index
+    assert not any((tmp_path / "mounted" / "indexes").rglob("*.*"))
+    second.precompute(documents / "orchard.md", quick=True)
+    first._sharing.refresh(now=True)
+    assert len(first.index) == len(second.index) > 0
 
 
 def test_an_index_that_somebody_else_put_there_is_not_used(corpus, tmp_path):
