@@ -58,7 +58,7 @@ def _tier(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) 
     "codecs",
     multiple=True,
     type=click.Choice(codec_names()),
-    help="Plan for this codec; more than one may be given.  [default: all that say which dtype they keep]",
+    help="Plan for this codec; more than one may be given.  [default: all but native]",
 )
 @number("--top-k", "top_k", "Chunks of a prompt.", default=CorpusConfig().top_k, show_default=True)
 @number("--ratio", "ratio", "Share of context rows to recompute.", default=BlendConfig().ratio, show_default=True)
