@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from blend.plan.rates import PromptSize, Rates
 
 _TIER = "NAME=MB/S,USD"
+_TIER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.-]{0,31}")
 
 
 def _tier(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[Tier, ...]:
@@ -32,7 +34,7 @@ def _tier(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) 
         name, _, rest = value.partition("=")
         try:
             rate, usd = (float(part) for part in rest.split(","))
-            if not (name and 0 < rate < 1e9 and 0 <= usd < 1e9):
+            if not (_TIER_NAME.fullmatch(name) and 0 < rate < 1e9 and 0 <= usd < 1e9):
                 raise ValueError
         except ValueError:
             raise click.BadParameter(f"{shown(value)} is not {_TIER}, such as objects=500,0.023", ctx, option) from None
@@ -58,7 +60,7 @@ def _tier(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) 
     "codecs",
     multiple=True,
     type=click.Choice(codec_names()),
-    help="Plan for this codec; more than one may be given.  [default: all that say which dtype they keep]",
+    help="Plan for this codec; more than one may be given.  [default: all but native]",
 )
 @number("--top-k", "top_k", "Chunks of a prompt.", default=CorpusConfig().top_k, show_default=True)
 @number("--ratio", "ratio", "Share of context rows to recompute.", default=BlendConfig().ratio, show_default=True)

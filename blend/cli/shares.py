@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from blend.chunks.work import Share
-from blend.cli.values import number
+from blend.cli.values import TEXT, number
 from blend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def by_many(function: F) -> F:
     )(function)
     function = click.option(
         "--ray",
+        type=TEXT,
         is_flag=False,
         flag_value="",
         default=None,

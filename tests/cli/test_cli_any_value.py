@@ -93,6 +93,8 @@ def _parsed(name: str, flag: str, value: str) -> dict[str, Any] | None:
 
 
 def _check(name: str, flag: str, value: str) -> None:
+    if flag == "--ray" and value.startswith("-"):  # it may stand without a value: click takes this for another option
+        return
     given_options = _parsed(name, flag, value)
     if given_options is None:
         return
