@@ -67,13 +67,13 @@ class Desk:
         if self.shelf.nbytes + layout.rows * self._row_bytes > self.shelf.budget:
             question.give_up("busy")
             return
-        generation = prepared.rag.store.generation
-
-        def handover(blend: Blend) -> None:
-            question.hold(blend, salt_of(prepared, blend, generation))
-
-        work = replace(prepared.work, handover=handover, sampling=Sampling(max_tokens=1))
         try:
+            generation = prepared.rag.store.generation  # before anything is read, so that no later one is named
+
+            def handover(blend: Blend) -> None:
+                question.hold(blend, salt_of(prepared, blend, generation))
+
+            work = replace(prepared.work, handover=handover, sampling=Sampling(max_tokens=1))
             question.follow(self.service.take(prepared._replace(work=work), question.on_reply))
         except QueueFullError:
             question.give_up("busy")

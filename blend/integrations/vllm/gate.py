@@ -23,15 +23,8 @@ _LOG = logging.getLogger("vllm.kvblend")
 _TIMEOUT = "KVBLEND_VLLM_TIMEOUT"
 _CHECK_S = 300.0
 _OTHER_PROMPTS = (
-    *(
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "echo",
-        "prompt_logprobs",
-        "mm_processor_kwargs",
-    ),
-    *("suffix", "prompt_embeds", "truncate_prompt_tokens", "reasoning_effort"),
+    *("continue_final_message", "chat_template", "echo", "prompt_logprobs", "mm_processor_kwargs", "suffix"),
+    *("prompt_embeds", "truncate_prompt_tokens", "reasoning_effort"),
 )
 """Fields by which vLLM makes another prompt, or needs all of its rows: kvblend has no part in such a request."""
 
@@ -42,6 +35,14 @@ class Rewritten(NamedTuple):
     body: dict[str, Any]
     told: dict[str, Any] | None = None
     lease: Lease | None = None
+
+
+class _LostError(wire.WireError):
+    """The prefill process has gone after it had told the prompt's tokens."""
+
+    def __init__(self, words: str, prompt: list[int]) -> None:
+        super().__init__(words)
+        self.prompt = prompt
 
 
 class Gate:
@@ -77,6 +78,8 @@ class Gate:
                 found = await self._asked(part, plain, wanted, path)
         except (wire.WireError, TimeoutError) as error:
             self._warn(str(error) or f"the prefill process did not answer in {self._seconds:g} s")
+            if isinstance(error, _LostError):
+                return Rewritten(_with_ids(plain, error.prompt, path) if wanted else plain)
             return await self._alone(part, plain, wanted, path)
         self._works()
         return found
@@ -97,6 +100,8 @@ class Gate:
         message = await lease.next()
         if "error" in message:
             status, words, code, param = message["error"]
+            if status >= 500:
+                raise wire.WireError("the prefill process failed at a question, its log says where")
             if not wanted:
                 return Rewritten(plain)  # it may be right for vLLM
             raise DoorError(Failure(status, words, code, param))
@@ -106,8 +111,7 @@ class Gate:
         try:
             message = await lease.next()
         except wire.WireError as error:
-            self._warn(str(error))
-            return Rewritten(_with_ids(plain, ids, path) if wanted else plain)
+            raise _LostError(str(error), ids) from None
         told = message["told"]
         if "ready" not in message or against:
             if not wanted:
@@ -120,12 +124,11 @@ class Gate:
         """Without the prefill process: it is away, or vLLM's own model blends."""
         if not wanted:
             return Rewritten(plain)
-        if not part.get("documents") and not (part.get("kvblend") or {}).get("documents"):
-            if plain_model(str(part.get("model", ""))) == part.get("model") and not (part.get("kvblend") or {}).get(
-                "retrieve"
-            ):
-                return Rewritten(plain)
+        ours, model = part.get("kvblend") or {}, str(part.get("model", ""))
+        if not isinstance(ours, dict) or ours.get("retrieve") is not None or plain_model(model) != model:
             raise unavailable("the corpus cannot be searched now; the server's log says why")
+        if not part.get("documents") and not ours.get("documents"):
+            return Rewritten(plain)
         try:
             layout = await asyncio.to_thread(self._prompts().layout, part)
         except Exception as error:
@@ -172,11 +175,11 @@ class Gate:
 
 def _another_prompt(body: Mapping[str, Any], path: str) -> str:
     """The field by which this request is not ours to put together, or ""."""
-    held = [name for name in _OTHER_PROMPTS if body.get(name) not in (None, False)]
-    if body.get("add_generation_prompt") is True:
-        held.remove("add_generation_prompt")
-    if held:
-        return held[0]
+    for name in _OTHER_PROMPTS:
+        if body.get(name) is not None and body[name] is not False:
+            return name
+    if body.get("add_generation_prompt") is False:
+        return "add_generation_prompt"
     if body.get("tools") and body.get("tool_choice") == "none":
         return "tool_choice"
     if path.endswith("/chat/completions"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import socket
 import threading
 
@@ -129,9 +130,9 @@ class PrefillServer:
 
 def _gone(sock: socket.socket) -> bool:
     """Whether the other end has closed."""
+    looked = select.poll()
+    looked.register(sock, select.POLLIN)
     try:
-        return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
+        return bool(looked.poll(0)) and sock.recv(1, socket.MSG_PEEK) == b""
     except OSError:
         return True

@@ -1,0 +1,296 @@
+"""What vLLM's server is asked instead of what the client asked; an application that tells it stands for vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from tiny_model import save_tiny_model
+
+from blend.config import BlendConfig, CorpusConfig
+from blend.integrations.vllm import gate as gates
+from blend.integrations.vllm import wire
+from blend.integrations.vllm.desk import Desk
+from blend.integrations.vllm.middleware import KVBlend
+from blend.integrations.vllm.prefill import PrefillServer
+from blend.integrations.vllm.shelf import Shelf, digest
+from blend.rag import Rag
+from blend.serve.embedded import EmbeddedEngine
+from blend.serve.service import Service
+
+TEXT = "The harbour has {0} gates and a bell of {0}00 kilograms. Its keeper counts {0}4 visitors a day. "
+DOCUMENTS = [{"title": f"Town {number}", "text": TEXT.format(number) * 6} for number in range(3)]
+QUESTION = [{"role": "user", "content": "How many gates are there?"}]
+CHAT = "/v1/chat/completions"
+
+
+class Prefill:
+    """A prefill process without the process."""
+
+    def __init__(self, service: Service, shelf: Shelf) -> None:
+        self.service, self.shelf, self.socket = service, shelf, f"@kvblend-test-{secrets.token_hex(4)}"
+        self._place = wire.bind(self.socket)
+        self.server = PrefillServer(Desk(service, shelf), shelf, self._place)
+        self._thread = threading.Thread(target=self.server.serve_until_stopped)
+        self._thread.start()
+
+    def idle(self) -> None:
+        """Wait until nothing is held or computed."""
+        for _ in range(3000):
+            holding = self.service.engine.holding()
+            if not (len(self.shelf) or holding.running or holding.waiting or holding.encoding):
+                return
+            time.sleep(0.02)
+        raise AssertionError("it goes on")
+
+    def stop(self) -> None:
+        self.server.stop()
+        self._thread.join(10)
+        wire.close(self._place, self.socket)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("middleware")
+    model = save_tiny_model(folder / "tiny", "\n".join(one["text"] for one in DOCUMENTS))
+    rag = Rag(
+        folder / "store", model=str(model), device="cpu", blend=BlendConfig(), corpus=CorpusConfig(codec="native")
+    )
+    service = Service(rag, EmbeddedEngine(rag.blender))
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def prefill(service: Service) -> Iterator[Prefill]:
+    found = Prefill(service, Shelf(1 << 28))
+    yield found
+    found.idle()
+    found.stop()
+
+
+async def asked(request: Request) -> Response:
+    """An inner application, as vLLM's is: it looks at the key first, then reads the body."""
+    if request.headers.get("authorization") != "Bearer key":
+        return Response(status_code=401)
+    body = await request.json()
+    if not body.get("stream"):
+        return JSONResponse({"asked": body})
+
+    async def events() -> Any:
+        yield f"data: {json.dumps({'asked': body})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def application(service: Service) -> Starlette:
+    paths = (CHAT, "/v1/completions", "/invocations")
+    app = Starlette(routes=[Route(path, asked, methods=["POST"]) for path in paths])
+    app.add_middleware(KVBlend)
+    tokenizer = service.room("").rag().decoder.tokenizer
+    app.state.engine_client = SimpleNamespace(renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer))
+    return app
+
+
+class Client:
+    def __init__(self, app: Starlette) -> None:
+        self._app = app
+
+    def post(self, body: Any, path: str = CHAT, **headers: str) -> httpx.Response:
+        async def post() -> httpx.Response:
+            transport = httpx.ASGITransport(self._app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                return await client.post(
+                    path, json=body, headers={"authorization": "Bearer key", **headers}, timeout=60
+                )
+
+        return asyncio.run(post())
+
+    def asked(self, body: Any, path: str = CHAT) -> Any:
+        response = self.post(body, path)
+        assert response.status_code == 200, response.text
+        return response.json()["asked"]
+
+
+@pytest.fixture
+def client(service: Service, prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> Client:
+    monkeypatch.setenv(wire.VARIABLE, prefill.socket)
+    _agree(monkeypatch, "")
+    return Client(application(service))
+
+
+def _agree(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """What comparing with vLLM, which is not here, came to."""
+
+    async def compared(self: gates.Gate) -> str:
+        return reason
+
+    monkeypatch.setattr(gates.Gate, "_compared", compared)
+
+
+BODY = {"model": "tiny", "messages": QUESTION, "documents": DOCUMENTS, "max_tokens": 3, "tool_choice": "auto"}
+
+
+def warm(client: Client, prefill: Prefill) -> dict[str, Any]:
+    """Ask until the caches are there."""
+    first = client.post(BODY).json()
+    assert first["kvblend"]["figures"]["reason"] in ("cold", "")
+    prefill.idle()
+    found: dict[str, Any] = client.post(BODY).json()
+    return found
+
+
+def test_documents_become_token_ids_a_ticket_and_a_salt(client: Client, prefill: Prefill, monkeypatch: Any) -> None:
+    held: list[tuple[Any, ...]] = []
+    put = Shelf.put
+    monkeypatch.setattr(Shelf, "put", lambda self, cache, ids: held.append((ids, put(self, cache, ids))) or held[-1][1])
+    found = warm(client, prefill)
+    body = found["asked"]
+    assert set(body) == {"model", "messages", "max_tokens", "tool_choice", "cache_salt", "kv_transfer_params"}
+    transfer = body["kv_transfer_params"]
+    assert digest(transfer["prompt_token_ids"]) == digest(held[-1][0])
+    assert transfer["kvblend"] == {"ticket": held[-1][1]}
+    assert len(found["kvblend"]["sources"]) >= 3
+    assert 0 < found["kvblend"]["figures"]["rows_computed"] < found["kvblend"]["figures"]["rows"]
+    prefill.idle()  # given back with the reply
+    again = client.asked(BODY)
+    assert again["cache_salt"] == body["cache_salt"]  # the same prompt, blended of the same
+    assert client.asked({**BODY, "cache_salt": "mine"})["cache_salt"] not in ("mine", body["cache_salt"])
+    other = client.asked({**BODY, "documents": DOCUMENTS[::-1]})
+    assert other["cache_salt"] != body["cache_salt"]
+    prefill.service.room("").rag().store.advance()
+    assert client.asked(BODY)["cache_salt"] != body["cache_salt"]  # a generation of its own
+
+
+def test_a_stream_tells_in_its_first_event(client: Client, prefill: Prefill) -> None:
+    warm(client, prefill)
+    events = client.post({**BODY, "stream": True}).text.split("\n\n")
+    assert json.loads(events[0][6:])["kvblend"]["figures"]["reason"] == ""
+    assert events[1:] == ["data: [DONE]", ""]
+
+
+def test_without_a_key_nothing_is_computed(client: Client, prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Desk, "ask", lambda *_: pytest.fail("somebody without a key was heard"))
+    assert client.post(BODY, authorization="Bearer no").status_code == 401
+
+
+def test_what_is_not_ours_goes_through_as_it_came(client: Client) -> None:
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+    for body in (
+        {"model": "tiny", "messages": QUESTION},
+        {"model": "tiny", "messages": [image]},
+        {"model": "tiny", "messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+        {"model": "tiny", "messages": QUESTION, "prompt_logprobs": 0},
+        {"model": "tiny", "messages": "nonsense"},
+    ):
+        assert client.asked({**body, "kv_transfer_params": {"kvblend": {"ticket": "0" * 32}}}) == body
+    assert client.asked({"prompt": [1, 2], "kv_transfer_params": {}}, "/v1/completions") == {"prompt": [1, 2]}
+    assert client.asked({"vllm_xargs": {"kv_transfer_params": [1]}}, "/invocations") == {"vllm_xargs": {}}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"prompt_logprobs": 0}, "prompt_logprobs does not go together"),
+        ({"documents": [{"text": 1}]}, "documents"),
+        ({"documents": [{"id": "none"}]}, "no document has the id"),
+        ({"kvblend": {"nonsense": 1}}, "unknown field kvblend.nonsense"),
+        ({"kvblend": {"retrieve": {"corpus": "none"}}}, "there is no corpus"),
+    ],
+)
+def test_refusals(client: Client, wrong: dict[str, Any], words: str) -> None:
+    response = client.post({**BODY, **wrong})
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+def test_a_model_that_does_not_agree_is_not_used(
+    service: Service, prefill: Prefill, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = warm(client, prefill)["asked"]["kv_transfer_params"]["prompt_token_ids"]
+    _agree(monkeypatch, "it differs")
+    found = Client(application(service)).post(BODY).json()
+    assert found["asked"]["kv_transfer_params"] == {"prompt_token_ids": ids}
+    assert "cache_salt" not in found["asked"]
+    assert found["kvblend"]["figures"]["reason"] == "refused"
+
+
+def test_without_a_prefill_process_the_tokens_are_the_same(
+    service: Service,
+    prefill: Prefill,
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ids = warm(client, prefill)["asked"]["kv_transfer_params"]["prompt_token_ids"]
+    monkeypatch.setenv(wire.VARIABLE, "@kvblend-nobody-is-here")
+    alone = Client(application(service))
+    for _ in range(2):
+        assert alone.asked(BODY) == {
+            **{name: value for name, value in BODY.items() if name != "documents"},
+            "kv_transfer_params": {"prompt_token_ids": ids},
+        }
+    assert alone.asked({"model": "tiny", "messages": QUESTION}) == {"model": "tiny", "messages": QUESTION}
+    assert alone.post({**BODY, "kvblend": {"retrieve": {}}}).status_code == 503
+    assert [record.levelname for record in caplog.records if record.name == "vllm.kvblend"] == ["WARNING"]
+
+
+def test_a_full_shelf_leaves_it_to_vllm(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Prefill(service, Shelf(1000))
+    monkeypatch.setenv(wire.VARIABLE, found.socket)
+    _agree(monkeypatch, "")
+    told = Client(application(service)).post(BODY).json()
+    assert told["asked"]["kv_transfer_params"].keys() == {"prompt_token_ids"}
+    assert told["kvblend"]["figures"]["reason"] == "busy"
+    found.stop()
+
+
+def test_who_hangs_up_leaves_nothing(client: Client, service: Service, prefill: Prefill, monkeypatch: Any) -> None:
+    warm(client, prefill)
+    before = threading.active_count()
+    slow = service.engine.submit
+
+    def submit(work: Any, on_event: Any) -> Any:
+        time.sleep(0.2)
+        return slow(work, on_event)
+
+    monkeypatch.setattr(service.engine, "submit", submit)
+    for _ in range(5):
+        asyncio.run(_hang_up(client._app))
+    prefill.idle()
+    for _ in range(200):
+        if threading.active_count() <= before:
+            return
+        time.sleep(0.05)
+    raise AssertionError(threading.enumerate())
+
+
+async def _hang_up(app: Starlette) -> None:
+    messages = [{"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await asyncio.sleep(0.05)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        raise AssertionError("nobody hears this")
+
+    headers = [(b"authorization", b"Bearer key"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "query_string": b"", "root_path": ""}
+    with pytest.raises(Exception):  # noqa: B017, PT011  # whatever the inner application makes of it
+        await app(scope, receive, send)
