@@ -7,7 +7,8 @@ from importlib.util import find_spec
 
 import pytest
 
-HAS_VLLM = find_spec("vllm") is not None
+_FOUND = find_spec("vllm")
+HAS_VLLM = _FOUND is not None and _FOUND.origin is not None  # without: this very folder, as a namespace
 os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_LOGGING_LEVEL="WARNING",
