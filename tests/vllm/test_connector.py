@@ -154,9 +154,9 @@ def test_around_block_boundaries_before_the_batch(
 def test_too_few_blocks(held: Bench, model: Path) -> None:
     """Requests are preempted and their KV is asked for again."""
     blends = [held.blended(held.layout(rows, rows), 0.15) for rows in (300, 410, 517)]
-    count = 120
+    count = 200
     expected = [held.greedy(one, count) for one in blends]
-    with started(model, held.socket, num_gpu_blocks_override=12, disable_log_stats=False) as engine:
+    with started(model, held.socket, num_gpu_blocks_override=14, disable_log_stats=False) as engine:
         outputs = engine.outputs([(one.layout, held.hold(one), salt()) for one in blends * 2], count)
         preempted = [one for one in engine._llm.get_metrics() if one.name == "vllm:num_preemptions"]
     assert sum(one.value for one in preempted) > 0

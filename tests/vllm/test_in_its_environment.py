@@ -16,8 +16,8 @@ MADE = REPOSITORY / ".venv-vllm" / "bin" / "python"  # by scripts/venv_vllm
 
 def test_in_an_interpreter_that_has_vllm() -> None:
     python = Path(os.environ.get("KVBLEND_VLLM_PYTHON") or MADE)
-    found = find_spec("vllm")
-    if found is not None and found.origin is not None:  # without: this very folder, as a namespace
+    here = find_spec("vllm")
+    if here is not None and here.origin is not None:  # tests/vllm has the same name, and is no package
         pytest.skip("this interpreter has vLLM: the others run in it")
     if not python.exists():
         pytest.skip("no interpreter with vLLM: run scripts/venv_vllm, or name one in KVBLEND_VLLM_PYTHON")

@@ -58,8 +58,7 @@ class Gate:
         self._rows = by_rows(getattr(engine, "vllm_config", None))
         self._local: LocalPrompts | None = None
         self._down = False
-        self._checked: dict[str, str] = {}
-        self._checking = asyncio.Lock()
+        self._checked: dict[str, asyncio.Future[str]] = {}
 
     async def rewritten(self, body: dict[str, Any], path: str) -> Rewritten:
         """What vLLM is to be asked instead. Raises `DoorError`."""
@@ -147,15 +146,22 @@ class Gate:
         return self._local
 
     async def _reason_against(self, model: str) -> str:
-        """Why KV of this model must not be used, found out when it is first seen."""
-        async with self._checking:
-            if model not in self._checked:
-                self._checked[model] = reason = await self._compared()
-                if reason:
-                    _LOG.error("kvblend: blended KV is not used: %s", reason)
-                else:
-                    _LOG.info("kvblend: vLLM's log-probabilities over KV of the prefill process are its own")
-            return self._checked[model]
+        """Why KV of this model must not be used, found out when it is first seen. A request may go without waiting for it."""
+        if model not in self._checked:
+            self._checked[model] = asyncio.ensure_future(self._checking(model))
+        return await asyncio.shield(self._checked[model])
+
+    async def _checking(self, model: str) -> str:
+        try:
+            reason = await self._compared()
+        except BaseException:
+            del self._checked[model]  # another time, then
+            raise
+        if reason:
+            _LOG.error("kvblend: blended KV is not used: %s", reason)
+        else:
+            _LOG.info("kvblend: vLLM's log-probabilities over KV of the prefill process are its own")
+        return reason
 
     async def _compared(self) -> str:
         async with asyncio.timeout(_CHECK_S), await Lease.take(self._socket, {"check": True}) as lease:
