@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -135,7 +134,7 @@ def test_a_corpus_cannot_be_asked_here(server: Machines) -> None:
     assert given.status_code in (400, 503)
 
 
-def test_a_folder_is_needed(tmp_path: Path) -> None:
+def test_a_folder_is_needed() -> None:
     from blend.integrations.vllm.rows_stage import row_blender
 
     with pytest.raises(ValueError, match="needs the option store"):

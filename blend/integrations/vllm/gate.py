@@ -55,7 +55,7 @@ class Gate:
         self._engine = engine
         self._socket = os.environ.get(wire.VARIABLE, wire.SOCKET)
         self._seconds = _seconds(os.environ.get(_TIMEOUT, "60"))
-        self._rows = by_rows(engine.vllm_config)
+        self._rows = by_rows(getattr(engine, "vllm_config", None))
         self._local: LocalPrompts | None = None
         self._down = False
         self._checked: dict[str, asyncio.Future[str]] = {}

@@ -31,7 +31,7 @@ def ready_for(layout: PromptLayout) -> dict[str, str]:
 
 def by_rows(config: Any) -> bool:
     """Whether a vLLM that is configured so (`VllmConfig`) blends prompts with its own model."""
-    transfer = config.kv_transfer_config
+    transfer = getattr(config, "kv_transfer_config", None)
     return transfer is not None and (transfer.kv_connector_extra_config or {}).get("stage") == "rows"
 
 
