@@ -14,6 +14,7 @@ import click
 from blend.cli import options
 from blend.corpora import corpora, in_words, index_dir, require_corpus
 from blend.errors import ConfigError, StoreError
+from blend.sharing import Sharing
 
 if TYPE_CHECKING:
     from blend.rag import Rag
@@ -78,6 +79,7 @@ def drop_corpus(rag: Rag) -> Dropped:
     store, name, held = rag.store, rag.corpus_config.name, rag.index.chunks
     kept, before = _of_others(rag), store.stats().entries
     library = rag.blender.library(rag.template.prefix)
+    Sharing(rag.root, lambda: store).withdraw(name)  # where others have it from: they would bring it back
     _remove_index(rag)
     for chunk in dict.fromkeys(map(rag.template.chunk_ids, held)):
         library.forget(chunk, lambda: kept)

@@ -117,6 +117,7 @@ class Job:
         if self.work.cold:
             return self.blender.decoder.no_rows()
         return self._found.known if self._found is not None else None
+
     def _decline(self) -> None:
         """Leave the whole prompt to whoever would have taken it over."""
         layout = self.work.layout

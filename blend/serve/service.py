@@ -33,6 +33,8 @@ MOST_OF_A_TOKEN = 64  # characters that no text has in a token on average
 
 class _ClosingError(Exception):
     """What is measured when nobody waits is given up."""
+
+
 class Prepared(NamedTuple):
     """A question whose prompt is put together. begun: when it came, by `time.monotonic`."""
 
