@@ -72,7 +72,7 @@ def cluster(address: str, workers: int | None, *, on_gpu: bool) -> Iterator[Clus
     """Connect to the cluster at `address`, or start one on this machine where that is empty and $RAY_ADDRESS is not set.
 
     workers: by default one for every GPU, or one for every machine where there are none, or `on_gpu` does not want any.
-    Raises `ConfigError` when Ray is not installed or nothing answers there.
+    Raises `ConfigError` when Ray is not installed or nothing listens there, `WorkersError` for what else Ray says.
     """
     ray = _ray()
     _require_answer(address)
@@ -83,11 +83,10 @@ def cluster(address: str, workers: int | None, *, on_gpu: bool) -> Iterator[Clus
     local = {} if joined else {"include_dashboard": False, "object_store_memory": OBJECT_BYTES}
     try:
         ray.init(address=address or None, log_to_driver=False, logging_level="ERROR", **local)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0][:200]
-        raise ConfigError(
-            f"no Ray cluster answers at {address or 'this machine'} ({reason}); see `ray status`"
-        ) from None
+    except Exception as error:  # Ray raises every kind, a plain Exception where it is too slow to start
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        what = f"no Ray cluster answers at {joined}" if joined else "Ray cannot be started on this machine"
+        raise WorkersError(f"{what} ({reason}); see `ray status`, or use --shard") from None
     try:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray has put its own in the place
