@@ -111,7 +111,10 @@ class Soak:
         self.store = self._opened()
 
     def run(self, faults: int, progress: Callable[[int], object] = lambda done: None) -> None:
-        """So many faults, two steps each. Raises `Wrong`."""
+        """So many faults, two steps each, over a store that holds half of the entries. Raises `Wrong`."""
+        for number in range(0, KEYS, 2):
+            self.store.put(key(number), cache(number))
+            self.acknowledged.add(number)
         for done in range(faults):
             fault = self.draws.choice(ALL)
             self.counts[f"{fault.place}: {fault.kind}"] += 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.deciding import remove_spare
+from blend.chunks.likeness import leave_probe
 from blend.chunks.work import Pass, Share, Work, close, finish, take_up, tokens_of
 from blend.corpora import make_folder
 from blend.indexing import Corpus, CorpusChange, decide, plan, write_index
@@ -82,6 +83,7 @@ def precompute_share(
     found = finish(work, share)
     if found.last:
         update = update or write_index(change, progress)
+        leave_probe(rag.store, rag.decoder)
         remove_spare(library, change.ids, change.keep)
         rag.calibrate(anew=work.mostly_new, progress=progress)
         close(library)

@@ -38,3 +38,18 @@ def test_the_corpus_without_a_name(filled: Blend) -> None:
     none = filled("drop", "--yes")
     assert none.code == 2
     assert "no corpus" in one_line(none.err)
+
+
+def test_a_shared_corpus_is_gone_for_all(blend: Blend, documents: Path, tmp_path: Path) -> None:
+    blend.store = None
+    places = [
+        {"KVBLEND_STORE": f"file://{tmp_path / 'mounted'}", "KVBLEND_STORE_CACHE": str(tmp_path / name)}
+        for name in ("here", "there")
+    ]
+    assert blend("precompute", documents, *CHUNKS, "--corpus", "twin", env=places[0]).code == 0
+    assert blend(*ANSWER, "--corpus", "twin", env=places[1]).code == 0
+    assert blend("drop", "--corpus", "twin", "--yes", env=places[0]).code == 0
+    for place in places:
+        gone = blend(*ANSWER, "--corpus", "twin", env=place)
+        assert gone.code == 8
+        assert "no index" in one_line(gone.err)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import tarfile
 from pathlib import Path
 
 import pytest
-from blend_process import Blend
+from blend_process import Blend, entries, one_line
 
 CHUNKS = ("--chunk-tokens", "64")
 
@@ -22,6 +24,10 @@ def machine(blend: Blend, tmp_path: Path):
     return of
 
 
+def rows(text: str):
+    return [json.loads(line) for line in text.splitlines()]
+
+
 def test_a_machine_that_has_nothing_but_the_address_answers(machine, documents) -> None:
     done = machine("one")("precompute", documents, *CHUNKS, "--json")
     assert done.code == 0, done.err
@@ -35,3 +41,112 @@ def test_a_machine_that_has_nothing_but_the_address_answers(machine, documents) 
     again = machine("three")("precompute", documents, *CHUNKS, "--json").json
     assert (again["computed"], again["added"]) == (0, 0)
     assert machine("two")("store", "--json").json["entries"] == done.json["computed"]
+
+
+def test_what_the_tiers_hold(machine, documents, tmp_path) -> None:
+    one = machine("one")
+    assert one("precompute", documents, *CHUNKS).code == 0
+    assert one("answer", "How many gates?", "--max-new-tokens", "1").code == 0
+    tiers = {row["tier"]: row for row in one("store", "stats", "--json").json["tiers"]}
+    assert set(tiers) == {"far", "local"}
+    assert tiers["far"]["entries"] >= tiers["local"]["entries"]
+    listed = rows(one("store", "ls", "--json").out)
+    assert len(listed) == tiers["far"]["entries"]
+    assert sum(row["nbytes"] for row in listed) == tiers["far"]["bytes"]
+    assert {Path(row["document"]).name for row in listed} == {path.name for path in documents.iterdir()}
+    assert len(rows(one("store", "ls", "--tier", "local", "--json").out)) == tiers["local"]["entries"]
+    refused = one("store", "ls", "--tier", "hot")
+    assert refused.code == 2
+    assert "it has far, local" in one_line(refused.err)
+
+
+def test_verify_finds_damage_in_any_tier(machine, documents, tmp_path) -> None:
+    one = machine("one")
+    assert one("precompute", documents, *CHUNKS).code == 0
+    assert one("store", "verify").code == 0
+    file = next((tmp_path / "mounted" / "objects").rglob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    found = one("store", "verify")
+    assert found.code == 7
+    assert found.out.startswith("far: store entry")
+    assert "1 of " in one_line(found.err)
+    assert "1 damaged and removed" in one("store", "verify", "--delete").out
+    assert not file.exists()
+    assert one("store", "verify").code == 0
+
+
+def test_prune_and_pin(filled: Blend, documents: Path) -> None:
+    before = len(entries(filled.store)) + len(entries(filled.store, "contextual"))
+    assert filled("store", "prune").code == 2
+    assert "0 caches would go" in filled("store", "prune", "--older-than", "1", "--dry-run").out
+    assert f"{before:,} caches would go" in filled("store", "prune", "--older-than", "0", "--dry-run").out
+    market = next(row["document"] for row in rows(filled("store", "ls", "--json").out) if "market" in row["document"])
+    pinned = filled("store", "pin", market)
+    count = int(pinned.out.split()[0])
+    assert count > 0
+    assert "0 caches removed" in filled("store", "prune", "--unused").out
+    assert f"{before - count:,} caches removed" in filled("store", "prune", "--older-than", "0").out
+    left = rows(filled("store", "ls", "--json").out)
+    assert {row["document"] for row in left} == {market}
+    assert all(row["pinned"] for row in left)
+    assert filled("store", "unpin", left[0]["digest"][:12]).code == 0
+    assert "1 caches removed" in filled("store", "prune", "--older-than", "0").out
+    assert filled("store", "pin", "nothing").code == 2
+
+
+def test_caches_of_documents_that_are_gone_are_unused(filled: Blend, tmp_path: Path) -> None:
+    sources = filled.store / "kv" / "sources" / "_"
+    before = sources.read_bytes()
+    digest = json.loads(before.partition(b"\n")[2])
+    from blend.store import open_store
+    from blend.store.sources import write_sources
+
+    gone = next(iter(digest))
+    write_sources(open_store(filled.store / "kv"), "", {one: name for one, name in digest.items() if one != gone})
+    assert "1 caches removed" in filled("store", "prune", "--unused").out
+
+
+def test_export_and_import(machine, blend: Blend, documents, tmp_path) -> None:
+    one = machine("one")
+    assert one("precompute", documents, *CHUNKS).code == 0
+    file = tmp_path / "all.tar"
+    assert one("store", "export", file).code == 0
+    assert "already" in one_line(one("store", "export", file).err)
+    with tarfile.open(file, "a") as archive:
+        for name in ("objects/../../x", "elsewhere/x", "objects/ab/cd/cdef.safetensors"):
+            archive.add(documents / "market.md", name)
+    env = {"KVBLEND_STORE": f"file://{tmp_path / 'second'}", "KVBLEND_STORE_CACHE": str(tmp_path / "two")}
+    done = blend("store", "import", file, env=env)
+    assert done.code == 0, done.err
+    assert "3 left out" in done.out
+    answers = [one("answer", "How many gates?", "--json", "--max-new-tokens", "4").json]
+    answers.append(blend("answer", "How many gates?", "--json", "--max-new-tokens", "4", env=env).json)
+    assert answers[0]["answer"] == answers[1]["answer"]
+    assert all(chunk["hit"] for chunk in answers[1]["chunks"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("store", "--store", "s4://bucket/x"), "no address of a store"),
+        (("store", "--store", "redis://host/x"), "a number, that of the database"),
+        (("store", "--store", "plain", "--store-cache", "x"), "for a store at an address"),
+        (("store", "--store", "plain", "ls"), "behind the command"),
+        (("store", "ls", "--store", "s3://bucket/x", "--store-hot", "s3://b"), "no address of a store"),
+    ],
+)
+def test_mistakes_are_one_line(blend: Blend, arguments, words) -> None:
+    result = blend(*arguments)
+    assert result.code == 2
+    assert words in one_line(result.err)
+
+
+def test_a_server_that_is_not_there_is_one_line(blend: Blend, tmp_path: Path) -> None:
+    result = blend("store", "stats", "--store", "redis://127.0.0.1:1/0", "--store-cache", tmp_path / "near")
+    assert result.code == 0
+    assert "see that it is up" in result.out
+    result = blend("answer", "x", "--store", "redis://127.0.0.1:1/0", "--store-cache", tmp_path / "near")
+    assert result.code == 7
+    assert "see that it is up" in one_line(result.err)

@@ -259,7 +259,7 @@ def test_the_book_holds_digests_and_sizes(tmp_path: Path) -> None:
     book.seen({key(7): 40})
     book.save()
     written = json.loads((tmp_path / "book.json").read_text())
-    assert written == {"version": 1, "caches": [[*key(7), 40]]}
+    assert written == {"version": 1, "caches": [[*key(7), 40]], "decisions": 0}
 
 
 def test_a_book_that_cannot_be_written_says_so_and_goes_on(tmp_path: Path) -> None:

@@ -194,7 +194,9 @@ def test_listings_by_folder_with_sizes_and_ages(backend):
         "objects/ab/ce/ceff.safetensors": 2,
         "objects/ac/cd/cdef.safetensors": 3,
     }
-    assert all(began - 3 <= one.used <= time.time() + 1 and one.whole for one in everything.values())
+    assert all(one.whole for one in everything.values())
+    # A server's clock of idle times may be some seconds late.
+    assert all(began - 15 <= one.used <= time.time() + 1 for one in everything.values()), (began, everything)
     assert set(listed(backend, "objects/ab/")) == {n for n in everything if n.startswith("objects/ab/")}
     assert set(listed(backend, "artifacts/")) == {"artifacts/map"}
     assert listed(backend, "objects/a/") == {}
