@@ -53,7 +53,7 @@ def show(plan: Plan) -> None:
     )
     first = plan.codecs[0]
     say(
-        f"Precompute: {duration(first.precompute_s)} of one machine, {duration(first.precompute_hours * 3600)} on "
+        f"Precompute: {duration(first.precompute_s)} of machine time, {duration(first.precompute_hours * 3600)} on "
         f"{counted(terms.machines, 'machine')}, {money(first.precompute_usd)} once. Indexing comes on top."
     )
     say(

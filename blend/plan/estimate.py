@@ -62,10 +62,10 @@ class TierCost:
 class CodecCost:
     """One codec.
 
-    chunk_bytes: of a chunk's caches together, on average. precompute_s: of one machine; precompute_hours: of all of them side
-    by side. prompt_bytes: that a prompt's chunks take to load. break_even: bytes a second from which loading them is quicker
-    than computing them, None where this machine decodes too slowly for any; hidden: from which loading takes no longer than
-    what is recomputed anyway.
+    chunk_bytes: of a chunk's caches together, on average. precompute_s: of all machines together; precompute_hours: until they
+    are done, side by side. prompt_bytes: that a prompt's chunks take to load. break_even: bytes a second from which loading
+    them is quicker than computing them, None where this machine decodes too slowly for any; hidden: from which loading takes
+    no longer than what is recomputed anyway.
     """
 
     codec: str
@@ -114,7 +114,8 @@ def _codec(
     compute_s, full_s = seconds
     mine = rates.codecs[codec]
     total = corpus_bytes(corpus, model, codec, terms.dtype)
-    precompute_s = _tokens(corpus.isolated) / mine.isolated + _tokens(corpus.contextual) / mine.contextual
+    shared_s = _tokens(corpus.isolated) / mine.isolated + _tokens(corpus.contextual) / mine.contextual
+    precompute_s = shared_s + once_s(corpus, model, rates) * terms.machines
     caches = sum(corpus.isolated.values()) + sum(corpus.contextual.values())
     prompt_bytes = total / caches * prompt.chunks
     own_s = prompt_bytes / mine.load if mine.load else 0.0
@@ -139,6 +140,12 @@ def _codec(
         prompt_bytes / blend_s if own_s < blend_s else None,
         tuple(map(in_tier, terms.tiers)),
     )
+
+
+def once_s(corpus: CorpusSize, model: ModelOutline, rates: Rates) -> float:
+    """Seconds that every machine takes once: for the KV of the prefix, and for that of prefix and surrogate context."""
+    rows = [corpus.prefix, corpus.prefix + corpus.surrogate] if corpus.contextual else [corpus.prefix]
+    return sum(map(model.operations, rows)) / rates.operations
 
 
 def _recomputed_s(model: ModelOutline, prompt: PromptSize, rates: Rates, ratio: float) -> float:
