@@ -77,6 +77,7 @@ def _serve(given: dict[str, Any], place: Any) -> None:
     from blend.integrations.vllm.desk import Desk
     from blend.integrations.vllm.prefill import PrefillServer
     from blend.integrations.vllm.shelf import Shelf
+    from blend.serve.door.hall import DoorLimits
     from blend.serve.door.log import log_to_stderr
 
     log_to_stderr(requests=False)
@@ -84,7 +85,8 @@ def _serve(given: dict[str, Any], place: Any) -> None:
     try:
         service.warm_up()
         shelf = Shelf(round(given["held_budget"] * 1e9))
-        server = PrefillServer(Desk(service, shelf), shelf, place)
+        desk = Desk(service, shelf, DoorLimits(top_k=given["top_k"]))
+        server = PrefillServer(desk, shelf, place)
         for number_ in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number_, lambda *_: server.stop())
         say(f"Ready at {given['socket']}")

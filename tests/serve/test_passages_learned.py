@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from passage_cases import KINDS, WHOLE_ONLY, Given, known, prose, tokenizer
 from transformers import AutoTokenizer
@@ -139,6 +139,7 @@ MARKS = st.sampled_from(
 
 
 @settings(max_examples=150, deadline=None)
+@example([0, 0, 0, "[\x1f", 0, 0])  # blank for Python, not for the splitter
 @given(st.lists(MARKS | st.integers(0, 8) | st.text(st.characters(codec="utf-8")), max_size=30))
 def test_nothing_of_any_text_is_lost(parts: list[str | int]) -> None:
     made = tokenizer("byte-level")

@@ -26,6 +26,8 @@ from blend.serve.service import Service
 
 pytestmark = pytest.mark.inside_vllm
 TOKENS = 12
+# What `own` does: passages are retrieved, entries are read each time, and nothing of earlier prompts is used.
+ALIKE = ("--no-learn", "--prefix-budget", "0", "--memory-budget", "0")
 TOPICS = ("harbour", "orchard", "glacier", "library", "foundry", "market", "lighthouse", "quarry")
 QUESTION = "How many gates does the harbour have?"
 QUESTIONS = [f"How many gates does the {topic} have, and who keeps it?" for topic in TOPICS]
@@ -63,7 +65,7 @@ def _rag(store: Path, model: Path) -> Rag:
 @contextmanager
 def _service(store: Path, model: Path) -> Iterator[Service]:
     rag = _rag(store, model)
-    service = Service(rag, EmbeddedEngine(rag.blender), learn_budget=0)
+    service = Service(rag, EmbeddedEngine(rag.blender, prefix_budget=0), learn_budget=0)
     service.warm_up()
     try:
         yield service
@@ -83,11 +85,16 @@ def machines(filled: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("machines")
     found = Machines(folder, shutil.copytree(filled[0], folder / "store"), filled[1])
     try:
-        found.start_prefill("--no-learn")
+        found.start_prefill(*ALIKE)
         found.start_server(KVBLEND_VLLM_TIMEOUT="240")
         yield found
     finally:
         found.end()
+
+
+def whole(text: str) -> str:
+    """Without a character that the last token only begins: vLLM leaves it out, kvblend marks it."""
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")
 
 
 def answered(service: Service, question: str, **more: Any) -> tuple[str, Opened]:
@@ -105,7 +112,7 @@ def answered(service: Service, question: str, **more: Any) -> tuple[str, Opened]
     service.submit(Ask((Message("user", question),), sampling=sampling, **more), on_reply)
     assert done.wait(300)
     assert isinstance(replies[-1], Closed)
-    return "".join(reply.text for reply in replies if isinstance(reply, Delta)), replies[0]
+    return whole("".join(reply.text for reply in replies if isinstance(reply, Delta))), replies[0]
 
 
 def ask(machines: Machines, question: str, *, stream: bool = False, **more: Any) -> tuple[str, dict[str, Any]]:
@@ -123,10 +130,10 @@ def ask(machines: Machines, question: str, *, stream: bool = False, **more: Any)
     assert response.status_code == 200, response.text
     if not stream:
         found = response.json()
-        return found["choices"][0]["message"]["content"], found.get("kvblend", {})
+        return whole(found["choices"][0]["message"]["content"]), found.get("kvblend", {})
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
     text = "".join(one["choices"][0]["delta"].get("content") or "" for one in events if one["choices"])
-    return text, events[0].get("kvblend", {})
+    return whole(text), events[0].get("kvblend", {})
 
 
 CORPUS = {"kvblend": {"retrieve": {"top_k": 4}}}
@@ -298,9 +305,9 @@ def test_a_damaged_entry(machines: Machines, filled: tuple[Path, Path], tmp_path
     assert not all(one.hit for one in opened.sources)
     text, told = ask(machines, question, **CORPUS)
     assert text == expected
-    until(machines.idle)  # what was damaged is computed again
-    text, told = ask(machines, question, **CORPUS)
-    assert all(one["hit"] for one in told["sources"])
+    # What was damaged is computed again.
+    until(lambda: all(one["hit"] for one in ask(machines, question, **CORPUS)[1]["sources"]))
+    shutil.copytree(filled[0] / "kv" / "objects", machines.store / "kv" / "objects", dirs_exist_ok=True)
 
 
 def test_a_killed_prefill_process(machines: Machines, own: Service) -> None:
@@ -320,7 +327,7 @@ def test_a_killed_prefill_process(machines: Machines, own: Service) -> None:
     lacking = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], **CORPUS}
     response = httpx.post(f"{machines.url}/v1/chat/completions", json=lacking, headers=HEADERS, timeout=60)
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-    machines.start_prefill("--no-learn")
+    machines.start_prefill(*ALIKE)
     text, told = ask(machines, QUESTION, documents=given)
     assert told["figures"]["reason"] == ""
     assert text == expected

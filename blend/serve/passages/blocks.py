@@ -58,7 +58,7 @@ def paragraphs(text: str, start: int, stop: int) -> Iterator[Block]:
 def _unlabelled(text: str, start: int, stop: int) -> Iterator[Block]:
     for block in _blocks(text, start, stop):
         label = _LABEL.match(text, block.start, block.stop)
-        bare = _stripped(text, label.end() if label else block.start, block.stop)
+        bare = stripped(text, label.end() if label else block.start, block.stop)
         if bare.stop > bare.start:
             yield bare
 
@@ -70,9 +70,9 @@ def _blocks(text: str, start: int, stop: int) -> Iterator[Block]:
         while fence.stop <= gap.start() and fence.stop < stop:
             fence = next(fences, Block(stop, stop))
         if gap.start() <= fence.start:
-            yield _stripped(text, begin, gap.start())
+            yield stripped(text, begin, gap.start())
             begin = gap.end()
-    yield _stripped(text, begin, stop)
+    yield stripped(text, begin, stop)
 
 
 def _fences(text: str, start: int, stop: int) -> Iterator[Block]:
@@ -86,7 +86,7 @@ def _fences(text: str, start: int, stop: int) -> Iterator[Block]:
             opening = None
 
 
-def _stripped(text: str, start: int, stop: int) -> Block:
+def stripped(text: str, start: int, stop: int) -> Block:
     # Blanks are few or stand in a gap of their own, so this copies every character once.
     inside = text[start:stop]
     bare = inside.lstrip()

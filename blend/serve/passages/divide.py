@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blend.serve.passages.blocks import Block, paragraphs
+from blend.serve.passages.blocks import Block, paragraphs, stripped
 from blend.serve.passages.rendered import Renderer
 
 LONG_TOKENS = 256  # shorter messages are talk, of which nothing is learned
@@ -64,5 +64,6 @@ def _pieces(text: str, block: Block, capacity: int) -> Iterator[Block]:
             following = start + rest[0][0] if found else start + window
         else:
             following = block.stop
-        yield from (Block(start + at, start + at + len(piece)) for at, piece in found)
+        # What Python calls blank, such as a unit separator, the splitter need not; a chunk's text has none at its ends.
+        yield from (stripped(text, start + at, start + at + len(piece)) for at, piece in found)
         start = following
