@@ -292,3 +292,15 @@ def test_a_deleted_documents_cache_does_not_come_back(service: Service) -> None:
     assert all(source.hit for source in ask(service, QUESTION, documents=by_id).opened.sources), (
         "what comes anew is kept"
     )
+
+
+def test_what_is_damaged_behind_its_header_is_computed_again(service: Service) -> None:
+    entries = sorted((service.room("").rag().root / "kv" / "objects").rglob("*.safetensors"))
+    for entry in entries:
+        data = bytearray(entry.read_bytes())
+        data[-100] ^= 1
+        entry.write_bytes(data)
+    hits = [source.hit for source in ask(service, QUESTION, top_k=3).opened.sources]
+    assert hits == [False] * 3
+    settled(service)
+    assert [source.hit for source in ask(service, QUESTION, top_k=3).opened.sources] == [True] * 3

@@ -303,10 +303,10 @@ def test_a_damaged_entry(machines: Machines, filled: tuple[Path, Path], tmp_path
     with _service(other, filled[1]) as service:
         expected, opened = answered(service, question, top_k=4)
     assert not all(one.hit for one in opened.sources)
-    text, told = ask(machines, question, **CORPUS)
+    text, _ = ask(machines, question, **CORPUS)
     assert text == expected
     # What was damaged is computed again.
-    until(lambda: all(one["hit"] for one in ask(machines, question, **CORPUS)[1]["sources"]))
+    until(lambda: all(one["hit"] for one in ask(machines, question, **CORPUS)[1]["sources"]), 60)
     shutil.copytree(filled[0] / "kv" / "objects", machines.store / "kv" / "objects", dirs_exist_ok=True)
 
 

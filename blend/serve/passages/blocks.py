@@ -87,7 +87,7 @@ def _fences(text: str, start: int, stop: int) -> Iterator[Block]:
 
 
 def stripped(text: str, start: int, stop: int) -> Block:
-    # Blanks are few or stand in a gap of their own, so this copies every character once.
+    """A stretch of a text without blanks at its ends; it copies its characters once."""
     inside = text[start:stop]
     bare = inside.lstrip()
     start += len(inside) - len(bare)
