@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from blend.model.rows import RowRequest, Steps
 from blend.serve.caching import OnDone
 from blend.serve.removed import removed_from
+from blend.store.archive import verify_entry
+from blend.store.names import cache_name
 
 if TYPE_CHECKING:
     import torch
@@ -58,11 +60,16 @@ class Encoding:
 
     def _begin(self) -> None:
         wanted = self._left[0]
-        if not self._library.lacking([wanted]):
+        if self._stored(wanted):
             self._end(None)
             return
         self._steps = self._library.encoder(contextual=wanted.contextual).steps(wanted.chunk, self._most_rows)
         self._piece = next(self._steps)
+
+    def _stored(self, wanted: Variant) -> bool:
+        """Whether the store has it by now, every byte of it: damage behind a header is why some are to be computed again."""
+        library = self._library
+        return not library.lacking([wanted]) and not verify_entry(library.store, cache_name(library.key(wanted)))
 
     def took(self, logits: torch.Tensor) -> None:
         """The piece was run."""

@@ -16,6 +16,8 @@ from blend.prompt import render_chunk
 from blend.serve.ask import Ask, GivenDocument, Message, Opened
 from blend.serve.engine import Sampling
 from blend.serve.service import Service
+from blend.store.archive import verify_entry
+from blend.store.backend import CACHES
 from retrieval import RetrievalError
 
 
@@ -295,12 +297,14 @@ def test_a_deleted_documents_cache_does_not_come_back(service: Service) -> None:
 
 
 def test_what_is_damaged_behind_its_header_is_computed_again(service: Service) -> None:
-    entries = sorted((service.room("").rag().root / "kv" / "objects").rglob("*.safetensors"))
-    for entry in entries:
-        data = bytearray(entry.read_bytes())
+    store = service.room("").rag().store
+    for path in (service.room("").rag().root / "kv" / "objects").rglob("*.safetensors"):
+        data = bytearray(path.read_bytes())
         data[-100] ^= 1
-        entry.write_bytes(data)
-    hits = [source.hit for source in ask(service, QUESTION, top_k=3).opened.sources]
-    assert hits == [False] * 3
+        path.write_bytes(data)
+    caches = [name for page in store.backend.listing(CACHES) for name in (stored.name for stored in page)]
+    assert not [name for name in caches if not verify_entry(store, name)], "all are damaged"
+    sources = ask(service, QUESTION, top_k=3).opened.sources
+    assert [source.hit for source in sources] == [False] * 3
     settled(service)
-    assert [source.hit for source in ask(service, QUESTION, top_k=3).opened.sources] == [True] * 3
+    assert len([name for name in caches if not verify_entry(store, name)]) == 3
