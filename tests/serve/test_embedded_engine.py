@@ -63,6 +63,7 @@ class Answer:
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., EmbeddedEngine]]:
     made: list[EmbeddedEngine] = []
+    before = set(threading.enumerate())
 
     def make(name: str = "llama", **options: int) -> EmbeddedEngine:
         blender = Blender(decoder(name), open_store("memory:", codec="native"), BlendConfig(ratio=0.3))
@@ -74,7 +75,8 @@ def make_engine() -> Iterator[Callable[..., EmbeddedEngine]]:
     yield make
     for engine in made:
         engine.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvblend")]
+    left = set(threading.enumerate()) - before
+    assert not [thread for thread in left if thread.name.startswith("kvblend")]
 
 
 def ask(engine: EmbeddedEngine, layout: PromptLayout, sampling: Sampling = FEW, **more: object) -> Answer:

@@ -5,12 +5,11 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import servers
 import torch
 from all_hot import AllHot
+from far_stores import FAR, open_far
 from store_processes import FORK, PREAMBLE
 
 from blend.store import ChunkStore, open_store
@@ -40,7 +39,6 @@ def cache() -> Callable[..., ChunkCache]:
 
 
 BUDGETED = ("memory", "disk", "hot", "all hot")
-FAR = ("objects", "redis", "tiered")
 
 
 @pytest.fixture(params=[*BUDGETED, *FAR])
@@ -68,24 +66,6 @@ def _near(kind: str, tmp_path: Path) -> Callable[..., ChunkStore]:
         return store
 
     return make
-
-
-def environment_of_s3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the server is and how it is entered, as its clients look for it."""
-    for name, value in servers.s3_environment(servers.s3().port).items():
-        monkeypatch.setenv(name, value)
-
-
-def open_far(request: pytest.FixtureRequest, tmp_path: Path, **options: Any) -> ChunkStore:
-    """A store on real servers, the same one for a test however often it is opened."""
-    kind = request.param
-    if kind == "redis":
-        return open_store(f"redis://127.0.0.1:{servers.redis_port()}/0/{tmp_path.name}", **options)
-    environment_of_s3(request.getfixturevalue("monkeypatch"))
-    address = f"s3://{servers.BUCKET}/{tmp_path.name}"
-    if kind == "objects":
-        return open_store(address, **options)
-    return open_store(address, cache=tmp_path / "near", hot=f"redis://127.0.0.1:{servers.redis_port()}/1", **options)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import servers
 import torch
-from conftest import environment_of_s3
+from far_stores import environment_of_s3
 
 from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError, StoreError

@@ -9,7 +9,7 @@ import time
 import pytest
 import servers
 import torch
-from conftest import environment_of_s3
+from far_stores import environment_of_s3
 
 from _soak_tiers import Soak
 from _wire import FAULTS, Proxy
