@@ -30,6 +30,7 @@ MOST_VIEWS = 8
 @click.option("--json", "json_path", type=OUTPUT, help="Write the numbers that the page shows.")
 @number("--layer", "layer", "Layer to picture first.  [default: a middle one]")
 @number("--head", "head", "Head to picture.  [default: each layer's most cross-chunk one]")
+@options.without_tiers
 @options.common
 @options.retrieval
 @options.blending

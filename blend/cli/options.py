@@ -129,6 +129,14 @@ def store_option(function: F) -> F:
     return _STORE(_STORE_CACHE(_STORE_HOT(function)))
 
 
+def without_tiers(function: F) -> F:
+    """Leave the tiers before a shared store out of the help of commands that are for study; they are taken all the same."""
+    for parameter in vars(function)["__click_params__"]:
+        if parameter.name in ("store_cache", "store_hot"):
+            parameter.hidden = True
+    return function
+
+
 store_key_option = _shared(
     "--store-key",
     type=PLACE,

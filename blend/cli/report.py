@@ -34,6 +34,7 @@ BUILTIN_QUESTIONS = 12
 @click.option("--picture", type=OUTPUT, help="Draw quality against TTFT (.png, .svg or .pdf).")
 @number("--max-new-tokens", "max_new_tokens", "Longest answer.", default=REPORT_TOKENS, show_default=True)
 @number("--repeats", "repeats", "Timed prefills of each method.", default=1, show_default=True)
+@options.without_tiers
 @options.common
 @options.retrieval
 @options.blending

@@ -190,7 +190,7 @@ def test_few_options(blend: Blend, command: str) -> None:
     told = blend(command, "--help").out
     assert "--selector SPEC" in told
     names = re.findall(r"^  (?:-., )?--([a-z-]+)", told, re.MULTILINE)
-    assert 15 < len(names) <= 24
+    assert 15 < len(names) <= 22
     assert not {name.replace("-", "_") for name in names} & set(MEANINGS)
 
 
