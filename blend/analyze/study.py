@@ -102,7 +102,7 @@ def analyze_prompt(
         variation.append([total_variation(call, other, len(layout.suffix)) for other in others])
 
     every = torch.arange(layout.rows, device=decoder.device)
-    decoder.watch_attention(_ids(decoder, layout, every), every, exact, observe, total=layout.rows)
+    decoder.watch_attention(_ids(decoder, layout, every), every, exact, observe)
     texts = token_texts(decoder.tokenizer, layout.token_ids)
     exchange = _exchange(segments, attention, reuse_calls, blend_calls, np.array(variation))
     before, after = (measure_deviation(cache, exact, layout.context) for cache in (stored, blend.cache))
@@ -163,7 +163,7 @@ def _watch(
     Rows of a finished blend compute what they computed in it, because all that they read is in the cache.
     """
     calls: list[AttentionCall] = []
-    decoder.watch_attention(_ids(decoder, layout, rows), rows, cache, calls.append, total=layout.rows)
+    decoder.watch_attention(_ids(decoder, layout, rows), rows, cache, calls.append)
     return tuple(calls)
 
 

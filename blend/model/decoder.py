@@ -117,14 +117,14 @@ class Decoder:
         positions: torch.Tensor,
         cache: BlendedCache,
         *,
-        total: int,
         mask: MaskMode = "exact",
         narrowings: Sequence[Narrowing] = (),
     ) -> torch.Tensor:
         """Compute the given rows into `cache`; next-token logits of the last row, `[batch, vocab]`.
 
-        token_ids `[batch, rows]`; positions sorted int64 `[rows]`, the last one being `total - 1`. In the last layer all rows
-        get their KV, but only the last one goes through attention and MLP: nothing reads the others' output.
+        token_ids `[batch, rows]`; positions sorted int64 `[rows]`, the last one that of the prompt's last
+        token. In the last layer all rows get their KV, but only the last one goes through attention and MLP: nothing reads the
+        others' output.
         """
         request = RowRequest(token_ids, positions, cache, tuple(narrowings))
         return self.prefill([request], mask=mask)
@@ -158,7 +158,6 @@ class Decoder:
         cache: BlendedCache,
         observe: Callable[[AttentionCall], None],
         *,
-        total: int,
         last_layer: int | None = None,
     ) -> None:
         """Run rows only to look at their attention, layer by layer, up to and including `last_layer`; KV is written."""

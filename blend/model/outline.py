@@ -85,23 +85,19 @@ def read_tokenizer(location: str, name: str) -> Any:
     """The tokenizer of a model directory or HuggingFace id. Raises `ConfigError`."""
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(location)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise ConfigError(
-            f"cannot read the tokenizer of {name!r} ({reason}); give --chunks and --tokens instead"
-        ) from None
+    return _read(AutoTokenizer, location, f"the tokenizer of {name!r}", "give --chunks and --tokens instead")
 
 
 def read_config(location: str, name: str) -> Any:
     """The configuration of a model directory or HuggingFace id; nothing else is read. Raises `ConfigError`."""
     from transformers import AutoConfig
 
+    return _read(AutoConfig, location, f"the configuration of {name!r}", "pass a model directory or id")
+
+
+def _read(kind: Any, location: str, what: str, remedy: str) -> Any:
     try:
-        return AutoConfig.from_pretrained(location)
+        return kind.from_pretrained(location)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0][:200]
-        raise ConfigError(
-            f"cannot read the configuration of {name!r} ({reason}); pass a model directory or id"
-        ) from None
+        raise ConfigError(f"cannot read {what} ({reason}); {remedy}") from None

@@ -70,7 +70,6 @@ class RowDecoder(Protocol):
         cache: BlendedCache,
         observe: Callable[[AttentionCall], None],
         *,
-        total: int,
         last_layer: int | None = None,
     ) -> None:
         """Run rows only to look at their attention, layer by layer, up to and including `last_layer`; KV is written."""

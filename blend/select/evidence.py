@@ -36,9 +36,7 @@ def query_attention(
     written, and written again by the recompute. Raises `ConfigError` for layers that the decoder does not have.
     """
     asked = Asked(decoder, cache, layout, score, uncached)
-    decoder.watch_attention(
-        asked.token_ids, asked.rows, cache, asked.observe, total=layout.rows, last_layer=asked.last_layer
-    )
+    decoder.watch_attention(asked.token_ids, asked.rows, cache, asked.observe, last_layer=asked.last_layer)
     return asked.attention()
 
 
@@ -97,9 +95,7 @@ def true_weight(decoder: RowDecoder, cache: BlendedCache, layout: PromptLayout) 
         mass.append(asked.mass()[0])
 
     every = torch.arange(layout.rows, device=decoder.device)
-    decoder.watch_attention(
-        torch.tensor([layout.token_ids], device=decoder.device), every, exact, observe, total=layout.rows
-    )
+    decoder.watch_attention(torch.tensor([layout.token_ids], device=decoder.device), every, exact, observe)
     weight = torch.zeros(layout.rows, device=decoder.device)
     for layer, attention in enumerate(mass):
         far = torch.zeros_like(weight)

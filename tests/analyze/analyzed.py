@@ -34,7 +34,7 @@ def calls_of(name: str) -> tuple[AttentionCall, ...]:
     engine, seen = decoder(name), list[AttentionCall]()
     rows = torch.arange(LAYOUT.rows)
     ids = torch.tensor([LAYOUT.token_ids])
-    engine.watch_attention(ids, rows, engine.new_cache(LAYOUT.rows), seen.append, total=LAYOUT.rows)
+    engine.watch_attention(ids, rows, engine.new_cache(LAYOUT.rows), seen.append)
     return tuple(seen)
 
 

@@ -41,7 +41,7 @@ def _check(dec: Decoder, reference: object, total: int, rows: torch.Tensor, star
     every = torch.arange(total)
     narrowings = [Narrowing(start_layer, lambda keys, values: rows)] if start_layer else []
     positions = every if start_layer else rows
-    logits = dec.prefill_rows(ids[positions][None], positions, cache, total=total, narrowings=narrowings)
+    logits = dec.prefill_rows(ids[positions][None], positions, cache, narrowings=narrowings)
     by_layer = [every] * start_layer + [rows] * (LAYERS - start_layer)
     dense = dense_blend(reference, ids.tolist(), stored, by_layer)
     assert_close(logits[0], dense.logits[-1])
@@ -78,7 +78,7 @@ def test_invariant_4_rows_that_narrow_more_than_once(name: str, total: int, data
     stored = _random_kv(dense_prefill(reference, ids.tolist()).layers, 0)
     cache = _filled(stored, total)
     narrowings = [Narrowing(layer, lambda keys, values, layer=layer: sets[layer + 1]) for layer in range(LAYERS)]
-    logits = dec.prefill_rows(ids[None], sets[0], cache, total=total, narrowings=narrowings)
+    logits = dec.prefill_rows(ids[None], sets[0], cache, narrowings=narrowings)
     dense = dense_blend(reference, ids.tolist(), stored, sets[1:])
     assert_close(logits[0], dense.logits[-1])
     for index, expected in enumerate(dense.layers):

@@ -13,9 +13,8 @@ import pytest
 from blend_process import REPOSITORY, SHORT_CONTEXT, Blend
 from undisturbed import ASK, CHUNKS, Undisturbed, contents
 
+from tests import towns
 from tests.tiny_model import save_tiny_model
-
-TOPICS = ("harbour", "orchard", "glacier", "library", "foundry", "market", "lighthouse", "quarry")
 
 
 @pytest.fixture(scope="session")
@@ -33,16 +32,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture(scope="session")
 def texts() -> dict[str, str]:
     """One Markdown document a topic, several chunks of 64 tokens each."""
-    return {f"{topic}.md": _document(topic, number) for number, topic in enumerate(TOPICS)}
-
-
-def _document(topic: str, number: int) -> str:
-    paragraphs = (
-        f"The {topic} of town {number} opened in {1800 + 7 * number + part}. Its keeper number {part} counts "
-        f"{13 * part + number} visitors a day. The {topic} has {part + 2} gates and a bell of {100 + part} kilograms."
-        for part in range(6)
-    )
-    return f"# The {topic}\n\n" + "\n\n".join(paragraphs) + "\n"
+    return towns.documents()
 
 
 @pytest.fixture(scope="session")

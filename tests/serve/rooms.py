@@ -7,36 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiny_model import save_tiny_model
-
 from blend.config import BlendConfig, CorpusConfig
 from blend.rag import Rag
 from blend.serve.ask import Ask, Closed, Delta, Message, Opened, Refused, Reply
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.engine import Sampling
 from blend.serve.service import Service
+from tests.tiny_model import save_tiny_model
+from tests.towns import write_documents
 
-TOPICS = ("harbour", "orchard", "glacier", "library", "foundry", "market", "lighthouse", "quarry")
 QUESTION = "How many gates does the harbour have?"
 FEW = Sampling(max_tokens=8)
 
 
-def document(topic: str, number: int) -> str:
-    """Several chunks of 64 tokens."""
-    paragraphs = (
-        f"The {topic} of town {number} opened in {1800 + 7 * number + part}. Its keeper number {part} counts "
-        f"{13 * part + number} visitors a day. The {topic} has {part + 2} gates and a bell of {100 + part} kilograms."
-        for part in range(6)
-    )
-    return f"# The {topic}\n\n" + "\n\n".join(paragraphs) + "\n"
-
-
 def write_corpus(folder: Path) -> tuple[Path, Path]:
     """A model in a directory and documents in another."""
-    texts = {f"{topic}.md": document(topic, number) for number, topic in enumerate(TOPICS)}
-    (folder / "documents").mkdir(parents=True)
-    for name, text in texts.items():
-        (folder / "documents" / name).write_text(text, encoding="utf-8")
+    texts = write_documents(folder / "documents")
     return save_tiny_model(folder / "tiny", "\n".join(texts.values())), folder / "documents"
 
 

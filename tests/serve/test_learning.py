@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rooms import QUESTION, TOPICS, ask, document, serving
-from tiny_model import save_tiny_model
+from rooms import QUESTION, ask, serving
 
 from blend.blender import Blender
 from blend.model.full_prefill import full_prefill
@@ -17,6 +16,8 @@ from blend.serve.ask import GivenDocument
 from blend.serve.service import Service
 from blend.store import open_store
 from blend.types import PromptLayout
+from tests.tiny_model import save_tiny_model
+from tests.towns import TOPICS, document
 
 
 @pytest.fixture(scope="module")

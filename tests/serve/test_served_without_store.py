@@ -13,11 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
-from rooms import QUESTION, TOPICS, document, make_rag, serving
+from rooms import QUESTION, make_rag, serving
 from served import Served, listening
 
 from blend.prompt import render_chunk
 from blend.serve.tenants import Tenants
+from tests.towns import TOPICS, document
 
 PASSAGE = "\n\n".join(
     f"The lantern of tower {n} is lit by keeper Anselm at seven, and it is put out by keeper Berta at dawn, who writes the "

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from rows_connector import STAGES
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tiny import save_model
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.inputs import TokensPrompt
@@ -44,31 +44,6 @@ from blend.types import PromptLayout
 LENGTHS = (127, 128, 129, 517, 630)
 STEPS = 16
 SETTINGS: dict[str, Any] = {"ratio": 0.15, "correction": False}
-
-
-def tiny(folder: Path) -> str:
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=512,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=2048,
-            initializer_range=0.2,
-            tie_word_embeddings=False,
-            eos_token_id=None,
-            bos_token_id=None,
-            pad_token_id=None,
-        )
-    )
-    for module in model.modules():
-        if getattr(module, "bias", None) is not None:
-            torch.nn.init.normal_(module.bias, std=0.2)
-    model.float().eval().save_pretrained(folder)
-    return str(folder)
 
 
 def prompt(length: int) -> PromptLayout:
@@ -97,7 +72,7 @@ def far(mine: torch.Tensor, other: torch.Tensor) -> float:
 
 class Proof:
     def __init__(self, folder: Path) -> None:
-        self.decoder = Decoder.load(tiny(folder / "model"), device="cpu", dtype="float32")
+        self.decoder = Decoder.load(str(save_model(folder / "model")), device="cpu", dtype="float32")
         self.store = open_store(str(folder / "store"))
         self.blender = Blender(self.decoder, self.store, BlendConfig(**SETTINGS))
         self.layouts = [prompt(length) for length in LENGTHS]

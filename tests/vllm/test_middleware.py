@@ -17,7 +17,6 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from tiny_model import save_tiny_model
 
 from blend.config import BlendConfig, CorpusConfig
 from blend.integrations.vllm import gate as gates
@@ -29,6 +28,7 @@ from blend.integrations.vllm.shelf import Shelf, digest
 from blend.rag import Rag
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.service import Service
+from tests.tiny_model import save_tiny_model
 
 TEXT = "The harbour has {0} gates and a bell of {0}00 kilograms. Its keeper counts {0}4 visitors a day. "
 DOCUMENTS = [{"title": f"Town {number}", "text": TEXT.format(number) * 6} for number in range(3)]

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny_model import save_tiny_model
 from transformers import AutoTokenizer
 
 from blend.integrations.vllm.gate import Gate, Rewritten
@@ -15,6 +14,7 @@ from blend.integrations.vllm.local import LocalPrompts
 from blend.integrations.vllm.questions import part_of
 from blend.integrations.vllm.rows_ticket import layout_of
 from blend.serve.door.errors import DoorError
+from tests.tiny_model import save_tiny_model
 
 DOCUMENTS = [{"title": f"Town {number}", "text": f"The harbour has {number} gates. " * 6} for number in range(3)]
 CHAT = "/v1/chat/completions"

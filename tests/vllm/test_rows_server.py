@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 from machines import HEADERS, Machines, until
-from tiny_model import save_tiny_model
+
+from tests.tiny_model import save_tiny_model
 
 pytestmark = pytest.mark.inside_vllm
 TOKENS = 12

@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import pytest
 from machines import HEADERS, KEY, Machines, engine_process, shared_files, threads, until
-from tiny_model import save_tiny_model
 
 from blend.config import BlendConfig, CorpusConfig
 from blend.rag import Rag
@@ -23,12 +22,13 @@ from blend.serve.ask import Ask, Closed, Delta, Message, Opened
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.engine import Sampling
 from blend.serve.service import Service
+from tests.tiny_model import save_tiny_model
+from tests.towns import TOPICS, write_documents
 
 pytestmark = pytest.mark.inside_vllm
 TOKENS = 12
 # What `own` does: passages are retrieved, entries are read each time, and nothing of earlier prompts is used.
 ALIKE = ("--no-learn", "--prefix-budget", "0", "--memory-budget", "0")
-TOPICS = ("harbour", "orchard", "glacier", "library", "foundry", "market", "lighthouse", "quarry")
 QUESTION = "How many gates does the harbour have?"
 QUESTIONS = [f"How many gates does the {topic} have, and who keeps it?" for topic in TOPICS]
 
@@ -37,24 +37,11 @@ QUESTIONS = [f"How many gates does the {topic} have, and who keeps it?" for topi
 def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A precomputed store and its model, whose answers depend on every row."""
     folder = tmp_path_factory.mktemp("filled")
-    texts = {f"{topic}.md": document(topic, number) for number, topic in enumerate(TOPICS)}
-    (folder / "documents").mkdir()
-    for name, text in texts.items():
-        (folder / "documents" / name).write_text(text, encoding="utf-8")
+    texts = write_documents(folder / "documents")
     shape = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.2, "tie_word_embeddings": False}
     model = save_tiny_model(folder / "tiny", "\n".join(texts.values()), **shape)
     _rag(folder / "store", model).precompute(folder / "documents")
     return folder / "store", model
-
-
-def document(topic: str, number: int) -> str:
-    """Several chunks."""
-    paragraphs = (
-        f"The {topic} of town {number} opened in {1800 + 7 * number + part}. Its keeper number {part} counts "
-        f"{13 * part + number} visitors a day. The {topic} has {part + 2} gates and a bell of {100 + part} kilograms."
-        for part in range(6)
-    )
-    return f"# The {topic}\n\n" + "\n\n".join(paragraphs) + "\n"
 
 
 def _rag(store: Path, model: Path) -> Rag:

@@ -98,7 +98,7 @@ class Desk:
         cache = decoder.new_cache(rows)
         tokens = torch.tensor([ids], device=decoder.device)
         with torch.inference_mode():
-            decoder.prefill_rows(tokens, torch.arange(rows, device=decoder.device), cache, total=rows)
+            decoder.prefill_rows(tokens, torch.arange(rows, device=decoder.device), cache)
         return cache
 
 

@@ -105,7 +105,6 @@ class PagedDecoder:
         cache: BlendedCache,
         observe: Observe,
         *,
-        total: int,
         last_layer: int | None = None,
     ) -> None:
         """Run rows only to look at their attention, up to and including `last_layer`; KV is written."""
