@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from blend.cli import options
+from blend.cli import opening, options
 from blend.cli.values import OUTPUT, PLACE, TEXT, number
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def command(
     """
     _check_usage(question, dataset, page, json_path)
     records = _load(dataset, limit)
-    rag = options.open_for_questions(given) if dataset else options.open_corpus(given)
+    rag = opening.open_for_questions(given) if dataset else opening.open_corpus(given)
     _check_layer(rag, layer)
     prompts = _recorded(rag, records) if question is None else _asked(rag, question)
     if records:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from blend.cli import options
+from blend.cli import opening, options
 from blend.cli.values import TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import PromptError
@@ -36,7 +36,7 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
     from blend.cli.console import hushed, output, print_json, say, stream
 
     with hushed(quiet):
-        rag = options.open_corpus(given)
+        rag = opening.open_corpus(given)
         rag.warm_up(compare=compare)
         on_text = None if as_json else stream
         answer = rag.answer(question, max_new_tokens=max_new_tokens, compare=compare, on_text=on_text)

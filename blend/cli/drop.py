@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from blend.cli import options
+from blend.cli import opening, options
 from blend.corpora import corpora, in_words, index_dir, require_corpus
 from blend.errors import ConfigError, StoreError
 from blend.sharing import Sharing
@@ -43,11 +43,11 @@ def command(yes: bool, as_json: bool, **given: Any) -> None:
     """
     from blend.cli.console import counted, print_json, say
 
-    options.check(given)
+    opening.check(given)
     name = given["name"] or ""
     _require_held(given["store"], name)
     _ask(name, sure=yes)
-    done = drop_corpus(options.open_rag(given))
+    done = drop_corpus(opening.open_rag(given))
     if as_json:
         print_json(done._asdict())
         return

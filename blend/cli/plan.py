@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from blend.cli import options
+from blend.cli import opening, options
 from blend.cli.values import PLACE, number
 from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError
@@ -104,7 +104,7 @@ def command(paths: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     from blend.plan.inputs import Subject
     from retrieval import load_documents
 
-    config = options.corpus_config(given)
+    config = opening.corpus_config(given)
     _check(paths, given)
     dtype = _dtype(given)
     subject = Subject(given["model"], given["shape"], config, dtype)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from blend.cli import options
+from blend.cli import opening, options
 from blend.cli.shares import By, by_many, shared_document, shared_words
 from blend.cli.values import PLACE
 
@@ -41,10 +41,10 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
     from blend.cli.progress import stage_progress
     from retrieval import load_documents
 
-    options.check(given)
+    opening.check(given)
     by = By.of({**given, "quick": quick})
     documents = load_documents(paths)
-    rag = options.open_rag(given)
+    rag = opening.open_rag(given)
     try:
         _ = rag.store, rag.decoder
         with stage_progress(by.words) as progress:

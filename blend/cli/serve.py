@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from blend.cli import options
+from blend.cli import opening, options
 from blend.cli.values import NAME, PLACE, TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError
@@ -72,7 +72,7 @@ def command(**given: Any) -> None:
     _require_extra()
     tenants = _tenants(given["api_key"], given["api_keys"])
     _check_host(given["host"], tenants, insisted=given["no_api_key"])
-    options.check(given)
+    opening.check(given)
     from blend.cli.serving import serve
 
     serve(given, tenants)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blend.cli import options
+from blend.cli import opening
 from blend.cli.console import note, say
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class _Loading(threading.Thread):
 
 def make_service(given: dict[str, Any]) -> Service:
     """The decoder behind a service, from parsed options; "full", "prefix_budget" and so on among them."""
-    rag = options.open_all_corpora(given)
+    rag = opening.open_all_corpora(given)
     from blend.model.threads import take_threads
     from blend.serve.embedded import EmbeddedEngine
     from blend.serve.profile import Profile

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from blend.cli import options
+from blend.cli import opening, options
 from blend.cli.store_commands import COMMANDS, open_caches
 from blend.corpora import corpora, in_words
 
@@ -36,7 +36,7 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool
         return
     from blend.cli.console import print_json, say
 
-    options.fetch_indexes({"store": store, "store_key": store_key})
+    opening.fetch_indexes({"store": store, "store_key": store_key})
     caches = open_caches(store, store_key)
     if clear:
         for key in list(caches.keys()):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from blend.cli import options
+from blend.cli import opening, options
 from blend.cli.values import OUTPUT, PLACE, number
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def open_caches(store: Path, store_key: Path | None) -> ChunkStore:
 
     if root_of(store) is None and not (store / "kv").is_dir():
         raise StoreError(f"{store} holds no chunk caches; make some with `blend precompute PATH --store {store}`")
-    return open_store(store / "kv", key=options.store_key({"store_key": store_key}))
+    return open_store(store / "kv", key=opening.store_key({"store_key": store_key}))
 
 
 @click.command("ls")
@@ -176,7 +176,7 @@ def import_(file: Path, store: Path, store_key: Path | None) -> None:
     from blend.store import open_store
     from blend.store.archive import import_store
 
-    done = import_store(open_store(store / "kv", key=options.store_key({"store_key": store_key})), file)
+    done = import_store(open_store(store / "kv", key=opening.store_key({"store_key": store_key})), file)
     for line in done.refused:
         note(f"left out: {line}")
     say(f"{done.names:,} names, {_size(done.nbytes)}; {len(done.refused):,} left out")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from blend.cli import options
+from blend.cli import opening, options
 from blend.cli.values import NAME, number
 from blend.errors import ConfigError
 from blend.serve.budgets import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
@@ -59,7 +59,7 @@ def command(**given: Any) -> None:
     lacking = [name for name in _EXTRA if find_spec(name) is None]
     if lacking:
         raise ConfigError(f"blending for vLLM needs {', '.join(lacking)}: pip install 'kvblend[serve]'")
-    options.check(given)
+    opening.check(given)
     from blend.integrations.vllm import wire
 
     place = wire.bind(given["socket"])

@@ -6,7 +6,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blend.cli import options
+from blend.cli import opening
 from blend.cli.progress import stage_progress
 from blend.errors import ConfigError
 from blend.eval.dataset import Record, RecordChunk, load_dataset
@@ -24,9 +24,9 @@ def load_records(given: dict[str, Any], dataset: Path | None, limit: int | None)
     """The engine with its model loaded, and the questions; what is wrong with these shows before the model is loaded."""
     if dataset is not None:
         records = load_dataset(dataset, limit)
-        rag = options.open_for_questions(given)
+        rag = opening.open_for_questions(given)
     else:
-        rag = options.open_corpus(given)
+        rag = opening.open_corpus(given)
         records = builtin_records(rag, limit or 1)
     _ = rag.store, rag.decoder
     return rag, records

@@ -100,7 +100,7 @@ def test_a_question_over_the_index(model: Path, tmp_path: Path, monkeypatch: pyt
             assert (question, count) == ("w3 w4", 2)
             return [Hit()] * count
 
-    monkeypatch.setattr("blend.cli.options.open_corpus", _open_without_index)
+    monkeypatch.setattr("blend.cli.opening.open_corpus", _open_without_index)
     monkeypatch.setattr(Rag, "retriever", FixedSearch())
     out = tmp_path / "out.json"
     result = _run(
@@ -114,7 +114,7 @@ def test_a_question_over_the_index(model: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def _open_without_index(given: dict[str, Any]) -> Any:
-    from blend.cli.options import open_rag
+    from blend.cli.opening import open_rag
 
     return open_rag(given)
 
