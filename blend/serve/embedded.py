@@ -24,6 +24,7 @@ from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BU
 from blend.serve.caching import OnDone
 from blend.serve.encoding import Encoding, nobody_waits
 from blend.serve.engine import Event, Holding, QueueFullError, Work
+from blend.serve.heap import Heap
 from blend.serve.job import Job
 from blend.serve.outage import STORE_UNREACHABLE
 from blend.serve.prefixes import Prefixes
@@ -82,7 +83,7 @@ class EmbeddedEngine:
         self._encodings: deque[Encoding] = deque()
         self._open = True
         self._seconds = 1.0  # that an answer took lately
-        self._passes = 0
+        self._passes, self._heap = 0, Heap()
         self._threads, self._begun = torch.get_num_threads(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name="kvblend-engine", daemon=True)
         self._thread.start()
@@ -292,3 +293,5 @@ class EmbeddedEngine:
                 self._running = [job for job in self._running if not job.ended]
                 self._seconds = 0.8 * self._seconds + 0.2 * max(job.age_s for job in done)
                 self._changed.notify_all()
+        if done:
+            self._heap.tidy()
