@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blend.chunks.library import Variant
+from blend.chunks.open_library import Variant
 from blend.config import BlendConfig
 from blend.filling import Filler, run_steps
 from blend.model.rows import RowRequest, Steps

@@ -13,7 +13,8 @@ from blend.chunks.correction import KVCorrection
 from blend.chunks.correction_check import CorrectionCheck
 from blend.chunks.corrections import Corrections, StoredCorrections
 from blend.chunks.encode import ChunkEncoder
-from blend.chunks.library import ChunkLibrary, Tokens, Variant
+from blend.chunks.library import ChunkLibrary
+from blend.chunks.open_library import Tokens, Variant
 from blend.chunks.placed import Opener, Placed, place
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError

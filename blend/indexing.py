@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.deciding import in_copies, with_given_surrogate, with_surrogate, without_surrogate
-from blend.chunks.library import ChunkLibrary, Tokens, Variant
+from blend.chunks.library import ChunkLibrary
+from blend.chunks.open_library import Tokens, Variant
 from blend.config import CorpusConfig
 from blend.prompt import PromptTemplate, render_chunk
 from blend.sharing import publish_index

@@ -13,7 +13,8 @@ from blend.errors import EntryDamagedError
 from blend.timing import Progress, no_progress
 
 if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary, OpenLibrary, Tokens
+    from blend.chunks.library import ChunkLibrary
+    from blend.chunks.open_library import OpenLibrary, Tokens
     from blend.model.row_decoder import RowDecoder
     from blend.store.base import ChunkStore
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from blend.chunks.library import ChunkLibrary, KeysInUse, Tokens, no_keys
+from blend.chunks.library import ChunkLibrary, KeysInUse, no_keys
+from blend.chunks.open_library import Tokens
 from blend.chunks.surrogate import write_surrogate
 from blend.errors import PromptError
 

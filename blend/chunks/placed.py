@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from blend.chunks.library import OpenLibrary
 from blend.chunks.loader import LayerSource
+from blend.chunks.open_library import OpenLibrary
 from blend.types import PromptLayout
 
 _Any = TypeVar("_Any")

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.deciding import remove_spare
-from blend.chunks.library import ChunkLibrary, Tokens
+from blend.chunks.library import ChunkLibrary
+from blend.chunks.open_library import Tokens
 from blend.corpora import corpora, index_dir, make_folder
 from blend.errors import ConfigError
 from blend.indexing import Corpus, CorpusChange, Prepared, plan, prepare

@@ -32,7 +32,8 @@ from blend.serve.worth import LEAST
 
 if TYPE_CHECKING:
     from blend.blender import Blender
-    from blend.chunks.library import ChunkLibrary, Variant
+    from blend.chunks.library import ChunkLibrary
+    from blend.chunks.open_library import Variant
     from blend.model.rows import RowRequest
 
 MOST_LACKING = 512  # caches that prompts lacked; of more the next prompts remind

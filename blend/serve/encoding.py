@@ -17,7 +17,8 @@ from blend.store.names import cache_name
 if TYPE_CHECKING:
     import torch
 
-    from blend.chunks.library import ChunkLibrary, Variant
+    from blend.chunks.library import ChunkLibrary
+    from blend.chunks.open_library import Variant
     from blend.types import ChunkCache
 
 

@@ -18,7 +18,7 @@ from blend.timing import Stopwatch
 
 if TYPE_CHECKING:
     from blend.blender import Blend, Blender
-    from blend.chunks.library import Variant
+    from blend.chunks.open_library import Variant
     from blend.config import BlendConfig
     from blend.serve.prefixes import Found, Prefixes
     from blend.types import ChunkCache, PromptLayout

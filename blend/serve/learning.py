@@ -20,7 +20,8 @@ from blend.serve.removed import removed_from
 from retrieval import RetrievalError
 
 if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary, Variant
+    from blend.chunks.library import ChunkLibrary
+    from blend.chunks.open_library import Variant
     from blend.rag import Rag
     from blend.serve.passages.learned import Learned
     from blend.serve.room import Room

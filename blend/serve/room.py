@@ -27,7 +27,7 @@ from retrieval import Chunk, RetrievalError, Retriever, chunk_documents
 from retrieval.document import Document
 
 if TYPE_CHECKING:
-    from blend.chunks.library import Tokens
+    from blend.chunks.open_library import Tokens
     from blend.rag import Rag
     from retrieval import ChunkIndex
 

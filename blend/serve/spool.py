@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from blend.chunks.library import Tokens
+from blend.chunks.open_library import Tokens
 from blend.errors import StoreError
 from blend.files import sweep, write_atomically
 from blend.serve.uploads import Upload

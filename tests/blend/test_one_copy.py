@@ -19,7 +19,8 @@ from blend.blender import Blender
 from blend.chunks.correction import position_features, rows_of
 from blend.chunks.deciding import in_copies, remove_spare, with_given_surrogate, with_surrogate
 from blend.chunks.fit_first import fit_first
-from blend.chunks.library import ChunkLibrary, Tokens, Variant
+from blend.chunks.library import ChunkLibrary
+from blend.chunks.open_library import Tokens, Variant
 from blend.chunks.placed import place
 from blend.config import BlendConfig
 from blend.eval.evaluator import PLAIN_REUSE, Evaluator, Method, standard_methods

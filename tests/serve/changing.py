@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from blend import BlendConfig, CorpusConfig, Rag
-from blend.chunks.library import ChunkLibrary, Variant
+from blend.chunks.library import ChunkLibrary
+from blend.chunks.open_library import Variant
 from blend.serve.caching import Computing, OnDone
 from blend.serve.documents import DocumentStatus, UploadedFile
 from retrieval.embedders import Embedder, Progress

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from blend.chunks.library import Variant
+from blend.chunks.open_library import Variant
 from blend.config import BlendConfig
 from blend.errors import StoreError
 from blend.filling import Filled, Filler, run_steps
