@@ -18,7 +18,8 @@ from blend.store import Patience, open_store
 from blend.store.disk import DiskBackend
 from blend.store.seal import make_seal
 from blend.store.sealed import looker
-from blend.store.tiered import TieredBackend, TierHits, Tiers
+from blend.store.search import TierHits
+from blend.store.tiered import TieredBackend, Tiers
 
 QUICK = Patience(connect_s=1.0, answer_s=1.5, pause_s=60.0)
 
