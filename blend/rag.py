@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blend.blender import Blend, Blender
+from blend.answering import Answer, full_answer, remember, room_for
+from blend.blender import Blender
 from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import corpora, index_dir, make_folder, require_corpus
-from blend.errors import ConfigError, PromptError, StoreError
+from blend.errors import ConfigError, PromptError
 from blend.model.decoder import Decoder, pick_device
 from blend.model.full_prefill import full_prefill
-from blend.model.generate import Generation, OnText, generate
+from blend.model.generate import OnText, generate
 from blend.precompute import Precomputed, precompute
 from blend.prompt import PromptTemplate
 from blend.sharing import Sharing
@@ -29,7 +30,6 @@ from retrieval import (
     ChunkIndex,
     CurrentIndex,
     LoadedDocuments,
-    RankedChunk,
     RetrievalError,
     Retriever,
     load_documents,
@@ -41,44 +41,6 @@ if TYPE_CHECKING:
     from blend.store import ChunkStore
     from blend.store.hot_memory import HotMemory
     from retrieval import Embedder
-
-
-@dataclass(frozen=True)
-class FullAnswer:
-    """The same prompt answered after the model's own full prefill."""
-
-    text: str
-    ttft_s: float
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer and how it came about.
-
-    chunks: what was retrieved, best first, in prompt order; `blend.hits` says which came out of the store. ttft_s: seconds
-    to the first token, retrieval apart. stages: seconds by stage, retrieval included. full: only when asked to compare. cut:
-    whether the answer ended because it reached its longest length. problems: one line for each store entry that was damaged,
-    and for caches that could not be stored.
-    """
-
-    question: str
-    text: str
-    chunks: tuple[RankedChunk, ...]
-    blend: Blend
-    generation: Generation
-    full: FullAnswer | None = None
-    cut: bool = False
-    problems: tuple[str, ...] = field(default=())
-
-    @property
-    def stages(self) -> dict[str, float]:
-        """Seconds by stage."""
-        return dict(self.blend.stages)
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds from the query to the first token, retrieval apart."""
-        return self.blend.ttft_s - self.stages.get("retrieve", 0.0)
 
 
 def _replica(address: str, cache: str | Path | None, hot: str | None) -> Path:
@@ -332,39 +294,16 @@ class Rag:
             layout = self.template.layout(question, [hit.chunk for hit in ranked])
         if not ranked:
             raise PromptError("the index holds no chunks; run `blend precompute` on your documents first")
-        room = self._room(layout, max_new_tokens)
+        room = room_for(self.decoder, layout, max_new_tokens)
         blend = self.blender.prefill(layout, room=room, watch=watch)
         generation = generate(self.decoder, blend, layout.token_ids, max_new_tokens=room, on_text=on_text, **options)
-        problems = self._remember(blend)
-        full = self._full_answer(blend, room, options) if compare else None
+        problems = remember(self.blender, blend)
+        full = full_answer(self.decoder, blend, room, options) if compare else None
         cut = len(generation.token_ids) >= room and generation.token_ids[-1] not in self._stop_ids
         return Answer(question, generation.text, ranked, blend, generation, full, cut, problems)
-
-    def _room(self, layout: PromptLayout, max_new_tokens: int) -> int:
-        """Tokens that the answer may have: no more than the model's context leaves."""
-        self.decoder.check_length(layout.rows + 1)
-        if self.decoder.context_length is None:
-            return max_new_tokens
-        return min(max_new_tokens, self.decoder.context_length - layout.rows)
-
-    def _remember(self, blend: Blend) -> tuple[str, ...]:
-        """Store what was missing. A store that cannot be written must not cost the answer."""
-        mend = "answered without it; `blend precompute` makes it again"
-        lacking = (*blend.notes, *(f"{mend}: {problem}" for problem in blend.artifact_problems))
-        try:
-            self.blender.remember(blend)
-        except StoreError as error:
-            refused = (f"recomputed for this answer: {problem}" for problem in blend.problems)
-            return (*lacking, *refused, f"what was computed for this answer could not be stored: {error}")
-        return (*lacking, *(f"recomputed and replaced: {problem}" for problem in blend.problems))
 
     @cached_property
     def _stop_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
         ids = self.decoder.model.generation_config.eos_token_id
         return frozenset([ids] if isinstance(ids, int) else ids or ())
-
-    def _full_answer(self, blend: Blend, max_new_tokens: int, options: dict[str, Any]) -> FullAnswer:
-        full = full_prefill(self.decoder, blend.layout)
-        text = generate(self.decoder, full, blend.layout.token_ids, max_new_tokens=max_new_tokens, **options).text
-        return FullAnswer(text, full.ttft_s)

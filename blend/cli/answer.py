@@ -14,7 +14,8 @@ from blend.errors import PromptError
 from blend.limits import LONGEST_QUESTION, is_text
 
 if TYPE_CHECKING:
-    from blend.rag import Answer, Rag
+    from blend.answering import Answer
+    from blend.rag import Rag
 
 
 @click.command("answer")

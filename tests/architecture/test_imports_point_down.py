@@ -19,7 +19,7 @@ LAYERS = (
     ("blend.serve",),
     ("blend.many", "blend.plan"),
     ("blend.rag",),
-    ("blend.precompute",),
+    ("blend.answering", "blend.precompute"),
     ("blend.indexing",),
     ("blend.sharing",),
     ("blend.blender",),
@@ -112,6 +112,7 @@ DOORS = {
     "retrieval": {
         "blend.many",
         "blend.plan",
+        "blend.answering",
         "blend.rag",
         "blend.precompute",
         "blend.indexing",
