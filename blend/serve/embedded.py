@@ -294,5 +294,7 @@ class EmbeddedEngine:
                 self._running = [job for job in self._running if not job.ended]
                 self._seconds = 0.8 * self._seconds + 0.2 * max(job.age_s for job in done)
                 self._changed.notify_all()
+        for job in done:
+            job.release()
         if done:
             self._heap.tidy()

@@ -225,7 +225,7 @@ class Job:
             self.end("length")
 
     def end(self, reason: EndReason) -> None:
-        """Tell, and let go of everything."""
+        """Tell, and leave to later prompts what they can use."""
         if reason in ("stop", "length", "cancelled"):
             with suppress(Exception):  # it is for later prompts
                 self._leave_rows()
@@ -268,6 +268,18 @@ class Job:
             self._steps.close()
         with suppress(Exception):  # a listener that is gone must not harm the others
             self._on_event(event)
+
+    def release(self) -> None:
+        """Let go of its KV, now that it has ended and nothing is asked of it any more.
+
+        Who listens to its events holds it as well, for `cancel`: such a circle stays in memory until Python looks for circles.
+        """
+        self.blend = self._found = self._steps = self._piece = self._sampler = None
+        self._on_event = _nobody
+
+
+def _nobody(event: Event) -> None:
+    """Listens no more."""
 
 
 def _exact_anyway(layout: PromptLayout) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 from rooms import FEW, QUESTION, Told, ask, serving
 
 from blend.errors import ConfigError, PromptError
+from blend.model.cache import BlendedCache
 from blend.prompt import render_chunk
 from blend.serve.ask import Ask, GivenDocument, Message, Opened
 from blend.serve.engine import Sampling
@@ -25,6 +27,26 @@ def settled(service: Service) -> None:
     """Wait until what was lacking is computed."""
     while any(service.engine.holding()[i] for i in (0, 1, 5)):
         time.sleep(0.01)
+
+
+def test_what_ended_is_let_go_without_a_search_for_circles(filled: tuple[Path, Path]) -> None:
+    long = Ask((Message("user", QUESTION),), top_k=4, sampling=Sampling(max_tokens=200))
+    with serving(*filled, prefix_budget=0) as service:
+        held = []
+        ask(service, QUESTION, top_k=4)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(4):
+                ask(service, QUESTION, top_k=4)
+                told = Told()
+                service.submit(long, told).cancel()
+                assert told.done.wait(60)
+                settled(service)
+                held.append(sum(type(one) is BlendedCache for one in gc.get_objects()))
+        finally:
+            gc.enable()
+    assert held == held[:1] * 4
 
 
 def test_the_same_question_four_ways_is_the_same_answer(filled: tuple[Path, Path]) -> None:
