@@ -77,6 +77,7 @@ class Ledger:
     def wrong(self, line: str) -> None:
         """Something that must not be."""
         self.counts["OFF"] += 1
+        print(f"OFF {line}", flush=True)  # at once: hours may follow
         if len(self.off) < 20:
             self.off.append(line)
 

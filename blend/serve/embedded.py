@@ -24,7 +24,6 @@ from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BU
 from blend.serve.caching import OnDone
 from blend.serve.encoding import Encoding, nobody_waits
 from blend.serve.engine import Event, Holding, QueueFullError, Work
-from blend.serve.heap import Heap
 from blend.serve.job import Job
 from blend.serve.outage import STORE_UNREACHABLE
 from blend.serve.prefixes import Prefixes
@@ -84,7 +83,7 @@ class EmbeddedEngine:
         self._encodings: deque[Encoding] = deque()
         self._open = True
         self._seconds = 1.0  # that an answer took lately
-        self._passes, self._heap = 0, Heap()
+        self._passes = 0
         self._threads, self._begun = torch.get_num_threads(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name="kvblend-engine", daemon=True)
         self._thread.start()
@@ -296,5 +295,3 @@ class EmbeddedEngine:
                 self._changed.notify_all()
         for job in done:
             job.release()
-        if done:
-            self._heap.tidy()
