@@ -65,6 +65,10 @@ class StoreUnreachableError(StoreError):
     """A place of a store that does not answer, or not in time. What it holds is not known, and nothing counts as missing."""
 
 
+class StoreChangedError(StoreError):
+    """Another machine has changed what this one was about to replace."""
+
+
 class WorkersError(BlendError):
     """Workers of a cluster that were lost one after another, were not given, or would compute something else."""
 

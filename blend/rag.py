@@ -22,7 +22,7 @@ from blend.prompt import PromptTemplate
 from blend.sharing import Sharing
 from blend.store import open_store
 from blend.store.places import is_address
-from blend.store.replica import replica_of
+from blend.store.replica import origin_of, replica_of
 from blend.timing import Progress, Stopwatch, no_progress
 from blend.types import PromptLayout
 from blend.weights import resolve_model
@@ -116,10 +116,14 @@ class Rag:
         return other
 
     def recipe(self) -> dict[str, Any]:
-        """The arguments that make the same `Rag` in another process that sees the same places; it computes in this dtype."""
-        here = Path(self._model).expanduser()
+        """The arguments that make the same `Rag` in another process that sees the same places; it computes in this dtype.
+
+        A store at an address is named by that: other machines have a directory of their own that stands for it.
+        """
+        here, origin = Path(self._model).expanduser(), origin_of(self.root / "kv")
+        place = {"store": self.root.absolute()} if origin is None else {"store": origin.address, "hot": origin.hot}
         return {
-            "store": self.root.absolute(),
+            **place,
             "model": str(here.absolute()) if here.is_dir() else self._model,
             "device": self._device,
             "dtype": str(self.decoder.dtype).removeprefix("torch."),
@@ -194,6 +198,10 @@ class Rag:
             self._retriever = held = Retriever(index, self.embedder)
         return held
 
+    def refresh(self) -> None:
+        """Take up at once what other machines have made of the corpora of a shared store. Raises `StoreError`."""
+        self._sharing.refresh(now=True)
+
     def precompute(
         self,
         documents: str | Path | Iterable[str | Path] | LoadedDocuments,
@@ -209,7 +217,7 @@ class Rag:
         """
         loaded = documents if isinstance(documents, LoadedDocuments) else load_documents(documents)
         store, name = self.store, self.corpus_config.name
-        self._sharing.refresh(now=True)
+        self.refresh()
         make_folder(self.root, name)
         done = precompute(
             loaded,

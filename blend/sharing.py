@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 
 from blend.corpora import index_dir, is_corpus_name
-from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
+from blend.errors import EntryDamagedError, StoreChangedError, StoreError, StoreUnreachableError
 from blend.files import write_atomically
 from blend.store.base import ChunkStore
 from blend.store.names import INDEXES
@@ -87,8 +87,8 @@ class Sharing:
     def publish(self, corpus: str) -> None:
         """What the corpus's index here is becomes what all have.
 
-        Raises `StoreError` when another machine has published one since this one began, or the store cannot be written; the
-        next `refresh` then brings what all have.
+        Raises `StoreChangedError` when another machine has published one since this one began, `StoreError` when the store
+        cannot be written; the next `refresh` then brings what all have.
         """
         if not self.shared:
             return
@@ -101,7 +101,7 @@ class Sharing:
             for file, path in () if changed else files.items():
                 store.backend.put(place + file, [path.read_bytes()])
             if changed or not store.swap_manifest(place + _MANIFEST, manifest, raw):
-                raise StoreError(
+                raise StoreChangedError(
                     f"another machine has changed the index in {store.backend.place} meanwhile: run the same command again"
                 )
             raw, _ = store.read_manifest(place + _MANIFEST)

@@ -2,7 +2,8 @@
 
 The workers write straight into the store that they share; this process divides the documents, writes the index, decides on the
 surrogate context and measures the KV correction. What a lost worker had in hand is given to another. Cluster nodes need kvblend
-installed, and must see model and store under the same names as this process.
+installed, and must see model and store under the same names as this process: the store on a disk that all mount, or at an
+address such as s3://bucket/name, whose credentials they have.
 """
 
 from __future__ import annotations

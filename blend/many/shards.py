@@ -17,6 +17,7 @@ from blend.chunks.deciding import remove_spare
 from blend.chunks.likeness import leave_probe
 from blend.chunks.work import Pass, Share, Work, close, finish, take_up, tokens_of
 from blend.corpora import make_folder
+from blend.errors import StoreChangedError
 from blend.indexing import Corpus, CorpusChange, decide, plan, write_index
 from blend.precompute import Precomputed, note_rate
 from blend.timing import Progress, no_progress
@@ -69,10 +70,11 @@ def precompute_share(
     All shares must be given the same documents and options. compute: who runs the passes, by default this process. Raises what
     `Rag.precompute` raises.
     """
+    rag.refresh()
     make_folder(rag.root, rag.corpus_config.name)
     change = _plan(rag, loaded, add, progress)
     change.forget()
-    update = _index(change, progress)
+    update = _index(rag, change, progress)
     library = decide(change)
     work = take_up(library, library.wanted(change.ids))
     mine, begin = work.of(share), time.perf_counter()
@@ -116,11 +118,14 @@ def compute_here(work: Work, passes: list[Pass], progress: Progress) -> Computed
     return done
 
 
-def _index(change: CorpusChange, progress: Progress) -> IndexUpdate | None:
+def _index(rag: Rag, change: CorpusChange, progress: Progress) -> IndexUpdate | None:
     """Write the index, or leave it to the process that is at it: the caches do not need it, and the last one looks again."""
     try:
         return write_index(change, progress)
     except IndexBusyError:
+        return None
+    except StoreChangedError:  # one on another machine, over the same shared store, was quicker
+        rag.refresh()
         return None
 
 

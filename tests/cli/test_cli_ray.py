@@ -5,20 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from blend_process import Blend, entries, one_line
+from ray_here import QUIET, needs_ray
 from undisturbed import CHUNKS, Undisturbed, all_caches, contents
 
 from blend.errors import ConfigError
 from blend.many.on_ray import cluster
-
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'kvblend[ray]'")
-# No token in the home directory; workers that are not the last in the queue for the processor, and are not killed because
-# something else on this machine takes its memory.
-QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
 
 
 def writers(store: Path) -> list[int]:

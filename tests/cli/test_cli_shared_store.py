@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import tarfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from blend_process import Blend, entries, one_line
+from blend_process import Blend, Result, Running, entries, one_line
+from ray_here import QUIET, needs_ray
+from undisturbed import CHUNKS as SMALL
+from undisturbed import Undisturbed
 
 CHUNKS = ("--chunk-tokens", "64")
 
@@ -16,12 +20,25 @@ CHUNKS = ("--chunk-tokens", "64")
 def machine(blend: Blend, tmp_path: Path):
     """Calls of `blend` on a machine of that name, over one store that all of them mount."""
 
-    def of(name: str) -> Blend:
+    def of(name: str) -> Machine:
         blend.store = None
-        env = {"KVBLEND_STORE": f"file://{tmp_path / 'mounted'}", "KVBLEND_STORE_CACHE": str(tmp_path / name)}
-        return lambda *arguments: blend(*arguments, env=env)  # type: ignore[return-value]
+        store = {"KVBLEND_STORE": f"file://{tmp_path / 'mounted'}", "KVBLEND_STORE_CACHE": str(tmp_path / name)}
+        return Machine(blend, store)
 
     return of
+
+
+class Machine(NamedTuple):
+    """Calls of `blend` with these variables."""
+
+    blend: Blend
+    env: dict[str, str]
+
+    def start(self, *arguments: str | Path, **more: str) -> Running:
+        return self.blend.start(*arguments, env=self.env | more)
+
+    def __call__(self, *arguments: str | Path, **more: str) -> Result:
+        return self.start(*arguments, **more).wait()
 
 
 def rows(text: str):
@@ -41,6 +58,41 @@ def test_a_machine_that_has_nothing_but_the_address_answers(machine, documents) 
     again = machine("three")("precompute", documents, *CHUNKS, "--json").json
     assert (again["computed"], again["added"]) == (0, 0)
     assert machine("two")("store", "--json").json["entries"] == done.json["computed"]
+
+
+def caches(mounted: Path) -> dict[str, bytes]:
+    """Every byte of the caches by name."""
+    return {str(path.relative_to(mounted)): path.read_bytes() for path in (mounted / "objects").rglob("*.safetensors")}
+
+
+def alone(undisturbed: Undisturbed) -> dict[str, bytes]:
+    """What one process makes of the same documents."""
+    names = {name.removeprefix("kv/"): content for name, content in undisturbed.contents.items()}
+    return {name: content for name, content in names.items() if name.startswith("objects/")}
+
+
+def test_two_machines_at_the_same_time_make_the_corpus_of_one(
+    machine, lots: Blend, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    begun = [machine(f"of {n}").start("precompute", "lots", *SMALL, "--shard", f"{n}/2", "--json") for n in (1, 2)]
+    done = [one.wait(300) for one in begun]
+    assert [one.code for one in done] == [0, 0], done
+    assert sum(one.json["finished"] for one in done) == 1
+    assert all(one.json["computed"] for one in done)
+    assert caches(tmp_path / "mounted") == alone(undisturbed)
+    again = machine("a third")("precompute", "lots", *SMALL, "--json").json
+    assert (again["computed"], again["added"], again["removed"]) == (0, 0, 0)
+
+
+@needs_ray
+def test_workers_of_ray_write_to_where_all_read(machine, lots: Blend, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    command = ("precompute", "lots", *SMALL, "--json", "--ray-workers", "1", "--ray")
+    done = machine("head").start(*command, **QUIET, XDG_CACHE_HOME=str(tmp_path / "elsewhere")).wait(500)
+    if "Ray cannot be started on this machine" in done.err:
+        pytest.skip(f"Ray itself does not start here: {one_line(done.err)}")
+    assert done.code == 0, done.err
+    assert caches(tmp_path / "mounted") == alone(undisturbed)
+    assert list((tmp_path / "elsewhere" / "kvblend" / "replicas").iterdir())  # the worker has a disk tier of its own
 
 
 def test_what_the_tiers_hold(machine, documents, tmp_path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tiny import Bench, bench, save_model
 
+from blend.integrations.vllm import offers
 from blend.types import PromptLayout
 
 pytestmark = pytest.mark.inside_vllm
@@ -174,6 +175,22 @@ def test_a_plain_prompt_after_a_blended_one(held: Bench, engine: Engine) -> None
     fresh = held.layout(400, 5)
     unsalted = held.hold(held.blended(fresh, 0.15))
     assert engine.tokens([(fresh, unsalted, None)]) == [held.full(fresh, COUNT)]  # not taken up: it would poison others
+
+
+def test_the_rule_is_what_keeps_plain_prompts_right(
+    held: Bench, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a salt vLLM's prefix cache gives blended blocks to a plain prompt of the same tokens: a wrong answer."""
+
+    def without_rule(request: Any) -> str | None:
+        return (request.kv_transfer_params or {}).get("kvblend", {}).get("ticket")
+
+    monkeypatch.setattr(offers, "ticket_of", without_rule)
+    layout = held.layout(400, 6)
+    blend = held.blended(layout, 0.15)
+    plain, blended = held.full(layout, COUNT), held.greedy(blend, COUNT)
+    assert engine.tokens([(layout, held.hold(blend), None)]) == [blended]
+    assert engine.tokens([(layout, None, None)]) != [plain]
 
 
 def check_failures(held: Bench, engine: Engine) -> None:
