@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from blend import Decoder, PromptLayout
 
 STORES = ("memory", "disk", "disk-cold")  # where the caches may lie, in the order in which they are measured
+TIERS = ("disk", "far", "hot", "local")  # where throttled storage stands
 PREFIX, SUFFIX = 40, 64  # tokens before the first chunk, and of the question with what the chat template puts behind it
 
 

@@ -111,7 +111,7 @@ class Visitors:
         """Megabytes; a server may hang up on whoever sends so much."""
         try:
             await self._bad(self.draws.choice(huge(self.model, self.megabytes)))
-        except (httpx.WriteError, httpx.RemoteProtocolError):
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
             self.ledger.count("hung up on megabytes")
 
     async def _bad(self, one: Nonsense) -> None:

@@ -24,6 +24,8 @@ from blend.store import Blob, ChunkStore, get_codec
 from blend.store.backend import Range
 from blend.store.disk import DiskBackend
 from blend.store.seal import make_seal
+from blend.store.sealed import looker
+from blend.store.tiered import TieredBackend, Tiers
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, PromptLayout
 
@@ -79,9 +81,16 @@ class SlowBackend(DiskBackend):
         return None if blob is None else SlowBlob(blob, self._rate)
 
 
-def slow_store(root: Path, codec: str, bytes_a_second: float) -> ChunkStore:
-    """A disk store in `root` that is read at that rate."""
-    return ChunkStore(SlowBackend(root, bytes_a_second), get_codec(codec), make_seal(None))
+def slow_store(root: Path, codec: str, bytes_a_second: float, tier: str = "disk") -> ChunkStore:
+    """What the disk store in `root` holds, read at that rate: from that disk, or from a tier of a shared store."""
+    seal, slow = make_seal(None), SlowBackend(root, bytes_a_second)
+    tiers = {
+        "far": lambda: Tiers(slow),
+        "hot": lambda: Tiers(DiskBackend(root), hot=slow),
+        "local": lambda: Tiers(DiskBackend(root), local=slow),
+    }
+    backend = slow if tier == "disk" else TieredBackend(tiers[tier](), looker(seal))
+    return ChunkStore(backend, get_codec(codec), seal)
 
 
 def fill(
