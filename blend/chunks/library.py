@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping, 
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from blend.chunks.assemble import Expected, open_chunks
 from blend.chunks.encode import ChunkEncoder
+from blend.chunks.open_entries import Expected, open_chunks
 from blend.chunks.open_library import OpenLibrary, Tokens, Variant, read_cache
 from blend.chunks.still import without_positions
 from blend.chunks.surrogate import read_surrogate

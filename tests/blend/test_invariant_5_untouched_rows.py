@@ -10,7 +10,8 @@ from cases import SELECTORS, STORES, cache_chunks, cache_of, make_layout, make_s
 from models import CORE, FAMILIES, LAYERS, decoder
 
 from blend.blender import Blend, Blender
-from blend.chunks.assemble import Expected, assemble, open_chunks
+from blend.chunks.assemble import assemble
+from blend.chunks.open_entries import Expected, open_chunks
 from blend.config import BlendConfig
 from blend.model.generate import generate
 from blend.types import PromptLayout

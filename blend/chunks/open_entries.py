@@ -1,0 +1,62 @@
+"""Open the store's entries for chunks, and refuse those that are not what is expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from blend.errors import EntryDamagedError
+from blend.store.base import ChunkStore
+from blend.store.reader import ChunkReader
+from blend.types import ChunkKey
+
+
+class Expected(NamedTuple):
+    """A chunk cache as it must be: under which key, how many tokens, and the position of the first when it was computed."""
+
+    key: ChunkKey
+    tokens: int
+    start: int
+
+
+class OpenChunks(NamedTuple):
+    """One reader for each chunk asked for, or None for a miss; and one line for every entry that was refused."""
+
+    readers: tuple[ChunkReader | None, ...]
+    problems: tuple[str, ...]
+
+
+def open_chunks(
+    store: ChunkStore, wanted: Sequence[Expected], layers: int, refused: Mapping[ChunkKey, str] | None = None
+) -> OpenChunks:
+    """Open these entries. A damaged one becomes a miss and a line in `problems`; so does one whose place is not as expected.
+
+    Layers are verified when they are read. layers: of the decoder. refused: entries known to be damaged already, with the line
+    that says so. Raises `StoreError` when the store cannot be read: that is an outage, not a miss.
+    """
+    known, asked = refused or {}, [one for one in wanted if one.key not in (refused or {})]
+    found = iter(zip(asked, store.open_many([one.key for one in asked]), strict=True))
+    readers: list[ChunkReader | None] = []
+    problems: dict[ChunkKey, str] = {}
+    for one in wanted:
+        reader = EntryDamagedError(known[one.key]) if one.key in known else _fitting(*next(found), layers)
+        if isinstance(reader, EntryDamagedError):
+            problems[one.key] = str(reader)
+        readers.append(None if isinstance(reader, EntryDamagedError) else reader)
+    return OpenChunks(tuple(readers), tuple(problems.values()))
+
+
+def _fitting(
+    wanted: Expected, reader: ChunkReader | EntryDamagedError | None, layers: int
+) -> ChunkReader | EntryDamagedError | None:
+    """What was opened; an error when it stands for another place, or another number of tokens or layers."""
+    if reader is None or isinstance(reader, EntryDamagedError):
+        return reader
+    found, needed = (reader.tokens, reader.layers, reader.start), (wanted.tokens, layers, wanted.start)
+    if found == needed:
+        return reader
+    reader.close()
+    return EntryDamagedError(
+        f"store entry {wanted.key.digest[:16]} must be computed again: it holds {found[0]} tokens in {found[1]} layers from "
+        f"position {found[2]}, not {needed}"
+    )
