@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from blend.blender import Blend, Blender
+from blend.config import BlendConfig
 from blend.errors import StoreError
 from blend.model.decoder import Decoder
 from blend.model.full_prefill import full_prefill
 from blend.model.generate import Generation, generate
+from blend.prompt import PromptTemplate
+from blend.store import open_store
 from blend.types import PromptLayout
 from retrieval import RankedChunk
 
@@ -50,6 +53,18 @@ class Answer:
     def ttft_s(self) -> float:
         """Seconds from the query to the first token, retrieval apart."""
         return self.blend.ttft_s - self.stages.get("retrieve", 0.0)
+
+
+def rehearse(decoder: Decoder, template: PromptTemplate, config: BlendConfig) -> PromptLayout:
+    """A short blended prefill with one chunk from a store in memory and one that is computed: every step runs once."""
+    text = template.encode("One chunk, stored or not, as long as a paragraph. " * 4)
+    suffix = template.layout("Is everything ready?", []).suffix
+    layout = PromptLayout(template.prefix[:1], (tuple(text), tuple(text[1:])), suffix)
+    blender = Blender(decoder, open_store("memory:"), config)
+    library = blender.library(layout.prefix)
+    library.compute(library.missing(layout.chunks[:1]))
+    blender.prefill(layout)
+    return layout
 
 
 def room_for(decoder: Decoder, layout: PromptLayout, max_new_tokens: int) -> int:

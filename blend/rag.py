@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blend.answering import Answer, full_answer, remember, room_for
+from blend.answering import Answer, full_answer, rehearse, remember, room_for
 from blend.blender import Blender
 from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import corpora, index_dir, make_folder, require_corpus
@@ -261,21 +261,10 @@ class Rag:
                 ((False, False), (True, False), (True, True)) if self.blend_config.correction else ()
             ):
                 self.blender.correction(self.template.prefix, contextual=contextual, first=first)
-            self._rehearsed = self._rehearse()
+            self._rehearsed = rehearse(self.decoder, self.template, self.blend_config)
         if compare and not self._rehearsed_full:
             full_prefill(self.decoder, self._rehearsed)
             self._rehearsed_full = True
-
-    def _rehearse(self) -> PromptLayout:
-        """A short blended prefill with one chunk from a store in memory and one that is computed: every step runs once."""
-        text = self.template.encode("One chunk, stored or not, as long as a paragraph. " * 4)
-        suffix = self.template.layout("Is everything ready?", []).suffix
-        layout = PromptLayout(self.template.prefix[:1], (tuple(text), tuple(text[1:])), suffix)
-        blender = Blender(self.decoder, open_store("memory:"), self.blend_config)
-        library = blender.library(layout.prefix)
-        library.compute(library.missing(layout.chunks[:1]))
-        blender.prefill(layout)
-        return layout
 
     def answer(
         self,

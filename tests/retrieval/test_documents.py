@@ -1,42 +1,11 @@
-import importlib.util
 import json
 import os
 import sys
-import zlib
 
 import pytest
 
 from retrieval.errors import DocumentsError
 from retrieval.loading import load_bytes, load_documents
-
-
-def minimal_pdf(*pages, title=None):
-    """A PDF by hand: a catalogue, pages with one line of text each, one font, a cross-reference table."""
-    kids = " ".join(f"{4 + 2 * index} 0 R" for index in range(len(pages)))
-    objects = [
-        b"<< /Type /Catalog /Pages 2 0 R >>",
-        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>".encode(),
-        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
-    ]
-    for index, text in enumerate(pages):
-        stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode() if text else b""
-        objects.append(
-            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents {5 + 2 * index} 0 R "
-            f"/Resources << /Font << /F1 3 0 R >> >> >>".encode()
-        )
-        objects.append(b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream))
-    info = b""
-    if title:
-        objects.append(f"<< /Title ({title}) >>".encode())
-        info = b" /Info %d 0 R" % len(objects)
-    data, offsets = b"%PDF-1.4\n", []
-    for number, body in enumerate(objects, start=1):
-        offsets.append(len(data))
-        data += b"%d 0 obj\n%s\nendobj\n" % (number, body)
-    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
-    size = len(objects) + 1
-    tail = b"trailer << /Size %d /Root 1 0 R%s >>\nstartxref\n%d\n%%%%EOF\n" % (size, info, len(data))
-    return data + b"xref\n0 %d\n0000000000 65535 f \n%s" % (size, table) + tail
 
 
 def only(path):
@@ -180,80 +149,6 @@ def test_rst_with_sphinx_markup_keeps_its_text(tmp_path, capfd):
         assert words in document.text
     assert "root:" not in document.text
     assert capfd.readouterr() == ("", "")
-
-
-def test_pdf_pages_and_title(tmp_path):
-    (tmp_path / "a.pdf").write_bytes(minimal_pdf("Hello from page one", "", "And from page three", title="My paper"))
-    (tmp_path / "scan.pdf").write_bytes(minimal_pdf(""))
-    loaded = load_documents(tmp_path)
-    assert loaded.documents[0].title == "My paper"
-    assert loaded.documents[0].text == "Hello from page one\n\nAnd from page three"
-    assert "OCR" in loaded.skipped[0].reason
-
-
-def test_encrypted_pdf_is_read_if_it_needs_no_password(tmp_path):
-    from pypdf import PdfReader, PdfWriter
-
-    (tmp_path / "plain.pdf").write_bytes(minimal_pdf("Some words"))
-    for name, password in (("open.pdf", ""), ("closed.pdf", "secret")):
-        writer = PdfWriter(clone_from=PdfReader(tmp_path / "plain.pdf"))
-        writer.encrypt(password, algorithm="RC4-128")
-        writer.write(tmp_path / name)
-    loaded = load_documents(tmp_path)
-    assert [d.id for d in loaded.documents] == ["open.pdf", "plain.pdf"]
-    assert "password" in loaded.skipped[0].reason
-
-
-def encrypted_pdf(number, method, **entries):
-    """A PDF whose encryption dictionary says AES; its keys open with no password, and its text is not encrypted."""
-    plain = minimal_pdf("Some words")
-    fields = " ".join(f"/{name} {value}" for name, value in entries.items())
-    dictionary = (
-        f"/Encrypt << /Filter /Standard /V {number} /StmF /StdCF /StrF /StdCF /P -4 {fields} "
-        f"/CF << /StdCF << /AuthEvent /DocOpen /CFM /{method} >> >> >> /ID [<00> <00>] "
-    )
-    return plain.replace(b"trailer << ", b"trailer << " + dictionary.encode())
-
-
-def test_pdf_encrypted_with_aes_says_what_it_takes(tmp_path):
-    key, seal = f"<{'41' * 48}>", f"<{'41' * 32}>"
-    aes_256 = encrypted_pdf(5, "AESV3", R=6, Length=256, O=key, U=key, OE=seal, UE=seal, Perms=f"<{'41' * 16}>")
-    (tmp_path / "a.pdf").write_bytes(aes_256)
-    (tmp_path / "b.md").write_text("Good.")
-    loaded = load_documents(tmp_path)
-    assert [d.id for d in loaded.documents] == ["b.md"]
-    (reason,) = [skipped.reason for skipped in loaded.skipped]
-    if importlib.util.find_spec("cryptography"):
-        assert reason == "is protected by a password; save it without one"
-    else:
-        assert "run: pip install cryptography" in reason
-
-
-@pytest.mark.skipif(importlib.util.find_spec("cryptography") is None, reason="pypdf writes AES only with cryptography")
-def test_pdf_encrypted_with_aes_is_read_if_it_needs_no_password(tmp_path):
-    from pypdf import PdfReader, PdfWriter
-
-    (tmp_path / "plain.pdf").write_bytes(minimal_pdf("Some words"))
-    for algorithm in ("AES-128", "AES-256-R5", "AES-256"):
-        for name, password in (("open.pdf", ""), ("closed.pdf", "secret")):
-            writer = PdfWriter(clone_from=PdfReader(tmp_path / "plain.pdf"))
-            writer.encrypt(password, algorithm=algorithm)
-            writer.write(tmp_path / f"{algorithm}-{name}")
-    loaded = load_documents(tmp_path)
-    assert [d.text for d in loaded.documents] == ["Some words"] * 4
-    assert [s.reason for s in loaded.skipped] == ["is protected by a password; save it without one"] * 3
-
-
-def test_pdf_whose_pages_unpack_to_too_much_is_skipped(tmp_path):
-    plain = minimal_pdf("Some words")
-    packed = zlib.compress(b" " * 100_000_000, 9)
-    start, stop = plain.index(b"<< /Length"), plain.index(b"endstream")
-    bomb = b"<< /Length %d /Filter /FlateDecode >>\nstream\n%s\n" % (len(packed), packed)
-    (tmp_path / "bomb.pdf").write_bytes(plain[:start] + bomb + plain[stop:])
-    (tmp_path / "b.md").write_text("Good.")
-    loaded = load_documents(tmp_path)
-    assert [d.id for d in loaded.documents] == ["b.md"]
-    assert "is not a PDF that pypdf can read" in loaded.skipped[0].reason
 
 
 @pytest.mark.parametrize(("suffix", "package"), [(".pdf", "pypdf"), (".html", "bs4"), (".rst", "docutils.core")])
