@@ -11,6 +11,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from blend.errors import PromptError
+from blend.model import mapped
 
 if TYPE_CHECKING:
     from blend.model.rows import ForwardPass, Run
@@ -64,7 +65,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
             self.values.index_fill_(2, rows, 0)
 
     def _buffer(self, states: torch.Tensor) -> torch.Tensor:
-        return states.new_empty((*states.shape[:2], self.capacity, states.shape[3]))
+        return mapped.empty((*states.shape[:2], self.capacity, states.shape[3]), states.dtype, states.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

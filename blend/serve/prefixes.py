@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from blend.model import mapped
 from blend.types import ChunkCache
 
 if TYPE_CHECKING:
@@ -210,7 +211,8 @@ def _view(cache: ChunkCache, start: int, stop: int) -> ChunkCache:
 
 def _cut(cache: ChunkCache, start: int, stop: int) -> ChunkCache:
     part = _view(cache, start, stop)
-    return ChunkCache(tuple(k.clone() for k in part.keys), tuple(v.clone() for v in part.values), part.start)
+    copies = mapped.copies((*part.keys, *part.values))
+    return ChunkCache(copies[: len(part.keys)], copies[len(part.keys) :], part.start)
 
 
 def _rows(cache: BlendedCache, start: int, stop: int) -> ChunkCache:

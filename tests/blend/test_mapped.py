@@ -1,0 +1,52 @@
+"""Memory for KV in pages of its own: ordinary tensors, and given back as soon as nobody has them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from blend.model import mapped
+
+CPU = torch.device("cpu")
+HUGE = 1 << 27  # bytes; they are asked for, and all but a few never touched
+
+
+def address_space() -> int:
+    """Bytes that this process has mapped."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 4096, 64), (2, 3, 4), (2, 0, 4)])
+def test_an_ordinary_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    found = mapped.empty(shape, dtype, CPU)
+    assert (tuple(found.shape), found.dtype, found.is_contiguous()) == (shape, dtype, True)
+    assert torch.equal(found.fill_(3), torch.full(shape, 3, dtype=dtype))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells")
+def test_large_ones_go_back_at_once_and_stay_while_a_part_is_in_use() -> None:
+    before = address_space()
+    found = [mapped.empty((HUGE // 4,), torch.float32, CPU) for _ in range(3)]
+    assert found[0].data_ptr() % os.sysconf("SC_PAGE_SIZE") == 0
+    part = found[0][1000:1010]
+    assert address_space() - before > 2.5 * HUGE
+    del found
+    assert 0.5 * HUGE < address_space() - before < 1.5 * HUGE
+    assert part.fill_(1).sum() == part.numel()
+    del part
+    assert address_space() - before < 0.5 * HUGE
+
+
+def test_copies_are_equal_and_apart_from_what_was_copied() -> None:
+    whole = torch.randn(3, 50, 8)
+    parts = (whole[:, 10:40], whole[1:, :20, :4], whole[:, :0])
+    copies = mapped.copies(parts)
+    assert all(torch.equal(one, part) for one, part in zip(copies, parts, strict=True))
+    kept = [one.clone() for one in copies]
+    whole.zero_()
+    assert all(torch.equal(one, other) for one, other in zip(copies, kept, strict=True))
