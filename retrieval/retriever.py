@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from retrieval.chunking import Chunk
@@ -17,6 +18,8 @@ class RankedChunk(NamedTuple):
     score: float
 
 
+Hidden = Callable[[str], bool]
+"""Whether a document of this id is to be passed over."""
 RankedChunks = tuple[RankedChunk, ...]
 """Best first."""
 
@@ -31,10 +34,10 @@ class Retriever:
             )
         self.index, self._embedder = index, embedder
 
-    def search(self, query: str, k: int) -> RankedChunks:
+    def search(self, query: str, k: int, hidden: Hidden | None = None) -> RankedChunks:
         """The `k` chunks most similar to the question, best first: all of them when the index holds fewer.
 
-        Raises `QueryError` for an empty question or a `k` below 1.
+        Chunks of hidden documents are passed over. Raises `QueryError` for an empty question or a `k` below 1.
         """
         if not query.strip():
             raise QueryError("the question is empty; ask something")
@@ -42,5 +45,11 @@ class Retriever:
             raise QueryError(f"{k} chunks were asked for; ask for at least 1")
         if not len(self.index):
             return ()
-        found = self.index.search(self._embedder.embed_query(query.strip()), k)
-        return tuple(RankedChunk(self.index.chunks[row], score) for row, score in found)
+        chunks = self.index.chunks
+        gone = (
+            {name for name in {chunk.document_id for chunk in chunks} if hidden(name)} if hidden is not None else set()
+        )
+        more = sum(chunk.document_id in gone for chunk in chunks) if gone else 0
+        found = self.index.search(self._embedder.embed_query(query.strip()), k + more)
+        ranked = (RankedChunk(chunks[row], score) for row, score in found)
+        return tuple(one for one in ranked if one.chunk.document_id not in gone)[:k]

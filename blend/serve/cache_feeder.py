@@ -9,17 +9,27 @@ from blend.chunks.open_library import Tokens, Variant
 from blend.serve.caching import CacheProgress, Compute, Computing, Finished, LackingCaches
 from blend.serve.corpus_keeper import Applied, CorpusKeeper
 
-Calibrate = Callable[[Sequence[Tokens], bool], object]
-"""Measures the KV corrections on these chunks: those that are lacking, or all of them anew."""
+GiveUp = Callable[[], bool]
+Calibrate = Callable[[Sequence[Tokens], bool, GiveUp], bool]
+"""Measures the KV corrections on these chunks: those that are lacking, or all of them anew. False where it was given up."""
 
 
 class CacheFeeder:
-    """The corpus's own thread calls `change`, `forget` and `step`; what they share with others is under `changed`."""
+    """The corpus's own thread calls `change`, `forget` and `step`; what they share with others is under `changed`.
+
+    interrupted: whether that thread has something to do that must not wait for a measurement.
+    """
 
     def __init__(
-        self, keeper: CorpusKeeper, compute: Compute, calibrate: Calibrate | None, changed: threading.Condition
+        self,
+        keeper: CorpusKeeper,
+        compute: Compute,
+        calibrate: Calibrate | None,
+        changed: threading.Condition,
+        interrupted: GiveUp,
     ) -> None:
         self._keeper, self._compute, self._calibrate, self._changed = keeper, compute, calibrate, changed
+        self._interrupted, self._anew = interrupted, False
         self._caches = LackingCaches()
         self._handle: Computing = Finished()
         self._strays: list[Tokens] = []  # chunks that were computed when they had gone
@@ -106,13 +116,14 @@ class CacheFeeder:
         """All caches are there: remove those that are to make room for them, measure what is measured on them."""
         with self._changed:
             library, current = self._caches.library, self._caches.chunks
-            anew, self._computed = 2 * self._computed > self._caches.count, 0
+            self._anew = self._anew or 2 * self._computed > self._caches.count
+            self._computed, done = 0, True
         assert library is not None
         try:
             self._keeper.remove_spare(library, current)
             if self._calibrate is not None:
-                self._calibrate(current, anew)
+                done = self._calibrate(current, self._anew, self._interrupted)
         finally:
             with self._changed:
-                self._settled = True
+                self._settled, self._anew = done, self._anew and not done
                 self._changed.notify_all()

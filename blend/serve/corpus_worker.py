@@ -51,7 +51,7 @@ class CorpusWorker:
         self._keeper, self._spool, self._limit = keeper, spool, limit
         self._look, self._busy, self._closed = True, False, False
         self.changed = threading.Condition()
-        self.caches = CacheFeeder(keeper, compute, calibrate, self.changed)
+        self.caches = CacheFeeder(keeper, compute, calibrate, self.changed, lambda: bool(self.tasks) or self._closed)
         self.tasks = deque(Task(number, *spool.head(number)) for number in spool.numbers())
         self.failed: dict[str, str] = {}
         self.problem = ""
@@ -70,6 +70,12 @@ class CorpusWorker:
             if not self.tasks and not self.caches.knows(documents):
                 self._look = True
                 self.changed.notify_all()
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Ids of uploads that are to be removed and may be in the index still."""
+        with self.changed:
+            return frozenset(task.upload.id for task in self.tasks if task.upload.kind == "delete")
 
     @property
     def quiet(self) -> bool:

@@ -124,8 +124,8 @@ class Documents:
     def delete(self, name: str, wait_s: float = 10.0) -> bool:
         """Remove a document, or all that were uploaded in one file; False where there is none of that id.
 
-        When it returns, nothing new is answered from it, unless that takes longer than `wait_s`. Raises what kept it from
-        being removed.
+        When it returns, nothing new is answered from it; it is out of the index too, unless that takes longer than `wait_s`.
+        Raises what kept it from being removed.
         """
         status = self.get(name)
         if status is None:
@@ -136,6 +136,11 @@ class Documents:
         if task.error is not None:
             raise task.error
         return True
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Ids of uploads that are to be removed, though the index may hold them still."""
+        return self._worker.leaving
 
     @property
     def problem(self) -> str:

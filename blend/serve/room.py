@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -22,6 +22,7 @@ from blend.serve.passages.rendered import Renderer
 from blend.serve.passages.segments import Segment, segments
 from blend.serve.removed import removed_from
 from blend.serve.spool import INCOMING
+from blend.serve.uploads import part_of
 from blend.types import Part
 from retrieval import Chunk, RetrievalError, Retriever, chunk_documents
 from retrieval.document import Document
@@ -83,6 +84,7 @@ class Room:
         self.watch = StoreWatch(lambda: rag.store, above)
         self._names: tuple[str, ...] = ()
         self._indexes: dict[str, ChunkIndex] = {}
+        self._leaving: dict[str, Callable[[], frozenset[str]]] = {}
         self.chat = ChatTemplate(rag.decoder.tokenizer, rag.template.prefix)
         self._renderer = Renderer(rag.template, rag.decoder.tokenizer)
         self._known: dict[str, tuple[object, KnownTexts]] = {}
@@ -110,13 +112,22 @@ class Room:
                 self._rags[corpus] = self._rags[""].sibling(corpus)
             return self._rags[corpus]
 
+    def hide(self, corpus: str, leaving: Callable[[], frozenset[str]]) -> None:
+        """Answer from none of the uploads of these ids, even while the index of the corpus holds them."""
+        self._leaving[corpus] = leaving
+
+    def _gone(self, corpus: str) -> frozenset[str]:
+        """Uploads that are not to be answered from. To be asked before the index: what leaves it meanwhile is among them."""
+        return self._leaving.get(corpus, frozenset)()
+
     def retrieved(self, corpus: str, question: str, top_k: int) -> list[Cited]:
         """The chunks of a corpus that are most like the question.
 
         Raises `RetrievalError` where there is no corpus, `StoreError` where that is not known.
         """
-        rag, index = self.rag(corpus), self._index(corpus)
-        found = Retriever(index, rag.embedder).search(question, top_k)
+        gone, rag, index = self._gone(corpus), self.rag(corpus), self._index(corpus)
+        hidden = (lambda document: any(part_of(document, one) for one in gone)) if gone else None
+        found = Retriever(index, rag.embedder).search(question, top_k, hidden)
         if not found:
             raise PromptError("the corpus holds no chunks; add documents first")
         return [self._of_chunk(rag, hit.chunk, "retrieved", hit.score) for hit in found]
@@ -219,21 +230,22 @@ class Room:
 
     def _texts(self, corpus: str) -> KnownTexts:
         """The texts of a corpus's chunks as they are now."""
-        index = None
+        index, gone = None, self._gone(corpus)
         with suppress(RetrievalError, ValueError, StoreError):  # without a corpus no text is known
             index = self._index(corpus)
         with self._lock:
             held = self._known.get(corpus)
             if held is None:
                 held = self._known[corpus] = (None, KnownTexts(self._renderer))
-            if held[0] is not index:
-                held[1].update(index.chunks if index is not None else ())
-                self._known[corpus] = (index, held[1])
+            if held[0] != (index, gone):
+                held[1].update(_without(index, gone))
+                self._known[corpus] = ((index, gone), held[1])
             return held[1]
 
     def _named(self, corpus: str, document: str) -> list[Chunk]:
+        gone = self._gone(corpus)
         with suppress(RetrievalError):
-            if chunks := [chunk for chunk in self._index(corpus).chunks if chunk.document_id == document]:
+            if chunks := [chunk for chunk in _without(self._index(corpus), gone) if chunk.document_id == document]:
                 return chunks
         self.watch.require()
         raise PromptError(f"no document has the id {document!r}; GET /v1/documents lists those there are")
@@ -241,6 +253,12 @@ class Room:
     def _of_chunk(self, rag: Rag, chunk: Chunk, kind: SourceKind, score: float | None) -> Cited:
         ids = rag.template.chunk_ids(chunk)
         return Cited(Passage(ids), kind, chunk.id, chunk.title, chunk.text, score)
+
+
+def _without(index: ChunkIndex | None, gone: frozenset[str]) -> Sequence[Chunk]:
+    """The chunks of an index but those of these uploads."""
+    chunks = index.chunks if index is not None else ()
+    return [one for one in chunks if not any(part_of(one.document_id, upload) for upload in gone)] if gone else chunks
 
 
 def _rendered(title: str, text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ _LOOK_S = 0.5
 MOST_OF_A_TOKEN = 64  # characters that no text has in a token on average
 
 
-class _ClosingError(Exception):
+class _GivenUpError(Exception):
     """What is measured when nobody waits is given up."""
 
 
@@ -123,34 +123,43 @@ class Service:
         Raises `ConfigError` for what cannot name one, `StoreError` while the store cannot be read.
         """
         self.require_store(tenant)
-        rag = self.room(tenant).rag(corpus)
+        room = self.room(tenant)
+        rag = room.rag(corpus)
         with self._lock:
             if not self._open:
                 raise QueueFullError(0, 1.0)
             if (tenant, corpus) not in self._documents:
-                self._documents[tenant, corpus] = Documents(
-                    rag, self.engine.encode, calibrate=partial(self._calibrate, rag)
-                )
+                made = Documents(rag, self.engine.encode, calibrate=partial(self._calibrate_corpus, rag))
+                self._documents[tenant, corpus] = made
+                room.hide(corpus, lambda: made.leaving)
             return self._documents[tenant, corpus]
 
-    def _calibrate(self, rag: Rag, chunks: Sequence[tuple[int, ...]], anew: bool) -> bool:
+    def _calibrate_corpus(
+        self, rag: Rag, chunks: Sequence[tuple[int, ...]], anew: bool, give_up: Callable[[], bool]
+    ) -> bool:
+        """The same for a corpus whose documents come and go: False where that was more urgent."""
+        return self._calibrate(rag, chunks, anew, give_up) or not self._open
+
+    def _calibrate(
+        self, rag: Rag, chunks: Sequence[tuple[int, ...]], anew: bool, give_up: Callable[[], bool] = lambda: False
+    ) -> bool:
         """Measure the KV corrections at a time when nobody waits: each of their prompts has the model to itself.
 
-        Whether that was done, and not given up because this is closed.
+        Whether that was done, and not given up because this is closed, or `give_up` says so.
         """
-        with suppress(_ClosingError):
-            self._until_nobody_waits()
-            rag.blender.calibrate(rag.template.prefix, chunks, anew=anew, progress=self._until_nobody_waits)
+
+        def until_nobody_waits(*progress: object) -> None:
+            while self._open and not give_up():
+                if not any(self.engine.holding()[:2]):
+                    return
+                time.sleep(_LOOK_S)
+            raise _GivenUpError
+
+        with suppress(_GivenUpError):
+            until_nobody_waits()
+            rag.blender.calibrate(rag.template.prefix, chunks, anew=anew, progress=until_nobody_waits)
             return True
         return False
-
-    def _until_nobody_waits(self, *progress: object) -> None:
-        while any(self.engine.holding()[:2]):
-            if not self._open:
-                raise _ClosingError
-            time.sleep(_LOOK_S)
-        if not self._open:
-            raise _ClosingError
 
     def submit(self, ask: Ask, on_reply: OnReply) -> Handle:
         """Take a question in; its replies go to `on_reply`, from another thread, which must not wait in there.

@@ -8,17 +8,21 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from changing import Engine, page, room, states, until, words
 
 from blend import Rag
-from blend.errors import ConfigError, StoreError
+from blend.errors import ConfigError, PromptError, StoreError
 from blend.serve.ask import GivenDocument
+from blend.serve.corpus_keeper import CorpusKeeper
 from blend.serve.documents import DocumentLimits, Documents, DocumentStatus, UploadedFile
+from blend.serve.room import Room
 from blend.serve.uploads import UploadsFullError, safe_id
 from retrieval.errors import DocumentsError
 from tests.tiny_model import save_tiny_model
@@ -392,13 +396,75 @@ def test_a_cache_that_cannot_be_stored_fails_its_document_alone(
 
 def test_corrections_are_measured_when_everything_is_computed(make: Callable[..., Documents]) -> None:
     measured: list[tuple[int, bool]] = []
-    documents = make(calibrate=lambda chunks, anew: measured.append((len(chunks), anew)))
+
+    def calibrate(chunks: Sequence[tuple[int, ...]], anew: bool, give_up: Callable[[], bool]) -> bool:
+        measured.append((len(chunks), anew))
+        return True
+
+    documents = make(calibrate=calibrate)
     documents.add([page("harbour")])
     assert documents.wait(LAST_S)
     documents.add([UploadedFile("mill.md", b"One more.")])
     assert documents.wait(LAST_S)
     assert [anew for _, anew in measured][:2] == [True, False]
     assert measured[0][0] < measured[-1][0]
+
+
+def test_a_measurement_that_waits_gives_way_to_documents_and_comes_again(make: Callable[..., Documents]) -> None:
+    """It waits until nobody asks, and on a busy server that is never."""
+    measured: list[tuple[int, bool]] = []
+    busy = threading.Event()
+    busy.set()
+
+    def calibrate(chunks: Sequence[tuple[int, ...]], anew: bool, give_up: Callable[[], bool]) -> bool:
+        measured.append((len(chunks), anew))
+        while busy.is_set():
+            if give_up():
+                return False
+            time.sleep(0.01)
+        return True
+
+    documents = make(calibrate=calibrate)
+    documents.add([page("harbour"), page("mill", 4)])
+    until(lambda: bool(measured))
+    assert documents.delete("mill.md", wait_s=LAST_S)
+    assert set(states(documents.listing())) == {"harbour.md"}
+    until(lambda: len(measured) > 1)
+    busy.clear()
+    assert documents.wait(LAST_S)
+    assert [anew for _, anew in measured] == [True, True]
+    assert measured[0][0] > measured[1][0]
+
+
+def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
+    rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents, room, apply, go_on = make(), Room(rag, 0), CorpusKeeper.apply, threading.Event()
+    room.hide("", lambda: documents.leaving)
+    documents.add([page("harbour"), page("mill", 4)])
+    assert documents.wait(LAST_S)
+    question, pasted = "Which mill opened in 1801?", words("mill", 4)
+
+    def sources() -> set[str]:
+        retrieved, (_, found) = room.retrieved("", question, 3), room.written("", pasted)
+        return {one.title for one in (*retrieved, *found)}
+
+    assert "The mill" in sources()
+
+    def later(*given: Any) -> Any:
+        assert go_on.wait(LAST_S)
+        return apply(*given)
+
+    monkeypatch.setattr(CorpusKeeper, "apply", later)
+    assert documents.delete("mill.md", wait_s=0.05)
+    assert "mill.md" in {chunk.document_id for chunk in rag.index.chunks}
+    assert sources() == {"The harbour"}
+    assert len(room.retrieved("", question, 3)) == 3
+    with pytest.raises(PromptError, match="no document has the id"):
+        room.given("", [GivenDocument(id="mill.md")])
+    go_on.set()
+    assert documents.wait(LAST_S)
+    assert sources() == {"The harbour"}
 
 
 def test_what_another_process_precomputed_is_taken_up(rag: Rag, tmp_path: Path, make: Callable[..., Documents]) -> None:
