@@ -12,7 +12,7 @@ TIE = 1e-3  # nats between the two likeliest tokens; below it rounding decides
 
 
 class Answer(NamedTuple):
-    """What came back. made: how, by its figures: the method and which of the sources came out of the store."""
+    """What came back. made: how, by its figures."""
 
     text: str
     made: tuple[Any, ...]
@@ -26,9 +26,17 @@ class Reference(NamedTuple):
 
 
 def made_of(extension: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What decides about an answer beside its question: the method, and the hits, source by source."""
+    """What decides about an answer beside its question.
+
+    Full prefill, also of a prompt that was so computed before and is remembered whole; or else the hits, source by source, how
+    many of the better caches were lacking, and how many of the first rows are remembered.
+    """
     figures = extension.get("figures", {})
-    return (figures.get("method"), tuple(bool(source.get("hit")) for source in extension.get("sources", ())))
+    known = figures.get("rows_reused", 0)
+    if figures.get("method") == "full" or 0 < figures.get("rows", 0) <= known + 1:
+        return ("full",)
+    hits = tuple(bool(source.get("hit")) for source in extension.get("sources", ()))
+    return (figures.get("method"), hits, figures.get("lacking"), known)
 
 
 def reference(document: Mapping[str, Any]) -> Reference:
@@ -91,7 +99,7 @@ class Ledger:
         elif is_tie(held, answer.text):
             self.count("another likeliest token within rounding")
         else:
-            self.wrong(f"{name}: {answer.text!r} instead of {held.answer.text!r}")
+            self.wrong(f"{name}: {answer.text!r} instead of {held.answer.text!r}, both made of {answer.made}")
 
     def refused(self, name: str, status: int, content: bytes, *, expected: bool) -> None:
         """An answer with another status than 200."""

@@ -80,9 +80,10 @@ class Figures(NamedTuple):
 
     method: "blend", or "full" where everything was computed; reason: why, if blending was asked for. rows: of the prompt.
     rows_computed: in every layer. rows_reused: exact rows of earlier prompts with the same beginning. hits, chunks: stored
-    chunks found, and looked for. bytes_loaded: of their KV. stages: seconds by stage. waited_s: in the queue. ttft_s: from
-    arrival to the first token. full_s: what full prefill of the prompt would have taken by this machine's measured profile,
-    None while there is none. notes: what was done otherwise than configured.
+    chunks found, and looked for. bytes_loaded: of their KV. lacking: caches that the store should have had; a chunk may hit
+    all the same, with its other cache, and another answer come of it. stages: seconds by stage. waited_s: in the queue.
+    ttft_s: from arrival to the first token. full_s: what full prefill of the prompt would have taken by this machine's
+    measured profile, None while there is none. notes: what was done otherwise than configured.
     """
 
     method: Method
@@ -93,6 +94,7 @@ class Figures(NamedTuple):
     hits: int
     chunks: int
     bytes_loaded: int
+    lacking: int
     stages: Mapping[str, float]
     waited_s: float
     ttft_s: float

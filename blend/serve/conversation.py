@@ -131,6 +131,7 @@ class Conversation:
             hits=sum(started.hits),
             chunks=len(started.hits),
             bytes_loaded=started.bytes_loaded,
+            lacking=started.lacking,
             stages={"prepare": self.before_s, **started.stages},
             waited_s=started.waited_s,
             ttft_s=self.before_s + started.ttft_s,

@@ -91,10 +91,11 @@ class Started(NamedTuple):
     """The prompt is prefilled; the first token follows.
 
     hits: for each place of the layout that may be stored, whether its KV was there. rows, rows_computed: of the prompt, and
-    of these in every layer. rows_reused: its first rows, whose KV was in memory. bytes_loaded: of stored KV. reason: why
-    everything was computed, or "". stages: seconds by stage. waited_s: before anything was done for it. ttft_s: from its
-    arrival. notes: what was done otherwise than configured. trace: for each row, where that was asked for, whether it was
-    computed, and the selector's score or None.
+    of these in every layer. rows_reused: its first rows, whose KV was in memory. bytes_loaded: of stored KV. lacking: caches
+    that the store should have had; a chunk may hit all the same, with its other cache. reason: why everything was computed, or
+    "". stages: seconds by stage. waited_s: before anything was done for it. ttft_s: from its arrival. notes: what was done
+    otherwise than configured. trace: for each row, where that was asked for, whether it was computed, and the selector's
+    score or None.
     """
 
     hits: tuple[bool, ...]
@@ -102,6 +103,7 @@ class Started(NamedTuple):
     rows_computed: int
     rows_reused: int
     bytes_loaded: int
+    lacking: int
     reason: str
     stages: Mapping[str, float]
     waited_s: float

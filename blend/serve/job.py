@@ -123,7 +123,7 @@ class Job:
         layout = self.work.layout
         hits = (False,) * sum(chunk is not None for chunk in layout.stored)
         times = self._waited_s, self.age_s
-        self._on_event(Started(hits, layout.rows, layout.rows, 0, 0, self._reason, {}, *times, ()))
+        self._on_event(Started(hits, layout.rows, layout.rows, 0, 0, 0, self._reason, {}, *times, ()))
         self._close(Ended("stop"))
 
     def _find(self) -> Found | None:
@@ -194,6 +194,7 @@ class Job:
             rows_computed=blend.rows_recomputed,
             rows_reused=self._reused,
             bytes_loaded=blend.bytes_loaded,
+            lacking=len(blend.missing),
             reason=self._reason,
             stages=blend.stages,
             waited_s=self._waited_s,

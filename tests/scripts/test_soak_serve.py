@@ -95,9 +95,12 @@ def test_damage_stays_for_the_server_to_mend(store: Path) -> None:
     assert set(BREAKS) == {"gone", "blocked", "damaged"}
 
 
+MADE, OTHERWISE = ("blend", (True, True), 0, 0), ("blend", (True, False), 1, 0)
+
+
 def held(text: str = "The bell", *distances: float) -> Reference:
     tokens = tuple(zip(("The", " be", "ll"), distances or (1.0, 1.0, 1.0), strict=True))
-    return Reference(Answer(text, ("blend", (True, True))), tokens)
+    return Reference(Answer(text, MADE), tokens)
 
 
 def test_a_reference_out_of_a_whole_answer() -> None:
@@ -105,11 +108,11 @@ def test_a_reference_out_of_a_whole_answer() -> None:
         {"token": "The", "top_logprobs": [{"logprob": -0.5}, {"logprob": -2.0}]},
         {"token": " end", "top_logprobs": [{"logprob": -1.0}, {"logprob": -1.0001}]},
     ]
-    own = {"figures": {"method": "blend"}, "sources": [{"hit": True}, {"hit": False}]}
+    own = {"figures": {"method": "blend", "lacking": 1}, "sources": [{"hit": True}, {"hit": False}]}
     found = reference(
         {"choices": [{"message": {"content": "The end"}, "logprobs": {"content": content}}], "kvblend": own}
     )
-    assert found.answer == Answer("The end", ("blend", (True, False)))
+    assert found.answer == Answer("The end", OTHERWISE)
     assert [name for name, _ in found.tokens] == ["The", " end"]
     assert [distance for _, distance in found.tokens] == pytest.approx([1.5, 0.0001])
 
@@ -124,16 +127,16 @@ def test_only_where_rounding_decides_another_token_is_right() -> None:
 def test_the_ledger_finds_what_is_off() -> None:
     ledger = Ledger()
     references = [held()]
-    ledger.judge("q", Answer("The bell", ("blend", (True, True))), references)
-    ledger.judge("q", Answer("Another", ("blend", (True, False))), references)
+    ledger.judge("q", Answer("The bell", MADE), references)
+    ledger.judge("q", Answer("Another", OTHERWISE), references)
     assert not ledger.off
-    ledger.judge("q", Answer("The bull", ("blend", (True, True))), references)
+    ledger.judge("q", Answer("The bull", MADE), references)
     assert len(ledger.off) == 1
     assert "'The bull' instead of 'The bell'" in ledger.off[0]
     assert ledger.counts == {"same answer": 1, "made of other caches": 1, "OFF": 1}
 
 
-OWN = {"figures": {"method": "blend"}, "sources": [{"hit": True}] * 2}
+OWN = {"figures": {"method": "blend", "lacking": 0}, "sources": [{"hit": True}] * 2}
 CLEAR = b'{"error": {"message": "no", "type": "server_error", "param": null, "code": "x"}}'
 
 
@@ -275,7 +278,15 @@ def test_all_nonsense_is_different_and_one_is_ten_megabytes() -> None:
     found: list[Any] = [*nonsense("m"), *huge("m", 10)]
     assert len({(one.method, one.path, one.content) for one in found}) == len(found)
     assert max(len(one.content) for one in found) >= 10 * MEGABYTE
-    assert made_of({}) == (None, ())
+
+
+def test_what_is_remembered_whole_is_as_good_as_full_prefill() -> None:
+    sources = [{"hit": True}, {"hit": False}]
+    blended = {"method": "blend", "rows": 90, "rows_reused": 5, "lacking": 1}
+    assert made_of({}) == (None, (), None, 0)
+    assert made_of({"figures": blended, "sources": sources}) == ("blend", (True, False), 1, 5)
+    assert made_of({"figures": {**blended, "rows_reused": 89}, "sources": sources}) == ("full",)
+    assert made_of({"figures": {**blended, "method": "full"}, "sources": sources}) == ("full",)
 
 
 def test_a_short_soak_of_a_real_server() -> None:

@@ -117,7 +117,17 @@ class RequestTrace:
     def _told(self) -> dict[str, AttributeValue]:
         if (figures := self._figures) is None:
             return {}
-        names = ("method", "reason", "rows", "rows_computed", "rows_reused", "hits", "chunks", "bytes_loaded")
+        names = (
+            "method",
+            "reason",
+            "rows",
+            "rows_computed",
+            "rows_reused",
+            "hits",
+            "chunks",
+            "lacking",
+            "bytes_loaded",
+        )
         return {f"kvblend.{name}": getattr(figures, name) for name in names}
 
     def _at(self, seconds: float) -> int:
