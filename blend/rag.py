@@ -198,6 +198,11 @@ class Rag:
             self._retriever = held = Retriever(index, self.embedder)
         return held
 
+    def take_embedder_of_index(self) -> None:
+        """Search with the embedder that made the index, where there is one; for whoever names none himself."""
+        with suppress(IndexMissingError, ConfigError):
+            self.corpus_config = replace(self.corpus_config, embedder=self.index.embedder)
+
     def refresh(self) -> None:
         """Take up at once what other machines have made of the corpora of a shared store. Raises `StoreError`."""
         self._sharing.refresh(now=True)

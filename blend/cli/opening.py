@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from blend.config import BlendConfig, CorpusConfig
-from blend.corpora import corpora, index_dir, require_corpus
+from blend.corpora import index_dir, require_corpus
 from blend.store.replica import root_of
 
 if TYPE_CHECKING:
@@ -91,12 +91,11 @@ def open_corpus(options: dict[str, Any]) -> Rag:
 
 def open_all_corpora(options: dict[str, Any]) -> Rag:
     """`open_rag` for the corpus without a name, there or not yet; it knows the others."""
-    from retrieval import ChunkIndex
-
     check(options)
-    if "" in corpora(options["store"]) and not options.get("embedder"):
-        options = {**options, "embedder": ChunkIndex.load(index_dir(options["store"], "")).embedder}
-    return open_rag(options)
+    rag = open_rag(options)
+    if not options.get("embedder"):
+        rag.take_embedder_of_index()
+    return rag
 
 
 def open_for_questions(options: dict[str, Any]) -> Rag:

@@ -23,7 +23,9 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them; neighbouring buffers are one mapping to it, and share large pages
+        with suppress(
+            OSError
+        ):  # a kernel without them; neighbouring buffers are one mapping to it, and share large pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
 

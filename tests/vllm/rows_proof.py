@@ -73,7 +73,7 @@ def far(mine: torch.Tensor, other: torch.Tensor) -> float:
 class Proof:
     def __init__(self, folder: Path) -> None:
         self.decoder = Decoder.load(str(save_model(folder / "model")), device="cpu", dtype="float32")
-        self.store = open_store(str(folder / "store"))
+        self.store = open_store(str(folder / "store" / "kv"))
         self.blender = Blender(self.decoder, self.store, BlendConfig(**SETTINGS))
         self.layouts = [prompt(length) for length in LENGTHS]
         leave_probe(self.store, self.decoder)
@@ -156,7 +156,7 @@ class Proof:
             layout = self.layouts[-1]
             encoders = [
                 filler.library(layout.prefix).encoder(contextual=contextual)
-                for filler in (self.blender, self.rows.filler)
+                for filler in (self.blender, self.rows.filler())
             ]
             mine, theirs = (dict(encoder.encode(layout.chunks)) for encoder in encoders)
             for number, cache in mine.items():

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from blend.errors import StoreError
 from blend.integrations.vllm.gate import Gate, Rewritten
 from blend.integrations.vllm.local import LocalPrompts
 from blend.integrations.vllm.questions import part_of
-from blend.integrations.vllm.rows_ticket import layout_of
+from blend.integrations.vllm.rows_ticket import told_by
 from blend.serve.door.errors import DoorError
+from blend.serve.outage import StoreWatch
+from blend.store import open_store
 from tests.tiny_model import save_tiny_model
 
 DOCUMENTS = [{"title": f"Town {number}", "text": f"The harbour has {number} gates. " * 6} for number in range(3)]
@@ -30,8 +33,12 @@ def body(**more: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": "How many gates are there?"}], **more}
 
 
+def store_of(tokenizer: Any) -> str:
+    return f"{tokenizer.name_or_path}-store"
+
+
 def asked(tokenizer: Any, given: dict[str, Any], stage: str = "rows", path: str = CHAT) -> Rewritten:
-    transfer = SimpleNamespace(kv_connector_extra_config={"stage": stage})
+    transfer = SimpleNamespace(kv_connector_extra_config={"stage": stage, "store": store_of(tokenizer)})
     engine = SimpleNamespace(
         renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer),
         vllm_config=SimpleNamespace(kv_transfer_config=transfer),
@@ -41,13 +48,16 @@ def asked(tokenizer: Any, given: dict[str, Any], stage: str = "rows", path: str 
 
 def test_documents_become_a_ticket_and_a_salt(tokenizer: Any) -> None:
     given = body(documents=DOCUMENTS)
-    layout = LocalPrompts(tokenizer).layout(part_of(given))
-    found = asked(tokenizer, given)
+    prompt = LocalPrompts(tokenizer, {"store": store_of(tokenizer)}).prompt(part_of(given))
+    assert prompt is not None
+    layout, found = prompt.layout, asked(tokenizer, given)
     transfer = found.body["kv_transfer_params"]
     assert transfer["prompt_token_ids"] == list(layout.token_ids)
-    assert layout_of(transfer["kvblend"]["ticket"], layout.token_ids) == layout
+    assert told_by(transfer["kvblend"]["ticket"], layout.token_ids) == (layout, "")
     assert "documents" not in found.body
-    assert found.told == {"sources": [], "figures": {"method": "rows"}}
+    assert found.told is not None
+    assert found.told["figures"] == {"method": "rows"}
+    assert [one["title"] for one in found.told["sources"]] == [one["title"] for one in DOCUMENTS]
     assert len(found.body["cache_salt"]) == 64
 
 
@@ -64,6 +74,37 @@ def test_a_request_without_documents_is_left_alone(tokenizer: Any) -> None:
     assert asked(tokenizer, body()) == Rewritten(body())
 
 
-def test_a_corpus_cannot_be_asked(tokenizer: Any) -> None:
-    with pytest.raises(DoorError):
+def test_a_corpus_that_is_not_there_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(DoorError, match="corpus_not_found"):
         asked(tokenizer, body(kvblend={"retrieve": {"top_k": 3}}))
+
+
+def test_full_prefill_on_demand_is_vllms_own(tokenizer: Any) -> None:
+    found = asked(tokenizer, body(documents=DOCUMENTS, kvblend={"method": "full"}))
+    blended = asked(tokenizer, body(documents=DOCUMENTS))
+    assert found.body["kv_transfer_params"] == {
+        "prompt_token_ids": blended.body["kv_transfer_params"]["prompt_token_ids"]
+    }
+    assert found.told is not None
+    assert found.told["figures"] == {"method": "full", "reason": ""}
+
+
+def test_documents_are_answered_from_while_the_store_is_out_of_reach(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(self: StoreWatch) -> None:
+        raise StoreError("the disk is gone")
+
+    monkeypatch.setattr(StoreWatch, "require", gone)
+    found = asked(tokenizer, body(documents=DOCUMENTS))
+    assert found.told is not None
+    assert found.told["figures"] == {"method": "full", "reason": "store_unreachable"}
+    assert "kvblend" not in found.body["kv_transfer_params"]
+
+
+def test_another_generation_of_the_store_has_another_salt(tokenizer: Any) -> None:
+    before = asked(tokenizer, body(documents=DOCUMENTS))
+    open_store(f"{store_of(tokenizer)}/kv").advance()
+    after = asked(tokenizer, body(documents=DOCUMENTS))
+    assert before.body["cache_salt"] != after.body["cache_salt"]
+    assert before.body["kv_transfer_params"] == after.body["kv_transfer_params"]

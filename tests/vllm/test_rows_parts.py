@@ -8,7 +8,7 @@ import torch
 from blend.integrations.vllm.rows_identity import Fingerprints
 from blend.integrations.vllm.rows_rope import from_table
 from blend.integrations.vllm.rows_scratch import Scratch, block_dimension
-from blend.integrations.vllm.rows_ticket import layout_of, ticket_of
+from blend.integrations.vllm.rows_ticket import ticket_of, told_by
 from blend.types import Part, PromptLayout
 
 LAYOUTS = {
@@ -23,15 +23,20 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_ticket_and_the_tokens_are_the_layout(name: str) -> None:
     layout = LAYOUTS[name]
-    assert layout_of(ticket_of(layout), layout.token_ids) == layout
+    assert told_by(ticket_of(layout), layout.token_ids) == (layout, "")
+    assert told_by(ticket_of(layout, "towns"), layout.token_ids) == (layout, "towns")
 
 
-@pytest.mark.parametrize(
-    "ticket", ["", "{}", "[]", "7", '{"prefix":2,"chunks":[99]}', '{"prefix":-1,"chunks":[1]}', "f" * 32]
+NO_TICKETS = (
+    *("", "{}", "[]", "7", '{"prefix":2,"chunks":[99]}', '{"prefix":-1,"chunks":[1]}'),
+    *('{"prefix":1,"chunks":[1],"corpus":"../x"}', "f" * 32),
 )
+
+
+@pytest.mark.parametrize("ticket", NO_TICKETS)
 def test_what_is_no_ticket_of_the_prompt_is_refused(ticket: str) -> None:
     with pytest.raises(ValueError, match="no prompt of these tokens"):
-        layout_of(ticket, (1, 2, 3))
+        told_by(ticket, (1, 2, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,8 +16,9 @@ from blend.integrations.vllm.lease import Lease
 from blend.integrations.vllm.local import LocalPrompts
 from blend.integrations.vllm.offers import PARAMETER
 from blend.integrations.vllm.questions import part_of, plain_model, wants_context
-from blend.integrations.vllm.rows_ticket import by_rows, ready_for
+from blend.integrations.vllm.rows_ticket import ready_for, rows_options
 from blend.serve.door.errors import DoorError, Failure, failure_of, refuse, unavailable
+from blend.serve.engine import ASKED_FOR
 
 _LOG = logging.getLogger("vllm.kvblend")
 _TIMEOUT = "KVBLEND_VLLM_TIMEOUT"
@@ -55,7 +56,7 @@ class Gate:
         self._engine = engine
         self._socket = os.environ.get(wire.VARIABLE, wire.SOCKET)
         self._seconds = _seconds(os.environ.get(_TIMEOUT, "60"))
-        self._rows = by_rows(getattr(engine, "vllm_config", None))
+        self._rows = rows_options(getattr(engine, "vllm_config", None))
         self._local: LocalPrompts | None = None
         self._down = False
         self._checked: dict[str, asyncio.Future[str]] = {}
@@ -70,8 +71,8 @@ class Gate:
             return Rewritten(body)
         part = part_of(body)
         plain = _plain(body) if wanted else body
-        if self._rows:
-            return await self._alone(part, plain, wanted, path)
+        if self._rows is not None:
+            return await self._by_rows(part, plain, wanted, path)
         try:
             async with asyncio.timeout(self._seconds):
                 found = await self._asked(part, plain, wanted, path)
@@ -119,8 +120,31 @@ class Gate:
             return Rewritten(_with_ids(plain, ids, path), {**told, "figures": figures})
         return Rewritten(_blended(plain, ids, message["ready"], path), told, lease)
 
+    async def _by_rows(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
+        """VLLM's own model blends."""
+        try:
+            found = await asyncio.to_thread(self._prompts().prompt, part)
+        except Exception as error:
+            failure = failure_of(error)
+            if wanted:
+                raise DoorError(failure) from error
+            if failure.status >= 500:
+                self._warn(f"passages in a prompt could not be looked for ({error})")
+            return Rewritten(plain)  # it may be right for vLLM
+        self._works()
+        if found is None:
+            return Rewritten(plain)
+        figures = {"method": "rows"}
+        if found.reason:
+            figures = {"method": "full", "reason": "" if found.reason == ASKED_FOR else found.reason}
+        told = {"sources": list(found.sources), "figures": figures}
+        if found.reason:
+            return Rewritten(_with_ids(plain, list(found.layout.token_ids), path) if wanted else plain, told)
+        ready = ready_for(found.layout, found.corpus, found.generation)
+        return Rewritten(_blended(plain, list(found.layout.token_ids), ready, path), told)
+
     async def _alone(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
-        """Without the prefill process: it is away, or vLLM's own model blends."""
+        """Without the prefill process, which is away."""
         if not wanted:
             return Rewritten(plain)
         ours, model = part.get("kvblend") or {}, str(part.get("model", ""))
@@ -129,20 +153,17 @@ class Gate:
         if not part.get("documents") and not ours.get("documents"):
             return Rewritten(plain)
         try:
-            layout = await asyncio.to_thread(self._prompts().layout, part)
+            found = await asyncio.to_thread(self._prompts().prompt, part)
         except Exception as error:
             raise DoorError(failure_of(error)) from error
-        ids = list(layout.token_ids)
-        if self._rows:
-            return Rewritten(
-                _blended(plain, ids, ready_for(layout), path), {"sources": [], "figures": {"method": "rows"}}
-            )
+        if found is None:
+            return Rewritten(plain)
         told = {"sources": [], "figures": {"method": "full", "reason": "no prefill process"}}
-        return Rewritten(_with_ids(plain, ids, path), told)
+        return Rewritten(_with_ids(plain, list(found.layout.token_ids), path), told)
 
     def _prompts(self) -> LocalPrompts:
         if self._local is None:
-            self._local = LocalPrompts(self._engine.renderer.get_tokenizer())
+            self._local = LocalPrompts(self._engine.renderer.get_tokenizer(), self._rows)
         return self._local
 
     async def _reason_against(self, model: str) -> str:
@@ -175,7 +196,7 @@ class Gate:
 
     def _works(self) -> None:
         if self._down:
-            _LOG.info("kvblend: the prefill process answers again")
+            _LOG.info("kvblend: prompts are blended again")
         self._down = False
 
 

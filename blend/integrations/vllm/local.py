@@ -1,16 +1,31 @@
-"""Prompts when there is nobody to blend them: documents become the same token ids, by vLLM's own tokenizer."""
+"""Prompts put together in vLLM's own server, by its tokenizer: where its own model blends them, or nobody does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from blend.config import CorpusConfig
+from blend.errors import StoreError
 from blend.integrations.vllm.questions import asked
 from blend.serve.door.hall import DoorLimits
+from blend.serve.engine import ASKED_FOR
+from blend.serve.outage import STORE_UNREACHABLE
 
 if TYPE_CHECKING:
-    from blend.serve.room import Room
+    from collections.abc import Sequence
+
+    from blend.serve.room import Cited, Room
     from blend.types import PromptLayout
+
+CORPUS_OPTIONS = frozenset({"chunk_tokens", "codec", "embedder", "top_k"})
+"""Options of the connector that are entries of `CorpusConfig`."""
+
+
+def corpus_config(options: Mapping[str, Any]) -> CorpusConfig:
+    """Of the connector's options. Raises `ConfigError`."""
+    return CorpusConfig(**{name: options[name] for name in CORPUS_OPTIONS & set(options)})
 
 
 class _Reader(NamedTuple):
@@ -20,28 +35,79 @@ class _Reader(NamedTuple):
     context_length: int | None = None
 
 
-class LocalPrompts:
-    """tokenizer: HuggingFace's, which vLLM has anyway."""
+class LocalPrompt(NamedTuple):
+    """A prompt. corpus: that it was asked of. sources: what its reply is to say of its passages. generation: of the store.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    reason: why it must not be blended; "" where it may be.
+    """
+
+    layout: PromptLayout
+    corpus: str = ""
+    sources: tuple[dict[str, Any], ...] = ()
+    generation: str = ""
+    reason: str = ""
+
+
+class LocalPrompts:
+    """tokenizer: HuggingFace's, which vLLM has anyway. options: of a connector with a store; None where there is none.
+
+    Without a store documents become a prompt, and there is no corpus to be searched. Threads may share it.
+    """
+
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer, self._options = tokenizer, options
         self._room: Room | None = None
 
-    def layout(self, part: Mapping[str, Any]) -> PromptLayout:
-        """A prompt with its documents; `part`: see `questions.part_of`.
+    def prompt(self, part: Mapping[str, Any]) -> LocalPrompt | None:
+        """A prompt with its passages; `part`: see `questions.part_of`. None where there is no passage in it.
 
-        Raises `DoorError` or `BlendError` for what cannot be put into a prompt.
+        Raises `DoorError`, `BlendError` or `RetrievalError` for what cannot be put into a prompt.
         """
         from blend.serve.service import put
 
-        layout, _ = put(self._made(), asked(part, (), DoorLimits()))
-        return layout
+        room = self._made()
+        names = () if self._options is None else room.corpora
+        ask = asked(part, names, DoorLimits(top_k=room.rag().corpus_config.top_k))
+        reason, generation = self._reason(room)
+        layout, cited = put(room, ask)
+        if not cited:
+            return None
+        reason = ASKED_FOR if ask.method == "full" else reason
+        return LocalPrompt(layout, ask.corpus, tuple(_told(cited)), generation, reason)
+
+    def _reason(self, room: Room) -> tuple[str, str]:
+        """Why nothing can be blended now, and otherwise the store's generation, before anything of it is read."""
+        if self._options is None:
+            return "", ""
+        if room.watch.reachable():
+            with suppress(StoreError):
+                return "", room.rag().store.generation
+        return STORE_UNREACHABLE, ""
 
     def _made(self) -> Room:
         if self._room is None:
             from blend.rag import Rag
             from blend.serve.room import Room
 
-            reader: Any = _Reader(self._tokenizer)
-            self._room = Room(Rag("/nonexistent", decoder=reader), 0)
+            options = self._options or {}
+            config, reader = corpus_config(options), cast(Any, _Reader(self._tokenizer))
+            rag = Rag(options.get("store") or "/nonexistent", decoder=reader, corpus=config)
+            if self._options is not None and "embedder" not in options:
+                rag.take_embedder_of_index()
+            self._room = Room(rag, 0)
         return self._room
+
+
+def _told(cited: Sequence[Cited]) -> list[dict[str, Any]]:
+    """Passages in the words of `blend serve`, without whether their caches are there: the worker knows that, later."""
+    return [
+        {
+            "kind": one.kind,
+            "id": one.id,
+            "title": one.title,
+            "text": one.text,
+            "score": one.score,
+            "tokens": len(one.passage.ids),
+        }
+        for one in cited
+    ]

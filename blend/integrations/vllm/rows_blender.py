@@ -25,14 +25,20 @@ _LOG = logging.getLogger("vllm.kvblend")
 
 
 class RowBlender:
-    """Blended prefill into blocks. decoder: the worker's model. store, config, corpus: as `Blender` has them."""
+    """Blended prefill into blocks. decoder: the worker's model. store, config: as `Blender` has them."""
 
-    def __init__(self, decoder: PagedDecoder, store: ChunkStore, config: BlendConfig, corpus: str = "") -> None:
+    def __init__(self, decoder: PagedDecoder, store: ChunkStore, config: BlendConfig) -> None:
         self.decoder, self.store, self.config = decoder, store, config
-        self.filler = Filler(decoder, store, config, corpus=corpus)
-        self._missing: deque[tuple[PromptLayout, Variant]] = deque(maxlen=_MOST_MISSING)
+        self._fillers: dict[str, Filler] = {}
+        self._missing: deque[tuple[Filler, PromptLayout, Variant]] = deque(maxlen=_MOST_MISSING)
 
-    def blend(self, layout: PromptLayout, place: Place) -> Filled:
+    def filler(self, corpus: str = "") -> Filler:
+        """With the surrogate context and the KV corrections of this corpus."""
+        if corpus not in self._fillers:
+            self._fillers[corpus] = Filler(self.decoder, self.store, self.config, corpus=corpus)
+        return self._fillers[corpus]
+
+    def blend(self, layout: PromptLayout, place: Place, corpus: str = "") -> Filled:
         """Write blended KV to the rows of `place`; its blocks have room for the whole prompt. Raises as `Filler.fill`.
 
         The logits are empty: vLLM runs the last row itself. What the store lacked is remembered for `rest`.
@@ -43,7 +49,8 @@ class RowBlender:
             self.decoder.run_rows(request)
             return nothing
 
-        steps = self.filler.fill(
+        filler = self.filler(corpus)
+        steps = filler.fill(
             layout,
             config=self.config,
             room=0,
@@ -55,7 +62,7 @@ class RowBlender:
         self.decoder.settle(filled.cache)
         for line in (*filled.placed.opened.problems, *filled.problems, *filled.notes):
             _LOG.warning("kvblend: %s", line)
-        self._missing.extend((layout, one) for one in filled.placed.opened.missing)
+        self._missing.extend((filler, layout, one) for one in filled.placed.opened.missing)
         return filled
 
     def compute(self, layout: PromptLayout, place: Place) -> None:
@@ -69,9 +76,9 @@ class RowBlender:
         """Compute and store one of the caches that prompts lacked; whether there was one. For when no request waits."""
         if not self._missing:
             return False
-        layout, wanted = self._missing.popleft()
+        filler, layout, wanted = self._missing.popleft()
         try:
-            self.filler.keep(layout, self.filler.library(layout.kept_behind).lacking([wanted]))
+            filler.keep(layout, filler.library(layout.kept_behind).lacking([wanted]))
         except StoreError as error:
             _LOG.warning("kvblend: %s", error)
         return True

@@ -12,14 +12,15 @@ from blend.chunks.likeness import alike
 from blend.config import BlendConfig
 from blend.errors import BlendError
 from blend.integrations.vllm.contract import Load, LoadFailedError, Site
+from blend.integrations.vllm.local import CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.rows_blender import RowBlender
 from blend.integrations.vllm.rows_cache import Place
 from blend.integrations.vllm.rows_check import admitted, refusal
 from blend.integrations.vllm.rows_decoder import Facts
 from blend.integrations.vllm.rows_find import model_of
 from blend.integrations.vllm.rows_identity import fingerprints
-from blend.integrations.vllm.rows_ticket import layout_of
-from blend.store import open_store
+from blend.integrations.vllm.rows_ticket import told_by
+from blend.rag import Rag
 
 _CONFIG = ("ratio", "selector", "surrogate", "correction")  # options that are entries of `BlendConfig`
 _UNLIMITED = (
@@ -30,12 +31,13 @@ _UNLIMITED = (
 class RecomputedRows:
     """A `Stage`, see the contract. A ticket says where a prompt's segments end, see `rows_ticket`.
 
-    options: "store", a folder; "ratio", "selector", "surrogate", "correction" as in `BlendConfig`; "corpus". Raises
-    `ValueError`, in one line, for a model that cannot be driven over rows.
+    options: "store", as of `Rag`; "ratio", "selector", "surrogate", "correction" as in `BlendConfig`; "codec" as in
+    `CorpusConfig`; "chunk_tokens", "embedder" and "top_k" are the middleware's. Raises `ValueError`, in one line, for a
+    model that cannot be driven over rows.
     """
 
     apart = False
-    options = frozenset({"store", "corpus", *_CONFIG})
+    options = frozenset({"store", *_CONFIG}) | CORPUS_OPTIONS
 
     def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
         self.blender = row_blender(site, model_of(site.layers), options)
@@ -43,10 +45,10 @@ class RecomputedRows:
     def fill(self, load: Load) -> None:
         """See `Stage`."""
         try:
-            layout = layout_of(load.ticket, load.token_ids)
+            layout, corpus = told_by(load.ticket, load.token_ids)
             place = Place(load.blocks, load.start, load.stop)
             if load.start < layout.context.stop:
-                self.blender.blend(layout, place)
+                self.blender.blend(layout, place, corpus)
             else:  # all that could be reused is in vLLM's cache
                 self.blender.compute(layout, place)
         except (BlendError, ValueError) as error:
@@ -63,7 +65,7 @@ class RecomputedRows:
 def row_blender(site: Site, model: Any, options: Mapping[str, Any]) -> RowBlender:
     """What fills blocks with this worker's model; options and errors as `RecomputedRows` says."""
     if "store" not in options:
-        raise ValueError("kvblend: stage rows needs the option store, the folder of the chunk caches")
+        raise ValueError("kvblend: stage rows needs the option store, as of blend precompute")
     try:
         if why := refusal(site):
             raise ValueError(f"because {why}")
@@ -73,12 +75,12 @@ def row_blender(site: Site, model: Any, options: Mapping[str, Any]) -> RowBlende
         raise ValueError(f"kvblend: vLLM's own model cannot recompute rows, {error}; use stage copied") from error
     try:
         config = BlendConfig(**{name: options[name] for name in _CONFIG if name in options})
-        store = open_store(str(options["store"]))
+        store = Rag(str(options["store"]), blend=config, corpus=corpus_config(options)).store
     except BlendError as error:
         raise ValueError(f"kvblend: {error}") from error
     shared = own.named(prints.shared)
     decoder = shared if alike(store, shared) else own
-    return RowBlender(decoder, store, config, str(options.get("corpus", "")))
+    return RowBlender(decoder, store, config)
 
 
 def _facts(site: Site, fingerprint: str) -> Facts:

@@ -1,18 +1,20 @@
-"""A prompt's layout as a ticket: the lengths of its segments, which with the token ids say all of it."""
+"""A prompt's layout as a ticket: the lengths of its segments, which with the token ids say all of it, and its corpus."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+from blend.corpora import check_corpus_name
+from blend.errors import ConfigError
 from blend.types import Part, PromptLayout
 
 
-def ticket_of(layout: PromptLayout) -> str:
-    """Of a prompt that a stage is to blend."""
+def ticket_of(layout: PromptLayout, corpus: str = "") -> str:
+    """Of a prompt that a stage is to blend. corpus: whose surrogate context and KV corrections are used."""
     told: dict[str, Any] = {"prefix": len(layout.prefix), "chunks": [len(chunk) for chunk in layout.chunks]}
     if layout.plain:
         told["plain"] = sorted(layout.plain)
@@ -20,22 +22,36 @@ def ticket_of(layout: PromptLayout) -> str:
         told["parts"] = [[place, part.whole, part.first] for place, part in sorted(layout.parts.items())]
     if layout.home is not None:
         told["home"] = layout.home
+    if corpus:
+        told["corpus"] = corpus
     return json.dumps(told, separators=(",", ":"))
 
 
-def ready_for(layout: PromptLayout) -> dict[str, str]:
-    """What a request for this prompt carries. salt: of vLLM's prefix cache, so that only the same blend shares its blocks."""
-    ticket = ticket_of(layout)
-    return {"ticket": ticket, "salt": sha256(f"rows {ticket} {layout.token_ids}".encode()).hexdigest()}
+def ready_for(layout: PromptLayout, corpus: str = "", generation: str = "") -> dict[str, str]:
+    """What a request for this prompt carries.
+
+    generation: of the store. salt: of vLLM's prefix cache, so that only the same blend shares its blocks.
+    """
+    ticket = ticket_of(layout, corpus)
+    told = f"rows {ticket} {layout.token_ids} {generation}"
+    return {"ticket": ticket, "salt": sha256(told.encode()).hexdigest()}
 
 
-def by_rows(config: Any) -> bool:
-    """Whether a vLLM that is configured so (`VllmConfig`) blends prompts with its own model."""
+def rows_options(config: Any) -> Mapping[str, Any] | None:
+    """The connector's options in a vLLM that is configured (`VllmConfig`) to blend with its own model; None for any other."""
     transfer = getattr(config, "kv_transfer_config", None)
-    return transfer is not None and (transfer.kv_connector_extra_config or {}).get("stage") == "rows"
+    options: Mapping[str, Any] = {} if transfer is None else transfer.kv_connector_extra_config or {}
+    return options if options.get("stage") == "rows" else None
 
 
-def layout_of(ticket: str, token_ids: Sequence[int]) -> PromptLayout:
+class Told(NamedTuple):
+    """What a ticket says of a prompt."""
+
+    layout: PromptLayout
+    corpus: str
+
+
+def told_by(ticket: str, token_ids: Sequence[int]) -> Told:
     """The prompt of these token ids. Raises ValueError for a ticket that is none of them."""
     ids = tuple(token_ids)
     try:
@@ -47,6 +63,9 @@ def layout_of(ticket: str, token_ids: Sequence[int]) -> PromptLayout:
         chunks = tuple(ids[start:stop] for start, stop in pairwise(cuts))
         parts = {place: Part(tuple(whole), first) for place, whole, first in told.get("parts", ())}
         home = tuple(told["home"]) if "home" in told else None
-    except (ValueError, KeyError, TypeError):
+        corpus = told.get("corpus", "")
+        check_corpus_name(corpus)
+    except (ValueError, KeyError, TypeError, ConfigError):
         raise ValueError("the ticket describes no prompt of these tokens") from None
-    return PromptLayout(ids[: cuts[0]], chunks, ids[cuts[-1] :], frozenset(told.get("plain", ())), parts, home)
+    plain = frozenset(told.get("plain", ()))
+    return Told(PromptLayout(ids[: cuts[0]], chunks, ids[cuts[-1] :], plain, parts, home), corpus)

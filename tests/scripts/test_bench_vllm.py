@@ -1,0 +1,58 @@
+"""What `scripts/bench_vllm` prints and draws of rows; tests/vllm runs it where vLLM is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from _vllm_bench import BLENDED, PLAIN
+from _vllm_show import draw, first_table, generator_table, together_line
+
+ROOT = Path(__file__).parents[2]
+
+
+def first(server: str, question: int, ttft: float, tpot: float, **more: Any) -> dict[str, Any]:
+    key = {"server": server, "context": 2048, "question": question}
+    return {**key, "prompt_tokens": 2000, "ttft_s": ttft, "tpot_s": tpot, "error": None, **more}
+
+
+def test_ratios_are_medians_of_pairs_and_lost_ones_count_for_neither() -> None:
+    rows = [first(PLAIN, 0, 20.0, 0.1), first(PLAIN, 1, 30.0, 0.1), first(PLAIN, 2, 90.0, 0.1)]
+    rows += [first(BLENDED, 0, 10.0, 0.1), first(BLENDED, 1, 5.0, 0.2), first(BLENDED, 2, 1.0, 0.1, error="lost")]
+    _, line = first_table(rows)
+    times, paces = "2,000 2 25.00 s 7.50 s 4.00 PASS 3", "100.00 ms 150.00 ms 0.75 FAIL 0.95"
+    assert line.split() == f"{times} {paces}".split()
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(9.6, "PASS"), (9.4, "FAIL")])
+def test_answers_together(ours: float, verdict: str) -> None:
+    rows = [
+        {"server": name, "turn": 0, "batch": 8, "tokens_per_s": rate} for name, rate in ((PLAIN, 10.0), (BLENDED, ours))
+    ]
+    (line,) = together_line(rows)
+    assert line.endswith(verdict)
+    assert list(together_line([{**row, "tokens_per_s": None} for row in rows])) == []
+
+
+def test_the_load_generators_rows_are_shown_and_drawn(tmp_path: Path) -> None:
+    times = {"ttft_s": {"p50": 1.0, "p95": 2.0, "p99": 3.0}, "tpot_s": {"p50": 0.1, "p95": 0.2}}
+    counts = {"completed": 7, "requests": 8, "requests_per_s": 0.1}
+    rows = [{"server": name, "rate": rate, **times, **counts} for name in (PLAIN, BLENDED) for rate in (0.1, 0.2)]
+    lines = list(generator_table(rows))
+    assert len(lines) == 2 + len(rows)
+    assert lines[-1].endswith("7/8")
+    options = {"tiny": True, "context_tokens": [192], "ratio": 0.15, "threads": 1, "prompts": 8}
+    draw(rows, {"options": options, "machine": {"cpu": "a CPU"}}, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("given", [["--show"], []])
+def test_without_vllm_it_shows_what_there_is_or_says_what_it_needs(given: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "bench_vllm"), "--json", str(tmp_path / "r.json"), *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode == 0) == bool(given)
+    assert given or done.stderr.strip() == "name the python of an environment with vLLM: --vllm .venv-vllm/bin/python"
