@@ -27,6 +27,12 @@ VLLM = (
     *("-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32", "--host", "127.0.0.1"),
     *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
 )
+CONNECTOR = {
+    "kv_connector": "KVBlend",
+    "kv_connector_module_path": "blend.integrations.vllm.connector",
+    "kv_role": "kv_consumer",
+    "kv_load_failure_policy": "recompute",
+}
 START_S = 1800.0  # vLLM compiles the model on its first start
 _URL = re.compile(r"http://[\w.\[\]:]+:\d+")
 
@@ -86,14 +92,48 @@ def vllm_server(python: str, model: Path, *, threads: int, answer_tokens: int, l
 
     It gets the token ids that kvblend makes of the question and its passages. longest: tokens of a prompt and its answer.
     """
-    port = free_port()
-    command = (python, *VLLM, "--model", str(model), "--max-model-len", str(longest), "--port", str(port))
     layout = _layout(model)
 
     def words(asked: Asked) -> Request:
         return Request("/v1/completions", {"prompt": list(layout(asked)), **greedy(answer_tokens)})
 
-    return Server("vllm", command, words, f"http://127.0.0.1:{port}", environment=vllm_environment(python, threads))
+    return _vllm("vllm", (python, *VLLM), model, longest, words, vllm_environment(python, threads))
+
+
+def blended_vllm_server(
+    python: str,
+    store: Path,
+    model: Path,
+    *,
+    threads: int,
+    answer_tokens: int,
+    longest: int,
+    way: Way = "documents",
+    ratio: float = 0.15,
+) -> Server:
+    """The same server with kvblend in it: vLLM's own model recomputes this share of the rows."""
+    options = {"stage": "rows", "store": str(store), "ratio": ratio}
+    connector = {**CONNECTOR, "kv_connector_extra_config": options}
+    added = (
+        "--middleware",
+        "blend.integrations.vllm.middleware.KVBlend",
+        "--kv-transfer-config",
+        json.dumps(connector),
+    )
+    environment = vllm_environment(python, threads) | {"PYTHONPATH": project_environment(threads)["PYTHONPATH"]}
+
+    def words(asked: Asked) -> Request:
+        return Request("/v1/chat/completions", {**chat(asked, way), **greedy(answer_tokens)})
+
+    return _vllm("vllm + kvblend", (python, *VLLM, *added), model, longest, words, environment)
+
+
+def _vllm(
+    name: str, command: tuple[str, ...], model: Path, longest: int, words: Words, environment: Mapping[str, str]
+) -> Server:
+    port = free_port()
+    more = ("--model", str(model), "--max-model-len", str(longest), "--port", str(port))
+    return Server(name, (*command, *more), words, f"http://127.0.0.1:{port}", environment=environment)
 
 
 def vllm_environment(python: str, threads: int) -> dict[str, str]:

@@ -1,0 +1,155 @@
+"""What `scripts/bench_vllm` measures: vLLM's server with kvblend in it and without, asked the same in turns."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from _results import Results, Row
+from _serving import Asked, Traffic
+from _serving_corpus import Corpus, make_corpus
+from _serving_load import Sample, one_by_one, open_loop
+from _serving_parts import together
+from _serving_servers import Running, Server, blended_vllm_server, chat, running, vllm_server
+
+PLAIN, BLENDED = "vllm", "vllm + kvblend"
+DRAIN_S = 1800.0
+WARM = 2  # questions before the first that counts: vLLM compiles for them
+MARGIN = 1024  # tokens of a prompt beside its passages and its answer
+_FIGURES = {"p50": "median_ttft_ms", "p95": "p95_ttft_ms", "p99": "p99_ttft_ms"}
+
+
+def say(line: str) -> None:
+    """To whoever waits; results go to standard output."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class VllmBench:
+    """The parts of one benchmark. model: a directory. folder: for what nobody needs afterwards."""
+
+    def __init__(self, options: argparse.Namespace, results: Results, model: Path, folder: Path) -> None:
+        self.options, self.results, self.model, self.folder = options, results, model, folder
+        self.store = options.store or folder / "store"
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """Precomputed when it is first asked for."""
+        given = self.options
+        return make_corpus(
+            self.model, self.store, questions=None, passages=given.passages, chunk_tokens=given.chunk_tokens,
+            threads=given.threads,
+        )  # fmt: skip
+
+    def asked(self, count: int, context: int, *seed: int) -> list[Asked]:
+        """So many questions, each over passages of its own draw, all equally likely."""
+        return Traffic(self.corpus, context, 0.0).at_once(count, (self.options.seed, context, *seed))
+
+    def servers(self) -> list[Server]:
+        """Both."""
+        given = self.options
+        sizes = {"answer_tokens": given.answer_tokens, "threads": given.threads}
+        longest = max(given.context_tokens) + given.answer_tokens + MARGIN
+        ours = blended_vllm_server(given.vllm, self.store, self.model, longest=longest, ratio=given.ratio, **sizes)
+        return [vllm_server(given.vllm, self.model, longest=longest, **sizes), ours]
+
+    def measure(self) -> None:
+        """What was asked for and is not there yet."""
+        only, _ = self.options.only, self.corpus
+        with ExitStack() as stack:
+            ups: list[Running] = []
+            for server in self.servers():
+                say(f"{server.name} starts")
+                log = self.folder / f"{server.name.replace(' ', '')}.log"
+                ups.append(stack.enter_context(running(server, log)))
+            for up in ups:
+                say(f"{up.server.name} is warmed up")
+                for context in self.options.context_tokens:
+                    self._samples(up, self.asked(WARM, context, 9))
+            if "first" in only:
+                for context in self.options.context_tokens:
+                    self._first(ups, context)
+            if "together" in only:
+                self._together(ups)
+            if "generator" in only:
+                self._generator(ups)
+
+    def _samples(self, up: Running, plan: list[Asked]) -> list[Sample]:
+        return asyncio.run(one_by_one(up.url, plan, up.words))
+
+    def _first(self, ups: list[Running], context: int) -> None:
+        """Each question to both, one after the other."""
+        for number, asked in enumerate(self.asked(self.options.questions, context, 0)):
+            for up in ups if number % 2 == 0 else ups[::-1]:
+                key = {"server": up.server.name, "context": context, "question": number}
+                if self.results.find("first", key) is None:
+                    [sample] = self._samples(up, [asked])
+                    say(f"{up.server.name}, {sample.prompt_tokens} tokens: {sample.error or f'{sample.ttft_s:.2f} s'}")
+                    self.results.put("first", key, _row(sample))
+
+    def _together(self, ups: list[Running]) -> None:
+        """Answers that run together over one prompt length, in turns."""
+        batch, context = self.options.batch, self.options.context_tokens[0]
+        for turn in range(2):
+            plan = self.asked(batch, context, 1, turn)
+            for up in ups if turn % 2 == 0 else ups[::-1]:
+                key = {"server": up.server.name, "turn": turn, "batch": batch}
+                if self.results.find("together", key) is None:
+                    say(f"{up.server.name}, {batch} answers")
+                    samples = asyncio.run(open_loop(up.url, plan, up.words, DRAIN_S))
+                    errors = [one.error for one in samples if one.error]
+                    rate = None if errors else together(samples)
+                    self.results.put("together", key, {"tokens_per_s": rate, "errors": errors})
+
+    def _generator(self, ups: list[Running]) -> None:
+        """VLLM's own load generator, which asks both the same texts."""
+        context = self.options.context_tokens[0]
+        for turn, rate in enumerate(self.options.rates):
+            plan = self.asked(self.options.prompts, context, 2, turn)
+            file = self.folder / "prompts.jsonl"
+            lines = [{"prompt": chat(asked, "pasted")["messages"][0]["content"]} for asked in plan]
+            file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+            for up in ups if turn % 2 == 0 else ups[::-1]:
+                key = {"server": up.server.name, "rate": rate}
+                if self.results.find("generator", key) is None:
+                    say(f"vllm bench serve against {up.server.name}, {rate:g}/s")
+                    self.results.put("generator", key, self._bench_serve(up, file, rate))
+
+    def _bench_serve(self, up: Running, prompts: Path, rate: float) -> Row:
+        given, out = self.options, self.folder / "generator.json"
+        command = [
+            *(given.vllm, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai-chat"),
+            *("--endpoint", "/v1/chat/completions", "--base-url", up.url, "--model", up.model),
+            *("--tokenizer", str(self.model), "--dataset-name", "custom", "--dataset-path", str(prompts)),
+            *("--skip-chat-template", "--disable-shuffle", "--custom-output-len", str(given.answer_tokens)),
+            *("--num-prompts", str(given.prompts), "--request-rate", str(rate), "--seed", str(given.seed)),
+            *("--ignore-eos", "--temperature", "0", "--percentile-metrics", "ttft,tpot,itl,e2el"),
+            *("--metric-percentiles", "95,99", "--save-result", "--result-dir", str(out.parent)),
+            *("--result-filename", out.name, "--disable-tqdm"),
+        ]  # fmt: skip
+        done = subprocess.run(
+            command, env=dict(up.server.environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if done.returncode:
+            raise SystemExit(f"vllm bench serve ended with {done.returncode}:\n{done.stdout[-2000:]}")
+        told = json.loads(out.read_text(encoding="utf-8"))
+        return {
+            "ttft_s": {name: told[key] / 1e3 for name, key in _FIGURES.items()},
+            "tpot_s": {"p50": told["median_tpot_ms"] / 1e3, "p95": told["p95_tpot_ms"] / 1e3},
+            "completed": told["completed"],
+            "requests": given.prompts,
+            "requests_per_s": told["request_throughput"],
+            "prompt_tokens": told["total_input_tokens"],
+        }
+
+
+def _row(sample: Sample) -> Row:
+    """Of a question and its answer."""
+    kept = replace(sample, pieces_s=[]).plain()
+    return {**kept, "ttft_s": sample.ttft_s, "tpot_s": sample.tpot_s}
