@@ -42,7 +42,7 @@ class Process:
     """A command whose output goes into a file."""
 
     def __init__(self, command: list[str], log: Path, **variables: str) -> None:
-        path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")])
+        path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels", Path(__file__).parent)))
         environment = {**os.environ, "PYTHONPATH": path, **variables}
         self.log, begin = log, log.stat().st_size if log.exists() else 0
         self._begin = begin
@@ -85,11 +85,16 @@ class Machines:
         self.prefill.ready("Ready at")
         return self.prefill
 
-    def start_server(self, options: dict[str, Any] | None = None, **variables: str) -> Process:
-        """options: of the connector; by default the prefill process's socket."""
+    def start_server(
+        self,
+        options: dict[str, Any] | None = None,
+        module: str = "blend.integrations.vllm.connector",
+        **variables: str,
+    ) -> Process:
+        """options: of the connector, out of this module; by default the prefill process's socket."""
         connector = {
             "kv_connector": "KVBlend",
-            "kv_connector_module_path": "blend.integrations.vllm.connector",
+            "kv_connector_module_path": module,
             "kv_role": "kv_consumer",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": options or {"socket": self.socket},

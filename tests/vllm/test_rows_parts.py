@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
 import pytest
 import torch
 
+from blend.integrations.vllm.contract import Load, LoadFailedError, ModelRefusedError
 from blend.integrations.vllm.rows_identity import Fingerprints
 from blend.integrations.vllm.rows_rope import from_table
 from blend.integrations.vllm.rows_scratch import Scratch, block_dimension
 from blend.integrations.vllm.rows_ticket import ticket_of, told_by
+from blend.integrations.vllm.stages import Stages, rows_options
 from blend.types import Part, PromptLayout
 
 LAYOUTS = {
@@ -88,3 +95,92 @@ def test_what_vllm_changes_about_a_model_keeps_its_caches_apart() -> None:
     assert plain.shared == "files"
     assert len({plain.shared, plain.own, quantised.shared, scaled.shared}) == 4
     assert (quantised.own, scaled.own) == (quantised.shared, scaled.shared)
+
+
+class Filling:
+    """A stage that remembers."""
+
+    apart, options = False, frozenset({"store"})
+
+    def __init__(self, site: Any, options: Mapping[str, Any]) -> None:
+        self.filled: list[str] = []
+        self.given = dict(options)
+        MADE.append(self)
+
+    def fill(self, load: Load) -> None:
+        self.filled.append(load.ticket)
+
+    def rest(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Refusing(Filling):
+    def __init__(self, site: Any, options: Mapping[str, Any]) -> None:
+        raise ModelRefusedError("kvblend: it cannot")
+
+
+class Mistaken(Filling):
+    def __init__(self, site: Any, options: Mapping[str, Any]) -> None:
+        raise ValueError("kvblend: there is no such store")
+
+
+class Copying(Filling):
+    options = frozenset({"socket"})
+
+    def fill(self, load: Load) -> None:
+        if load.ticket.startswith("{"):
+            raise LoadFailedError("no such ticket")
+        super().fill(load)
+
+
+MADE: list[Filling] = []
+NAME, LAYOUT = "f" * 32, '{"prefix":1}'
+
+
+def site() -> Any:
+    options = {"stage": "auto", "store": "s", "socket": "@s"}
+    transfer = SimpleNamespace(engine_id=str(uuid4()), kv_connector_extra_config=options)
+    return SimpleNamespace(config=SimpleNamespace(kv_transfer_config=transfer), block_size=16)
+
+
+def load(ticket: str) -> Load:
+    return Load(ticket[:4], ticket, tuple(range(40)), (3, 4, 5), 0, 39)
+
+
+def test_each_ticket_finds_its_stage_and_the_server_learns_that_there_are_two() -> None:
+    MADE.clear()
+    place = site()
+    options = place.config.kv_transfer_config.kv_connector_extra_config
+    assert rows_options(place.config) is None, "no worker has said so"
+    stages = Stages(place, options, {"copied": Copying, "rows": Filling})
+    try:
+        assert rows_options(place.config) == options
+        assert rows_options(site().config) is None, "another engine's"
+        for ticket in (NAME, LAYOUT):
+            stages.start(load(ticket))
+        assert [one.filled for one in MADE] == [[NAME], [LAYOUT]]
+        assert [one.given for one in MADE] == [{"socket": "@s"}, {"store": "s"}]
+        assert stages.done() == (set(), set(), set())
+    finally:
+        stages.close()
+    assert rows_options(place.config) is None
+
+
+def test_a_model_that_is_refused_leaves_it_to_the_other_stage() -> None:
+    MADE.clear()
+    place = site()
+    stages = Stages(
+        place, place.config.kv_transfer_config.kv_connector_extra_config, {"copied": Copying, "rows": Refusing}
+    )
+    assert rows_options(place.config) is None
+    stages.start(load(NAME))
+    stages.start(load(LAYOUT))  # nobody makes one; vLLM computes its rows
+    assert MADE[0].filled == [NAME]
+    assert stages.done() == (set(), {LAYOUT[:4]}, {3, 4, 5})
+    with pytest.raises(ModelRefusedError):
+        Stages(place, {}, {"rows": Refusing})
+    with pytest.raises(ValueError, match="no such store"):
+        Stages(place, {}, {"copied": Copying, "rows": Mistaken})

@@ -203,11 +203,17 @@ def test_a_folder_is_needed() -> None:
 
 
 def test_a_stage_has_options_of_its_own() -> None:
-    from blend.integrations.vllm.connector import _chosen
+    from blend.integrations.vllm.stages import is_apart, stages_of
 
-    make, apart = _chosen({"stage": "rows", "store": "kv", "ratio": 0.2})
-    assert (make.__name__, apart) == ("RecomputedRows", False)
+    options = {"stage": "auto", "store": "kv", "ratio": 0.2, "socket": "@x"}
+    both = stages_of(options)
+    assert list(both) == ["copied", "rows"]
+    assert is_apart(both, options, "f" * 32)
+    assert not is_apart(both, {**options, "load": "sync"}, "f" * 32)
+    assert not is_apart(both, options, '{"prefix": 1}')
     with pytest.raises(ValueError, match="stage rows has no option 'socket'"):
-        _chosen({"stage": "rows", "socket": "@x"})
+        stages_of({"stage": "rows", "socket": "@x"})
     with pytest.raises(ValueError, match="stage copied has no option 'store'"):
-        _chosen({"store": "kv"})
+        stages_of({"store": "kv"})
+    with pytest.raises(ValueError, match="there is no stage 'row'; choose one of copied, rows, auto"):
+        stages_of({"stage": "row"})

@@ -1,14 +1,13 @@
 """The KV connector: vLLM loads this class by `kv_connector_module_path`, in its scheduler and in every worker process.
 
 Made after vLLM 0.32. In the scheduler it offers rows and remembers failures (`offers`); in a worker it has a stage fill blocks
-(`contract`, `loads`).
+(`contract`, `stages`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,17 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.model_executor.models.utils import extract_layer_index
 
-from blend.integrations.vllm.contract import Load, MakeStage, Site
-from blend.integrations.vllm.loads import Loads
-from blend.integrations.vllm.offers import Offers
+from blend.integrations.vllm.contract import Load, Site
+from blend.integrations.vllm.offers import Offers, ticket_of
 from blend.integrations.vllm.refusals import refuse
-
-STAGES = {
-    "copied": "blend.integrations.vllm.copied:CopiedKV",
-    "rows": "blend.integrations.vllm.rows_stage:RecomputedRows",
-}
-"""Where each stage is made, by the name that the option "stage" gives."""
-_OPTIONS = {"stage", "load"}
+from blend.integrations.vllm.stages import Stages, is_apart, stages_of
 
 
 @dataclass
@@ -61,9 +53,9 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         refuse(vllm_config, kv_cache_config)
         self._options: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        self._make, self._apart = _chosen(self._options)
+        self._made = stages_of(self._options)
         self._offers = Offers()
-        self._loads: Loads | None = None
+        self._stages: Stages | None = None
         self._failed: set[str] = set()
         self._bad: set[int] = set()
 
@@ -72,7 +64,7 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """How many rows are offered, and whether they are loaded beside the batch."""
         rows = self._offers.rows(request, num_computed_tokens)
-        return rows, bool(rows) and self._apart
+        return rows, bool(rows) and is_apart(self._made, self._options, ticket_of(request) or "")
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """An offer was taken up, or not."""
@@ -101,25 +93,25 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
         names = tuple(sorted(kv_caches, key=extract_layer_index))
         block_size = self._vllm_config.cache_config.block_size
         site = Site(self._vllm_config, names, tuple(modules[name] for name in names), block_size)
-        self._loads = Loads(self._make(site, self._options), block_size, apart=self._apart)
+        self._stages = Stages(site, self._options, self._made)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the loads of this step."""
         told = self._get_connector_metadata()
         assert isinstance(told, StepLoads)
-        assert self._loads is not None
+        assert self._stages is not None
         for load in told.loads:
-            self._loads.start(load)
+            self._stages.start(load)
         if not told.loads:
-            self._loads.rest()
+            self._stages.rest()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Nothing is ever sent; requests whose load beside the batch has ended, well or not."""
-        if self._loads is None:
+        if self._stages is None:
             return None, None
-        done = self._loads.done()
+        done = self._stages.done()
         self._failed, self._bad = done.failed, done.blocks
-        return None, (done.requests if self._apart else None) or None
+        return None, done.requests or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of the failed ones among them."""
@@ -131,8 +123,8 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """The process ends."""
-        if self._loads is not None:
-            self._loads.close()
+        if self._stages is not None:
+            self._stages.close()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before the forward pass or are waited for by the scheduler."""
@@ -142,18 +134,3 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """Nothing is taken out of the cache."""
-
-
-def _chosen(options: Mapping[str, Any]) -> tuple[MakeStage, bool]:
-    """The stage, and whether it runs beside the batch. Raises `ValueError` for options that there are not."""
-    stage, load = options.get("stage", "copied"), options.get("load")
-    if stage not in STAGES:
-        raise ValueError(f"kvblend: there is no stage {stage!r}; choose one of {', '.join(STAGES)}")
-    if load not in (None, "async", "sync"):
-        raise ValueError(f"kvblend: load is {load!r}; choose async or sync")
-    module, _, name = STAGES[stage].partition(":")
-    make = getattr(import_module(module), name)
-    known = _OPTIONS | make.options
-    if unknown := sorted(set(options) - known):
-        raise ValueError(f"kvblend: stage {stage} has no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
-    return make, load != "sync" and make.apart

@@ -6,7 +6,7 @@ first copies KV that the prefill process computed (`blend.integrations.vllm.copi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +31,10 @@ class Load(NamedTuple):
 
 class LoadFailedError(Exception):
     """A load that cannot be done: vLLM computes these rows itself. The message is one line for the operator."""
+
+
+class ModelRefusedError(ValueError):
+    """A stage cannot work with a model; another may. The message is one line for the operator."""
 
 
 @dataclass(frozen=True)
@@ -90,5 +94,14 @@ class Stage(Protocol):
         """The worker process ends."""
 
 
-MakeStage = Callable[[Site, Mapping[str, Any]], Stage]
-"""Makes a stage for a worker process from the connector's extra configuration. Raises `ValueError`, in one line, to refuse."""
+class MakeStage(Protocol):
+    """Makes a stage for a worker process, from its own options.
+
+    Raises `ModelRefusedError` for a model, and `ValueError`, in one line, for options that are wrong.
+    """
+
+    apart: bool
+    options: frozenset[str]
+
+    def __call__(self, site: Site, options: Mapping[str, Any]) -> Stage:
+        """See above."""

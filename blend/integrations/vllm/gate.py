@@ -16,7 +16,8 @@ from blend.integrations.vllm.lease import Lease
 from blend.integrations.vllm.local import LocalPrompts
 from blend.integrations.vllm.offers import PARAMETER
 from blend.integrations.vllm.questions import part_of, plain_model, wants_context
-from blend.integrations.vllm.rows_ticket import ready_for, rows_options
+from blend.integrations.vllm.rows_ticket import ready_for
+from blend.integrations.vllm.stages import rows_options
 from blend.serve.door.errors import DoorError, Failure, failure_of, refuse, unavailable
 from blend.serve.engine import ASKED_FOR
 

@@ -30,7 +30,7 @@ class Loads:
     """
 
     def __init__(self, stage: Stage, block_size: int, *, apart: bool) -> None:
-        self._stage, self._block_size, self._apart = stage, block_size, apart
+        self._stage, self._block_size, self.apart = stage, block_size, apart
         self._waiting: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._done = Done(set(), set(), set())
@@ -41,14 +41,14 @@ class Loads:
 
     def start(self, load: Load) -> None:
         """Do it now, or beside."""
-        if self._apart:
+        if self.apart:
             self._waiting.put(load)
         else:
             self._do(load)
 
     def rest(self) -> None:
         """A step without loads begins."""
-        if self._apart:
+        if self.apart:
             return
         try:
             with torch.inference_mode():

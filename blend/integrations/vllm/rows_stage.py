@@ -11,7 +11,7 @@ from typing import Any
 from blend.chunks.likeness import alike
 from blend.config import BlendConfig
 from blend.errors import BlendError
-from blend.integrations.vllm.contract import Load, LoadFailedError, Site
+from blend.integrations.vllm.contract import Load, LoadFailedError, ModelRefusedError, Site
 from blend.integrations.vllm.local import CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.rows_blender import RowBlender
 from blend.integrations.vllm.rows_cache import Place
@@ -72,7 +72,9 @@ def row_blender(site: Site, model: Any, options: Mapping[str, Any]) -> RowBlende
         prints = fingerprints(site.config)
         own = admitted(site, model, _facts(site, prints.own))
     except (BlendError, ValueError) as error:
-        raise ValueError(f"kvblend: vLLM's own model cannot recompute rows, {error}; use stage copied") from error
+        raise ModelRefusedError(
+            f"kvblend: vLLM's own model cannot recompute rows, {error}; use stage copied"
+        ) from error
     try:
         config = BlendConfig(**{name: options[name] for name in _CONFIG if name in options})
         store = Rag(str(options["store"]), blend=config, corpus=corpus_config(options)).store

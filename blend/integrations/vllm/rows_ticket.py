@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -37,11 +37,9 @@ def ready_for(layout: PromptLayout, corpus: str = "", generation: str = "") -> d
     return {"ticket": ticket, "salt": sha256(told.encode()).hexdigest()}
 
 
-def rows_options(config: Any) -> Mapping[str, Any] | None:
-    """The connector's options in a vLLM that is configured (`VllmConfig`) to blend with its own model; None for any other."""
-    transfer = getattr(config, "kv_transfer_config", None)
-    options: Mapping[str, Any] = {} if transfer is None else transfer.kv_connector_extra_config or {}
-    return options if options.get("stage") == "rows" else None
+def is_layout(ticket: str) -> bool:
+    """Whether a ticket is one of these, and not the name of what a prefill process holds."""
+    return ticket.startswith("{")
 
 
 class Told(NamedTuple):
