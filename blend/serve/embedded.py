@@ -39,6 +39,9 @@ MOST_LACKING = 512  # caches that prompts lacked; of more the next prompts remin
 GPU_ROWS = 1024
 ROWS_ALONE = 256
 TURN = 4  # while answers are decoded, one pass in so many computes a piece of a chunk's cache
+# While prompts are prefilled, one in so many does so in place of a prompt's piece. Were there none, a server for which prompts
+# always wait would compute what its store lost in every prompt, never store it, and be slower with each cache that it loses.
+TURN_AMONG_PROMPTS = 8
 
 
 class EmbeddedEngine:
@@ -212,7 +215,7 @@ class EmbeddedEngine:
             self._running.append(job)
 
     def _pass(self, jobs: Sequence[Job]) -> None:
-        """One row of every answer, and a piece of the first prompt that is not prefilled, or else of a chunk's cache."""
+        """One row of every answer, and a piece of the first prompt that is not prefilled, or of a chunk's cache."""
         for job in jobs:
             if reason := job.given_up:
                 job.end(reason)
@@ -226,12 +229,16 @@ class EmbeddedEngine:
                 self._guarded(prefilling, lambda: self._lack(prefilling))
         taking = [job for job in live if job.blend is not None or (job is prefilling and not job.ended)]
         self._passes += 1
-        encoding = self._encoding() if prefilling is None and (not taking or self._passes % TURN == 0) else None
-        requests = [job.request() for job in taking]
-        if encoding is not None and (piece := encoding.piece()) is not None:
-            requests.append(piece)
-        else:
+        turn = self._passes % (TURN if prefilling is None else TURN_AMONG_PROMPTS) == 0
+        encoding = self._encoding() if turn or not taking else None
+        piece = encoding.piece() if encoding is not None else None
+        if piece is None:
             encoding = None
+        else:
+            taking = [job for job in taking if job is not prefilling]  # a pass stays as short as the others
+        requests = [job.request() for job in taking]
+        if piece is not None:
+            requests.append(piece)
         if requests:
             self._run(taking, requests, prefilling, encoding)
 

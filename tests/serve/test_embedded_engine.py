@@ -144,6 +144,31 @@ def test_what_the_store_lacked_is_there_for_the_next(make_engine: Callable[..., 
     assert ask(engine, layout).wait().started.hits == (True,) * 4
 
 
+def test_what_the_store_lacks_is_computed_though_prompts_always_wait(
+    make_engine: Callable[..., EmbeddedEngine],
+) -> None:
+    """Or a busy server would compute it anew in every prompt, and be the busier for it."""
+    engine = make_engine(most_running=2, pass_rows=12)
+    others = [replace(layout, plain=frozenset(range(len(layout.chunks)))) for layout in layouts(3)]
+    wanted = layouts(1)[0]
+    library = engine._blender.library(wanted.prefix)
+    lacking = library.missing(wanted.chunks[:1])
+    assert lacking
+    asked = [ask(engine, layout) for layout in others * 8]
+    left_when_stored: list[int] = []
+
+    def on_done(one: object, error: Exception | None) -> None:
+        assert error is None
+        left_when_stored.append(sum(not one.done.is_set() for one in asked))
+
+    engine.encode(library, lacking, on_done)
+    for one in asked:
+        one.wait()
+    assert len(left_when_stored) == len(lacking)
+    assert min(left_when_stored) > len(asked) // 3
+    assert not library.missing(wanted.chunks[:1])
+
+
 def test_a_prompt_without_chunks_is_prefilled_in_full(make_engine: Callable[..., EmbeddedEngine]) -> None:
     engine, ids = make_engine(), make_layout().token_ids
     layout = PromptLayout(ids[:1], (), ids[1:])
