@@ -32,7 +32,8 @@ def _gigabytes(name: str, words: str, default: int) -> Callable[[F], F]:
     show_default=True,
     envvar="KVBLEND_VLLM_SOCKET",
     show_envvar=True,
-    help="Where vLLM's processes ask: @NAME, of which nothing is left behind, or the path of a socket.",
+    help="Where vLLM's processes ask: @NAME, of which nothing is left behind, the path of a socket, or, from other machines, "
+    "tcp://HOST:PORT, with a key in the file that KVBLEND_VLLM_KEY names.",
 )
 @_gigabytes("held_budget", "Shared memory for blended prompts that vLLM answers.", KV_BUDGET)
 @click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")

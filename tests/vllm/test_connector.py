@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from machines import free_port
 from tiny import Bench, bench, save_model
 
-from blend.integrations.vllm import offers
+from blend.integrations.vllm import network, offers
 from blend.types import PromptLayout
 
 pytestmark = pytest.mark.inside_vllm
@@ -207,6 +209,42 @@ def check_failures(held: Bench, engine: Engine) -> None:
 
 def test_loads_that_fail(held: Bench, engine: Engine) -> None:
     check_failures(held, engine)
+
+
+def test_kv_from_another_machine(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = tmp_path / "key"
+    key.write_text("a key of at least sixteen bytes")
+    key.chmod(0o600)
+    monkeypatch.setenv(network.KEY_VARIABLE, str(key))
+    name = f"tcp://127.0.0.1:{free_port()}"
+    with bench(model, name) as held, started(model, name) as engine:
+        check_all_lengths(held, engine)
+        check_failures(held, engine)
+
+
+def test_in_bfloat16_within_a_kl(model: Path) -> None:
+    """Both round, each in its own way: vLLM's next token is as near to kvblend's over blended KV as over its own."""
+    with bench(model, dtype=torch.bfloat16) as held:
+        layouts = [held.layout(rows, rows) for rows in LENGTHS]
+        plain = [held.blender.prefill(layout.all_plain()) for layout in layouts]
+        blends = [held.blended(layout, 0.15) for layout in layouts]
+        with started(model, held.socket, dtype="bfloat16", max_logprobs=-1) as engine:
+            over_plain = engine.outputs([(layout, None, None) for layout in layouts], 1, logprobs=-1)
+            given = [(one.layout, held.hold(one), salt()) for one in blends]
+            over_blended = engine.outputs(given, 1, logprobs=-1)
+    rounding = [divergence(*pair) for pair in zip(plain, over_plain, strict=True)]
+    found = [divergence(*pair) for pair in zip(blends, over_blended, strict=True)]
+    apart = [divergence(*pair) for pair in zip(plain, over_blended, strict=True)]
+    assert max(found) < 3 * max(rounding)
+    assert min(apart) > 10 * max(found)  # or nothing could be seen
+
+
+def divergence(own: Any, theirs: Any) -> float:
+    """KL divergence, in nats, of vLLM's next token from kvblend's."""
+    told = theirs.outputs[0].logprobs[0]
+    mine = own.logits[-1].float().log_softmax(-1)
+    other = torch.tensor([told[token].logprob for token in range(mine.shape[-1])])
+    return float((mine.exp() * (mine - other)).sum())
 
 
 def test_log_probabilities_of_the_prompt_are_vllms_own(held: Bench, engine: Engine) -> None:

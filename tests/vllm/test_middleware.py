@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +22,7 @@ from starlette.routing import Route
 
 from blend.config import BlendConfig, CorpusConfig
 from blend.integrations.vllm import gate as gates
-from blend.integrations.vllm import wire
+from blend.integrations.vllm import network, wire
 from blend.integrations.vllm.desk import Desk
 from blend.integrations.vllm.middleware import KVBlend
 from blend.integrations.vllm.prefill import PrefillServer
@@ -39,8 +41,8 @@ CHAT = "/v1/chat/completions"
 class Prefill:
     """A prefill process without the process."""
 
-    def __init__(self, service: Service, shelf: Shelf) -> None:
-        self.service, self.shelf, self.socket = service, shelf, f"@kvblend-test-{secrets.token_hex(4)}"
+    def __init__(self, service: Service, shelf: Shelf, name: str = "") -> None:
+        self.service, self.shelf, self.socket = service, shelf, name or f"@kvblend-test-{secrets.token_hex(4)}"
         self._place = wire.bind(self.socket)
         self.server = PrefillServer(Desk(service, shelf), shelf, self._place)
         self._thread = threading.Thread(target=self.server.serve_until_stopped)
@@ -173,6 +175,29 @@ def test_documents_become_token_ids_a_ticket_and_a_salt(client: Client, prefill:
     assert other["cache_salt"] != body["cache_salt"]
     prefill.service.room("").rag().store.advance()
     assert client.asked(BODY)["cache_salt"] != body["cache_salt"]  # a generation of its own
+
+
+def test_from_another_machine(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = tmp_path / "key"
+    key.write_text("a key of at least sixteen bytes")
+    key.chmod(0o600)
+    monkeypatch.setenv(network.KEY_VARIABLE, str(key))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        name = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    prefill = Prefill(service, Shelf(1 << 28), name)
+    try:
+        monkeypatch.setenv(wire.VARIABLE, name)
+        _agree(monkeypatch, "")
+        client = Client(application(service))
+        assert "kvblend" in warm(client, prefill)["asked"]["kv_transfer_params"]
+        prefill.idle()  # given back with the reply
+        monkeypatch.delenv(network.KEY_VARIABLE)
+        told = client.post(BODY).json()
+        assert told["kvblend"]["figures"] == {"method": "full", "reason": "no prefill process"}
+    finally:
+        prefill.idle()
+        prefill.stop()
 
 
 def test_a_stream_tells_in_its_first_event(client: Client, prefill: Prefill) -> None:

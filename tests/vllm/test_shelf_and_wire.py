@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from blend.errors import ConfigError
-from blend.integrations.vllm import wire
+from blend.integrations.vllm import network, wire
 from blend.integrations.vllm.check import distance
+from blend.integrations.vllm.contract import Load, LoadFailedError
+from blend.integrations.vllm.copied import CopiedKV
 from blend.integrations.vllm.gate import Gate
 from blend.integrations.vllm.middleware import strip
 from blend.integrations.vllm.prefill import PrefillServer
@@ -34,7 +41,32 @@ def cache_of(rows: int) -> BlendedCache:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Shelf, str]]:
-    shelf, name = Shelf(1 << 20), f"@kvblend-test-{os.getpid()}"
+    with serving(f"@kvblend-test-{os.getpid()}") as found:
+        yield found
+
+
+@pytest.fixture
+def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "key"
+    path.write_text("a key of at least sixteen bytes\n")
+    path.chmod(0o600)
+    monkeypatch.setenv(network.KEY_VARIABLE, str(path))
+    return path
+
+
+@pytest.fixture
+def far(key: Path) -> Iterator[tuple[Shelf, str]]:
+    """The same, for other machines."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with serving(f"tcp://127.0.0.1:{port}") as found:
+        yield found
+
+
+@contextmanager
+def serving(name: str) -> Iterator[tuple[Shelf, str]]:
+    shelf = Shelf(1 << 20)
     place = wire.bind(name)
     server = PrefillServer(None, shelf, place)  # type: ignore[arg-type]  # nobody asks it anything
     thread = threading.Thread(target=server.serve_until_stopped)
@@ -153,3 +185,119 @@ def test_a_time_limit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBLEND_VLLM_TIMEOUT", "soon")
     with pytest.raises(ConfigError, match="KVBLEND_VLLM_TIMEOUT is 'soon'"):
         Gate(None)
+
+
+class Layer:
+    """An attention layer of vLLM as far as a stage looks at it."""
+
+    head_size = 4
+
+    def __init__(self, heads: int) -> None:
+        self.num_kv_heads, self.kv_cache, self.impl = heads, torch.empty(0), self
+        self.written: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def do_kv_cache_update(self, *given: Any) -> None:
+        raise AssertionError
+
+
+def copied(name: str, processes: int, rank: int) -> tuple[CopiedKV, list[Any]]:
+    """The stage of one of so many workers, and what it writes."""
+    written: list[Any] = []
+    parallel = SimpleNamespace(tensor_parallel_size=processes, rank=rank)
+    config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(dtype=torch.float32))
+    site: Any = SimpleNamespace(
+        names=("0", "1"),
+        layers=tuple(Layer(max(1, 2 // processes)) for _ in range(2)),
+        config=config,
+        device=torch.device("cpu"),
+        slots=lambda load, rows: rows,
+        write=lambda index, keys, values, slots: written.append((index, keys, values, slots)),
+    )
+    return CopiedKV(site, {"socket": name}), written
+
+
+@pytest.mark.parametrize(("processes", "rank"), [(1, 0), (2, 0), (2, 1), (4, 3)])
+@pytest.mark.parametrize("place", ["served", "far"])
+def test_a_worker_gets_its_rows_and_heads(
+    place: str, processes: int, rank: int, request: pytest.FixtureRequest
+) -> None:
+    shelf, name = request.getfixturevalue(place)
+    cache = cache_of(len(IDS))
+    for layer in cache.layers:
+        layer.update(torch.randn(1, 2, 0, 4), torch.randn(1, 2, 0, 4))
+    ticket = shelf.put(cache, IDS)
+    stage, written = copied(name, processes, rank)
+    stage.fill(Load("r", ticket, IDS, (0,), 1, 4))
+    assert [index for index, *_ in written] == [0, 1]
+    heads = {1: slice(0, 2), 2: slice(rank, rank + 1), 4: slice(1, 2)}[processes]
+    for index, keys, values, slots in written:
+        assert slots.tolist() == [1, 2, 3]
+        for found, whole in zip((keys, values), cache.view(index), strict=True):
+            assert torch.equal(found, whole[0, heads, 1:4].transpose(0, 1))
+    shelf.release(ticket)
+    with pytest.raises(LoadFailedError, match="holds nothing under this ticket any more"):
+        stage.fill(Load("r", ticket, IDS, (0,), 1, 4))
+
+
+def test_whoever_lacks_the_key_is_told_nothing(far: tuple[Shelf, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf, name = far
+    ticket = shelf.put(cache_of(len(IDS)), IDS)
+    for said in (b"", b"x" * 64, wire.pack({"send": ticket, "rows": [0, 1], "share": [0, 1]}) * 9):
+        with socket.create_connection(network.place_of(name), 5) as sock, suppress(ConnectionResetError):
+            found = bytearray()
+            sock.sendall(said)
+            sock.shutdown(socket.SHUT_WR)
+            while part := sock.recv(1 << 16):
+                found += part
+        assert len(found) <= 32, "a challenge and nothing else"
+    monkeypatch.delenv(network.KEY_VARIABLE)
+    with pytest.raises(wire.WireError, match="a key is needed"):
+        wire.connect(name, 5)
+    with pytest.raises(ConfigError, match="a key is needed"):
+        wire.bind("tcp://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("name", ["tcp://", "tcp://host", "tcp://host:0", "tcp://host:70000", "tcp://host:1/path"])
+def test_what_is_no_place_on_a_network_is_one_line(name: str, key: Path) -> None:
+    with pytest.raises(ConfigError, match=r"write tcp://HOST:PORT"):
+        wire.bind(name)
+
+
+def test_another_key_is_refused_by_both_ends(far: tuple[Shelf, str], key: Path) -> None:
+    _, name = far
+    host, port = network.place_of(name)
+    with socket.create_connection((host, port), 5) as sock:
+        theirs = sock.recv(32)
+        mine = os.urandom(32)
+        sock.sendall(mine + network._proof(b"another key of sixteen bytes", b"asks", theirs, mine))
+        assert sock.recv(64) == b"", "it hangs up"
+    with socket.create_server(("127.0.0.1", 0)) as liar:
+
+        def lie() -> None:
+            sock, _ = liar.accept()
+            with sock:
+                sock.sendall(os.urandom(32))
+                sock.recv(64)
+                sock.sendall(os.urandom(32))
+
+        thread = threading.Thread(target=lie)
+        thread.start()
+        with pytest.raises(wire.WireError, match="it does not know the key"):
+            wire.connect(f"tcp://127.0.0.1:{liar.getsockname()[1]}", 5)
+        thread.join(10)
+
+
+def test_a_worker_that_stops_listening_in_the_middle_harms_nobody(far: tuple[Shelf, str]) -> None:
+    shelf, name = far
+    before = threading.active_count()
+    ticket = shelf.put(cache_of(len(IDS)), IDS)
+    for _ in range(20):
+        with wire.connect(name, 5) as sock:
+            wire.send(sock, {"send": ticket, "rows": [0, 4], "share": [0, 1]})
+    stage, written = copied(name, 1, 0)
+    stage.fill(Load("r", ticket, IDS, (0,), 0, 4))
+    assert len(written) == 2
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert threading.active_count() <= before

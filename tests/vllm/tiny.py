@@ -100,10 +100,11 @@ class Bench:
 
 
 @contextmanager
-def bench(model: Path) -> Iterator[Bench]:
-    decoder = Decoder(Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32), None, "tiny")
+def bench(model: Path, place_name: str = "", dtype: torch.dtype = torch.float32) -> Iterator[Bench]:
+    """place_name: where its shelf is reached. dtype: that it computes in."""
+    decoder = Decoder(Qwen2ForCausalLM.from_pretrained(model, dtype=dtype), None, "tiny")
     blender = Blender(decoder, open_store("memory:"))
-    shelf, socket = Shelf(1 << 30), f"@kvblend-test-{secrets.token_hex(4)}"
+    shelf, socket = Shelf(1 << 30), place_name or f"@kvblend-test-{secrets.token_hex(4)}"
     place = wire.bind(socket)
     server = PrefillServer(None, shelf, place)  # type: ignore[arg-type]  # nobody asks it: what it holds is put there by tests
     thread = threading.Thread(target=server.serve_until_stopped, daemon=True)

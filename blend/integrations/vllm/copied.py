@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from blend.integrations.vllm import wire
 from blend.integrations.vllm.contract import Load, LoadFailedError, Site
-from blend.integrations.vllm.shelf import Described, digest
+from blend.integrations.vllm.network import is_network
+from blend.integrations.vllm.shelf import KV, Described, bytes_of, digest
 
-_SECONDS = 10.0  # for the descriptor to come: the KV lies ready
+_SECONDS = 10.0  # for the descriptor, or the next bytes, to come: the KV lies ready
 
 
 class CopiedKV:
     """A `Stage`.
 
-    With tensor parallelism each process takes its own heads. Raises `ValueError` for a cache that has no writer.
+    The KV comes out of shared memory, or layer by layer from another machine. With tensor parallelism each process takes its
+    own heads. Raises `ValueError` for a cache that has no writer.
     """
 
     apart = True
@@ -37,18 +41,15 @@ class CopiedKV:
 
     def fill(self, load: Load) -> None:
         """See `Stage`."""
-        fd, told = self._fetched(load.ticket)
-        try:
-            self._check(told, load)
-            memory = mmap.mmap(fd, told.nbytes, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(fd)
         device = self._site.device
         slots = self._site.slots(load, torch.arange(load.start, load.stop, device=device))
-        for index, (keys, values) in enumerate(told.views(memory)):
-            mine = self._heads(index, keys.shape[1])
-            fresh = [part[load.start : load.stop, mine].to(device, self._dtype).contiguous() for part in (keys, values)]
-            self._site.write(index, fresh[0], fresh[1], slots)
+        try:
+            with self._held(load) as layers:
+                for index, pair in enumerate(layers):
+                    fresh = [part.to(device, self._dtype).contiguous() for part in pair]
+                    self._site.write(index, fresh[0], fresh[1], slots)
+        except wire.WireError as error:
+            raise LoadFailedError(str(error)) from None
         if device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()
 
@@ -58,17 +59,44 @@ class CopiedKV:
     def close(self) -> None:
         """Nothing is kept."""
 
-    def _fetched(self, ticket: str) -> tuple[int, Described]:
-        """A descriptor of the KV, and what lies in it."""
+    @contextmanager
+    def _held(self, load: Load) -> Iterator[Iterator[KV]]:
+        """What is held for a request, layer by layer: the rows of `load`, and the heads of this process."""
+        where = load.start, load.stop, self._rank, self._processes
+        with wire.connect(self._socket, _SECONDS) as sock:
+            if is_network(self._socket):
+                wire.send(sock, {"send": load.ticket, "rows": where[:2], "share": where[2:]})
+                told = self._told(wire.receive(sock)[0], load)
+                yield self._received(sock, told, load)
+                return
+            wire.send(sock, {"attach": load.ticket})
+            answer, fd = wire.receive(sock)
         try:
-            with wire.connect(self._socket, _SECONDS) as sock:
-                wire.send(sock, {"attach": ticket})
-                answer, fd = wire.receive(sock)
-        except wire.WireError as error:
-            raise LoadFailedError(str(error)) from None
-        if fd is None:
+            told = self._told(answer, load)
+            memory = mmap.mmap(fd if fd is not None else -1, told.nbytes, access=mmap.ACCESS_COPY)
+        finally:
+            if fd is not None:
+                os.close(fd)
+        yield told.part(memory, *where)
+
+    def _received(self, sock: socket.socket, told: Described, load: Load) -> Iterator[KV]:
+        """Layer by layer, as it comes from another machine."""
+        for layer, (_, *widths) in zip(self._site.layers, told.layers, strict=True):
+            pair = []
+            for width in widths:
+                part = torch.empty(
+                    (load.stop - load.start, layer.num_kv_heads, width), dtype=getattr(torch, told.dtype)
+                )
+                wire.receive_bytes(sock, bytes_of(part))
+                pair.append(part)
+            yield pair[0], pair[1]
+
+    def _told(self, answer: wire.Message, load: Load) -> Described:
+        if answer.get("held") is None:
             raise LoadFailedError("the prefill process holds nothing under this ticket any more")
-        return fd, Described.of(answer["held"])
+        told = Described.of(answer["held"])
+        self._check(told, load)
+        return told
 
     def _check(self, told: Described, load: Load) -> None:
         """Nothing is written that is not this prompt's or does not fit."""
@@ -83,11 +111,6 @@ class CopiedKV:
                     f"its layers have {heads} KV heads of {widths}, vLLM's {layer.num_kv_heads} of {layer.head_size}: "
                     "both must hold the same model"
                 )
-
-    def _heads(self, index: int, heads: int) -> slice:
-        """The share of a layer's KV heads that this process has; several have the same one where heads are few."""
-        first = self._rank * heads // self._processes
-        return slice(first, first + self._site.layers[index].num_kv_heads)
 
 
 def _writes(layer: Any) -> bool:

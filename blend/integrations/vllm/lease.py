@@ -6,6 +6,7 @@ import asyncio
 from types import TracebackType
 
 from blend.integrations.vllm import wire
+from blend.integrations.vllm.network import is_network
 
 _CONNECT_S = 2.0
 
@@ -21,7 +22,8 @@ class Lease:
         """Connect, and say what is wanted. Raises `WireError`."""
         sock = await asyncio.to_thread(wire.connect, name, _CONNECT_S)
         sock.setblocking(False)
-        lease = cls(*await asyncio.open_unix_connection(sock=sock))
+        opened = asyncio.open_connection if is_network(name) else asyncio.open_unix_connection
+        lease = cls(*await opened(sock=sock))
         lease._writer.write(wire.pack(message))
         try:
             await lease._writer.drain()

@@ -6,6 +6,7 @@ comes about. So nothing is kept for a server that was killed, and who hangs up i
 
 from __future__ import annotations
 
+import mmap
 import os
 import queue
 import select
@@ -14,7 +15,7 @@ import threading
 
 from blend.integrations.vllm import wire
 from blend.integrations.vllm.desk import CHECKED_ROWS, Desk
-from blend.integrations.vllm.shelf import Shelf
+from blend.integrations.vllm.shelf import Shelf, bytes_of
 from blend.serve.door.log import log_error
 
 _LOOK_S = 0.05  # how often it is looked whether who waits is still there
@@ -29,10 +30,10 @@ class PrefillServer:
         self._desk, self._shelf, self._place = desk, shelf, place
         self._stopping = threading.Event()
         self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        place.listen(wire.BACKLOG)  # from now on who comes waits, and is not refused
 
     def serve_until_stopped(self) -> None:
         """All of it."""
-        self._place.listen(wire.BACKLOG)
         self._place.settimeout(_LOOK_S)
         while not self._stopping.is_set():
             try:
@@ -52,7 +53,7 @@ class PrefillServer:
         try:
             with sock:
                 sock.settimeout(_SLOW_S)
-                wire.check_peer(sock)
+                wire.admit(sock)
                 self._answer(sock, wire.receive(sock)[0])
         except wire.WireError:  # the other end has gone, which is its way to say that it needs nothing more
             pass
@@ -66,6 +67,8 @@ class PrefillServer:
             self._ask(sock, message["ask"])
         elif "attach" in message:
             self._attach(sock, str(message["attach"]))
+        elif "send" in message:
+            self._send(sock, message)
         elif "check" in message:
             self._check(sock)
         elif "holding" in message:
@@ -114,6 +117,22 @@ class PrefillServer:
             wire.send(sock, {"held": told._asdict()}, fd)
         finally:
             os.close(fd)
+
+    def _send(self, sock: socket.socket, message: wire.Message) -> None:
+        """The KV itself, to another machine: of some rows, and of the heads that are one process's share."""
+        found = self._shelf.get(str(message["send"]))
+        if found is None:
+            wire.send(sock, {"held": None})
+            return
+        fd, told = found
+        try:
+            memory = mmap.mmap(fd, told.nbytes, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(fd)
+        wire.send(sock, {"held": told._asdict()})
+        for pair in told.part(memory, *map(int, (*message["rows"], *message["share"]))):
+            for part in pair:
+                wire.send_bytes(sock, bytes_of(part.contiguous()))
 
     def _check(self, sock: socket.socket) -> None:
         """Prompts to compare by, held until the other end has compared."""

@@ -11,7 +11,7 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,6 +59,12 @@ class Described(NamedTuple):
         assert isinstance(found, torch.dtype)
         return found
 
+    def part(self, memory: mmap.mmap, start: int, stop: int, rank: int, processes: int) -> Iterator[KV]:
+        """Of each layer the rows `start` to `stop - 1`, and the heads that one of so many processes has."""
+        for keys, values in self.views(memory):
+            mine = share(keys.shape[1], rank, processes)
+            yield keys[start:stop, mine], values[start:stop, mine]
+
     def views(self, memory: mmap.mmap) -> list[KV]:
         """The tensors in a piece's memory, layer by layer."""
         flat, at = torch.frombuffer(memory, dtype=self._dtype), 0
@@ -71,6 +77,12 @@ class Described(NamedTuple):
                 at += size
             found.append((pair[0], pair[1]))
         return found
+
+
+def share(heads: int, rank: int, processes: int) -> slice:
+    """Those of a layer's KV heads that one of so many processes has; several have the same one where heads are few."""
+    first = rank * heads // processes
+    return slice(first, first + max(1, heads // processes))
 
 
 class Shelf:
@@ -128,6 +140,11 @@ class Shelf:
             if found is not None:
                 os.close(found[0])
                 self._nbytes -= found[1].nbytes
+
+
+def bytes_of(part: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on a CPU."""
+    return part.view(torch.uint8).numpy().data.cast("B")
 
 
 def digest(token_ids: Sequence[int]) -> str:

@@ -1,7 +1,8 @@
-"""Messages between vLLM's processes and the one that blends: JSON with its length in front, over a Unix socket of this machine.
+"""Messages between vLLM's processes and the one that blends: JSON with its length in front.
 
 A name such as "@kvblend" is a socket in Linux's abstract namespace: nothing is left of it when its process has ended, however.
-Any other name is the path of a file. Both ends talk to processes of their own user or root's alone.
+tcp://HOST:PORT is reached from other machines, see `network`. Any other name is the path of a Unix socket. On one machine both
+ends talk to processes of their own user or root's alone.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import json
 import os
 import socket
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from blend.errors import ConfigError
+from blend.integrations.vllm import network
 
 SOCKET = "@kvblend"
 VARIABLE = "KVBLEND_VLLM_SOCKET"
@@ -35,6 +38,15 @@ def bind(name: str) -> socket.socket:
 
     Raises `ConfigError` where another process has it already.
     """
+    try:
+        return network.bound(name) if network.is_network(name) else _bound(name)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen at --socket {name} ({error.strerror or error}): end what listens there, or choose another name"
+        ) from None
+
+
+def _bound(name: str) -> socket.socket:
     place = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if not name.startswith("@"):
@@ -44,11 +56,9 @@ def bind(name: str) -> socket.socket:
             place.bind(_address(name))
         finally:
             os.umask(before)
-    except OSError as error:
+    except OSError:
         place.close()
-        raise ConfigError(
-            f"cannot listen at --socket {name} ({error.strerror or error}): end what listens there, or choose another name"
-        ) from None
+        raise
     return place
 
 
@@ -65,7 +75,7 @@ def _remove_stale(name: str) -> None:
 
 def close(place: socket.socket, name: str) -> None:
     """Take no more connections, and leave nothing behind."""
-    if not name.startswith("@"):
+    if not (name.startswith("@") or network.is_network(name)):
         with contextlib.suppress(OSError):
             Path(name).unlink()
     place.close()
@@ -73,19 +83,35 @@ def close(place: socket.socket, name: str) -> None:
 
 def connect(name: str, seconds: float) -> socket.socket:
     """A connection on which nothing may take longer than this. Raises `WireError`."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(seconds)
+    sock: socket.socket | None = None
     try:
-        sock.connect(_address(name))
-        check_peer(sock)
-    except (OSError, WireError) as error:
-        sock.close()
+        if network.is_network(name):
+            sock = network.connected(name, seconds)
+            network.prove(sock, partial(_exactly, sock))
+        else:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.settimeout(seconds)
+            sock.connect(_address(name))
+            _check_user(sock)
+    except (OSError, WireError, network.StrangerError, ConfigError) as error:
+        if sock is not None:
+            sock.close()
         raise WireError(f"the prefill process does not answer at {name} ({error})") from None
     return sock
 
 
-def check_peer(sock: socket.socket) -> None:
-    """Raise `WireError` when the other end belongs to neither this user nor root."""
+def admit(sock: socket.socket) -> None:
+    """Raise `WireError` when who has connected is not to be talked to."""
+    if sock.family == socket.AF_UNIX:
+        _check_user(sock)
+        return
+    try:
+        network.admit(sock, partial(_exactly, sock))
+    except (OSError, network.StrangerError, ConfigError) as error:
+        raise WireError(str(error)) from None
+
+
+def _check_user(sock: socket.socket) -> None:
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user = _CREDENTIALS.unpack(found)[1]
     if user not in (os.geteuid(), 0):
@@ -117,6 +143,27 @@ def receive(sock: socket.socket) -> tuple[Message, int | None]:
     except (OSError, WireError) as error:
         if fd is not None:
             os.close(fd)
+        raise WireError(f"no answer ({error})") from None
+
+
+def send_bytes(sock: socket.socket, content: memoryview) -> None:
+    """Send what the other end knows the length of. Raises `WireError`."""
+    try:
+        sock.sendall(content)
+    except OSError as error:
+        raise WireError(f"the other end has gone ({error})") from None
+
+
+def receive_bytes(sock: socket.socket, into: memoryview) -> None:
+    """Fill it. Raises `WireError`."""
+    at = 0
+    try:
+        while at < len(into):
+            count = sock.recv_into(into[at:])
+            if not count:
+                raise WireError("the other end has gone")
+            at += count
+    except OSError as error:
         raise WireError(f"no answer ({error})") from None
 
 
