@@ -63,14 +63,14 @@ def write_texts(questions: Path | None, folder: Path) -> tuple[Path, list[str]]:
     return folder / "docs", [question.question for question in DEMO_QUESTIONS]
 
 
-def tiny_model(folder: Path) -> Path:
-    """A random model of four narrow layers, with a tokenizer made of the corpus."""
+def tiny_model(folder: Path, **shape: int) -> Path:
+    """A random model of four narrow layers, with a tokenizer made of the corpus. shape: entries of its configuration."""
     from retrieval import load_documents
     from tests.tiny_model import save_tiny_model
 
     source, _ = write_texts(None, folder)
     text = "\n".join(document.text for document in load_documents([source]).documents[:3])
-    return save_tiny_model(folder / "tiny", text[:200_000])
+    return save_tiny_model(folder / "tiny", text[:200_000], **shape)
 
 
 def make_corpus(

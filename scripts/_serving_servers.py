@@ -87,17 +87,20 @@ def greedy(tokens: int) -> dict[str, Any]:
     return {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
 
-def vllm_server(python: str, model: Path, *, threads: int, answer_tokens: int, longest: int) -> Server:
+def vllm_server(
+    python: str, model: Path, *, threads: int, answer_tokens: int, longest: int, eager: bool = False
+) -> Server:
     """The server that comes with vLLM, on a CPU, in the environment of `python`, on so many cores.
 
     It gets the token ids that kvblend makes of the question and its passages. longest: tokens of a prompt and its answer.
+    eager: without compiling, which takes minutes.
     """
     layout = _layout(model)
 
     def words(asked: Asked) -> Request:
         return Request("/v1/completions", {"prompt": list(layout(asked)), **greedy(answer_tokens)})
 
-    return _vllm("vllm", (python, *VLLM), model, longest, words, vllm_environment(python, threads))
+    return _vllm("vllm", _command(python, eager), model, longest, words, vllm_environment(python, threads))
 
 
 def blended_vllm_server(
@@ -108,6 +111,7 @@ def blended_vllm_server(
     threads: int,
     answer_tokens: int,
     longest: int,
+    eager: bool = False,
     way: Way = "documents",
     ratio: float = 0.15,
 ) -> Server:
@@ -125,7 +129,11 @@ def blended_vllm_server(
     def words(asked: Asked) -> Request:
         return Request("/v1/chat/completions", {**chat(asked, way), **greedy(answer_tokens)})
 
-    return _vllm("vllm + kvblend", (python, *VLLM, *added), model, longest, words, environment)
+    return _vllm("vllm + kvblend", (*_command(python, eager), *added), model, longest, words, environment)
+
+
+def _command(python: str, eager: bool) -> tuple[str, ...]:
+    return (python, *VLLM, *(("--enforce-eager",) if eager else ()))
 
 
 def _vllm(

@@ -23,6 +23,14 @@ PLAIN, BLENDED = "vllm", "vllm + kvblend"
 DRAIN_S = 1800.0
 WARM = 2  # questions before the first that counts: vLLM compiles for them
 MARGIN = 1024  # tokens of a prompt beside its passages and its answer
+# `vllm bench serve` by another door: the CPU build's own command does not start for want of metadata.
+BENCH_SERVE = """
+from argparse import ArgumentParser
+from vllm.benchmarks.serve import add_cli_args, main
+parser = ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
 _FIGURES = {"p50": "median_ttft_ms", "p95": "p95_ttft_ms", "p99": "p99_ttft_ms"}
 
 
@@ -54,7 +62,7 @@ class VllmBench:
     def servers(self) -> list[Server]:
         """Both."""
         given = self.options
-        sizes = {"answer_tokens": given.answer_tokens, "threads": given.threads}
+        sizes = {"answer_tokens": given.answer_tokens, "threads": given.threads, "eager": given.tiny}
         longest = max(given.context_tokens) + given.answer_tokens + MARGIN
         ours = blended_vllm_server(given.vllm, self.store, self.model, longest=longest, ratio=given.ratio, **sizes)
         return [vllm_server(given.vllm, self.model, longest=longest, **sizes), ours]
@@ -124,7 +132,7 @@ class VllmBench:
     def _bench_serve(self, up: Running, prompts: Path, rate: float) -> Row:
         given, out = self.options, self.folder / "generator.json"
         command = [
-            *(given.vllm, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai-chat"),
+            *(given.vllm, "-c", BENCH_SERVE, "--backend", "openai-chat"),
             *("--endpoint", "/v1/chat/completions", "--base-url", up.url, "--model", up.model),
             *("--tokenizer", str(self.model), "--dataset-name", "custom", "--dataset-path", str(prompts)),
             *("--skip-chat-template", "--disable-shuffle", "--custom-output-len", str(given.answer_tokens)),
