@@ -236,7 +236,7 @@ def test_code_comments_tables_and_logs_give_no_titles(tmp_path, encode, text):
 
 
 def test_a_comment_in_a_record_or_a_pdf_gives_no_title(tmp_path, encode):
-    from test_documents import minimal_pdf
+    from pdfs import minimal_pdf
 
     line = json.dumps({"id": "1", "title": "Title", "text": TUTORIAL})
     assert titles(tmp_path, "a.jsonl", line, encode) == {"Title"}

@@ -16,7 +16,11 @@ from typing import Any
 
 import httpx
 
+from blend.config import BlendConfig, CorpusConfig
 from blend.integrations.vllm import wire
+from blend.rag import Rag
+from tests.tiny_model import save_tiny_model
+from tests.towns import write_documents
 
 KEY = "sk-test"
 REPOSITORY = Path(__file__).parents[2]
@@ -27,6 +31,20 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def rag_over(store: Path, model: Path) -> Rag:
+    corpus = CorpusConfig(chunk_tokens=96, top_k=4, surrogate_tokens=64, codec="native")
+    return Rag(store, model=str(model), device="cpu", dtype="float32", blend=BlendConfig(ratio=0.15), corpus=corpus)
+
+
+def fill(folder: Path) -> tuple[Path, Path]:
+    """A precomputed store and its model, whose answers depend on every row."""
+    texts = write_documents(folder / "documents")
+    shape = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.2, "tie_word_embeddings": False}
+    model = save_tiny_model(folder / "tiny", "\n".join(texts.values()), **shape)
+    rag_over(folder / "store", model).precompute(folder / "documents")
+    return folder / "store", model
 
 
 def until(happened: Callable[[], Any], seconds: float = 1500) -> Any:

@@ -9,12 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from machines import HEADERS, Machines
-
-from blend.config import BlendConfig, CorpusConfig
-from blend.rag import Rag
-from tests.tiny_model import save_tiny_model
-from tests.towns import write_documents
+from machines import HEADERS, Machines, fill, rag_over
 
 pytestmark = pytest.mark.inside_vllm
 TOKENS, TOP_K = 12, 4
@@ -24,18 +19,7 @@ CORPUS: dict[str, Any] = {"chunk_tokens": 96, "top_k": TOP_K, "codec": "native"}
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A precomputed store and its model, whose answers depend on every row."""
-    folder = tmp_path_factory.mktemp("filled")
-    texts = write_documents(folder / "documents")
-    shape = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.2, "tie_word_embeddings": False}
-    model = save_tiny_model(folder / "tiny", "\n".join(texts.values()), **shape)
-    rag(folder / "store", model).precompute(folder / "documents")
-    return folder / "store", model
-
-
-def rag(store: Path, model: Path) -> Rag:
-    corpus = CorpusConfig(surrogate_tokens=64, **CORPUS)
-    return Rag(store, model=str(model), device="cpu", dtype="float32", blend=BlendConfig(ratio=0.15), corpus=corpus)
+    return fill(tmp_path_factory.mktemp("filled"))
 
 
 @pytest.fixture
@@ -68,7 +52,7 @@ def test_whoever_can_blends(machines: Machines, module: str, method: str) -> Non
         told = response.json()
         assert told["kvblend"]["figures"]["method"] == method
         assert len(told["kvblend"]["sources"]) == TOP_K
-        own = rag(machines.store, machines.model).answer(QUESTION, max_new_tokens=TOKENS).text
+        own = rag_over(machines.store, machines.model).answer(QUESTION, max_new_tokens=TOKENS).text
         assert told["choices"][0]["message"]["content"].strip().rstrip("\ufffd") == own.strip().rstrip("\ufffd")
     assert ("use stage copied, which is done now" in server.said) == (method == "blend")
     assert machines.metrics()["vllm:external_prefix_cache_hits_total"] > 0

@@ -14,16 +14,13 @@ from typing import Any
 
 import httpx
 import pytest
-from machines import HEADERS, KEY, Machines, engine_process, shared_files, threads, until
+from machines import HEADERS, KEY, Machines, engine_process, fill, rag_over, shared_files, threads, until
 
-from blend.config import BlendConfig, CorpusConfig
-from blend.rag import Rag
 from blend.serve.ask import Ask, Closed, Delta, Message, Opened
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.engine import Sampling
 from blend.serve.service import Service
-from tests.tiny_model import save_tiny_model
-from tests.towns import TOPICS, write_documents
+from tests.towns import TOPICS
 
 pytestmark = pytest.mark.inside_vllm
 TOKENS = 12
@@ -35,23 +32,12 @@ QUESTIONS = [f"How many gates does the {topic} have, and who keeps it?" for topi
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A precomputed store and its model, whose answers depend on every row."""
-    folder = tmp_path_factory.mktemp("filled")
-    texts = write_documents(folder / "documents")
-    shape = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.2, "tie_word_embeddings": False}
-    model = save_tiny_model(folder / "tiny", "\n".join(texts.values()), **shape)
-    _rag(folder / "store", model).precompute(folder / "documents")
-    return folder / "store", model
-
-
-def _rag(store: Path, model: Path) -> Rag:
-    corpus = CorpusConfig(chunk_tokens=96, top_k=4, surrogate_tokens=64, codec="native")
-    return Rag(store, model=str(model), device="cpu", blend=BlendConfig(ratio=0.15), corpus=corpus)
+    return fill(tmp_path_factory.mktemp("filled"))
 
 
 @contextmanager
 def _service(store: Path, model: Path) -> Iterator[Service]:
-    rag = _rag(store, model)
+    rag = rag_over(store, model)
     service = Service(rag, EmbeddedEngine(rag.blender, prefix_budget=0), learn_budget=0)
     service.warm_up()
     try:
