@@ -1,0 +1,126 @@
+"""Processes that end while documents are on their way: nothing is lost, and nothing is left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from changing import Engine, page, states
+from documents_made import LAST_S, caches, ids, left, make, model, rag
+
+from blend import Rag
+from blend.errors import StoreError
+from blend.serve.documents import Documents
+
+__all__ = ["make", "model", "rag"]  # fixtures
+
+
+_PROGRAM = """
+import sys, time
+from pathlib import Path
+from changing import room, page
+from blend.serve.caching import compute_here
+from blend.serve.documents import Documents
+
+count = 0
+
+def slowly(library, wanted, on_done):
+    global count
+    for one in wanted:
+        compute_here(library, [one], on_done)
+        count += 1
+        time.sleep(0.05)
+    return compute_here(library, [], on_done)
+
+documents = Documents(room(Path(sys.argv[1]), Path(sys.argv[2])), slowly)
+documents.add([page(topic, 24) for topic in ("harbour", "mill")])
+while count < 5:
+    time.sleep(0.01)
+documents.add([page("quarry", 24)])
+print("taken", flush=True)
+documents.wait(120)
+"""
+
+
+def test_a_killed_process_goes_on_where_it_was(rag: Rag, model: Path, make: Callable[..., Documents]) -> None:
+    """Two documents are in the index and some of their caches are there, a third one waits."""
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": f"{root}:{root / 'kernels'}:{root / 'tests' / 'serve'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _PROGRAM, str(rag.root), str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "taken\n"
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert ids(rag) == {"harbour.md", "mill.md"}
+    stored, engine = caches(rag), Engine()
+    assert stored >= 5
+    engine.go.set()
+    documents = make(compute=engine)
+    assert documents.wait(LAST_S)
+    assert states(documents.listing()) == dict.fromkeys(("harbour.md", "mill.md", "quarry.md"), "ready")
+    handed = sum(map(len, engine.handed))
+    assert handed == caches(rag) - stored > 0  # those that were there are not computed again
+    assert left(rag) == []
+
+
+def test_what_waits_is_for_its_owner_alone_and_half_of_it_is_nothing(rag: Rag, make: Callable[..., Documents]) -> None:
+    incoming = rag.index_dir.parent / "incoming"
+    documents = make()
+    seen: set[int] = set()
+    documents.add([page("harbour")])
+    seen.add(stat.S_IMODE(incoming.stat().st_mode))
+    assert documents.wait(LAST_S)
+    documents.close()
+    draft = incoming / f".00000000-{2**22 + 1}-abc.tmp"
+    draft.write_bytes(b"half of a document")
+    os.utime(draft, (0, 0))
+    again = make()
+    assert again.wait(LAST_S)
+    assert states(again.listing()) == {"harbour.md": "ready"}
+    assert (left(rag), seen) == ([], {0o700})
+
+
+def test_caches_of_what_went_go_even_if_the_process_ends_before(
+    rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = make()
+    documents.add([page("harbour", 4), page("mill", 4)])
+    assert documents.wait(LAST_S)
+    before = caches(rag)
+
+    def down(*arguments: object) -> None:
+        raise StoreError("the store is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rag.store), "delete", down)
+        assert documents.delete("harbour.md")
+        assert (ids(rag), documents.problem) == ({"mill.md"}, "the store is down")
+        documents.close()
+    assert caches(rag) == before
+    assert make().wait(LAST_S)
+    assert caches(rag) == before // 2
+    assert left(rag) == []
+
+
+def test_what_ends_the_process_again_and_again_is_given_up(rag: Rag, make: Callable[..., Documents]) -> None:
+    incoming = rag.index_dir.parent / "incoming"
+    incoming.mkdir(parents=True)
+    head = b'{"kind": "text", "id": "%s", "title": "T"}\nThe harbour.'
+    (incoming / "000000000007-5.upload").write_bytes(head % b"deadly")
+    (incoming / "000000000008-4.upload").write_bytes(head % b"unlucky")
+    (incoming / "000000000009-0.upload").write_bytes(b"damaged")
+    documents = make()
+    assert documents.wait(LAST_S)
+    found = {one.id: (one.state, one.reason) for one in documents.listing()}
+    assert found["unlucky"] == ("ready", "")
+    assert found["deadly"][0] == found["000000000009-0.upload"][0] == "failed"
+    assert "given up" in found["deadly"][1]
+    assert "hand it in again" in found["000000000009-0.upload"][1]
+    assert left(rag) == []

@@ -1,0 +1,142 @@
+"""What is no document, has a hostile name, is damaged or too much: refused in a line, and no other is harmed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from changing import Engine, page, states
+from documents_made import LAST_S, ids, left, make, model, rag
+
+from blend import Rag
+from blend.errors import ConfigError
+from blend.serve.ask import GivenDocument
+from blend.serve.documents import DocumentLimits, Documents, UploadedFile
+from blend.serve.uploads import UploadsFullError, safe_id
+from retrieval.errors import DocumentsError
+
+__all__ = ["make", "model", "rag"]  # fixtures
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("../../etc/passwd.md", "etc/passwd.md"),
+        ("..\\..\\boot\\..\\a.md", "boot/a.md"),
+        ("C:\\temp\\b.txt", "temp/b.txt"),
+        ("/abs//./c.md", "abs/c.md"),
+        ("a\nb\x1b[31m\x00\u202e.md", "a b.md"),
+        ("x#y.md", "x_y.md"),
+        ("\udcff.md", "\N{REPLACEMENT CHARACTER}.md"),
+    ],
+)
+def test_hostile_names(rag: Rag, make: Callable[..., Documents], name: str, expected: str) -> None:
+    documents = make()
+    around = {path for path in rag.root.parent.rglob("*") if rag.root not in path.parents}
+    (given,) = documents.add([UploadedFile(name, b"# Harbour\n\nA bell.")])
+    assert given.id == expected
+    assert documents.wait(LAST_S)
+    assert states(documents.listing()) == {expected: "ready"}
+    for one in (name, expected):
+        held = documents.get(one)
+        assert held is not None
+        assert held.id == expected
+    assert documents.delete(name)
+    assert {path for path in rag.root.parent.rglob("*") if rag.root not in path.parents} <= around | {rag.root}
+
+
+def test_ten_megabytes_of_name() -> None:
+    long = [safe_id("a" * 10_000_000 + end) for end in ("1.md", "2.md")]
+    assert len(set(long)) == 2
+    assert all(len(one) <= 200 and one.endswith(".md") for one in long)
+
+
+@pytest.mark.parametrize("name", ["", "..", "../..", "a", "a.exe", "a.md/..\x00"])
+def test_what_is_no_document_is_refused_at_once(rag: Rag, make: Callable[..., Documents], name: str) -> None:
+    documents = make()
+    if name.startswith("a.md"):
+        assert documents.add([UploadedFile(name, b"text")])[0].id == "a.md"
+        return
+    with pytest.raises(DocumentsError, match="kinds that can be read"):
+        documents.add([page("harbour"), UploadedFile(name, b"text")])
+    assert documents.listing() == ()
+    assert left(rag) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        (UploadedFile("broken.pdf", b"%PDF-1.4\n\x00\xff nothing"), "is not a PDF"),
+        (UploadedFile("empty.md", b"  \n"), "is empty"),
+        (UploadedFile("lines.jsonl", b"nonsense\n"), "lines.jsonl"),
+        (UploadedFile("bytes.txt", bytes(range(128, 256)) * 40), ""),
+    ],
+)
+def test_a_damaged_file_fails_with_a_reason_and_harms_no_other(
+    rag: Rag, make: Callable[..., Documents], file: UploadedFile, reason: str
+) -> None:
+    documents = make()
+    documents.add([file, page("harbour")])
+    assert documents.wait(LAST_S)
+    held = documents.get(file.name)
+    assert held is not None
+    if reason:
+        assert held.state == "failed"
+        assert reason in held.reason
+        assert "\n" not in held.reason
+    assert states(documents.listing())["harbour.md"] == "ready"
+    assert documents.delete(file.name)
+    assert states(documents.listing()) == {"harbour.md": "ready"}
+    assert left(rag) == []
+
+
+def test_a_failed_new_version_leaves_the_old_one(rag: Rag, make: Callable[..., Documents]) -> None:
+    documents = make()
+    documents.add([UploadedFile("a.jsonl", b'{"id": "x", "text": "The harbour."}')])
+    assert documents.wait(LAST_S)
+    documents.add([UploadedFile("a.jsonl", b"nonsense")])
+    assert documents.wait(LAST_S)
+    assert ids(rag) == {"a.jsonl#x"}
+    documents.add([UploadedFile("a.jsonl", b'{"id": "x", "text": "The mill."}')])
+    assert documents.wait(LAST_S)
+    assert states(documents.listing()) == {"a.jsonl#x": "ready"}
+
+
+def test_limits_have_one_clear_line_each(make: Callable[..., Documents]) -> None:
+    engine = Engine()
+    documents = make(compute=engine, limits=DocumentLimits(file_bytes=500, request=2, documents=3, waiting_bytes=900))
+    with pytest.raises(ConfigError, match="at most 500"):
+        documents.add([UploadedFile("a.md", b"x" * 501)])
+    with pytest.raises(ConfigError, match="3 documents in one request: give 1 to 2"):
+        documents.add([page(topic, 1) for topic in ("a", "b", "c")])
+    with pytest.raises(ConfigError, match="0 documents"):
+        documents.add()
+    with pytest.raises(ConfigError, match="document 2 has no text"):
+        documents.add(texts=[GivenDocument("text"), GivenDocument("\ud800 \0".strip("\ud800 "), "title")])
+    with pytest.raises(UploadsFullError, match="wait to be read") as caught:
+        documents.add([UploadedFile("a.md", b"x" * 480), UploadedFile("b.md", b"x" * 480)])
+    assert caught.value.retry_after_s > 0
+    documents.add([page("a", 1), page("b", 1)])
+    with pytest.raises(ConfigError, match="at most 3"):
+        documents.add([page("c", 1), page("d", 1)])
+    engine.go.set()
+    assert documents.wait(LAST_S)
+    many = b'{"text": "One harbour."}\n{"text": "Two mills."}\n'
+    documents.add([UploadedFile("many.jsonl", many)])
+    assert documents.wait(LAST_S)
+    held = documents.get("many.jsonl")
+    assert held is not None
+    assert (held.state, "at most 3" in held.reason) == ("failed", True)
+
+
+def test_texts_get_ids_of_what_they_say(make: Callable[..., Documents]) -> None:
+    documents = make()
+    given = [
+        GivenDocument("The harbour.", "H"),
+        GivenDocument("The mill.\ud800", "H"),
+        GivenDocument("The harbour.", "H"),
+    ]
+    one, other, same = documents.add(texts=given)
+    assert one.id == same.id != other.id
+    assert documents.wait(LAST_S)
+    assert states(documents.listing()) == {one.id: "ready", other.id: "ready"}
