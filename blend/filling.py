@@ -149,8 +149,8 @@ class Filler:
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows)
         library = self._library_of(layout)
-        if known is None and library.prefix == layout.prefix:
-            known = library.isolated.prefix
+        if known is None and layout.rows_of_home:
+            known = library.isolated.prefix.rows(0, layout.rows_of_home)
         known = known or self.decoder.no_rows()
         make = partial(new_cache or self.decoder.new_cache, layout.rows + room)
         run = partial(self._pass, layout, known, make, watch=watch, most_rows=most_rows)

@@ -7,7 +7,8 @@ comparison sees the same ids.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, Protocol
 
 from blend.config import PromptConfig
@@ -18,6 +19,8 @@ from blend.types import PromptLayout
 # Private-use characters stand for what users wrote while the template is applied: no template contains or changes them.
 _SYSTEM, _INSTRUCTION, _CHUNKS = "\ue000", "\ue001", "\ue002"
 _MARKS = re.compile(f"([{_SYSTEM}{_INSTRUCTION}{_CHUNKS}])")
+_TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+_ANY_DAY = datetime(2024, 7, 26)  # the day that Llama 3's template names where there is no clock
 
 Parts = list[tuple[str, bool]]  # text, and whether it is the template's own
 
@@ -47,6 +50,9 @@ class PromptTemplate:
 
     tokenizer: a HuggingFace tokenizer; without a chat template the prompt is plain text. Raises `PromptError` for None: a
     decoder without a tokenizer takes a `PromptLayout` of token ids.
+
+    prefix: what the caches of chunks are kept behind. Where the chat template writes today's date into prompts (those of
+    Llama 3 and GPT-OSS do), it has another date, always the same: a store would else be worth nothing the next day.
     """
 
     def __init__(self, tokenizer: Any, config: PromptConfig | None = None) -> None:
@@ -55,7 +61,8 @@ class PromptTemplate:
         self.config = config or PromptConfig()
         self._tokenizer = tokenizer
         self._text = TextTokenizer(tokenizer)
-        before, self._after = self._around_chunks()
+        self._undated = _on_any_day(getattr(tokenizer, "chat_template", None))
+        before, self._after = self._around_chunks(self._undated)
         self.prefix = tuple(self._text.join(before))
         if not self.prefix:
             raise PromptError("the prompt has no prefix: give the prompt an instruction or a system message")
@@ -69,7 +76,11 @@ class PromptTemplate:
         if not question.strip():
             raise PromptError("the question is empty")
         asked = self.config.question.replace("{question}", question.strip())
-        return PromptLayout(self.prefix, tuple(chunks), tuple(self._text.join([(asked, False), *self._after])))
+        suffix = tuple(self._text.join([(asked, False), *self._after]))
+        if self._undated is None:
+            return PromptLayout(self.prefix, tuple(chunks), suffix)
+        today = tuple(self._text.join(self._around_chunks()[0]))
+        return PromptLayout(today, tuple(chunks), suffix, home=self.prefix)
 
     def chunk_ids(self, chunk: TextChunk) -> tuple[int, ...]:
         """Token ids of one chunk as it stands in every prompt."""
@@ -83,19 +94,19 @@ class PromptTemplate:
         """Token ids of a text, none of them a control token (`blend.plain_text`)."""
         return self._text.text(text)
 
-    def _around_chunks(self) -> tuple[Parts, Parts]:
-        """What stands before the chunks, and what stands after the question."""
+    def _around_chunks(self, template: str | None = None) -> tuple[Parts, Parts]:
+        """What stands before the chunks, and what stands after the question. template: instead of the tokenizer's own."""
         if getattr(self._tokenizer, "chat_template", None):
-            return self._split_template()
+            return self._split_template({} if template is None else {"chat_template": template})
         bos = self._tokenizer.bos_token or ""
         return [(bos, True), (f"{self.config.system}\n\n{self.config.instruction}", False)], [("\nAnswer:", True)]
 
-    def _split_template(self) -> tuple[Parts, Parts]:
+    def _split_template(self, template: Mapping[str, str]) -> tuple[Parts, Parts]:
         user = f"{_INSTRUCTION}{_CHUNKS}"
         try:
-            text = self._apply([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}])
+            text = self._apply([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}], template)
         except Exception:  # some templates know no system role: it then opens the user's turn
-            text = self._apply([{"role": "user", "content": f"{_SYSTEM}\n\n{user}"}])
+            text = self._apply([{"role": "user", "content": f"{_SYSTEM}\n\n{user}"}], template)
         before, mark, after = text.partition(_CHUNKS)
         if not mark:
             raise PromptError(
@@ -105,10 +116,17 @@ class PromptTemplate:
         parts = [(written.get(part, part), part not in written) for part in _MARKS.split(before) if part]
         return parts, [(after, True)]
 
-    def _apply(self, messages: list[dict[str, str]]) -> str:
+    def _apply(self, messages: list[dict[str, str]], template: Mapping[str, str]) -> str:
         # Reasoning models answer directly: a chain of thought in front would be measured as the answer.
         return str(
             self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False, **template
             )
         )
+
+
+def _on_any_day(template: Any) -> str | None:
+    """A chat template that writes the date into prompts, with the same date on every day; None for all others."""
+    found = template.get("default") if isinstance(template, dict) else template
+    same = _TODAY.sub(lambda match: repr(_ANY_DAY.strftime(match[2])), found or "")
+    return same if same != (found or "") else None

@@ -30,6 +30,12 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
+def alike(some: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = zip(some, others, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(some), len(others)))
+
+
 class Part(NamedTuple):
     """Rows of a stored chunk: those of `whole` from `first` on, as many as the prompt has of it."""
 
@@ -59,6 +65,11 @@ class PromptLayout:
     def kept_behind(self) -> tuple[int, ...]:
         """The prefix that the chunks' caches are kept behind."""
         return self.prefix if self.home is None else self.home
+
+    @cached_property
+    def rows_of_home(self) -> int:
+        """How many of the prefix's first tokens are those of `home` too, so that its KV serves for them."""
+        return alike(self.prefix, self.kept_behind)
 
     @property
     def stored(self) -> tuple[tuple[int, ...] | None, ...]:
@@ -214,6 +225,11 @@ class ChunkCache:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def rows(self, start: int, stop: int) -> ChunkCache:
+        """A view of some of its rows."""
+        keys, values = (tuple(part[:, start:stop] for part in kind) for kind in (self.keys, self.values))
+        return replace(self, keys=keys, values=values, start=self.start + start)
 
 
 @dataclass(frozen=True)

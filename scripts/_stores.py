@@ -103,8 +103,8 @@ def fill(
     `blend.chunks.fit_correction.TOKENS` tokens of the chunks, whatever the prompt's length. "off" has none.
     """
     blender = Blender(decoder, store)
-    with_surrogate(blender.library(layout.prefix), others, CorpusConfig().surrogate_tokens)
-    library = blender.library(layout.prefix)
+    with_surrogate(blender.library(layout.kept_behind), others, CorpusConfig().surrogate_tokens)
+    library = blender.library(layout.kept_behind)
     library.compute(library.missing(layout.chunks))
     if correction == "fitted":
         blender.calibrate(layout.prefix, layout.chunks)

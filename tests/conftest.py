@@ -13,6 +13,26 @@ if TYPE_CHECKING:
 
     from blend.model.decoder import Decoder
 
+# Each of these takes a minute or more on two busy cores. They start first: one that started last would leave a core idle.
+LONGEST = (
+    "scripts/test_soak_serve.py",
+    "scripts/test_bench_serve_command.py",
+    "cli/test_cli_ray.py",
+    "scripts/test_bench_codecs.py",
+    "cli/test_cli_shared_store.py",
+    "scripts/test_bench_selection.py",
+    "scripts/test_sweep_small_corpora.py",
+    "scripts/test_bench_ttft.py",
+    "cli/test_cli_interrupted.py",
+    "weights/test_weights_hub.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first; scripts/test keeps pytest-xdist from sorting them by their number of tests."""
+    first = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: first.get(item.path, len(first)))
+
 
 @pytest.fixture
 def nan_buffers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def analyze_prompt(
     """
     decoder, config = blender.decoder, blender.config
     _check(decoder, layout, config.mask, head)
-    library = blender.library(layout.prefix)
+    library = blender.library(layout.kept_behind)
     library.compute(library.missing(layout.chunks, isolated=True))
     segments, suffix = Segments.of(layout), torch.arange(layout.context.stop, layout.rows, device=decoder.device)
     stored, _ = _stored(blender, layout, contextual=False)
@@ -138,14 +138,14 @@ def _stored(
     blender: Blender, layout: PromptLayout, *, contextual: bool, corrected: bool = False
 ) -> tuple[BlendedCache, bool]:
     """The stored chunks at the prompt's positions, nothing recomputed, and whether a KV correction was added."""
-    library = blender.library(layout.prefix)
+    library = blender.library(layout.kept_behind)
     placed = place(layout, library.open_sound, contextual=contextual)
     if not all(placed.hits):
         placed.close()
         why = placed.opened.problems[0] if placed.opened.problems else "the store dropped them; give it a larger budget"
         raise PromptError(f"some chunks of the prompt cannot be read back from the store: {why}")
     corrections = blender.corrections(placed).of_chunks if corrected else ()
-    assembly = assemble(blender.decoder, layout, library.isolated.prefix, placed.readers, corrections)
+    assembly = assemble(blender.decoder, layout, blender.encoder(layout.prefix).prefix, placed.readers, corrections)
     return assembly.cache, bool(assembly.added)
 
 

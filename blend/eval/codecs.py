@@ -89,14 +89,14 @@ class Comparison:
         full = Recorder(full_prefill(self._decoder, layout))
         answer = generate(self._decoder, full, layout.token_ids, max_new_tokens=most).token_ids
         true = torch.cat(full.seen)[: len(answer)].float()
-        library = self._kept.library(layout.prefix)
+        library = self._kept.library(layout.kept_behind)
         caches = library.caches(layout.chunks, contextual=self._config.surrogate)
         opened = library.open(layout.chunks, contextual=self._config.surrogate)
         opened.close()
         for blender in self._blenders:
             if blender.store.codec.name in done:
                 continue
-            mine = blender.library(layout.prefix)
+            mine = blender.library(layout.kept_behind)
             for one, cache in zip(opened.used, caches, strict=True):
                 mine.keep(one, cache)
             logits = self._logits(blender, layout, answer)

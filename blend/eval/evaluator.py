@@ -114,7 +114,7 @@ class Evaluator:
 
     def cache_chunks(self, layout: PromptLayout, methods: Sequence[Method] = ()) -> None:
         """Compute and store what the prompt's chunks lack, isolated caches too where a method uses no others."""
-        library = self.blender.library(layout.prefix)
+        library = self.blender.library(layout.kept_behind)
         isolated = any(method.config is not None and not method.config.surrogate for method in methods)
         library.compute(library.missing(layout.chunks, isolated=isolated))
 

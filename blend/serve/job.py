@@ -131,7 +131,7 @@ class Job:
         layout = self.work.layout
         if self.work.cold:
             return None
-        has = len(layout.prefix) if layout.prefix == layout.kept_behind else 0
+        has = layout.rows_of_home
         found = self._prefixes.find(self.work.tenant, layout.token_ids)
         if found is not None and len(layout.prefix) < found.known.tokens <= _exact_anyway(layout):
             found = found.first(len(layout.prefix))

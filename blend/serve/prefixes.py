@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.model import mapped
-from blend.types import ChunkCache
+from blend.types import ChunkCache, alike
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
     def first(self, rows: int) -> Found:
         """So many rows of it."""
-        return Found(_view(self.known, 0, rows), min(rows, self.exact))
+        return Found(self.known.rows(0, rows), min(rows, self.exact))
 
 
 class Prefixes:
@@ -126,7 +126,7 @@ class Prefixes:
         while node is not None and at < len(ids):
             node = node.children.get(ids[at])
             if node is not None:
-                count = _common(node.ids, ids[at:])
+                count = alike(node.ids, ids[at:])
                 path.append((node, count))
                 at += count
                 if count < len(node.ids):
@@ -184,7 +184,7 @@ class _Node:
     def kv(self, count: int) -> ChunkCache:
         """Views of its first rows."""
         assert self.cache is not None
-        return _view(self.cache, 0, count)
+        return self.cache.rows(0, count)
 
     def below(self) -> Iterator[_Node]:
         """Itself, and all nodes below it."""
@@ -195,22 +195,12 @@ class _Node:
             yield node
 
 
-def _common(some: Tokens, others: Tokens) -> int:
-    """How many tokens both begin with."""
-    return next((i for i, (a, b) in enumerate(zip(some, others, strict=False)) if a != b), min(len(some), len(others)))
-
-
 def _digest(ids: Sequence[int]) -> bytes:
     return blake2b(",".join(map(str, ids)).encode(), digest_size=16).digest()
 
 
-def _view(cache: ChunkCache, start: int, stop: int) -> ChunkCache:
-    keys, values = (tuple(part[:, start:stop] for part in kind) for kind in (cache.keys, cache.values))
-    return ChunkCache(keys, values, cache.start + start)
-
-
 def _cut(cache: ChunkCache, start: int, stop: int) -> ChunkCache:
-    part = _view(cache, start, stop)
+    part = cache.rows(start, stop)
     copies = mapped.copies((*part.keys, *part.values))
     return ChunkCache(copies[: len(part.keys)], copies[len(part.keys) :], part.start)
 

@@ -34,7 +34,15 @@ NO_SYSTEM = (
 THINKING = CHATML + "{% if enable_thinking is not defined or enable_thinking %}{{ '<think>' }}{% endif %}"
 DEAF = "{{ '<|im_start|>hello' }}"
 TRIMMING = CHATML.replace("m['content']", "m['content'] | trim")
-TEMPLATES = {"chatml": CHATML, "no system role": NO_SYSTEM, "thinking": THINKING, "trimming": TRIMMING, "none": None}
+DATED = "{{ '<|im_start|>system\nToday: ' + strftime_now('%d %b %Y') + '<|im_end|>\n' }}" + CHATML
+TEMPLATES = {
+    "chatml": CHATML,
+    "dated": DATED,
+    "no system role": NO_SYSTEM,
+    "thinking": THINKING,
+    "trimming": TRIMMING,
+    "none": None,
+}
 
 
 class Passage(NamedTuple):
@@ -115,7 +123,9 @@ def test_segments_are_tokenised_one_by_one(name: str) -> None:
 def test_prefix_and_chunks_are_the_same_in_every_prompt(name: str) -> None:
     template = _template(name)
     one, other = template.layout(QUESTION, PASSAGES), template.layout("Something else?", PASSAGES[::-1])
-    assert one.prefix == other.prefix == template.prefix
+    assert one.prefix == other.prefix
+    assert one.kept_behind == other.kept_behind == template.prefix
+    assert (one.prefix == template.prefix) == (name != "dated"), "two years after the day that caches are kept behind"
     assert one.chunks == other.chunks[::-1]
     assert one.suffix != other.suffix
     assert one.chunks[0] == template.chunk_ids(PASSAGES[0])

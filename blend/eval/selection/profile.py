@@ -42,10 +42,10 @@ def layer_shares(workload: Workload, record: Record) -> list[float]:
     blender, decoder = evaluator.blender, evaluator.decoder
     layout = evaluator.template.layout(record.question, record.chunks)
     evaluator.cache_chunks(layout)
-    library = blender.library(layout.prefix)
+    library = blender.library(layout.kept_behind)
     placed = place(layout, library.open_sound, contextual=True)
     of_chunks = blender.corrections(placed).of_chunks
-    cache = assemble(decoder, layout, library.isolated.prefix, placed.readers, of_chunks).cache
+    cache = assemble(decoder, layout, blender.encoder(layout.prefix).prefix, placed.readers, of_chunks).cache
     plan = make_plan(layout, placed.hits, Nothing(), 0.0, decoder.device, first_exact=placed.first_exact)
     cost = true_weight(decoder, cache, layout)[plan.stale]
     scores = query_attention(decoder, cache, layout, QueryScore("all"))[:, plan.stale]
