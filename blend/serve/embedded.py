@@ -189,6 +189,7 @@ class EmbeddedEngine:
             self._leave()
         for job in (*self._running, *self._waiting):
             job.end("shutdown")
+            job.release()
         for encoding in self._encodings:
             encoding.cancel()
             encoding.close()
