@@ -13,18 +13,26 @@ if TYPE_CHECKING:
 
     from blend.model.decoder import Decoder
 
-# Each of these takes a minute or more on two busy cores. They start first: one that started last would leave a core idle.
+# The files that take longest. They start first: one that started last would leave a core idle.
 LONGEST = (
     "scripts/test_soak_serve.py",
-    "scripts/test_bench_serve_command.py",
     "cli/test_cli_ray.py",
-    "scripts/test_bench_codecs.py",
-    "cli/test_cli_shared_store.py",
-    "scripts/test_bench_selection.py",
-    "scripts/test_sweep_small_corpora.py",
-    "scripts/test_bench_ttft.py",
+    "blend/test_real_model.py",
+    "scripts/test_bench_serve_command.py",
+    "kernels/test_ahead_of_time.py",
     "cli/test_cli_interrupted.py",
+    "scripts/test_bench_selection.py",
+    "page/test_page_answers.py",
     "weights/test_weights_hub.py",
+    "scripts/test_bench_codecs.py",
+    "cli/test_cli_precompute.py",
+    "cli/test_cli_answer.py",
+    "cli/test_cli_corpus.py",
+    "cli/test_cli_hostile_text.py",
+    "cli/test_cli_shared_store.py",
+    "blend/test_many_threads.py",
+    "scripts/test_sweep_small_corpora.py",
+    "cli/test_cli_drop.py",
 )
 
 

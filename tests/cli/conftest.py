@@ -92,7 +92,7 @@ def filled(blend: Blend, _precomputed: Path, tmp_path: Path) -> Blend:
 def _indexed(server: subprocess.Popen[str], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("indexed")
     (folder / "lots").mkdir()
-    for number in range(25):
+    for number in range(10):
         lines = (f"Lot {number}.{line} holds {number * line} crates of slate and {line} bells." for line in range(20))
         (folder / "lots" / f"{number}.md").write_text("\n\n".join(lines))
     result = Blend(server, folder, model, folder / "store")("precompute", folder / "lots", "--chunk-tokens", "32")
