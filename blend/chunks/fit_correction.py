@@ -18,6 +18,7 @@ import torch
 from blend.chunks.assemble import HeldChunk, assemble
 from blend.chunks.correction import KVCorrection, LayerCorrection, position_features, rows_of
 from blend.chunks.regression import GROUPS, LayerRows, RowPlaces, fit_layer
+from blend.model import mapped
 from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, PromptLayout
 
@@ -54,7 +55,8 @@ def fit_corrections(
     """Fit a map for each source of caches, on the same prompts made of these chunks.
 
     None when no prompt of two chunks can be made, or nothing helps. progress: of the stage "calibrate", in tokens. Costs a full
-    prefill of every prompt, and holds the KV of all of them in float32 meanwhile, once and once more for each source.
+    prefill of every prompt, and holds the KV of all of them in the host's memory meanwhile, in float32, once and once more for
+    each source.
     """
     distinct = [tuple(chunk) for chunk in dict.fromkeys(map(tuple, chunks)) if chunk]
     prompts = deal_prompts(encoder, distinct)
@@ -72,22 +74,26 @@ def fit_corrections(
 
 
 class _Seen:
-    """The rows behind the first chunks of the calibration prompts, layer by layer: in full prefill and from each source."""
+    """The rows behind the first chunks of the calibration prompts, layer by layer: in full prefill and from each source.
+
+    They are some gigabytes with a large decoder, so they lie in the host's memory, and go back to the system all at once.
+    """
 
     def __init__(self, decoder: RowDecoder, prompts: Sequence[PromptLayout], sources: int) -> None:
         self._decoder, self._prompts = decoder, prompts
         self._held: list[list[list[torch.Tensor]]] = [[[] for _ in decoder.rotations] for _ in range(sources + 1)]
 
-    def flat(self, cache: BlendedCache, layout: PromptLayout) -> list[torch.Tensor]:
+    def flat(self, cache: BlendedCache, layout: PromptLayout) -> Sequence[torch.Tensor]:
         """A prompt's rows of every layer, positions taken out, fp32 `[rows, inputs]` each."""
         rows = _behind(layout, self._decoder.device)
         pairs = (cache.view(index) for index in range(len(self._decoder.rotations)))
         rotations = self._decoder.rotations
-        return [
+        still = (
             rows_of(k[:, :, rows], v[:, :, rows], turn, rows) for (k, v), turn in zip(pairs, rotations, strict=True)
-        ]
+        )
+        return mapped.copies([layer.cpu() for layer in still])
 
-    def add(self, found: Sequence[list[torch.Tensor]]) -> None:
+    def add(self, found: Sequence[Sequence[torch.Tensor]]) -> None:
         """Take in a prompt: its rows in full prefill, then from each source."""
         for held, layers in zip(self._held, found, strict=True):
             for parts, rows in zip(held, layers, strict=True):
@@ -105,7 +111,8 @@ class _Seen:
         )
         fitted: list[LayerCorrection | None] = [None]  # layer 0 depends on token and position only
         for index, rotation in enumerate(self._decoder.rotations[1:], 1):
-            fresh, stored = (torch.cat(self._held[which][index])[mine] for which in (0, number))
+            both = (torch.cat(self._held[which][index]) for which in (0, number))
+            fresh, stored = (rows.to(self._decoder.device)[mine] for rows in both)
             keys = math.prod(rotation.key_shape)
             fitted.append(fit_layer(LayerRows(stored, fresh - stored, places.at(mine), keys, covered)))
         before = max(p.chunk_spans[-1].start - len(p.prefix) for p in self._prompts)

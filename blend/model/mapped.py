@@ -1,11 +1,13 @@
 """Memory for KV on a CPU that goes back to the system when it is let go of.
 
 The C library keeps what is freed in pools of each thread, between what is still held. A server's prompts come and go beside
-KV that is kept for later ones, and its memory would stay near what its busiest moment took.
+KV that is kept for later ones, and its memory would stay near what its busiest moment took. What is too small for pages of its
+own is left to these pools, and to `give_back` now and then.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Sequence
@@ -38,3 +40,14 @@ def copies(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         begin, end = end, end + part.numel()
         found.append(whole[begin:end].view(part.shape).copy_(part))
     return tuple(found)
+
+
+def give_back() -> bool:
+    """Have the C library hand to the system what it keeps of freed memory; False where it has no such call (glibc has)."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return False
+    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    trim(0)
+    return True

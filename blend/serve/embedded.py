@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.errors import PromptError, StoreError
+from blend.model import mapped
 from blend.model.few_rows import MOST_ROWS
 from blend.model.threads import take_threads
 from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
@@ -42,6 +43,8 @@ TURN = 4  # while answers are decoded, one pass in so many computes a piece of a
 # While prompts are prefilled, one in so many does so in place of a prompt's piece. Were there none, a server for which prompts
 # always wait would compute what its store lost in every prompt, never store it, and be slower with each cache that it loses.
 TURN_AMONG_PROMPTS = 8
+# Seconds between two times that freed memory goes back to the system: a tenth of a second, in which no token is computed.
+TIDY_IDLE_S, TIDY_BUSY_S = 60.0, 600.0
 
 
 class EmbeddedEngine:
@@ -87,6 +90,7 @@ class EmbeddedEngine:
         self._open = True
         self._seconds = 1.0  # that an answer took lately
         self._passes = 0
+        self._tidied, self._untidy = time.monotonic(), False
         self._threads, self._begun = torch.get_num_threads(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name="kvblend-engine", daemon=True)
         self._thread.start()
@@ -177,9 +181,10 @@ class EmbeddedEngine:
         take_threads(self._threads)
         self._begun.set()
         while True:
+            self._tidy()
             with self._changed:
                 if not (self._waiting or self._running or self._encodings or self._closing):
-                    self._changed.wait()
+                    self._changed.wait(TIDY_IDLE_S if self._untidy else None)
                 self._admit()
                 jobs = list(self._running)
                 if self._closing:
@@ -197,6 +202,12 @@ class EmbeddedEngine:
             self._running, self._waiting = [], []
             self._encodings.clear()
             self._changed.notify_all()
+
+    def _tidy(self) -> None:
+        """Now and then freed memory goes back to the system, where it can be when nobody waits for a token."""
+        if self._untidy and time.monotonic() - self._tidied >= (TIDY_BUSY_S if self._running else TIDY_IDLE_S):
+            mapped.give_back()
+            self._tidied, self._untidy = time.monotonic(), False
 
     @property
     def _closing(self) -> bool:
@@ -246,7 +257,7 @@ class EmbeddedEngine:
     def _run(
         self, taking: Sequence[Job], requests: Sequence[RowRequest], prefilling: Job | None, encoding: Encoding | None
     ) -> None:
-        begin = time.monotonic()
+        begin, self._untidy = time.monotonic(), True
         try:
             logits = self._decoder.prefill(requests)
         except Exception as error:  # no prompt may end the engine; what was being prefilled is the suspect

@@ -20,6 +20,11 @@ def address_space() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def resident() -> int:
+    """Bytes of memory that this process takes."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 4096, 64), (2, 3, 4), (2, 0, 4)])
 def test_an_ordinary_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -50,3 +55,15 @@ def test_copies_are_equal_and_apart_from_what_was_copied() -> None:
     kept = [one.clone() for one in copies]
     whole.zero_()
     assert all(torch.equal(one, other) for one, other in zip(copies, kept, strict=True))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells")
+def test_what_was_freed_between_what_is_held_can_be_given_back() -> None:
+    # Pieces as large as pages, every second of which is let go of: none of it is at the end of the C library's pool.
+    pieces = [torch.ones(16_384) for _ in range(2_000)]
+    del pieces[::2]
+    before = resident()
+    if not mapped.give_back():
+        pytest.skip("the C library has no malloc_trim")
+    assert before - resident() > 40e6
+    assert all(piece.sum() == piece.numel() for piece in pieces)

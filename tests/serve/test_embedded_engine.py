@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ from queue import Queue
 import pytest
 import torch
 from cases import cache_chunks, make_layout
+from changing import until
 from models import decoder
 
 from blend.blender import Blender
@@ -18,6 +20,7 @@ from blend.config import BlendConfig
 from blend.errors import ConfigError, PromptError, StoreError
 from blend.model.full_prefill import full_prefill
 from blend.model.generate import generate
+from blend.serve import embedded
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.engine import Ended, Event, Failed, QueueFullError, Sampling, Started, Token, Work
 from blend.store import open_store
@@ -308,6 +311,25 @@ def test_closing_finishes_what_runs_or_ends_it(make_engine: Callable[..., Embedd
     answers = [ask(other, layout, Sampling(max_tokens=300)) for _ in range(3)]
     other.close()
     assert [answer.last for answer in answers] == [Ended("shutdown")] * 3
+
+
+def test_freed_memory_goes_back_when_nobody_waits_for_a_token(
+    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[int] = []
+    engine = make_engine()
+    monkeypatch.setattr(embedded, "TIDY_IDLE_S", 0.05)
+    monkeypatch.setattr(embedded.mapped, "give_back", lambda: running.append(engine.holding().running))
+    for _ in range(2):
+        answers = [ask(engine, make_layout()) for _ in range(3)]
+        before = len(running)
+        for answer in answers:
+            answer.wait()
+        until(lambda before=before: len(running) > before)
+    assert set(running) == {0}
+    seen = len(running)
+    time.sleep(0.3)
+    assert len(running) == seen, "once is enough where nothing ran since"
 
 
 def test_an_answer_goes_on_behind_its_end_where_that_is_wanted(make_engine: Callable[..., EmbeddedEngine]) -> None:
