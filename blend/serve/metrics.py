@@ -1,14 +1,14 @@
 """What operators watch: vLLM's metrics under its names without its prefix, and what only blending has.
 
-All begin with `kvblend_`. Counters and histograms are written by the door and the service as things happen, from any thread;
-gauges are read off the engine when somebody scrapes.
+All begin with `kvblend_`, but those of the process, which have their usual names. Counters and histograms are written by the
+door and the service as things happen, from any thread; gauges are read off the engine when somebody scrapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -34,6 +34,9 @@ class Metrics:
         self._running = self._gauge("num_requests_running", "Answers that are being computed.")
         self._waiting = self._gauge("num_requests_waiting", "Prompts that wait for room.")
         self._kv = self._gauge("kv_cache_usage_perc", "Share of the KV memory that is reserved; 1 is all of it.")
+        self._prefixes = self._gauge("prefix_bytes", "KV of how earlier prompts began, in memory.")
+        self._chunks = self._gauge("chunk_memory_bytes", "Chunk caches in memory, those in use included.")
+        self._encoding = self._gauge("num_chunk_caches_waiting", "Chunk caches that are still to be computed.")
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
         self._generated = self._counter("generation_tokens", "Tokens of answers.")
         self._success = self._counter("request_success", "Answers that ended, by how.", "finished_reason")
@@ -42,6 +45,7 @@ class Metrics:
         self._reused = self._counter("prefix_rows_reused", "Rows taken over from earlier prompts that begin alike.")
         self._tiers = _Tiers()
         self.registry.register(self._tiers)
+        ProcessCollector(registry=self.registry)
         self._misses = self._counter("chunk_misses", "Chunks that had to be computed.")
         self._loaded = self._counter("bytes_loaded", "Bytes of chunk caches read.")
         self._fallbacks = self._counter("fallbacks", "Prompts computed in full, by why.", "reason")
@@ -93,6 +97,9 @@ class Metrics:
             self._running.set(holding.running)
             self._waiting.set(holding.waiting)
             self._kv.set(holding.kv_bytes / max(1, holding.kv_budget))
+            self._prefixes.set(holding.prefix_bytes)
+            self._encoding.set(holding.encoding)
+        self._chunks.set(0 if memory is None else memory.nbytes)
         return generate_latest(self.registry)
 
     def _bounded(self, reason: str) -> str:

@@ -152,6 +152,8 @@ def test_what_is_counted(served: Served) -> None:
     assert {
         after[f"kvblend_{name}"] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     } == {0}
+    assert after["kvblend_prefix_bytes"] > 0, "the prompt is kept for those that begin like it"
+    assert after["process_resident_memory_bytes"] > 1e8
 
 
 def test_hits_by_tier_and_what_was_loaded(served: Served) -> None:
@@ -177,6 +179,7 @@ def test_a_tier_of_memory_counts_for_itself() -> None:
     assert 'kvblend_chunk_hits_total{tier="memory"} 5.0' in page
     assert 'kvblend_chunk_hits_total{tier="store"} 2.0' in page
     assert "kvblend_evictions_total 1.0" in page
+    assert "kvblend_chunk_memory_bytes 100.0" in page
 
 
 def counted(served: Served) -> dict[str, float]:
