@@ -72,18 +72,20 @@ def draw(rows: Sequence[Row], held: Mapping[str, Any], file: Path) -> None:
         for axes, key in ((first, "ttft_s"), (pace, "tpot_s")):
             axes.plot(rates, [row[key]["p95"] for row in mine], color=colour, marker=marker, label=f"{name}, p95")
             axes.plot(rates, [row[key]["p50"] for row in mine], color=colour, linestyle="--", label=f"{name}, p50")
-    first.set(yscale="log", title="time to first token", ylabel="seconds")
+    first.set(title="time to first token", ylabel="seconds")
     pace.set(title="time per token after the first", ylabel="seconds")
     for axes in (first, pace):
         axes.set_xlabel("requests offered per second")
         axes.grid(alpha=0.25)
-        axes.margins(y=0.1)
+        axes.set_ylim(bottom=0)
+        axes.set_xticks(rates := sorted({row["rate"] for row in rows}), [f"{rate:g}" for rate in rates])
     first.legend(fontsize=8)
     model = "a tiny random model" if given["tiny"] else given["model"]
     figure.suptitle(
         f"vllm bench serve: {model}, {given['context_tokens'][0]:,} tokens of context, {given['ratio']:.0%} of the rows",
         fontsize=11,
     )
-    foot = f"{held['machine']['cpu']}, {given['threads']} threads, float32, {given['prompts']} prompts a rate"
+    cores = "one thread" if given["threads"] == 1 else f"{given['threads']} threads"
+    foot = f"{held['machine']['cpu']}, {cores}, float32, {given['prompts']} prompts a rate"
     figure.supxlabel(foot, fontsize=7.5, color="#555555")
     figure.savefig(file, dpi=130)
