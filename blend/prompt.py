@@ -128,5 +128,6 @@ class PromptTemplate:
 def _on_any_day(template: Any) -> str | None:
     """A chat template that writes the date into prompts, with the same date on every day; None for all others."""
     found = template.get("default") if isinstance(template, dict) else template
-    same = _TODAY.sub(lambda match: repr(_ANY_DAY.strftime(match[2])), found or "")
-    return same if same != (found or "") else None
+    if not isinstance(found, str) or not _TODAY.search(found):
+        return None
+    return _TODAY.sub(lambda match: repr(_ANY_DAY.strftime(match[2])), found)

@@ -43,7 +43,7 @@ TURN = 4  # while answers are decoded, one pass in so many computes a piece of a
 # While prompts are prefilled, one in so many does so in place of a prompt's piece. Were there none, a server for which prompts
 # always wait would compute what its store lost in every prompt, never store it, and be slower with each cache that it loses.
 TURN_AMONG_PROMPTS = 8
-# Seconds between two times that freed memory goes back to the system: a tenth of a second, in which no token is computed.
+# Seconds between two times that freed memory goes back to the system: .2 s for a gigabyte, in which no token is computed.
 TIDY_IDLE_S, TIDY_BUSY_S = 60.0, 600.0
 
 
