@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,10 +11,15 @@ from typing import Any
 
 import httpx
 import pytest
+from models import decoder
 from rooms import make_rag, serving, write_corpus
 from served import Served, listening
 
+from blend.blender import Blender
+from blend.config import BlendConfig
+from blend.serve.embedded import EmbeddedEngine
 from blend.serve.service import Service
+from blend.store import open_store
 
 
 @pytest.fixture(scope="session")
@@ -58,3 +64,22 @@ def serve(filled: tuple[Path, Path], tmp_path: Path) -> Iterator[Callable[..., S
             return stack.enter_context(listening(made, **(door or {})))
 
         yield start
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., EmbeddedEngine]]:
+    made: list[EmbeddedEngine] = []
+    before = set(threading.enumerate())
+
+    def make(name: str = "llama", **options: int) -> EmbeddedEngine:
+        blender = Blender(decoder(name), open_store("memory:", codec="native"), BlendConfig(ratio=0.3))
+        # Unless a test says otherwise every prompt is blended, however short, and leaves nothing to later ones.
+        usual = {"prefix_budget": 0, "least_gain": -(10**6), "remember": False}
+        made.append(EmbeddedEngine(blender, **{**usual, **options}))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+    left = set(threading.enumerate()) - before
+    assert not [thread for thread in left if thread.name.startswith("kvblend")]

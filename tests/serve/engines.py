@@ -1,0 +1,73 @@
+"""Prompts for an embedded engine over a tiny model, and what comes back for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import Queue
+
+from cases import make_layout
+
+from blend.blender import Blender
+from blend.model.generate import generate
+from blend.serve.embedded import EmbeddedEngine
+from blend.serve.engine import Ended, Event, Failed, Sampling, Started, Token, Work
+from blend.types import PromptLayout
+
+FEW = Sampling(max_tokens=6)
+
+
+class Answer:
+    """What came back for one prompt; at_event: called for each event first."""
+
+    def __init__(self, at_event: Callable[[], object] = lambda: None) -> None:
+        self.at_event = at_event
+        self.events: list[Event] = []
+        self.done = threading.Event()
+        self.seen: Queue[Event] = Queue()
+
+    def __call__(self, event: Event) -> None:
+        self.at_event()
+        self.events.append(event)
+        self.seen.put(event)
+        if isinstance(event, Ended | Failed):
+            self.done.set()
+
+    def wait(self) -> Answer:
+        assert self.done.wait(120)
+        return self
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.id for event in self.events if isinstance(event, Token)]
+
+    @property
+    def last(self) -> Event:
+        return self.events[-1]
+
+    @property
+    def started(self) -> Started:
+        assert isinstance(self.events[0], Started)
+        return self.events[0]
+
+
+def ask(engine: EmbeddedEngine, layout: PromptLayout, sampling: Sampling = FEW, **more: object) -> Answer:
+    answer = Answer()
+    engine.submit(Work(layout, sampling, **more), answer)  # type: ignore[arg-type]
+    return answer
+
+
+def layouts(count: int) -> list[PromptLayout]:
+    """Prompts of several lengths with the same prefix; every other one uses chunks of the one before, in another order."""
+    first = make_layout()
+    found = []
+    for number in range(count):
+        other = make_layout(chunks=(9 + number, 17, 5), suffix=3 + number % 5, seed=number + 2)
+        chunks = (*other.chunks[:2], *reversed(first.chunks)) if number % 2 else (*first.chunks[1:], *other.chunks)
+        found.append(PromptLayout(first.prefix, chunks, other.suffix))
+    return found
+
+
+def alone(blender: Blender, layout: PromptLayout, sampling: Sampling = FEW) -> list[int]:
+    blend = blender.prefill(layout)
+    return list(generate(blender.decoder, blend, layout.token_ids, max_new_tokens=sampling.max_tokens).token_ids)

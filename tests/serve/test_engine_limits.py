@@ -1,0 +1,140 @@
+"""Queue, memory, priorities, deadlines and the end: what one of many prompts meets there harms no other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from cases import make_layout
+from changing import until
+from engines import FEW, Answer, alone, ask, layouts
+from models import decoder
+
+from blend.errors import PromptError
+from blend.serve import embedded
+from blend.serve.embedded import EmbeddedEngine
+from blend.serve.engine import Ended, Event, QueueFullError, Sampling, Token, Work
+
+
+def test_who_is_cancelled_leaves_and_the_others_stay(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine, prompts = make_engine(), layouts(3)
+    answers = [Answer() for _ in prompts]
+    handles = [
+        engine.submit(Work(layout, Sampling(max_tokens=200)), answer)
+        for layout, answer in zip(prompts, answers, strict=True)
+    ]
+    while not isinstance(answers[1].seen.get(timeout=60), Token):
+        pass
+    handles[1].cancel()
+    handles[1].cancel()
+    assert answers[1].wait().last == Ended("cancelled")
+    for index in (0, 2):
+        expected = alone(engine._blender, prompts[index], Sampling(max_tokens=200))
+        assert answers[index].wait().tokens == expected
+    assert sum(isinstance(event, Ended) for event in answers[1].events) == 1
+
+
+def test_no_more_wait_than_may(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine, layout = make_engine(most_running=1, most_waiting=2), make_layout()
+    answers, refused = [], []
+    for _ in range(12):
+        try:
+            answers.append(ask(engine, layout, Sampling(max_tokens=30)))
+        except QueueFullError as error:
+            refused.append(error)
+    assert refused
+    assert all(error.retry_after_s >= 1 for error in refused)
+    tokens = {tuple(answer.wait().tokens) for answer in answers}
+    assert tokens == {tuple(alone(engine._blender, layout, Sampling(max_tokens=30)))}
+
+
+def test_memory_for_one_at_a_time_is_enough(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    layout = make_layout()
+    row_bytes = sum(layer.width for layer in decoder("llama").rotations) * 4
+    engine = make_engine(kv_budget=row_bytes * (layout.rows + FEW.max_tokens))
+    held: list[int] = []
+    answers = [Answer(lambda: held.append(engine.holding().running)) for _ in range(4)]
+    for answer in answers:
+        engine.submit(Work(layout, FEW), answer)
+    assert {tuple(answer.wait().tokens) for answer in answers} == {tuple(alone(engine._blender, layout))}
+    assert max(held) == 1
+    with pytest.raises(PromptError, match="MiB of KV memory"):
+        ask(engine, layout, replace(FEW, max_tokens=7))
+
+
+def test_priorities_and_deadlines(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine, layout = make_engine(most_running=1), make_layout()
+    order: list[str] = []
+    running = ask(engine, layout, Sampling(max_tokens=100))
+    while not isinstance(running.seen.get(timeout=60), Token):
+        pass
+    answers = {name: Answer(partial(order.append, name)) for name in ("later", "first", "late")}
+    for name, priority, deadline in (("later", 1, None), ("first", 0, None), ("late", 2, 0.0)):
+        work = Work(layout, FEW, priority=priority, deadline_s=deadline)
+        engine.submit(work, answers[name])
+    assert answers["late"].wait().last == Ended("deadline")
+    for name in ("first", "later"):
+        assert answers[name].wait().last == Ended("length")
+    assert answers["late"].tokens == []
+    assert [name for name in dict.fromkeys(order) if name != "late"] == ["first", "later"]
+
+
+def test_a_listener_that_fails_harms_only_itself(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine, prompts = make_engine(), layouts(2)
+
+    def broken(event: Event) -> None:
+        raise ValueError("the connection is gone")
+
+    engine.submit(Work(prompts[0], FEW), broken)
+    assert ask(engine, prompts[1]).wait().tokens == alone(engine._blender, prompts[1])
+
+
+def test_closing_finishes_what_runs_or_ends_it(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine, layout = make_engine(), make_layout()
+    answer = ask(engine, layout)
+    engine.close(finish_s=60)
+    assert answer.done.is_set()
+    assert len(answer.tokens) == 6
+    with pytest.raises(QueueFullError):
+        ask(engine, layout)
+    other = make_engine(most_running=1)
+    answers = [ask(other, layout, Sampling(max_tokens=300)) for _ in range(3)]
+    other.close()
+    assert [answer.last for answer in answers] == [Ended("shutdown")] * 3
+
+
+def test_freed_memory_goes_back_when_nobody_waits_for_a_token(
+    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[int] = []
+    engine = make_engine()
+    monkeypatch.setattr(embedded, "TIDY_IDLE_S", 0.05)
+    monkeypatch.setattr(embedded.mapped, "give_back", lambda: running.append(engine.holding().running))
+    for _ in range(2):
+        answers = [ask(engine, make_layout()) for _ in range(3)]
+        before = len(running)
+        for answer in answers:
+            answer.wait()
+        until(lambda before=before: len(running) > before)
+    assert set(running) == {0}
+    seen = len(running)
+    time.sleep(0.3)
+    assert len(running) == seen, "once is enough where nothing ran since"
+
+
+def test_the_engine_keeps_its_threads_whatever_others_are_told(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    before, seen = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
+    try:
+        engine = make_engine()
+        torch.set_num_threads(1)  # as the server does for all other threads, before the engine computes anything
+        answer = Answer(lambda: seen.append(torch.get_num_threads()))
+        engine.submit(Work(make_layout(), FEW), answer)
+        answer.wait()
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {3}
