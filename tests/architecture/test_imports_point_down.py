@@ -32,7 +32,7 @@ LAYERS = (
     ("blend.types", "blend.timing", "blend.plain_text"),
     ("blend.corpora",),
     ("blend.limits",),
-    ("blend.errors", "blend.visible", "blend.files", "blend.version", "blend"),
+    ("blend.errors", "blend.visible", "blend.files", "blend.lazy", "blend.version", "blend"),
 )
 ROOMS_OF_MANY_JOBS = ("blend.model", "blend.chunks", "blend.eval")
 
@@ -119,6 +119,7 @@ DOORS = {
         "blend.sharing",
         "blend.serve",
         "blend.cli",
+        "blend.weights",
     },
     "faiss": {"retrieval.index"},
     "sentence_transformers": {"retrieval.embedders.sentence"},

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from models import CORE, build, tokenizer
 
 from blend.model import decoder, fingerprint
@@ -85,3 +86,45 @@ def test_what_has_no_weight_files_has_no_digest(tmp_path: Path) -> None:
     folder = saved(tmp_path / "adapter")
     (folder / "adapter_config.json").write_text("{}")
     assert checkpoint_digest(str(folder)) is None
+
+
+def test_files_that_are_not_loaded_do_not_count(tmp_path: Path) -> None:
+    """As transformers: model.safetensors first, then an index's files, then the older format."""
+    other, folder = saved(tmp_path / "other", seed=1), saved(tmp_path / "model")
+    before = checkpoint_digest(str(folder))
+    shutil.copy(other / "model.safetensors", folder / "consolidated.safetensors")
+    torch.save({}, folder / "pytorch_model.bin")
+    assert checkpoint_digest(str(folder)) == before
+    (folder / "model.safetensors").unlink()
+    of_the_older = checkpoint_digest(str(folder))
+    torch.save({"a": torch.zeros(3)}, folder / "pytorch_model.bin")
+    assert checkpoint_digest(str(folder)) != of_the_older
+
+
+def test_a_divided_checkpoint_counts_with_all_that_its_index_names(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", max_shard_size="20KB")
+    assert checkpoint_digest(str(folder)) is not None
+    max(folder.glob("model-*.safetensors")).unlink()
+    assert checkpoint_digest(str(folder)) is None
+    (folder / "model.safetensors.index.json").write_text("[]")
+    assert checkpoint_digest(str(folder)) is None
+
+
+def test_weights_that_are_replaced_while_they_are_loaded_are_known_as_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    old, new = saved(tmp_path / "old"), saved(tmp_path / "new", seed=1)
+    of_the_new, load_model = load(new).fingerprint, transformers.AutoModelForCausalLM.from_pretrained
+
+    def replaced(*args: object, **options: object) -> object:
+        model = load_model(*args, **options)
+        Path(shutil.copy(new / "model.safetensors", tmp_path / "copy")).replace(old / "model.safetensors")
+        return model
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", replaced)
+    loaded = load(old)
+    assert loaded.fingerprint != of_the_new
+    built = Decoder(build(CORE["llama"], seed=0), tokenizer())
+    assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), built.model.parameters(), strict=True))

