@@ -37,6 +37,7 @@ _Result = TypeVar("_Result")
 NewCache = Callable[[int], "BlendedCache"]
 """An empty cache for a prompt, with room for so many rows."""
 
+MOST_PREFIXES = 16  # whose libraries are kept, each with the prefix's own KV: a prompt a user may have one of its own
 LEAST_RATIO_UNCORRECTED = 0.3  # of rows, where the KV correction was measured and turns out not to fit a prompt
 
 
@@ -83,7 +84,7 @@ class Filler:
             self._unasked.pop(prefix, None)
         else:
             now = held.renewed()
-        self._libraries[prefix] = now
+        _keep(self._libraries, prefix, now)
         return now
 
     def _library_of(self, layout: PromptLayout) -> ChunkLibrary:
@@ -93,7 +94,8 @@ class Filler:
             return self.library(prefix)
         held = self._libraries.get(prefix) or self._unasked.get(prefix)
         if held is None:
-            held = self._unasked[prefix] = ChunkLibrary(self.decoder, open_store("memory:"), prefix, corpus=self.corpus)
+            held = ChunkLibrary(self.decoder, open_store("memory:"), prefix, corpus=self.corpus)
+            _keep(self._unasked, prefix, held)
         return held
 
     def read_ahead(self, layout: PromptLayout) -> None:
@@ -242,3 +244,11 @@ def _instead_of(first: Filled, again: Filled, more: BlendConfig) -> Filled:
     spent = [a + b for a, b in zip(first.selection.rows_per_layer, again.selection.rows_per_layer, strict=True)]
     note = f"the KV correction does not fit this prompt: left out, and {more.ratio:.0%} of the rows recomputed instead"
     return again._replace(fits=False, selection=replace(again.selection, rows_per_layer=tuple(spent)), notes=(note,))
+
+
+def _keep(libraries: dict[Tokens, ChunkLibrary], prefix: Tokens, library: ChunkLibrary) -> None:
+    """It and those that were asked for last."""
+    libraries.pop(prefix, None)
+    libraries[prefix] = library
+    for oldest in list(libraries)[:-MOST_PREFIXES]:
+        libraries.pop(oldest, None)

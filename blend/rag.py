@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from blend.answering import Answer, full_answer, rehearse, remember, room_for
@@ -14,6 +15,7 @@ from blend.blender import Blender
 from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import corpora, index_dir, make_folder, require_corpus
 from blend.errors import ConfigError, PromptError
+from blend.lazy import loaded_once
 from blend.model.decoder import Decoder, pick_device
 from blend.model.full_prefill import full_prefill
 from blend.model.generate import OnText, generate
@@ -78,6 +80,7 @@ class Rag:
         hot: str | None = None,
     ) -> None:
         self._shared, self._memory = (decoder, embedder, kv), memory
+        self.loading = RLock()
         self.root = Path(store).expanduser() if not is_address(store) else _replica(str(store), cache, hot)
         self._sharing = Sharing(self.root, lambda: self.store)
         self._retriever: Retriever | None = None
@@ -139,7 +142,7 @@ class Rag:
         """Where the index lies."""
         return self._index.directory
 
-    @cached_property
+    @loaded_once
     def store(self) -> ChunkStore:
         """The store of chunk caches."""
         if self._shared[2] is not None:
@@ -153,7 +156,7 @@ class Rag:
             memory_bytes=self._memory,
         )
 
-    @cached_property
+    @loaded_once
     def decoder(self) -> Decoder:
         """The decoder."""
         if self._shared[0] is not None:
@@ -162,17 +165,17 @@ class Rag:
         location = resolve_model(self._model, progress=self._on_fetch)
         return Decoder.load(str(location), name=self._model, device=self._device, dtype=self._dtype)
 
-    @cached_property
+    @loaded_once
     def template(self) -> PromptTemplate:
         """The prompt around the chunks."""
         return PromptTemplate(self.decoder.tokenizer, self.prompt_config)
 
-    @cached_property
+    @loaded_once
     def embedder(self) -> Embedder:
         """The embedding model."""
         return self._shared[1] or load_embedder(self.corpus_config.embedder)
 
-    @cached_property
+    @loaded_once
     def blender(self) -> Blender:
         """Blended prefill over the store."""
         return Blender(self.decoder, self.store, self.blend_config, corpus=self.corpus_config.name)

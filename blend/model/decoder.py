@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from blend.model.admission import LayerRotation, admit, longest_prompt
 from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache
 from blend.model.driver import RowDriver
-from blend.model.fingerprint import checkpoint_digest, model_fingerprint, parameters_digest
+from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
 from blend.model.row_decoder import check_length, no_rows
 from blend.model.rows import Narrowing, RowRequest
 from blend.types import CacheIdentity, ChunkCache
-from blend.weights.hub import require_on_hub
+from blend.weights.hub import here_or_from_hub
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -62,13 +62,15 @@ class Decoder:
             tokenizer = AutoTokenizer.from_pretrained(location, **where)
             return tokenizer, AutoModelForCausalLM.from_pretrained(location, dtype=pick_dtype(dtype, place), **where)
 
+        before = checkpoint_stamps(location)
         try:
-            tokenizer, model = _here_or_from_hub(location, fetched)
+            tokenizer, model = here_or_from_hub(location, fetched)
         except (OSError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(_unloadable(location, error)) from error
-        return cls(model.to(place), tokenizer, name or location, weights=checkpoint_digest(location))
+        weights = checkpoint_digest(location, unless_changed_since=before)
+        return cls(model.to(place), tokenizer, name or location, weights=weights)
 
     @property
     def device(self) -> torch.device:
@@ -165,6 +167,16 @@ class Decoder:
         self.driver.watch(RowRequest(token_ids, positions, cache, observe=observe), last)
 
     @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Meanwhile this thread alone computes with the model; others, blended prefills too, wait.
+
+        For calls that go to `model` itself, such as `model.generate`: while a blended prefill of another thread runs, parts of
+        the model's layers are exchanged.
+        """
+        with self.driver.lock:
+            yield
+
+    @contextmanager
     def before_head(self, call: Callable[[], None]) -> Iterator[None]:
         """Call back when a forward pass reaches the LM head."""
         head = self.model.get_output_embeddings()
@@ -188,16 +200,6 @@ def _following(token_ids: torch.Tensor, cache: BlendedCache) -> RowRequest:
     stop = start + token_ids.shape[1]
     cache.reserve(stop)
     return RowRequest(token_ids, torch.arange(start, stop, device=token_ids.device), cache)
-
-
-def _here_or_from_hub(location: str, fetched: Callable[..., tuple[Any, Any]]) -> tuple[Any, Any]:
-    """What is on this machine, without a question to the hub; for the rest, after one short question whether it answers."""
-    if Path(location).is_dir():
-        return fetched()
-    with suppress(OSError, ValueError):
-        return fetched(local_files_only=True)
-    require_on_hub(location)
-    return fetched()
 
 
 def _decoder_layers(model: Any, config: Any) -> torch.nn.ModuleList:

@@ -43,6 +43,17 @@ def _decoded(dec: Decoder) -> torch.Tensor:
     return torch.tensor(generate(dec, blender.prefill(LAYOUT), LAYOUT.token_ids, max_new_tokens=12).token_ids)
 
 
+def _generated(dec: Decoder) -> torch.Tensor:
+    """By the model's own `generate`, as docs/python.md shows."""
+    blender = Blender(dec, open_store("memory:"), SELECTORS["hkvd"])
+    cache_chunks(blender, LAYOUT)
+    blend = blender.prefill(LAYOUT)
+    ids = torch.tensor([[*LAYOUT.token_ids, blend.first_token]])
+    with dec.exclusive():
+        found: torch.Tensor = dec.model.generate(ids, past_key_values=blend.cache, max_new_tokens=8, do_sample=False)
+    return found
+
+
 def _encoded(dec: Decoder) -> torch.Tensor:
     encoder = Blender(dec, open_store("memory:")).encoder(LAYOUT.prefix)
     return torch.cat([cache.keys[-1].flatten() for _, cache in sorted(encoder.encode(LAYOUT.chunks))])
@@ -55,6 +66,7 @@ def _calibrated(dec: Decoder) -> torch.Tensor:
 
 
 TASKS: dict[str, Task] = {
+    "the model's own generate": _generated,
     "query_guided": _blended("query_guided"),
     "hkvd": _blended("hkvd"),
     "full prefill and append": lambda dec: teacher_forced_logits(full_prefill(dec, LAYOUT), ANSWER),
