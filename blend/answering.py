@@ -8,6 +8,7 @@ from typing import Any
 from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.errors import StoreError
+from blend.limits import check_number
 from blend.model.decoder import Decoder
 from blend.model.full_prefill import full_prefill
 from blend.model.generate import Generation, generate
@@ -68,7 +69,11 @@ def rehearse(decoder: Decoder, template: PromptTemplate, config: BlendConfig) ->
 
 
 def room_for(decoder: Decoder, layout: PromptLayout, max_new_tokens: int) -> int:
-    """Tokens that the answer may have: no more than the model's context leaves. Raises `PromptError` where that is nothing."""
+    """Tokens that the answer may have: no more than the model's context leaves.
+
+    Raises `PromptError` where that is nothing, `ConfigError` for a number that is none.
+    """
+    check_number("max_new_tokens", max_new_tokens)
     decoder.check_length(layout.rows + 1)
     if decoder.context_length is None:
         return max_new_tokens

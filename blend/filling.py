@@ -18,6 +18,7 @@ from blend.chunks.open_library import Tokens, Variant
 from blend.chunks.placed import Opener, Placed, place
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
+from blend.model.row_decoder import check_ids
 from blend.model.rows import RowRequest, Steps
 from blend.recompute import make_plan, recompute
 from blend.select import make_selector
@@ -145,11 +146,12 @@ class Filler:
         """Yields rows to run, is sent what the last of them gives, and ends with the prompt's cache; see `Blender.steps`.
 
         new_cache: what the prompt's rows are written to; by default the decoder's own. Close it when it is given up.
-        Raises `PromptError` when the prompt does not fit the model, `ConfigError` for a selector that breaks its contract.
+        Raises `PromptError` for a prompt that does not fit the model, `ConfigError` for a selector that breaks its contract.
         """
         if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows)
+        check_ids(self.decoder.vocabulary, layout.token_ids)
         library = self._library_of(layout)
         if known is None and layout.rows_of_home:
             known = library.isolated.prefix.rows(0, layout.rows_of_home)

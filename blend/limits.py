@@ -80,8 +80,8 @@ NUMBERS = {
     "surrogate_tokens": Limits(0, MOST_ROWS),
     "batch_tokens": _ROWS,
     "top_k": Limits(1, 10_000),
-    # What only the command line has.
     "max_new_tokens": _ROWS,
+    # What only the command line has.
     "store_budget": Limits(1e-6, 1e6, whole=False),
     "older_than": Limits(0, 100_000, whole=False),
     "limit": Limits(1, 100_000),
@@ -123,6 +123,12 @@ def check_fields(config: Any) -> None:
         if (value is None and NoneType in get_args(kind)) or not (told := _refusal(field.name, value, kind)):
             continue
         raise ConfigError(f"{field.name}{told}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise `ConfigError` for a value that the option of this name cannot have."""
+    if not NUMBERS[name].hold(value):
+        raise ConfigError(f"{name}: {NUMBERS[name].refusal(value)}")
 
 
 @cache  # reading annotations takes longer than everything else here

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from blend.model.row_decoder import check_ids
 from blend.timing import Stopwatch
 from blend.types import PromptLayout
 
@@ -36,7 +37,8 @@ class FullPrefill:
 
 @torch.inference_mode()
 def full_prefill(decoder: Decoder, layout: PromptLayout) -> FullPrefill:
-    """Prefill the whole prompt with the model's own forward pass."""
+    """Prefill the whole prompt with the model's own forward pass. Raises `PromptError` for ids that the model does not have."""
+    check_ids(decoder.vocabulary, layout.token_ids)
     watch = Stopwatch(decoder.device)
     ids = torch.tensor([layout.token_ids], device=decoder.device)
     out = decoder.driver.run_whole(input_ids=ids, use_cache=True, **decoder.last_row_only)

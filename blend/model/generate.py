@@ -13,6 +13,7 @@ import torch
 
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError, UnsupportedModelError
+from blend.limits import check_number
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
@@ -64,13 +65,14 @@ def generate(
     """Decode from a prefilled prompt, greedily unless `options` (those of `model.generate`) say otherwise.
 
     on_text: called with each piece of text as soon as it is final. The prompt is not run again: the first token comes from
-    `prefilled.logits`. Raises `ConfigError` for options that ask for several sequences, and for `on_text` of a decoder
-    without a tokenizer.
+    `prefilled.logits`. Raises `ConfigError` for options that ask for several sequences, for a length that is none, and for
+    `on_text` of a decoder without a tokenizer.
     """
     if on_text is not None and decoder.tokenizer is None:
         raise ConfigError("this decoder has no tokenizer to make text with: leave out on_text, and read token_ids")
     if any((options.get(name) or 1) != 1 for name in ("num_beams", "num_return_sequences")):
         raise ConfigError("one sequence a prompt: num_beams and num_return_sequences must be 1")
+    check_number("max_new_tokens", max_new_tokens)
     _require_custom_generate()
     begin = time.perf_counter()
     ids = torch.tensor([list(prompt_ids)], device=decoder.device)

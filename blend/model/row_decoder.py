@@ -84,6 +84,13 @@ def check_length(name: str, context_length: int | None, rows: int) -> None:
         )
 
 
+def check_ids(vocabulary: int, ids: Sequence[int]) -> None:
+    """Refuse token ids that the decoder does not have, with `PromptError`: a GPU that is asked for one computes no more."""
+    for wrong in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= wrong < vocabulary:
+            raise PromptError(f"the prompt holds token id {wrong}; the model has those from 0 to {vocabulary - 1}")
+
+
 def no_rows(rotations: Sequence[LayerRotation], dtype: torch.dtype, device: torch.device) -> ChunkCache:
     """The KV of no tokens at all, for layers like these."""
     shapes = [(layer.key_shape, layer.value_shape) for layer in rotations]

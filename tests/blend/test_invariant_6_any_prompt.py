@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 from typing import NamedTuple
 
@@ -15,7 +16,9 @@ from models import CORE, WINDOW, decoder, eager_model
 
 from blend.blender import Blend, Blender
 from blend.config import BlendConfig
-from blend.errors import PromptError
+from blend.errors import ConfigError, PromptError
+from blend.model.full_prefill import full_prefill
+from blend.model.generate import generate
 from blend.store import open_store
 from blend.types import PromptLayout
 
@@ -150,3 +153,28 @@ def test_invariant_6_an_empty_chunk_is_as_if_it_were_not_there() -> None:
     layout = PromptLayout((3, 4), ((5, 6, 7), ()), (10, 11))
     blend = Blender(decoder("llama"), open_store("memory:"), CONFIGS["hkvd"]).prefill(layout)
     assert_close(blend.logits[0], dense_prefill(eager_model("llama"), layout.token_ids).logits[-1])
+
+
+@pytest.mark.parametrize("wrong", [-1, 96, 10**6])
+@pytest.mark.parametrize("where", ["prefix", "chunk", "suffix"])
+def test_a_token_that_the_model_does_not_have_is_refused(wrong: int, where: str) -> None:
+    """A GPU that is asked for one computes nothing any more, for nobody."""
+    dec, layout = decoder("llama"), make_layout()
+    assert dec.vocabulary == 96
+    blender = Blender(dec, open_store("memory:"))
+    odd = {
+        "prefix": replace(layout, prefix=(*layout.prefix, wrong)),
+        "chunk": replace(layout, chunks=(*layout.chunks, (5, wrong))),
+        "suffix": replace(layout, suffix=(wrong, 5)),
+    }[where]
+    for prefill in (blender.prefill, partial(full_prefill, dec)):
+        with pytest.raises(PromptError, match=f"token id {wrong}; the model has those from 0 to 95"):
+            prefill(odd)
+
+
+@pytest.mark.parametrize("tokens", [0, -4, 2.5, True])
+def test_a_length_of_an_answer_that_is_none_is_refused(tokens: int) -> None:
+    dec, layout = decoder("llama"), make_layout()
+    blend = Blender(dec, open_store("memory:")).prefill(layout)
+    with pytest.raises(ConfigError, match=f"max_new_tokens: {tokens} is not a whole number from 1"):
+        generate(dec, blend, layout.token_ids, max_new_tokens=tokens)
