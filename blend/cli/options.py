@@ -184,7 +184,7 @@ _BLENDING = (
     _blending(
         "mask", "What a row sees: up to its position, or as published systems do.", click.Choice(get_args(MaskMode))
     ),
-    _switch("correction", "Correct stored chunks by the map that precompute measured."),
+    _switch("correction", "Apply the KV correction that precompute measured to stored chunks."),
     _switch("surrogate", "Use caches that were computed behind a surrogate context for other chunks."),
 )
 
@@ -193,7 +193,8 @@ _CHUNKING = (
     _corpus("chunk_tokens", "Longest chunk, in tokens of the model."),
     _corpus(
         "surrogate_tokens",
-        "Compute every cache also behind so many tokens of other chunks; 0 halves time and store, at more error.",
+        "Compute a second cache of every chunk, behind so many tokens of other chunks; 0: none, which halves time and store at "
+        "more error.",
     ),
     click.option(
         "--surrogate-text",
@@ -205,8 +206,8 @@ _CHUNKING = (
         "--one-copy",
         is_flag=True,
         default=_CORPUS.one_copy,
-        help="Keep only those caches: half the store, at more error where a chunk stands first. Not with --quick, "
-        "which leaves things as they are.",
+        help="Keep one cache a chunk, the one behind other chunks: half the store, at more error where a chunk stands first. "
+        "A later run without it goes back to two.",
     ),
 )
 _TOP_K = _corpus("top_k", "Chunks to retrieve.")

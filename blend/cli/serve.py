@@ -50,7 +50,7 @@ def _counted(name: str, words: str, default: float, unit: str | None = None) -> 
 )
 @click.option("--full", is_flag=True, help="Never blend: full prefill for all, for comparison.")
 @click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")
-@_counted("learn_budget", "Most GB of such caches, for each key.", LEARN_BUDGET / 1e9, "GB")
+@_counted("learn_budget", "Most GB of caches of learned text, for each key.", LEARN_BUDGET / 1e9, "GB")
 @_counted("most_running", "Answers at the same time.", MOST_RUNNING)
 @_counted("most_waiting", "Prompts that may wait; who brings more is told to come again.", MOST_WAITING)
 @_counted("kv_budget", "Memory for the prompts that run.", KV_BUDGET / 1e9, "GB")

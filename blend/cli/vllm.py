@@ -37,7 +37,7 @@ def _gigabytes(name: str, words: str, default: int) -> Callable[[F], F]:
 )
 @_gigabytes("held_budget", "Shared memory for blended prompts that vLLM answers.", KV_BUDGET)
 @click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")
-@_gigabytes("learn_budget", "Most GB of such caches.", LEARN_BUDGET)
+@_gigabytes("learn_budget", "Most GB of caches of learned text.", LEARN_BUDGET)
 @number("--most-running", "most_running", "Prompts that are blended in turns.", default=MOST_RUNNING, show_default=True)
 @number(
     "--most-waiting",
