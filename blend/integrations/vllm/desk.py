@@ -47,7 +47,11 @@ class Desk:
         """
         question = Question(self.shelf, tell)
         try:
+            self.service.engine.require_room()  # who is left to vLLM must not cost a search first
             prepared = self.service.prepare(asked(part, self.service.corpora(""), self._limits))
+        except QueueFullError:
+            question.give_up("busy")
+            return question
         except Exception as error:
             failure = failure_of(error)
             if failure.status >= 500:
@@ -84,14 +88,20 @@ class Desk:
     def check(self, number: int) -> Message:
         """A prompt by which this model is compared with vLLM's: exact KV of it, and KV that is wrong.
 
-        Tokens are random; the wrong KV is that of the same tokens in reverse. `release` gives back both tickets.
+        Tokens are random; the wrong KV is that of the same tokens in reverse. `release` gives back both tickets. Raises
+        `NoRoomError`.
         """
         decoder, rows = self._decoder, CHECKED_ROWS[number]
         random = torch.Generator().manual_seed(rows)
         low, high = decoder.vocabulary // 10, decoder.vocabulary * 9 // 10  # control tokens stand at the ends
         ids = torch.randint(low, max(high, low + 2), (rows,), generator=random).tolist()
-        tickets = [self.shelf.put(self._prefilled(tokens), ids) for tokens in (ids, ids[::-1])]
-        return {"prompt": ids, "right": tickets[0], "wrong": tickets[1]}
+        right = self.shelf.put(self._prefilled(ids), ids)
+        try:
+            wrong = self.shelf.put(self._prefilled(ids[::-1]), ids)
+        except Exception:
+            self.shelf.release(right)
+            raise
+        return {"prompt": ids, "right": right, "wrong": wrong}
 
     def _prefilled(self, ids: list[int]) -> Any:
         decoder, rows = self._decoder, len(ids)

@@ -9,18 +9,20 @@ from __future__ import annotations
 import mmap
 import os
 import queue
+import resource
 import select
 import socket
 import threading
 
 from blend.integrations.vllm import wire
 from blend.integrations.vllm.desk import CHECKED_ROWS, Desk
-from blend.integrations.vllm.shelf import Shelf, bytes_of
+from blend.integrations.vllm.shelf import NoRoomError, Shelf, bytes_of
 from blend.serve.door.log import log_error
 
 _LOOK_S = 0.05  # how often it is looked whether who waits is still there
 _SLOW_S = 10.0  # for a message to be read or taken
 MOST_CONNECTIONS = 1024
+_OTHER_FILES = 128
 
 
 class PrefillServer:
@@ -29,7 +31,8 @@ class PrefillServer:
     def __init__(self, desk: Desk, shelf: Shelf, place: socket.socket) -> None:
         self._desk, self._shelf, self._place = desk, shelf, place
         self._stopping = threading.Event()
-        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._room = threading.BoundedSemaphore(most_connections())
+        self._told = set[str]()
         place.listen(wire.BACKLOG)  # from now on who comes waits, and is not refused
 
     def serve_until_stopped(self) -> None:
@@ -40,10 +43,27 @@ class PrefillServer:
                 sock, _ = self._place.accept()
             except TimeoutError:
                 continue
+            except (
+                OSError
+            ) as error:  # no descriptor or no memory for one more: who waits is taken when another has gone
+                self._told_of(error)
+                self._stopping.wait(_LOOK_S)
+                continue
             if not self._room.acquire(blocking=False):
                 sock.close()  # who asks is answered by vLLM's own prefill
                 continue
-            threading.Thread(target=self._serve, args=(sock,), name="kvblend-connection", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(sock,), name="kvblend-connection", daemon=True).start()
+            except RuntimeError as error:  # no thread more
+                self._told_of(error)
+                sock.close()
+                self._room.release()
+
+    def _told_of(self, error: Exception) -> None:
+        """Once for each kind: it comes back as often as somebody connects."""
+        if str(error) not in self._told:
+            self._told.add(str(error))
+            log_error(error, "")
 
     def stop(self) -> None:
         """End it; connections end with the process or their other end."""
@@ -137,14 +157,25 @@ class PrefillServer:
     def _check(self, sock: socket.socket) -> None:
         """Prompts to compare by, held until the other end has compared."""
         sock.settimeout(None)
-        found = [self._desk.check(number) for number in range(len(CHECKED_ROWS))]
+        found: list[wire.Message] = []
         try:
+            for number in range(len(CHECKED_ROWS)):
+                found.append(self._desk.check(number))
             wire.send(sock, {"checks": found})
             self._until_gone(sock)
+        except NoRoomError:
+            return  # the other end asks again with the next question
         finally:
             for one in found:
                 self._shelf.release(one["right"])
                 self._shelf.release(one["wrong"])
+
+
+def most_connections() -> int:
+    """As many as there are descriptors for: a connection may hold KV in a memory file, and the store has files open too."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    unlimited = allowed == resource.RLIM_INFINITY
+    return MOST_CONNECTIONS if unlimited else max(1, min(MOST_CONNECTIONS, (allowed - _OTHER_FILES) // 2))
 
 
 def _gone(sock: socket.socket) -> bool:

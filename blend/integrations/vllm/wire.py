@@ -11,7 +11,9 @@ import contextlib
 import json
 import os
 import socket
+import stat
 import struct
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,7 +70,8 @@ def _remove_stale(name: str) -> None:
         try:
             probe.connect(name)
         except ConnectionRefusedError:
-            Path(name).unlink()
+            if stat.S_ISSOCK(os.lstat(name).st_mode):  # a file of somebody's is refused the same way
+                Path(name).unlink()
         except OSError:
             return
 
@@ -195,12 +198,19 @@ def unpack(body: bytes) -> Message:
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        part = sock.recv(min(size - len(parts), 1 << 20))
-        if not part:
-            raise WireError("the other end has gone")
-        parts += part
+    """So many bytes, all of them within the connection's time: one who sends a byte now and then has no more of it."""
+    parts, allowed = bytearray(), sock.gettimeout()
+    end = None if allowed is None else time.monotonic() + allowed
+    try:
+        while len(parts) < size:
+            if end is not None:
+                sock.settimeout(max(end - time.monotonic(), 1e-3))
+            part = sock.recv(min(size - len(parts), 1 << 20))
+            if not part:
+                raise WireError("the other end has gone")
+            parts += part
+    finally:
+        sock.settimeout(allowed)
     return bytes(parts)
 
 
