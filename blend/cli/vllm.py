@@ -17,6 +17,7 @@ from blend.serve.budgets import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUN
 F = TypeVar("F", bound=Callable[..., Any])
 _EXTRA = ("starlette", "pydantic")
 _SOCKET = "@kvblend"
+_ANSWERS_S = 5.0  # a process that is asked for its status
 
 
 def _gigabytes(name: str, words: str, default: int) -> Callable[[F], F]:
@@ -34,6 +35,11 @@ def _gigabytes(name: str, words: str, default: int) -> Callable[[F], F]:
     show_envvar=True,
     help="Where vLLM's processes ask: @NAME, of which nothing is left behind, the path of a socket, or, from other machines, "
     "tcp://HOST:PORT, with a key in the file that KVBLEND_VLLM_KEY names.",
+)
+@click.option(
+    "--status",
+    is_flag=True,
+    help="Print what the process at --socket holds, as one JSON object, and end: with 0 where it answers, else with 1.",
 )
 @_gigabytes("held_budget", "Shared memory for blended prompts that vLLM answers.", KV_BUDGET)
 @click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")
@@ -57,6 +63,9 @@ def command(**given: Any) -> None:
     vLLM is started with kvblend's connector and middleware; docs/vllm.md says how. Both hold the same model. SIGTERM and Ctrl-C
     end the process; vLLM then prefills by itself.
     """
+    if given["status"]:
+        _status(given["socket"])
+        return
     lacking = [name for name in _EXTRA if find_spec(name) is None]
     if lacking:
         raise ConfigError(f"blending for vLLM needs {', '.join(lacking)}: pip install 'kvblend[serve]'")
@@ -68,6 +77,22 @@ def command(**given: Any) -> None:
         _serve(given, place)
     finally:
         wire.close(place, given["socket"])
+
+
+def _status(socket: str) -> None:
+    """Light, so that it can be asked every few seconds: no model is loaded, no store opened."""
+    import json
+
+    from blend.cli.console import say
+    from blend.integrations.vllm import wire
+
+    try:
+        with wire.connect(socket, _ANSWERS_S) as place:
+            wire.send(place, {"holding": True})
+            told = wire.receive(place)[0]
+    except wire.WireError as error:
+        raise click.ClickException(str(error)) from None
+    say(json.dumps(told))
 
 
 def _serve(given: dict[str, Any], place: Any) -> None:
