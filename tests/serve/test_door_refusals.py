@@ -150,6 +150,25 @@ def test_what_is_wrong_is_told_by_its_place(
 
 
 @pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"documents": [{"text": "The harbour has nine gates."}]}, "documents"),
+        ({"kvblend": {"documents": [{"id": "harbour.md"}]}}, "kvblend.documents"),
+        ({"kvblend": {"retrieve": {}}}, "kvblend.retrieve"),
+        ({"model": "+corpus"}, "model"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_completion_has_no_place_for_documents(
+    http: httpx.Client, served: Served, fields: dict[str, Any], param: str
+) -> None:
+    fields = {**fields, "model": f"{served.model}{fields.get('model', '')}"}
+    error = error_of(http.post("/v1/completions", json={"prompt": "How many gates?", "max_tokens": 2, **fields}))
+    assert (error["param"], error["code"]) == (param, "invalid_value")
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize(
     "raw",
     [
         *(b"", b"{", b"null", b"[]", b'"x"', b"{}", b"\xff\xfe{}", b'{"model\xff": 1}'),

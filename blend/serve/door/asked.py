@@ -62,6 +62,8 @@ def ask_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLimits
     own = body.kvblend or OwnBody()
     documents = body.documents or own.documents or []
     top_k, corpus = _retrieval(body.model or offered.model, own, offered, limits.top_k)
+    if isinstance(body, CompletionBody):
+        _check_no_passages(body, own, retrieving=top_k is not None)
     sampling = Sampling(
         max_tokens=body.most_tokens or limits.answer_tokens,
         temperature=Sampling.temperature if body.temperature is None else body.temperature,
@@ -99,6 +101,16 @@ def _check_together(body: ChatBody | CompletionBody) -> None:
         raise refuse("top_logprobs needs logprobs to be true", "top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise refuse("max_tokens and max_completion_tokens differ; give one", "max_tokens")
+
+
+def _check_no_passages(body: CompletionBody, own: OwnBody, *, retrieving: bool) -> None:
+    """A prompt that is to be continued has no place for documents: what brings some is refused by its name."""
+    brought = {"documents": body.documents, "kvblend.documents": own.documents, "kvblend.retrieve": own.retrieve}
+    for name, found in (*brought.items(), ("model", retrieving)):
+        if found:
+            raise refuse(
+                f"{name} brings documents, and a completion has no place for them; ask /v1/chat/completions", name
+            )
 
 
 def _messages(body: ChatBody | CompletionBody) -> tuple[Message, ...]:
