@@ -12,14 +12,15 @@ from blend.corpora import check_corpus_name, corpora, is_corpus_name
 from blend.errors import ConfigError, PromptError, StoreError
 from blend.indexing import TitledText
 from blend.prompt import render_chunk
-from blend.serve.ask import GivenDocument, SourceKind
-from blend.serve.chat import ChatTemplate, Passage, Written
+from blend.serve.ask import GivenDocument, Message, SourceKind
+from blend.serve.chat import ChatTemplate, Passage, Turn
 from blend.serve.heard import AGAIN, SHARE, Heard
 from blend.serve.outage import StoreWatch
 from blend.serve.passages.known import KnownTexts
 from blend.serve.passages.learned import Learned
+from blend.serve.passages.messages import cut
 from blend.serve.passages.rendered import Renderer
-from blend.serve.passages.segments import Segment, segments
+from blend.serve.passages.segments import Segment
 from blend.serve.removed import removed_from
 from blend.serve.spool import INCOMING
 from blend.serve.uploads import part_of
@@ -45,6 +46,14 @@ class Cited(NamedTuple):
     text: str
     score: float | None = None
     brought: bool = False
+
+
+class WrittenMessages(NamedTuple):
+    """Messages as they are to stand in a prompt, and their passages in order. corpus: whose chunks are among these."""
+
+    corpus: str
+    turns: list[Turn]
+    cited: list[Cited]
 
 
 def room_root(root: Path, tenant: str) -> Path:
@@ -147,20 +156,21 @@ class Room:
             found.extend(self._of_chunk(rag, chunk, "document", None)._replace(brought=brought) for chunk in chunks)
         return found
 
-    def written(self, corpus: str | None, text: str, *, learning: bool = True) -> tuple[Written, list[Cited]]:
-        """A message as ordinary text and passages: chunks of a corpus that were pasted, and long texts to be learned.
+    def written(self, corpus: str | None, messages: Sequence[Message]) -> WrittenMessages:
+        """Messages as ordinary text and passages: chunks of one corpus that were pasted, and long texts to be learned.
 
-        corpus: None looks for the one that knows most of it. learning: whether there may be any of the latter.
+        corpus: None looks for the one that knows most of them.
         """
-        learning = learning and self.learned is not None
-        names = (corpus,) if corpus is not None else self.corpora or ("",)
-        cut = [segments(text, self._texts(name), learned_on=learning) for name in names]
-        best = max(cut, key=lambda one: sum(len(part.ids) for part in one if part.kind == "pasted"))
-        if best and best[-1].kind == "learned":  # what a message ends with is what it asks, however long
-            best[-1] = Segment(best[-1].text)
-        cited = [_cited(part) for part in best if part.ids]
-        passages = iter(cited)
-        return [next(passages).passage if part.ids else part.text for part in best], cited
+        names = (corpus,) if corpus is not None else dict.fromkeys(("", *self.corpora))
+        found = cut(messages, {name: self._texts(name) for name in names}, learning=self.learned is not None)
+        turns, cited = list[Turn](), list[Cited]()
+        for message, parts in zip(messages, found.messages, strict=True):
+            mine = [_cited(part) for part in parts if part.ids]
+            passages = iter(mine)
+            content = [next(passages).passage if part.ids else part.text for part in parts]
+            turns.append(Turn(message.role, content))
+            cited.extend(mine)
+        return WrittenMessages(found.corpus, turns, cited)
 
     def learn(self, corpus: str, cited: Sequence[Cited]) -> bool:
         """Whether these passages may be stored; those that go for them are removed from the store.

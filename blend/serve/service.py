@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import PromptError
-from blend.serve.ask import Ask
+from blend.serve.ask import Ask, Message
 from blend.serve.budgets import LEARN_BUDGET
-from blend.serve.chat import DIRECT, Turn, question_turns
+from blend.serve.chat import DIRECT, question_turns
 from blend.serve.conversation import Conversation, OnReply
 from blend.serve.documents import Documents
 from blend.serve.engine import ASKED_FOR, Engine, Handle, QueueFullError, Work
@@ -46,8 +46,16 @@ class Prepared(NamedTuple):
 
     @property
     def rag(self) -> Rag:
-        """Of the corpus that it is asked of."""
-        return self.room.rag(self.ask.corpus)
+        """Of the corpus that its passages are of."""
+        return self.room.rag(self.work.corpus)
+
+
+class Put(NamedTuple):
+    """A question put into a prompt, and its passages in order. corpus: whose chunks are among them."""
+
+    layout: PromptLayout
+    cited: list[Cited]
+    corpus: str
 
 
 class Service:
@@ -178,19 +186,19 @@ class Service:
         begin = time.monotonic()
         room = self.room(ask.tenant)
         reachable = room.watch.reachable()
-        layout, cited = put(room, ask)
-        rag = room.rag(ask.corpus)
+        layout, cited, corpus = put(room, ask)
+        rag = room.rag(corpus)
         sampling = replace(ask.sampling, max_tokens=_room_for(rag, layout, ask.sampling.max_tokens))
         full = self.full or ask.method == "full"
         work = Work(
             layout,
             sampling,
             tenant=ask.tenant,
-            corpus=ask.corpus,
+            corpus=corpus,
             full=full or not reachable,
             reason=ASKED_FOR if full else STORE_UNREACHABLE,
             cold=ask.cold,
-            remember=not self.full and reachable and room.learn(ask.corpus, cited),
+            remember=not self.full and reachable and room.learn(corpus, cited),
             priority=ask.priority,
             deadline_s=ask.deadline_s,
             trace=ask.trace,
@@ -200,7 +208,7 @@ class Service:
     def take(self, prepared: Prepared, on_reply: OnReply) -> Handle:
         """Have a prompt answered; see `submit`."""
         ask, room, work, cited, begin = prepared
-        rag, before_s = room.rag(ask.corpus), time.monotonic() - begin
+        rag, before_s = prepared.rag, time.monotonic() - begin
         conversation = Conversation(
             rag, ask, work.sampling, work.layout, cited, on_reply, self._profile, before_s, room.watch
         )
@@ -235,12 +243,12 @@ def _require_length(room: Room, ask: Ask) -> None:
         )
 
 
-def put(room: Room, ask: Ask) -> tuple[PromptLayout, list[Cited]]:
-    """The prompt of a question, and its passages in order."""
+def put(room: Room, ask: Ask) -> Put:
+    """The prompt of a question."""
     _require_length(room, ask)
     if ask.prompt is not None:
-        written, cited = room.written(ask.corpus or None, ask.prompt)
-        return room.chat.continued(written), cited
+        corpus, (turn,), cited = room.written(ask.corpus or None, [Message("user", ask.prompt)])
+        return Put(room.chat.continued(turn.content), cited, corpus)
     if not ask.messages or ask.messages[-1].role != "user" or not ask.messages[-1].content.strip():
         raise PromptError("the last message must be the user's, and say something")
     arguments = DIRECT if ask.template is None else ask.template
@@ -250,18 +258,9 @@ def put(room: Room, ask: Ask) -> tuple[PromptLayout, list[Cited]]:
     if found:
         passages = [one.passage for one in found]
         turns = question_turns(ask.messages, passages, room.rag(ask.corpus).prompt_config)
-        return room.chat.layout(turns, arguments), found
-    turns = []
-    for message in ask.messages:
-        if message.role == "assistant":
-            turns.append(Turn(message.role, (message.content,)))
-        else:
-            # What a system message says stays where it is, at the beginning, and is reused exactly.
-            learning = message.role == "user"
-            written, cited = room.written(ask.corpus or None, message.content, learning=learning)
-            turns.append(Turn(message.role, written))
-            found.extend(cited)
-    return room.chat.layout(turns, arguments), found
+        return Put(room.chat.layout(turns, arguments), found, ask.corpus)
+    corpus, turns, cited = room.written(ask.corpus or None, ask.messages)
+    return Put(room.chat.layout(turns, arguments), cited, corpus)
 
 
 def _room_for(rag: Rag, layout: PromptLayout, most: int) -> int:

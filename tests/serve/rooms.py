@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,3 +88,9 @@ def ask(service: Service, *messages: str, **more: object) -> Told:
     service.submit(Ask(said, **{"sampling": FEW, **more}), told)  # type: ignore[arg-type]
     assert told.done.wait(120)
     return told
+
+
+def settled(service: Service) -> None:
+    """Wait until what was lacking is computed."""
+    while any(service.engine.holding()[i] for i in (0, 1, 5)):
+        time.sleep(0.01)

@@ -15,7 +15,7 @@ from documents_made import LAST_S, caches, ids, left, make, model, rag
 
 from blend import Rag
 from blend.errors import PromptError, StoreError
-from blend.serve.ask import GivenDocument
+from blend.serve.ask import GivenDocument, Message
 from blend.serve.corpus_keeper import CorpusKeeper
 from blend.serve.documents import Documents, DocumentStatus, UploadedFile
 from blend.serve.room import Room
@@ -277,8 +277,8 @@ def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
     question, pasted = "Which mill opened in 1801?", words("mill", 4)
 
     def sources() -> set[str]:
-        retrieved, (_, found) = room.retrieved("", question, 3), room.written("", pasted)
-        return {one.title for one in (*retrieved, *found)}
+        found = room.written("", [Message("user", pasted)])
+        return {one.title for one in (*room.retrieved("", question, 3), *found.cited)}
 
     assert "The mill" in sources()
 

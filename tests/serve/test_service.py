@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rooms import FEW, QUESTION, Told, ask, serving
+from rooms import FEW, QUESTION, Told, ask, serving, settled
 
 from blend.errors import ConfigError, PromptError
 from blend.model.cache import BlendedCache
@@ -21,12 +21,6 @@ from blend.serve.service import Service
 from blend.store.archive import verify_entry
 from blend.store.backend import CACHES
 from retrieval import RetrievalError
-
-
-def settled(service: Service) -> None:
-    """Wait until what was lacking is computed."""
-    while any(service.engine.holding()[i] for i in (0, 1, 5)):
-        time.sleep(0.01)
 
 
 def test_what_ended_is_let_go_without_a_search_for_circles(filled: tuple[Path, Path]) -> None:

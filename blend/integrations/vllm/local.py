@@ -36,7 +36,7 @@ class _Reader(NamedTuple):
 
 
 class LocalPrompt(NamedTuple):
-    """A prompt. corpus: that it was asked of. sources: what its reply is to say of its passages. generation: of the store.
+    """A prompt. corpus: whose chunks are in it. sources: what its reply is to say of its passages. generation: of the store.
 
     reason: why it must not be blended; "" where it may be.
     """
@@ -69,11 +69,11 @@ class LocalPrompts:
         names = () if self._options is None else room.corpora
         ask = asked(part, names, DoorLimits(top_k=room.rag().corpus_config.top_k))
         reason, generation = self._reason(room)
-        layout, cited = put(room, ask)
+        layout, cited, corpus = put(room, ask)
         if not cited:
             return None
         reason = ASKED_FOR if ask.method == "full" else reason
-        return LocalPrompt(layout, ask.corpus, tuple(_told(cited)), generation, reason)
+        return LocalPrompt(layout, corpus, tuple(_told(cited)), generation, reason)
 
     def _reason(self, room: Room) -> tuple[str, str]:
         """Why nothing can be blended now, and otherwise the store's generation, before anything of it is read."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from blend.serve.passages.divide import is_long, passages
@@ -48,12 +47,26 @@ def segments(text: str, known: KnownTexts, *, learned_on: bool) -> list[Segment]
     """
     if len(text) > _MOST_CHARACTERS:
         return [Segment(text)]
-    pieces = [_pasted(text, one) for one in known.find(text)]
-    if learned_on and is_long(text, known.renderer):
-        edges = [(0, 0), *((one.start, one.stop) for one in pieces), (len(text), len(text))]
-        runs = [(before, after) for (_, before), (after, _) in pairwise(edges)]
-        pieces.extend(one for run in runs for one in _learned(text, *run, known.renderer))
-    return list(_filled(text, sorted(pieces, key=lambda one: one.start)))
+    found = list(_filled(text, [_pasted(text, one) for one in known.find(text)]))
+    return with_learned(text, found, known.renderer) if learned_on else found
+
+
+def with_learned(text: str, parts: Sequence[Segment], renderer: Renderer) -> list[Segment]:
+    """The segments of a message, where it is a long one with passages to be learned out of its ordinary text."""
+    if not is_long(text, renderer):
+        return list(parts)
+    pieces = list[_Piece]()
+    for start, stop, part in placed(parts):
+        pieces.extend(_learned(text, start, stop, renderer) if part.kind == "text" else [_Piece(start, stop, part)])
+    return list(_filled(text, pieces))
+
+
+def placed(parts: Sequence[Segment]) -> Iterator[tuple[int, int, Segment]]:
+    """Segments of a message, each with the characters `start` to `stop - 1` that it is."""
+    start = 0
+    for part in parts:
+        yield start, start + len(part.text), part
+        start += len(part.text)
 
 
 def _pasted(text: str, found: Found) -> _Piece:
