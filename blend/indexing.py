@@ -85,20 +85,39 @@ class CorpusChange:
 
     def forget(self) -> None:
         """Remove the caches of what is gone. Raises `StoreError` when the store cannot be written."""
-        for ids in self.gone:
-            self.library.forget(ids, self.keep)
+        for key in self.spare:
+            self.library.store.delete(key)
+
+    @cached_property
+    def spare(self) -> frozenset[ChunkKey]:
+        """The caches of what is gone, but for those that other corpora use.
+
+        Also those that were made for another corpus: a question may have brought a chunk's text to it.
+        """
+        if not self.gone:
+            return frozenset()
+        libraries = (self.library, *self._libraries.values())
+        keys = {library.key(one) for library in libraries for one in library.wanted(self.gone, isolated=True)}
+        return frozenset(keys.difference(self.keep()))
 
     def keep(self) -> Collection[ChunkKey]:
         """The caches that other corpora use."""
         return self._others
 
     @cached_property
+    def _libraries(self) -> dict[str, ChunkLibrary]:
+        """Of the other corpora, and of the one without a name though it may have no documents: it may have learned texts."""
+        corpus = self.corpus
+        names = {"", *corpus.others}.difference((corpus.config.name,))
+        return {name: ChunkLibrary(corpus.decoder, corpus.store, corpus.template.prefix, corpus=name) for name in names}
+
+    @cached_property
     def _others(self) -> frozenset[ChunkKey]:
         """One whose index cannot be read answers nothing, and uses none."""
         corpus, keys = self.corpus, set[ChunkKey]()
         for name, directory in corpus.others.items():
-            library = ChunkLibrary(corpus.decoder, corpus.store, corpus.template.prefix, corpus=name)
-            keys |= library.keys([corpus.template.chunk_ids(chunk) for chunk in _held(directory, required=False)])
+            held = [corpus.template.chunk_ids(chunk) for chunk in _held(directory, required=False)]
+            keys |= self._libraries[name].keys(held)
         return frozenset(keys)
 
 

@@ -81,9 +81,7 @@ class CorpusKeeper:
         gone = tuple({*self._spool.gone(), *chunks}.difference(current))
         self._spool.write_gone(gone)
         change = CorpusChange(self._corpus(), library, (), (), gone)
-        if gone:
-            keys = set(map(library.key, library.wanted(gone, isolated=True)))
-            removed_from(self._rag.store).add(keys.difference(change.keep()))
+        removed_from(self._rag.store).add(change.spare)
         change.forget()
         self._spool.write_gone(())
 
