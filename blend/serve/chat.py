@@ -59,8 +59,14 @@ class ChatTemplate:
 
     def continued(self, content: Written) -> PromptLayout:
         """Token ids of plain text that is to be continued, with what the model expects at the start."""
+        texts = [one if isinstance(one, Passage) else (one, False) for one in content]
+        return self._laid([(self.opening, True), *texts])
+
+    @property
+    def opening(self) -> str:
+        """What the model expects at the start of every text; may be empty."""
         bos = self._tokenizer.bos_token if getattr(self._tokenizer, "add_bos_token", False) else ""
-        return self._laid([(bos or "", True), *(one if isinstance(one, Passage) else (one, False) for one in content)])
+        return bos or ""
 
     def _items(self, turns: Sequence[Turn], arguments: Mapping[str, Any]) -> Iterator[tuple[str, bool] | Passage]:
         """The prompt's text in order: the template's own, users', and passages."""

@@ -18,7 +18,7 @@ from blend.serve.heard import AGAIN, SHARE, Heard
 from blend.serve.outage import StoreWatch
 from blend.serve.passages.known import KnownTexts
 from blend.serve.passages.learned import Learned
-from blend.serve.passages.messages import cut
+from blend.serve.passages.messages import cut, with_text_around
 from blend.serve.passages.rendered import Renderer
 from blend.serve.passages.segments import Segment
 from blend.serve.removed import removed_from
@@ -156,15 +156,17 @@ class Room:
             found.extend(self._of_chunk(rag, chunk, "document", None)._replace(brought=brought) for chunk in chunks)
         return found
 
-    def written(self, corpus: str | None, messages: Sequence[Message]) -> WrittenMessages:
+    def written(self, corpus: str | None, messages: Sequence[Message], *, bare: bool = False) -> WrittenMessages:
         """Messages as ordinary text and passages: chunks of one corpus that were pasted, and long texts to be learned.
 
-        corpus: None looks for the one that knows most of them.
+        corpus: None looks for the one that knows most of them. bare: no chat template will stand around them.
         """
         names = (corpus,) if corpus is not None else dict.fromkeys(("", *self.corpora))
         found = cut(messages, {name: self._texts(name) for name in names}, learning=self.learned is not None)
         turns, cited = list[Turn](), list[Cited]()
         for message, parts in zip(messages, found.messages, strict=True):
+            if bare:
+                parts = with_text_around(parts, opened=bool(self.chat.opening))
             mine = [_cited(part) for part in parts if part.ids]
             passages = iter(mine)
             content = [next(passages).passage if part.ids else part.text for part in parts]

@@ -247,7 +247,7 @@ def put(room: Room, ask: Ask) -> Put:
     """The prompt of a question."""
     _require_length(room, ask)
     if ask.prompt is not None:
-        corpus, (turn,), cited = room.written(ask.corpus or None, [Message("user", ask.prompt)])
+        corpus, (turn,), cited = room.written(ask.corpus or None, [Message("user", ask.prompt)], bare=True)
         return Put(room.chat.continued(turn.content), cited, corpus)
     if not ask.messages or ask.messages[-1].role != "user" or not ask.messages[-1].content.strip():
         raise PromptError("the last message must be the user's, and say something")

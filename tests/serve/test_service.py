@@ -90,6 +90,35 @@ def test_learned_text_is_blended_when_it_comes_again_in_any_order(service: Servi
     assert later.opened.figures.rows_computed < later.opened.prompt_tokens
 
 
+@pytest.mark.parametrize("learn_budget", [0, 1 << 24])
+def test_a_text_that_is_continued_may_begin_and_end_with_a_passage(
+    filled: tuple[Path, Path], tmp_path: Path, learn_budget: int
+) -> None:
+    """What it begins and ends with is ordinary text then; a passage between is one."""
+    store = shutil.copytree(filled[0], tmp_path / "store")
+    with serving(store, filled[1], learn_budget=learn_budget) as service:
+        first, second, third = service.room("").rag().index.chunks[:3]
+        known = [render_chunk(one) for one in (first, second, third)]
+        new = [
+            f"The archive of Alma has {n} maps of the old canals, drawn by hand and coloured with care. " * 3
+            for n in "abc"
+        ]
+        expected = {
+            known[0] + "How many?": [],
+            "Context:\n\n" + known[0]: [],
+            "\n\n" + known[0] + "\n\n": [],
+            known[0]: [],
+            "".join(known): [("pasted", second.id)],
+            "\n\n".join(new): [("learned", "")] if learn_budget else [],
+        }
+        for prompt, sources in expected.items():
+            told = Told()
+            service.submit(Ask(prompt=prompt, sampling=FEW), told)
+            assert told.done.wait(60)
+            assert [(source.kind, source.id) for source in told.opened.sources] == sources, prompt
+            assert told.closed.reason == "length"
+
+
 def test_nothing_is_learned_where_it_is_switched_off(filled: tuple[Path, Path], tmp_path: Path) -> None:
     store = shutil.copytree(filled[0], tmp_path / "store")
     with serving(store, filled[1], learn_budget=0, prefix_budget=0) as service:

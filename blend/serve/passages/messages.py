@@ -55,3 +55,13 @@ def _mine(found: Sequence[Segment], others: Sequence[Sequence[Segment]]) -> list
     if kept and kept[-1].kind == "learned":  # what a message ends with is what it asks, however long
         kept[-1] = Segment(kept[-1].text)
     return kept
+
+
+def with_text_around(parts: Sequence[Segment], *, opened: bool) -> list[Segment]:
+    """A text that is to be continued, cut so that ordinary text stands in front of its passages and behind them.
+
+    A passage that it ends with, or begins with, is ordinary text then. opened: whether the model's own token stands in front.
+    """
+    said = [number for number, part in enumerate(parts) if part.text.strip()]
+    ends = {*said[-1:], *(() if opened else said[:1])}
+    return [Segment(part.text) if number in ends else part for number, part in enumerate(parts)]
