@@ -21,7 +21,7 @@ from blend.serve.caching import Compute, DocumentState, compute_here
 from blend.serve.corpus_keeper import CorpusKeeper, current_index
 from blend.serve.corpus_worker import CorpusWorker, Task
 from blend.serve.spool import INCOMING, Spool
-from blend.serve.uploads import DocumentLimits, Upload, UploadedFile, UploadsFullError, checked, part_of, safe_id
+from blend.serve.uploads import DocumentLimits, Upload, UploadedFile, UploadsFullError, checked, part_of, spellings
 
 if TYPE_CHECKING:
     from blend.rag import Rag
@@ -114,7 +114,7 @@ class Documents:
     def get(self, name: str) -> DocumentStatus | None:
         """A document by its id, or the name that it was uploaded under; of a file of many documents all together."""
         statuses = self.listing()
-        for wanted in dict.fromkeys((name, safe_id(name), safe_id(name).replace("#", "_"))):
+        for wanted in spellings(name):
             mine = [one for one in statuses if part_of(one.id, wanted)]
             if mine:
                 exact = next((one for one in mine if one.id == wanted), None)

@@ -73,6 +73,16 @@ def safe_id(name: str) -> str:
     return f"{digest}~{kept[17 - LONGEST_ID :]}"
 
 
+def upload_id(name: str) -> str:
+    """The id of what is uploaded under this name. What stands behind a # in an id names a record of a file."""
+    return safe_id(name).replace("#", "_")
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """The ids that what a client calls by this name may have, the likeliest first: as it was told, or as it called it."""
+    return tuple(dict.fromkeys((name, safe_id(name), upload_id(name))))
+
+
 def checked(files: Sequence[UploadedFile], texts: Sequence[GivenDocument], limits: DocumentLimits) -> list[Upload]:
     """The documents of one request, as far as can be said without reading them.
 
@@ -92,8 +102,8 @@ def checked(files: Sequence[UploadedFile], texts: Sequence[GivenDocument], limit
 
 
 def _file(file: UploadedFile) -> Upload:
-    name = safe_id(file.name).replace("#", "_")  # what stands behind a # names a record of a file
-    if PurePosixPath(name).suffix.lower() not in SUFFIXES:
+    name = upload_id(file.name)
+    if not _is_file(name):
         raise DocumentsError(f"{shown(name)} is none of the kinds that can be read ({' '.join(SUFFIXES)})")
     return Upload("file", name, name, file.data)
 
@@ -104,7 +114,7 @@ def _text(number: int, given: GivenDocument) -> Upload:
         raise ConfigError(f"document {number} has no text")
     title = clean_title(given.title)
     digest = hashlib.sha256(title.encode() + b"\0" + data).hexdigest()[:16]
-    name = safe_id(given.id) or f"text-{digest}"
+    name = upload_id(given.id) or f"text-{digest}"
     return Upload("text", name, title or name, data)
 
 
@@ -116,5 +126,10 @@ def read(upload: Upload) -> LoadedDocuments:
 
 
 def part_of(document: str, upload: str) -> bool:
-    """Whether the document of this id is the one that was uploaded under that id, or a record of it."""
-    return document == upload or document.startswith(f"{upload}#")
+    """Whether the document of this id is the one that was uploaded under that id, or a record of that file."""
+    return document == upload or (document.startswith(f"{upload}#") and _is_file(upload))
+
+
+def _is_file(name: str) -> bool:
+    """Whether this can name a file that is read; the name of a text may look the same."""
+    return PurePosixPath(name).suffix.lower() in SUFFIXES
