@@ -35,7 +35,8 @@ class Ask:
 
     messages: the conversation, the last one being the user's. prompt: plain text to be continued, instead of messages. tenant:
     whose it is; "" where there are no tenants. documents: to be answered from; they stand before the last message. top_k: so
-    many chunks of the tenant's corpus are retrieved for the last message; None retrieves nothing. corpus: which one.
+    many chunks of the tenant's corpus are retrieved for the last message; None retrieves nothing. corpus: which one, of which
+    documents are named by their ids too; "" finds the one by itself that pasted text is of.
     stop: texts that end the answer and are no part of it. method: "full" computes everything. cold: nothing of earlier prompts
     is reused, not even what is exact: what full prefill takes shows only so. priority: smaller first.
     deadline_s: seconds from its arrival in which the first token must come. trace: whether the prompt's tokens are wanted

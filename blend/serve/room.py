@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from blend.corpora import check_corpus_name, corpora, is_corpus_name
+from blend.corpora import check_corpus_name, corpora, in_words, is_corpus_name
 from blend.errors import ConfigError, PromptError, StoreError
 from blend.indexing import TitledText
 from blend.prompt import render_chunk
@@ -23,10 +23,11 @@ from blend.serve.passages.rendered import Renderer
 from blend.serve.passages.segments import Segment
 from blend.serve.removed import removed_from
 from blend.serve.spool import INCOMING
-from blend.serve.uploads import part_of
+from blend.serve.uploads import part_of, spellings
 from blend.types import Part
 from retrieval import Chunk, RetrievalError, Retriever, chunk_documents
 from retrieval.document import Document
+from retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
     from blend.chunks.open_library import Tokens
@@ -229,8 +230,10 @@ class Room:
         """The chunks of a corpus as they are now, or were when they could last be read. Raises what kept them from it."""
         try:
             found = self.rag(corpus).index
-        except (RetrievalError, ConfigError, OSError):
+        except (RetrievalError, ConfigError, OSError) as error:
             if self.watch.reachable():
+                if isinstance(error, ConfigError):  # the store has others only, and the message says where it lies
+                    raise IndexMissingError(f"there is no corpus {in_words(corpus)}") from None
                 raise
             held = self._indexes.get(corpus)
             if held is None:
@@ -257,8 +260,10 @@ class Room:
     def _named(self, corpus: str, document: str) -> list[Chunk]:
         gone = self._gone(corpus)
         with suppress(RetrievalError):
-            if chunks := [chunk for chunk in _without(self._index(corpus), gone) if chunk.document_id == document]:
-                return chunks
+            held = _without(self._index(corpus), gone)
+            for name in spellings(document):
+                if chunks := [chunk for chunk in held if part_of(chunk.document_id, name)]:
+                    return chunks
         self.watch.require()
         raise PromptError(f"no document has the id {document!r}; GET /v1/documents lists those there are")
 

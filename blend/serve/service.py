@@ -254,7 +254,9 @@ def put(room: Room, ask: Ask) -> Put:
     arguments = DIRECT if ask.template is None else ask.template
     found = room.given(ask.corpus, ask.documents)
     if ask.top_k is not None:
-        found.extend(room.retrieved(ask.corpus, ask.messages[-1].content, ask.top_k))
+        given = {one.passage for one in found}
+        retrieved = room.retrieved(ask.corpus, ask.messages[-1].content, ask.top_k)
+        found.extend(one for one in retrieved if one.passage not in given)
     if found:
         passages = [one.passage for one in found]
         turns = question_turns(ask.messages, passages, room.rag(ask.corpus).prompt_config)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from changing import states, words
 from documents_made import LAST_S, make, model, rag
 
+from blend import Rag
+from blend.errors import PromptError
 from blend.serve.ask import GivenDocument
 from blend.serve.documents import Documents, UploadedFile
+from blend.serve.room import Room
 from blend.serve.uploads import part_of
 
 __all__ = ["make", "model", "rag"]  # fixtures
@@ -50,3 +54,23 @@ def test_only_files_have_records() -> None:
     assert part_of(INSTALL, INSTALL)
     assert not part_of(INSTALL, GUIDE)
     assert not part_of("set.jsonl#a", "set")
+
+
+def test_a_question_names_a_document_as_it_was_called_or_as_it_is(rag: Rag, make: Callable[..., Documents]) -> None:
+    documents, room = make(), Room(rag, 0)
+    names = (GUIDE, INSTALL, "a//b", "two  blanks", "C:\\c.txt")
+    documents.add(
+        [UploadedFile("set.jsonl", b'{"id": "a", "text": "The mill."}\n{"text": "The quarry."}')], texts(*names)
+    )
+    assert documents.wait(LAST_S)
+    for number, name in enumerate(names):
+        held = documents.get(name)
+        assert held is not None
+        for spelling in (name, held.id):
+            found = room.given("", [GivenDocument(id=spelling)])
+            assert {one.title for one in found} == {f"Title {number}"}
+    assert [one.text for one in room.given("", [GivenDocument(id="set.jsonl#a")])] == ["The mill."]
+    assert len(room.given("", [GivenDocument(id="set.jsonl")])) == 2, "all records of the file"
+    for name in ("set", "a", "https://example.com"):
+        with pytest.raises(PromptError, match="no document has the id"):
+            room.given("", [GivenDocument(id=name)])

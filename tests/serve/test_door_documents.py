@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from rooms import serving
 from served import Served, listening
 
+from blend.serve.ask import GivenDocument
 from blend.serve.tenants import Tenants
+from retrieval.errors import IndexMissingError
 
 DOCUMENTS, CHAT = "/v1/documents", "/v1/chat/completions"
 DOMES = "The observatory of Kell has nine domes. Its keeper is called Ilse, and she counts stars. " * 3
@@ -93,6 +97,47 @@ def test_a_corpus_begins_with_its_first_document(mine: httpx.Client) -> None:
     refused = mine.post(DOCUMENTS, json={"documents": [text], "corpus": "fourth"})
     assert error(refused) == (400, "invalid_value")
     assert "3 corpora" in refused.json()["error"]["message"]
+
+
+def test_a_document_of_a_named_corpus_is_asked_by_its_id(mine: httpx.Client) -> None:
+    body = {"documents": [{"id": "obs", "title": "Domes", "text": DOMES}], "corpus": "kell"}
+    assert mine.post(DOCUMENTS, json=body).status_code == 202
+    chunks = prepared(mine, corpus="kell")["obs"]["chunks"]
+    model = mine.get("/v1/models").json()["data"][0]["id"]
+
+    def ask(**fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "How many domes?"}]
+        return mine.post(CHAT, json={"messages": messages, "max_tokens": 2, "documents": [{"id": "obs"}], **fields})
+
+    ways = (
+        {"kvblend": {"corpus": "kell"}},
+        {"kvblend": {"corpus": "kell", "retrieve": {"top_k": 1, "corpus": "kell"}}},
+        {"kvblend": {"retrieve": {"corpus": "kell"}}},
+        {"model": f"{model}+corpus:kell"},
+    )
+    for fields in ways:
+        found = ask(**fields).json()["kvblend"]["sources"]
+        assert [one["kind"] for one in found] == ["document"] * chunks, "none is there twice"
+    refused = ask()
+    assert error(refused) == (400, "invalid_value")
+    assert refused.json()["error"]["message"].startswith("no document has the id 'obs'")
+
+
+def test_who_asks_a_store_of_named_corpora_alone_is_not_told_where_it_lies(
+    filled: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with serving(tmp_path / "secret", filled[1], learn_budget=0) as service, listening(service) as found:
+        kell = service.documents("", "kell")
+        kell.add(texts=[GivenDocument(DOMES, "Domes", "obs")])
+        assert kell.wait(60)
+        with httpx.Client(base_url=found.url, timeout=60) as client:
+            body = {"messages": [{"role": "user", "content": "How many?"}], "documents": [{"id": "obs"}]}
+            refused = client.post(CHAT, json=body)
+        with pytest.raises(IndexMissingError) as caught:
+            service.room("").retrieved("", "How many?", 1)
+        assert "secret" not in str(caught.value)
+    assert error(refused) == (400, "invalid_value")
+    assert refused.json()["error"]["message"].startswith("no document has the id 'obs'")
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,8 @@ WRONG = [
     ({"documents": ["x"]}, "documents[0]", "invalid_value"),
     ({"documents": [{"text": "x"}], "kvblend": {"documents": [{"text": "x"}]}}, "kvblend.documents", None),
     ({"kvblend": {"retrieve": {"corpus": "none"}}}, "kvblend.retrieve.corpus", "corpus_not_found"),
+    ({"kvblend": {"corpus": "none"}}, "kvblend.corpus", "corpus_not_found"),
+    ({"kvblend": {"corpus": "", "retrieve": {"corpus": "none"}}}, "kvblend.retrieve.corpus", "invalid_value"),
     ({"kvblend": {"retrieve": {"top_k": 0}}}, "kvblend.retrieve.top_k", "invalid_value"),
     ({"kvblend": {"deadline_s": 0}}, "kvblend.deadline_s", "invalid_value"),
     ({"kvblend": {"method": "magic"}}, "kvblend.method", "invalid_value"),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
+from blend.corpora import in_words
 from blend.limits import shown
 from blend.serve.ask import Ask, GivenDocument, Message
 from blend.serve.door.errors import refuse
@@ -142,21 +143,26 @@ def _document(number: int, document: DocumentBody) -> GivenDocument:
 
 
 def _retrieval(model: str, own: OwnBody, offered: Offered, usual: int) -> tuple[int | None, str]:
-    """How many chunks to retrieve and from which corpus, by the model's name and by the field."""
+    """How many chunks to retrieve, None for none, and which corpus is asked: by the model's name and by our fields."""
     if model not in offered.names:
         raise refuse(
             f"the model {shown(model)} does not exist; there are: {', '.join(offered.names)}",
             *("model", _NO_MODEL, 404),
         )
     named = model.removeprefix(offered.model)
+    told = {
+        "model": named.removeprefix(_CORPUS).removeprefix(":") if named else None,
+        "kvblend.corpus": own.corpus,
+        "kvblend.retrieve.corpus": own.retrieve.corpus if own.retrieve else None,
+    }
+    names = {field: name for field, name in told.items() if name is not None}
+    field, corpus = next(iter(names.items()), ("kvblend.retrieve.corpus", ""))
+    for other, name in names.items():
+        if name != corpus:
+            raise refuse(f"{other} names another corpus than {field}", other)
+    if (names or own.retrieve) and corpus not in offered.corpora:
+        held = ", ".join(map(in_words, offered.corpora)) or "none"
+        raise refuse(f"there is no corpus {shown(corpus)}; there are: {held}", field, _NO_CORPUS)
     if own.retrieve is None:
-        return (usual if named else None), named.removeprefix(_CORPUS).removeprefix(":")
-    corpus = own.retrieve.corpus
-    if corpus is None:
-        corpus = named.removeprefix(_CORPUS).removeprefix(":")
-    elif named and model != f"{offered.model}{_CORPUS}{corpus and ':'}{corpus}":
-        raise refuse(f"the model {shown(model)} names another corpus", "kvblend.retrieve.corpus")
-    if corpus not in offered.corpora:
-        held = ", ".join(name or "the one without a name" for name in offered.corpora) or "none"
-        raise refuse(f"there is no corpus {shown(corpus)}; there are: {held}", "kvblend.retrieve.corpus", _NO_CORPUS)
+        return (usual if named else None), corpus
     return own.retrieve.top_k or usual, corpus

@@ -94,8 +94,9 @@ class RetrieveBody(Body):
 
 
 class OwnBody(Body):
-    """What only this server understands."""
+    """What only this server understands. corpus: of the documents that are named by their ids, and of pasted text."""
 
+    corpus: str | None = None
     documents: list[DocumentBody] | None = None
     retrieve: RetrieveBody | None = None
     method: Literal["blend", "full"] | None = None
