@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, Protocol
 
@@ -102,10 +103,10 @@ class PromptTemplate:
         return [(bos, True), (f"{self.config.system}\n\n{self.config.instruction}", False)], [("\nAnswer:", True)]
 
     def _split_template(self, template: Mapping[str, str]) -> tuple[Parts, Parts]:
-        user = f"{_INSTRUCTION}{_CHUNKS}"
-        try:
+        user, text = f"{_INSTRUCTION}{_CHUNKS}", ""
+        with suppress(Exception):  # whatever the template's author raises
             text = self._apply([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}], template)
-        except Exception:  # some templates know no system role: it then opens the user's turn
+        if _SYSTEM not in text:  # some know no system role, or drop what it says: it then opens the user's turn
             text = self._apply([{"role": "user", "content": f"{_SYSTEM}\n\n{user}"}], template)
         before, mark, after = text.partition(_CHUNKS)
         if not mark:

@@ -259,7 +259,8 @@ def put(room: Room, ask: Ask) -> Put:
         found.extend(one for one in retrieved if one.passage not in given)
     if found:
         passages = [one.passage for one in found]
-        turns = question_turns(ask.messages, passages, room.rag(ask.corpus).prompt_config)
+        config, system_role = room.rag(ask.corpus).prompt_config, room.chat.has_system_role
+        turns = question_turns(ask.messages, passages, config, system_role=system_role)
         return Put(room.chat.layout(turns, arguments), found, ask.corpus)
     corpus, turns, cited = room.written(ask.corpus or None, ask.messages)
     return Put(room.chat.layout(turns, arguments), cited, corpus)

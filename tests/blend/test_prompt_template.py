@@ -31,6 +31,7 @@ CHATML = (
 NO_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ bos_token }}" + CHATML
 )
+DROPS_SYSTEM = "{% if messages[0]['role'] == 'system' %}{% set messages = messages[1:] %}{% endif %}" + CHATML
 THINKING = CHATML + "{% if enable_thinking is not defined or enable_thinking %}{{ '<think>' }}{% endif %}"
 DEAF = "{{ '<|im_start|>hello' }}"
 TRIMMING = CHATML.replace("m['content']", "m['content'] | trim")
@@ -39,6 +40,7 @@ TEMPLATES = {
     "chatml": CHATML,
     "dated": DATED,
     "no system role": NO_SYSTEM,
+    "drops the system message": DROPS_SYSTEM,
     "thinking": THINKING,
     "trimming": TRIMMING,
     "none": None,
@@ -84,7 +86,7 @@ def _whole(name: str) -> str:
     system = {"role": "system", "content": "Be careful."}
     if name == "none":
         return f"<s>Be careful.\n\n{user}\nAnswer:"
-    if name == "no system role":
+    if name in ("no system role", "drops the system message"):
         messages = [{"role": "user", "content": f"Be careful.\n\n{user}"}]
     else:
         messages = [system, {"role": "user", "content": user}]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rooms import FEW, QUESTION, Told, ask, serving, settled
+from rooms import FEW, QUESTION, Told, ask, make_rag, serving, settled
 
 from blend.errors import ConfigError, PromptError
 from blend.model.cache import BlendedCache
@@ -49,7 +49,29 @@ def test_the_same_question_four_ways_is_the_same_answer(filled: tuple[Path, Path
         _four_ways(service)
 
 
-def _four_ways(service: Service) -> None:
+NO_SYSTEM_ROLE = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+)
+DROPS_SYSTEM = NO_SYSTEM_ROLE.replace(
+    "{{ raise_exception('System role not supported') }}", "{% set messages = messages[1:] %}"
+)
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM_ROLE, DROPS_SYSTEM])
+def test_four_ways_where_the_chat_template_knows_no_system_role(
+    filled: tuple[Path, Path], tmp_path: Path, template: str
+) -> None:
+    store, model = (shutil.copytree(one, tmp_path / one.name) for one in filled)
+    (model / "chat_template.jinja").write_text(template)
+    make_rag(store, model).precompute(filled[0].parent / "documents")
+    with serving(store, model, learn_budget=0) as service:
+        _four_ways(service, system_role=False)
+        assert len(ask(service, "Hello.", "Yes?", QUESTION, top_k=2).opened.sources) == 2
+
+
+def _four_ways(service: Service, *, system_role: bool = True) -> None:
     rag = service.room("").rag()
     expected = rag.answer(QUESTION, top_k=4, max_new_tokens=8)
     retrieved = ask(service, QUESTION, top_k=4)
@@ -66,7 +88,8 @@ def _four_ways(service: Service) -> None:
     asked = config.question.replace("{question}", QUESTION)
     pasted = config.instruction + "".join(map(render_chunk, chunks)) + asked
     told = Told()
-    messages = (Message("system", config.system), Message("user", pasted))
+    system, user = Message("system", config.system), Message("user", pasted)
+    messages = (system, user) if system_role else (Message("user", f"{config.system}\n\n{pasted}"),)
     service.submit(Ask(messages, sampling=FEW), told)
     assert told.done.wait(60)
     assert [(source.kind, source.id) for source in told.opened.sources] == [("pasted", chunk.id) for chunk in chunks]
