@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from blend.chunks.open_library import Tokens, Variant
 from blend.serve.caching import CacheProgress, Compute, Computing, Finished, LackingCaches
 from blend.serve.corpus_keeper import Applied, CorpusKeeper
+from blend.serve.reasons import log_failure
 
 GiveUp = Callable[[], bool]
 Calibrate = Callable[[Sequence[Tokens], bool, GiveUp], bool]
@@ -107,6 +108,8 @@ class CacheFeeder:
 
     def _on_done(self, one: Variant, error: Exception | None) -> None:
         with self._changed:
+            if error is not None and not self._caches.refused:  # a store that is full refuses thousands
+                log_failure(error)
             self._computed += error is None
             if not self._caches.done(one, error):
                 self._strays.append(one.chunk)

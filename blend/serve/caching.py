@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from blend.chunks.library import ChunkLibrary
 from blend.chunks.open_library import Tokens, Variant
+from blend.serve.reasons import reason_of
 
 PIECE = 32  # caches that are handed over at a time: what is computed in vain when a document goes
 
@@ -116,7 +117,7 @@ class LackingCaches:
             return one.chunk in self._owners
         self._lacking.pop(one, None)
         if error is not None:
-            self._refused[one] = first_line(error)
+            self._refused[one] = reason_of(error)
         self._settle(self._owners.get(one.chunk, ()))
         return True
 
@@ -170,8 +171,3 @@ class LackingCaches:
         for name in documents:
             if not any(one in self._lacking or one in self._refused for one in self._of[name]):
                 self._ready.add(name)
-
-
-def first_line(error: BaseException) -> str:
-    """What went wrong, in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

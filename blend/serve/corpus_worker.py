@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from blend.errors import ConfigError, StoreError
 from blend.serve.cache_feeder import CacheFeeder, Calibrate
-from blend.serve.caching import Compute, DocumentState, first_line
+from blend.serve.caching import Compute, DocumentState
 from blend.serve.corpus_keeper import CorpusKeeper
+from blend.serve.reasons import first_line, log_failure, reason_of
 from blend.serve.spool import Spool
 from blend.serve.uploads import Upload, part_of, read
 from retrieval import Document
@@ -41,8 +42,8 @@ class Task:
 class CorpusWorker:
     """What is shared with it is read and changed under `changed`.
 
-    tasks: what waits, in order. failed: reasons by the ids of uploads. problem: what the thread failed at in the background
-    and will try again, or empty. limit: of documents.
+    tasks: what waits, in order. failed: reasons by the ids of uploads, for clients. problem: what the thread failed at in the
+    background and will try again, in the words of the error, or empty. limit: of documents.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class CorpusWorker:
             except ClosingError:
                 return
             except Exception as error:  # a store or a disk that is down; no document is the worse for it
-                problem = first_line(error)
+                problem = self._failed_at(error)
             with self.changed:
                 self.problem, self._busy = self.problem if problem is None else problem, False
                 self.changed.notify_all()
@@ -121,7 +122,7 @@ class CorpusWorker:
                 self._keeper.require_store()
             except StoreError as error:
                 with self.changed:
-                    self.problem = lost = first_line(error)
+                    self.problem = lost = self._failed_at(error)
                     self.changed.wait_for(lambda: self._closed, RETRY_S)
             else:
                 with self.changed:
@@ -129,6 +130,13 @@ class CorpusWorker:
                     self._look = self._look or bool(lost)
                 return True
         return False
+
+    def _failed_at(self, error: Exception) -> str:
+        """What the thread failed at, in one line; the log has it once, however often it is tried."""
+        line = first_line(error)
+        if line != self.problem:
+            log_failure(error)
+        return line
 
     def _due(self) -> bool:
         return bool(self.tasks or self._look or self._closed) or self.caches.due
@@ -209,7 +217,7 @@ class CorpusWorker:
             self.caches.forget()
             self.problem = ""
         except StoreError as error:  # the spool knows what is to go, and the index is as it is to be
-            self.problem = first_line(error)
+            self.problem = self._failed_at(error)
 
     def _going_on(self, stage: str, done: int, total: int) -> None:
         if self._closed:
@@ -234,7 +242,8 @@ class CorpusWorker:
             self._spool.remove(task.number)
         name, leaving = task.upload.id, task.upload.kind == "delete"
         if error is not None and not leaving:
-            self._note(name, first_line(error))
+            self._note(name, reason_of(error))
+            log_failure(error)
         with self.changed:
             if error is None and leaving:
                 self.failed = {one: reason for one, reason in self.failed.items() if not part_of(one, name)}

@@ -20,6 +20,7 @@ from blend.serve.cache_feeder import Calibrate
 from blend.serve.caching import Compute, DocumentState, compute_here
 from blend.serve.corpus_keeper import CorpusKeeper, current_index
 from blend.serve.corpus_worker import CorpusWorker, Task
+from blend.serve.reasons import CORPUS_FAILS
 from blend.serve.spool import INCOMING, Spool
 from blend.serve.uploads import DocumentLimits, Upload, UploadedFile, UploadsFullError, checked, part_of, spellings
 
@@ -144,7 +145,7 @@ class Documents:
 
     @property
     def problem(self) -> str:
-        """What the background failed at and tries again, in one line, or empty."""
+        """What the background failed at and tries again, in one line for the operator, or empty."""
         return self._worker.problem
 
     def wait(self, timeout_s: float) -> bool:
@@ -201,8 +202,9 @@ class Documents:
         """Of a document that the index holds."""
         progress = self._worker.caches.progress(name)
         if progress is None:
-            state: DocumentState = "failed" if self._worker.problem else "computing"
-            return DocumentStatus(name, indexed.title, state, indexed.chunks, reason=self._worker.problem)
+            if self._worker.problem:
+                return DocumentStatus(name, indexed.title, "failed", indexed.chunks, reason=CORPUS_FAILS)
+            return DocumentStatus(name, indexed.title, "computing", indexed.chunks)
         return DocumentStatus(name, indexed.title, progress.state, indexed.chunks, *progress[1:])
 
 

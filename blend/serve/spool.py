@@ -19,6 +19,7 @@ from blend.chunks.open_library import Tokens
 from blend.errors import StoreError
 from blend.files import sweep, write_atomically
 from blend.serve.uploads import Upload
+from retrieval.errors import DocumentsError
 
 MOST_TRIES = 5
 _NAME = re.compile(r"([0-9]{12})-([0-9])\.upload")
@@ -54,18 +55,18 @@ class Spool:
             nbytes = file.seek(0, os.SEEK_END) - len(line)
         try:
             return _parsed(line), nbytes
-        except StoreError:  # as taking it will say
+        except DocumentsError:  # as taking it will say
             return Upload("file", path.name), nbytes
 
     def take(self, number: int) -> Upload:
         """All of it, to be worked upon.
 
-        Raises `StoreError` for one that is damaged, or at which the process has ended again and again.
+        Raises `DocumentsError` for one that is damaged, or at which the process has ended again and again.
         """
         path = self._path(number)
         tries = int(path.stem[-1]) + 1
         if tries > MOST_TRIES:
-            raise StoreError(f"given up: the process ended {MOST_TRIES} times while it was read or indexed")
+            raise DocumentsError(f"given up: the process ended {MOST_TRIES} times while it was read or indexed")
         path = path.rename(path.with_name(f"{number:012}-{tries}.upload"))
         head, _, data = path.read_bytes().partition(b"\n")
         return _parsed(head)._replace(data=data)
@@ -114,4 +115,4 @@ def _parsed(line: bytes) -> Upload:
     try:
         return Upload(**json.loads(line))
     except (ValueError, TypeError):
-        raise StoreError("what was kept of it is damaged: hand it in again") from None
+        raise DocumentsError("what was kept of it is damaged: hand it in again") from None

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from changing import Engine, page, states
+from changing import Engine, page, states, until
 from documents_made import LAST_S, ids, left, make, model, rag
 
 from blend import Rag
-from blend.errors import ConfigError
+from blend.errors import ConfigError, StoreError
 from blend.serve.ask import GivenDocument
+from blend.serve.corpus_keeper import CorpusKeeper
 from blend.serve.documents import DocumentLimits, Documents, UploadedFile
+from blend.serve.reasons import CORPUS_FAILS
 from blend.serve.uploads import UploadsFullError, safe_id
 from retrieval.errors import DocumentsError
 
@@ -140,3 +142,21 @@ def test_texts_get_ids_of_what_they_say(make: Callable[..., Documents]) -> None:
     assert one.id == same.id != other.id
     assert documents.wait(LAST_S)
     assert states(documents.listing()) == {one.id: "ready", other.id: "ready"}
+
+
+def test_what_fails_in_the_background_is_told_without_its_place(
+    rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = make()
+    documents.add([page("harbour", 2)])
+    assert documents.wait(LAST_S)
+    documents.close()
+
+    def down(*arguments: object) -> None:
+        raise StoreError("the store /secret/place cannot be written")
+
+    monkeypatch.setattr(CorpusKeeper, "apply", down)
+    again = make()
+    until(lambda: "secret" in again.problem)
+    (held,) = again.listing()
+    assert (held.state, held.reason) == ("failed", CORPUS_FAILS)

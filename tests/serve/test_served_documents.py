@@ -18,6 +18,7 @@ from blend.errors import PromptError, StoreError
 from blend.serve.ask import GivenDocument, Message
 from blend.serve.corpus_keeper import CorpusKeeper
 from blend.serve.documents import Documents, DocumentStatus, UploadedFile
+from blend.serve.reasons import STORE_FAILS
 from blend.serve.room import Room
 
 __all__ = ["make", "model", "rag"]  # fixtures
@@ -201,23 +202,27 @@ def test_two_rooms_do_not_see_each_other(tmp_path: Path, model: Path, make: Call
 
 
 def test_a_cache_that_cannot_be_stored_fails_its_document_alone(
-    rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch
+    rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Its client is not told where the store lies; the log is, once for all of its caches."""
     documents = make()
     documents.add([page("harbour", 4)])
     assert documents.wait(LAST_S)
     put = type(rag.store).put
 
     def down(*arguments: object) -> None:
-        raise StoreError("the store is down")
+        raise StoreError("the store /secret/place is down")
 
     monkeypatch.setattr(type(rag.store), "put", down)
+    caplog.clear()
     documents.add([page("mill", 4)])
     assert documents.wait(LAST_S)
     assert states(documents.listing()) == {"harbour.md": "ready", "mill.md": "failed"}
     held = documents.get("mill.md")
     assert held is not None
-    assert held.reason == "the store is down"
+    assert held.reason == STORE_FAILS
+    told = [record.told for record in caplog.records if record.getMessage() == "documents_failed"]  # type: ignore[attr-defined]
+    assert told == [{"error": "StoreError", "why": "the store /secret/place is down"}]
     assert "mill.md" in ids(rag)  # it can be asked for all the same
     monkeypatch.setattr(type(rag.store), "put", put)
     documents.add([page("quarry", 4)])

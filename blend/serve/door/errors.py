@@ -1,7 +1,6 @@
 """Every failure in OpenAI's shape: {"error": {"message", "type", "param", "code"}} under the status of its kind.
 
-What a client may mend is told in the words of the error. What only the operator can mend is told in words of this module:
-messages of stores and of the system name paths, and those of bugs may hold anybody's text.
+Whose words a client is told it in: see `blend.serve.reasons`.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from typing import Any, NamedTuple
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from blend.errors import ConfigError, PromptError, StoreError
+from blend.errors import StoreError
 from blend.serve.engine import EndReason, QueueFullError
+from blend.serve.reasons import MENDABLE, STORE_FAILS
 from blend.visible import json_text
-from retrieval.errors import ChunkingError, DocumentsError, IndexMissingError, QueryError, RetrievalError
+from retrieval.errors import IndexMissingError, RetrievalError
 
 GONE = 499  # what nginx logs for a client that left; nobody receives it
-_MENDABLE = (PromptError, ConfigError, QueryError, DocumentsError, ChunkingError)
 
 
 class Failure(NamedTuple):
@@ -80,10 +79,10 @@ def failure_of(error: Exception) -> Failure:
         return Failure(
             400, "there is no corpus to retrieve from: add documents, or ask without", "no_corpus", "kvblend"
         )
-    if isinstance(error, _MENDABLE):
+    if isinstance(error, MENDABLE):
         return Failure(400, " ".join(str(error).split()), "invalid_value")
     if isinstance(error, StoreError):
-        return unavailable("the store of chunk caches does not work now; the server's log says why").failure
+        return unavailable(STORE_FAILS).failure
     if isinstance(error, RetrievalError):
         return unavailable("the corpus cannot be searched now; the server's log says why").failure
     return Failure(500, "the server failed at this request; its log says where", "internal_error", None, "server_error")
