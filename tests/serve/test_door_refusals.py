@@ -130,6 +130,8 @@ WRONG = [
     ({"documents": [{}]}, "documents[0]", "invalid_value"),
     ({"documents": [{"id": "x", "text": "y"}]}, "documents[0]", "invalid_value"),
     ({"documents": ["x"]}, "documents[0]", "invalid_value"),
+    ({"documents": [{"text": "x"}, {"title": "t", "text": " \n"}]}, "documents[1].text", "invalid_value"),
+    ({"documents": [{"text": ""}]}, "documents[0].text", "invalid_value"),
     ({"documents": [{"text": "x"}], "kvblend": {"documents": [{"text": "x"}]}}, "kvblend.documents", None),
     ({"kvblend": {"retrieve": {"corpus": "none"}}}, "kvblend.retrieve.corpus", "corpus_not_found"),
     ({"kvblend": {"corpus": "none"}}, "kvblend.corpus", "corpus_not_found"),

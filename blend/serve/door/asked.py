@@ -137,6 +137,8 @@ def uploads_of(raw: bytes) -> UploadBody:
 def _document(number: int, document: DocumentBody) -> GivenDocument:
     if (document.text is None) == (document.id is None):
         raise refuse(f"documents[{number}] needs a text, or the id of a document that is known", f"documents[{number}]")
+    if document.text is not None and not document.text.strip():
+        raise refuse(f"documents[{number}].text is empty", f"documents[{number}].text")
     if document.id is not None and document.title is not None:
         raise refuse(f"documents[{number}] is known by its id; it has its title there", f"documents[{number}].title")
     return GivenDocument(document.text or "", document.title or "", document.id or "")
