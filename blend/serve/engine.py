@@ -35,9 +35,10 @@ class QueueFullError(Exception):
 class Sampling:
     """How tokens are chosen.
 
-    temperature: 0 takes the likeliest. top_p: only the likeliest tokens that together have this probability. seed: makes a draw
-    repeatable. ignore_eos: whether the answer goes on behind a token that would end it. logprobs: how many alternatives come
-    with each token; None gives no log-probabilities at all. Raises `ConfigError` for what is out of its range.
+    temperature: 0 takes the likeliest, and so does less than 1e-5. top_p: only the likeliest tokens that together have this
+    probability. seed: makes a draw repeatable. ignore_eos: whether the answer goes on behind a token that would end it.
+    logprobs: how many alternatives come with each token; None gives no log-probabilities at all. Raises `ConfigError` for what
+    is out of its range.
     """
 
     max_tokens: int = ANSWER_TOKENS

@@ -11,6 +11,8 @@ from blend.serve.engine import Sampling, Token
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
 
+LEAST_TEMPERATURE = 1e-5  # below it the likeliest token is taken, as a draw would all the same
+
 
 class Sampler:
     """Chooses the tokens of one answer; prompt: its token ids.
@@ -35,7 +37,8 @@ class Sampler:
     def choose(self, logits: torch.Tensor) -> Token:
         """The next token from logits `[vocab]`."""
         scores = self._penalised(logits.float())
-        token = int(scores.argmax()) if self._sampling.temperature == 0 else self._drawn(scores)
+        greedy = self._sampling.temperature < LEAST_TEMPERATURE
+        token = int(scores.argmax()) if greedy else self._drawn(scores)
         if self._seen is not None:
             self._seen = torch.cat((self._seen[self._seen != token], self._seen.new_tensor([token])))
         if self._sampling.logprobs is None:
@@ -55,7 +58,8 @@ class Sampler:
 
     def _drawn(self, scores: torch.Tensor) -> int:
         """Drawn from the nucleus (Holtzman et al. 2020): the likeliest tokens that reach `top_p` together, one at least."""
-        chances, order = (scores / self._sampling.temperature).softmax(-1).sort(descending=True)
+        below = scores - scores.max()  # the best stays 0: no temperature makes it infinite
+        chances, order = (below / self._sampling.temperature).softmax(-1).sort(descending=True)
         beyond = chances.cumsum(-1) - chances >= self._sampling.top_p
         beyond[0] = False
         return int(order[torch.multinomial(chances.masked_fill(beyond, 0.0), 1, generator=self._draw)])

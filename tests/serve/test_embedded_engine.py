@@ -136,6 +136,14 @@ def test_sampling(make_engine: Callable[..., EmbeddedEngine]) -> None:
     assert told.logprob == pytest.approx(float(expected[told.id]), abs=1e-4)
 
 
+@pytest.mark.parametrize("temperature", [1e-40, 1e-30, 1e-6, 1.1e-5])
+def test_next_to_no_temperature_is_greedy(temperature: float, make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine, layout = make_engine(), make_layout()
+    cache_chunks(engine._blender, layout)
+    cold = ask(engine, layout, replace(FEW, temperature=temperature, seed=1)).wait()
+    assert cold.tokens == ask(engine, layout).wait().tokens
+
+
 @pytest.mark.parametrize("wrong", [{"temperature": float("nan")}, {"top_p": 1.5}, {"max_tokens": 0}, {"logprobs": 21}])
 def test_sampling_out_of_range_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
