@@ -68,8 +68,10 @@ class Prefixes:
             return Found(_joined([node.kv(count) for node, count in path]), exact) if exact else None
 
     def keep(self, owner: str, ids: Sequence[int], cache: BlendedCache) -> None:
-        """Take in the exact KV of these tokens, the first rows of `cache`."""
+        """Take in the exact KV of these tokens, the first rows of `cache`, unless they are more than the budget."""
         wanted = tuple(ids)
+        if self._too_large(cache, len(wanted)):
+            return
         with self._lock:
             path = self._path(owner, wanted)
             done = sum(count for _, count in path)
@@ -86,12 +88,18 @@ class Prefixes:
 
     def keep_conversation(self, owner: str, ids: Sequence[int], cache: BlendedCache, exact: int) -> None:
         """Take in a blended prompt with its answer: KV of all tokens but the last, of which the first `exact` are exact."""
+        if self._too_large(cache, len(ids) - 1):
+            return
         known = _rows(cache, 0, len(ids) - 1)
         with self._lock:
             key = owner, _digest(ids)
             self._nbytes += known.nbytes - self._drop(key)
             self._conversations[key] = _Conversation(known, exact, len(ids), next(self._clock))
             self._shrink()
+
+    def _too_large(self, cache: BlendedCache, rows: int) -> bool:
+        """Whether so many rows would push out all others and then go themselves: they are not even copied."""
+        return rows * _row_bytes(cache) > self.budget
 
     def forget(self, owner: str) -> None:
         """Let go of everything of this owner."""
@@ -197,6 +205,11 @@ class _Node:
 
 def _digest(ids: Sequence[int]) -> bytes:
     return blake2b(",".join(map(str, ids)).encode(), digest_size=16).digest()
+
+
+def _row_bytes(cache: BlendedCache) -> int:
+    pairs = (cache.view(index) for index in range(len(cache.layers)))
+    return sum(one.shape[1] * one.shape[3] * one.itemsize for pair in pairs for one in pair)
 
 
 def _cut(cache: ChunkCache, start: int, stop: int) -> ChunkCache:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from cases import make_layout
 from dense_reference import assert_close, dense_prefill
@@ -14,6 +15,7 @@ from test_embedded_engine import FEW, alone, ask, layouts
 
 from blend.blender import Blender
 from blend.config import BlendConfig
+from blend.model import mapped
 from blend.model.cache import BlendedCache
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.engine import Sampling
@@ -85,10 +87,25 @@ def test_a_blended_conversation_serves_only_itself() -> None:
     assert (found.known.tokens, found.exact) == (8, 3)
     prefixes.keep_conversation("", ids, cache_of(ids), 3)
     assert prefixes.nbytes == ROW * 8
-    prefixes.budget = 0
+    prefixes.budget = ROW * 5
     prefixes.keep("", (3,), cache_of((3,)))
-    assert prefixes.nbytes == 0
+    assert prefixes.nbytes == ROW
     assert prefixes.find("", (*ids, 5)) is None
+
+
+def test_what_is_larger_than_the_budget_pushes_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixes, large = Prefixes(ROW * 10), tuple(range(20, 31))
+    for owner in ("a", "b"):
+        prefixes.keep(owner, (1, 2, 3, 4), cache_of((1, 2, 3, 4)))
+    nothing = Prefixes(0)
+    monkeypatch.setattr(mapped, "copies", lambda *_: pytest.fail("what is not kept was copied"))
+    prefixes.keep("c", large, cache_of(large))
+    prefixes.keep_conversation("c", (*large, 1), cache_of(large), 3)
+    nothing.keep("", large, cache_of(large))
+    nothing.keep_conversation("", large, cache_of(large), 3)
+    assert (prefixes.nbytes, nothing.nbytes) == (ROW * 8, 0)
+    for owner in ("a", "b"):
+        check(prefixes, owner, (1, 2, 3, 4, 5), 4)
 
 
 def test_threads_share_it() -> None:
