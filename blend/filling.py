@@ -165,6 +165,7 @@ class Filler:
         problems = (*(library.problems if config.surrogate else ()), *first.problems)
         if first.fits:
             return first._replace(problems=problems)
+        first.cache.free()  # before there is a second one: a prompt is given memory for one
         more = _with_more_rows(config)
         again = yield from run(library.open_sound, more, corrected=False)
         return _instead_of(first, again, more)._replace(problems=problems)

@@ -48,8 +48,8 @@ class Assembly:
     waiting for the store counts as its stage "load", putting in place as "reposition"; not on a GPU, where both happen beside
     other work.
     Its cache: keys stand at the prompt's positions; a layer is filled when it is first used, and what of it is not what was
-    written raises `EntryDamagedError` there. Rows of missing chunks and of the suffix are left unwritten. added: what each
-    correction added, filled with the layers.
+    written raises `EntryDamagedError` there. Rows of missing chunks and of the suffix are left unwritten. An exception inside
+    the `with` gives its memory back. added: what each correction added, filled with the layers.
     """
 
     def __init__(
@@ -91,6 +91,8 @@ class Assembly:
         try:
             if kind is None:
                 self.cache.settle()
+            else:  # another attempt may follow, and two caches are more than a prompt is given
+                self.cache.free()
         finally:
             self._loader.close()
 

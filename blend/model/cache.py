@@ -118,6 +118,11 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.keys[:, :, : self.length] = old_keys[:, :, : self.length]
         self.values[:, :, : self.length] = old_values[:, :, : self.length]
 
+    def free(self) -> None:
+        """Let go of the buffers and of what waits to be put there; all rows are gone."""
+        self.on_use, self.length, self.is_initialized = None, 0, False
+        self.keys = self.values = torch.empty(0)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that attention will see, and their offset (always 0: nothing is dropped)."""
         return self.length + query_length, 0
@@ -194,6 +199,11 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """Keep the first `length` rows of every layer."""
         for layer in self.layers:
             layer.length = min(layer.length, length)
+
+    def free(self) -> None:
+        """Give its memory back now, whoever still holds the cache: nobody reads it any more."""
+        for layer in self.layers:
+            layer.free()
 
     def clone(self, room: int = 0) -> BlendedCache:
         """An independent copy of the rows in use, with capacity for `room` more."""

@@ -49,7 +49,8 @@ class Job:
         self._prefixes, self._least_gain = prefixes, least_gain
         self._on_event, self._watch, self._arrived = on_event, Stopwatch(blender.decoder.device), time.monotonic()
         self._waited_s = 0.0
-        self._found: Found | None = None
+        self._found: Found | None = None  # until its rows are in the prompt's own cache
+        self._exact = 0
         self._reused = 0
         self._reason = ""
         self._most_rows = 0
@@ -175,7 +176,8 @@ class Job:
             self._start(done.value)
 
     def _start(self, blend: Blend) -> None:
-        self.blend, self._piece = blend, None
+        self._exact = self._exact_of(blend)
+        self.blend, self._piece, self._found = blend, None, None
         self._sampler = Sampler(blend.decoder, self.work.sampling, blend.layout.token_ids)
         self._prefixes.keep(self.work.tenant, self.work.layout.token_ids[: self._exact], blend.cache)
         if self.work.handover is not None:
@@ -208,12 +210,10 @@ class Job:
         covered = len(self.work.layout.chunks) - len(blend.layout.chunks)
         return [True] * covered + list(blend.hits)
 
-    @property
-    def _exact(self) -> int:
+    def _exact_of(self, blend: Blend) -> int:
         """How many of the prompt's first rows are what full prefill gives."""
-        assert self.blend is not None
         blended = self._found is not None and self._found.exact < self._found.known.tokens
-        return self._found.exact if self._found is not None and blended else self.blend.exact
+        return self._found.exact if self._found is not None and blended else blend.exact
 
     def _next(self, logits: torch.Tensor) -> None:
         assert self._sampler is not None

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
 from cases import make_layout
 from dense_reference import assert_close, dense_prefill
+from engines import FEW, Answer, alone, ask, layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import decoder, eager_model
-from test_embedded_engine import FEW, alone, ask, layouts
 
 from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.model import mapped
 from blend.model.cache import BlendedCache
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Sampling
-from blend.serve.prefixes import Prefixes
+from blend.serve.engine import Sampling, Work
+from blend.serve.prefixes import Found, Prefixes
 from blend.store import open_store
-from blend.types import PromptLayout
+from blend.types import ChunkCache, PromptLayout
 
 ROW = 2 * 4 * 2  # bytes of a row of `cache_of`
 
@@ -150,6 +151,27 @@ def test_the_next_turn_computes_what_is_new_and_answers_as_full_prefill_does() -
     assert later.started.rows_computed == len(ids) - later.started.rows_reused
     assert later.tokens[0] == int(dense_prefill(eager_model("llama"), ids).logits[-1].argmax())
     assert ask(engine, plain(ids), tenant="other").wait().started.rows_reused == 0
+    engine.close()
+
+
+def test_what_was_found_is_let_go_once_it_stands_in_the_prompts_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several nodes are copies, which no budget counts."""
+    engine, first = engine_of(), make_layout().token_ids
+    for ids in (first, (*first, *range(3, 30))):
+        ask(engine, plain(ids)).wait()
+    found, find, left = list[weakref.ref[ChunkCache]](), engine._prefixes.find, list[int]()
+
+    def finding(owner: str, ids: tuple[int, ...]) -> Found | None:
+        told = find(owner, ids)
+        found.extend([weakref.ref(told.known)] if told else [])
+        return told
+
+    monkeypatch.setattr(engine._prefixes, "find", finding)
+    answer = Answer(lambda: left.append(sum(one() is not None for one in found)))
+    engine.submit(Work(plain((*first, *range(3, 40))), FEW), answer)
+    assert answer.wait().started.rows_reused > len(first)
+    assert len(found) == 1
+    assert left[1:] == [0] * FEW.max_tokens + [0]
     engine.close()
 
 

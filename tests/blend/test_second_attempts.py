@@ -1,0 +1,44 @@
+"""A prompt that is put together a second time has let go of the first one's memory: it was given room for one cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from models import LAYERS
+from test_correction_bounds import GUIDED, hundredfold, with_map_changed
+from test_loading import LAYOUT, filled
+
+from blend.blender import Blender
+from blend.model.cache import BlendedLayer
+from blend.types import PromptLayout
+
+
+def most_at_once(blender: Blender, layout: PromptLayout, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Of caches with room for a prompt, how many a prefill fills, and how many of them have their memory at one time."""
+    made, counts, make = list[BlendedLayer](), list[int](), BlendedLayer._buffer
+
+    def counting(layer: BlendedLayer, states: torch.Tensor) -> torch.Tensor:
+        if layer.capacity >= layout.rows and layer not in made:
+            made.append(layer)  # held, as whoever runs the rows of an attempt does
+            counts.append(sum(one is layer or one.is_initialized for one in made))
+        return make(layer, states)
+
+    monkeypatch.setattr(BlendedLayer, "_buffer", counting)
+    blender.prefill(layout, config=GUIDED)
+    return len(made) // LAYERS, max(counts)
+
+
+def test_one_whose_kv_correction_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    blender, layout = with_map_changed(hundredfold)
+    assert most_at_once(blender, layout, monkeypatch) == (2, LAYERS)
+
+
+def test_one_that_met_a_damaged_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blender = filled(tmp_path)
+    for path in (tmp_path / "objects").rglob("*.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    assert most_at_once(blender, LAYOUT, monkeypatch) == (2, LAYERS)
