@@ -13,7 +13,7 @@ import pytest
 from served import Served, listening
 
 from blend.errors import ConfigError
-from blend.serve.door.log import LOG
+from blend.serve.faults import LOG
 from blend.serve.metrics import Metrics
 from blend.serve.tenants import Tenants, read_keys
 from blend.store.backend import MemoryStats

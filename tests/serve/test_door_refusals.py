@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from served import Served
 
 from blend.errors import StoreError
-from blend.serve.door.log import LOG
+from blend.serve.faults import LOG
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
 CHAT = "/v1/chat/completions"

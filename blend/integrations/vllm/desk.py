@@ -18,8 +18,8 @@ from blend.serve.ask import Closed, Opened, Refused, Reply
 from blend.serve.door.answers import own
 from blend.serve.door.errors import failure_of
 from blend.serve.door.hall import DoorLimits
-from blend.serve.door.log import log_error
 from blend.serve.engine import Handle, QueueFullError, Sampling
+from blend.serve.faults import log_error
 
 if TYPE_CHECKING:
     from blend.blender import Blend

@@ -7,7 +7,6 @@ import logging
 import re
 import sys
 import time
-import traceback
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -16,12 +15,10 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from blend.errors import StoreError
 from blend.serve.door.errors import DoorError, Failure, failure_of
+from blend.serve.faults import LOG, log_error
 from blend.serve.metrics import Metrics
-from retrieval.errors import RetrievalError
 
-LOG = logging.getLogger("kvblend.serve")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -93,14 +90,6 @@ class Accounts:
         told = {"method": scope["method"], "path": route, "status": status, "seconds": round(seconds, 4)}
         more = {"tenant": entry.tenant, "rows": entry.rows, "ttft_s": entry.ttft_s, "error": entry.error}
         LOG.info("request", extra={"told": {"id": entry.id, **told, **{k: v for k, v in more.items() if v}}})
-
-
-def log_error(error: Exception, about: str) -> None:
-    """Where an error came from. Messages are left out, for they may quote anybody, but for those of a store or an index."""
-    frames = traceback.extract_tb(error.__traceback__)[-6:]
-    places = [f"{frame.filename.rpartition('/site-packages/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
-    why = {"why": str(error)} if isinstance(error, StoreError | RetrievalError) else {}
-    LOG.error("error", extra={"told": {"id": about, "error": type(error).__name__, **why, "at": places}})
 
 
 def _route(scope: Scope) -> str:

@@ -13,9 +13,10 @@ from starlette.types import Receive, Scope, Send
 from blend.serve.ask import Closed, Delta, Opened, Refused, Reply
 from blend.serve.door.answers import Answer
 from blend.serve.door.errors import GONE, Failure, ended_early, failure_of
-from blend.serve.door.log import Entry, log_error
+from blend.serve.door.log import Entry
 from blend.serve.door.tracing import RequestTrace
 from blend.serve.engine import Handle
+from blend.serve.faults import log_error
 from blend.serve.metrics import Metrics
 from blend.visible import json_text
 
