@@ -28,6 +28,7 @@ from blend.serve.engine import Event, Holding, QueueFullError, Work
 from blend.serve.job import Job
 from blend.serve.outage import STORE_UNREACHABLE
 from blend.serve.prefixes import Prefixes
+from blend.serve.waiting import Waiting
 from blend.serve.worth import LEAST
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class EmbeddedEngine:
         self._blender, self._least_gain, self._on_pass = blender, least_gain, on_pass
         self._blender_of = blender_of or (lambda tenant, corpus: blender)
         self._decoder, self._remember = blender.decoder, remember
-        self._most_running, self._most_waiting = most_running, most_waiting
+        self._most_running = most_running
         if pass_rows is None:
             pass_rows = MOST_ROWS if self._decoder.device.type == "cpu" else GPU_ROWS
         self._piece_rows, self._kv_budget = max(1, pass_rows - most_running), kv_budget
@@ -84,7 +85,7 @@ class EmbeddedEngine:
         self._prefixes = Prefixes(prefix_budget)
         self._numbers = itertools.count()
         self._changed = threading.Condition()
-        self._waiting: list[Job] = []
+        self._waiting = Waiting(most_waiting)
         self._running: list[Job] = []
         self._encodings: deque[Encoding] = deque()
         self._open = True
@@ -110,8 +111,7 @@ class EmbeddedEngine:
             )
         with self._changed:
             self.require_room()
-            self._waiting.append(job)
-            self._waiting.sort(key=lambda one: one.order)
+            self._waiting.add(job)
             self._changed.notify_all()
         if not work.full:
             with suppress(
@@ -134,9 +134,8 @@ class EmbeddedEngine:
         with self._changed:
             if not self._open:
                 raise QueueFullError(len(self._waiting), 1.0)
-            if len(self._waiting) >= self._most_waiting:
-                rounds = len(self._waiting) / max(1, self._most_running) + 1
-                raise QueueFullError(len(self._waiting), max(1.0, rounds * self._seconds))
+            rounds = len(self._waiting) / max(1, self._most_running) + 1
+            self._waiting.require_room(max(1.0, rounds * self._seconds))
 
     def holding(self) -> Holding:
         """See `Engine.holding`."""
@@ -192,16 +191,19 @@ class EmbeddedEngine:
             with torch.inference_mode():
                 self._pass(jobs)
             self._leave()
-        for job in (*self._running, *self._waiting):
+        self._end_all()
+
+    def _end_all(self) -> None:
+        with self._changed:
+            jobs, self._running = [*self._running, *self._waiting.empty()], []
+            encodings, self._encodings = self._encodings, deque()
+            self._changed.notify_all()
+        for job in jobs:
             job.end("shutdown")
             job.release()
-        for encoding in self._encodings:
+        for encoding in encodings:
             encoding.cancel()
             encoding.close()
-        with self._changed:
-            self._running, self._waiting = [], []
-            self._encodings.clear()
-            self._changed.notify_all()
 
     def _tidy(self) -> None:
         """Now and then freed memory goes back to the system, where it can be when nobody waits for a token."""
@@ -215,7 +217,7 @@ class EmbeddedEngine:
 
     def _admit(self) -> None:
         """Let prompts in, first come first served within a priority, as far as there is room."""
-        for job in list(self._waiting):
+        while (job := self._waiting.first) is not None:
             if reason := job.given_up:
                 self._waiting.remove(job)
                 job.end(reason)
