@@ -89,7 +89,6 @@ class EmbeddedEngine:
         self._running: list[Job] = []
         self._encodings: deque[Encoding] = deque()
         self._open = True
-        self._seconds = 1.0  # that an answer took lately
         self._passes = 0
         self._tidied, self._untidy = time.monotonic(), False
         self._threads, self._begun = torch.get_num_threads(), threading.Event()
@@ -110,7 +109,7 @@ class EmbeddedEngine:
                 f"{self._kv_budget >> 20}: use fewer chunks, a shorter answer or a larger budget"
             )
         with self._changed:
-            self.require_room()
+            self.require_room(work.tenant)
             self._waiting.add(job)
             self._changed.notify_all()
         if not work.full:
@@ -129,13 +128,12 @@ class EmbeddedEngine:
                 work = replace(work, full=True, reason=STORE_UNREACHABLE)
         return work, self._blender
 
-    def require_room(self) -> None:
+    def require_room(self, tenant: str = "") -> None:
         """See `Engine.require_room`."""
         with self._changed:
             if not self._open:
                 raise QueueFullError(len(self._waiting), 1.0)
-            rounds = len(self._waiting) / max(1, self._most_running) + 1
-            self._waiting.require_room(max(1.0, rounds * self._seconds))
+            self._waiting.require_room(tenant)
 
     def holding(self) -> Holding:
         """See `Engine.holding`."""
@@ -184,10 +182,16 @@ class EmbeddedEngine:
             with self._changed:
                 if not (self._waiting or self._running or self._encodings or self._closing):
                     self._changed.wait(TIDY_IDLE_S if self._untidy else None)
+                gone = self._waiting.take_given_up()
                 self._admit()
-                jobs = list(self._running)
-                if self._closing:
-                    break
+                jobs, closing = list(self._running), self._closing
+                if gone:
+                    self._changed.notify_all()
+            for job, reason in gone:
+                job.end(reason)
+                job.release()
+            if closing:
+                break
             with torch.inference_mode():
                 self._pass(jobs)
             self._leave()
@@ -216,17 +220,15 @@ class EmbeddedEngine:
         return self._most_running == 0
 
     def _admit(self) -> None:
-        """Let prompts in, first come first served within a priority, as far as there is room."""
-        while (job := self._waiting.first) is not None:
-            if reason := job.given_up:
-                self._waiting.remove(job)
-                job.end(reason)
-                continue
-            used = sum(map(self._bytes, self._running))
-            if len(self._running) >= self._most_running or used + self._bytes(job) > self._kv_budget:
-                return  # those behind must not overtake it for ever
-            self._waiting.remove(job)
-            self._running.append(job)
+        """Let the next prompt in when it can be begun at once: until then somebody more urgent may come."""
+        job = self._waiting.first
+        if job is None or any(one.blend is None for one in self._running):
+            return
+        used = sum(map(self._bytes, self._running))
+        if len(self._running) >= self._most_running or used + self._bytes(job) > self._kv_budget:
+            return  # those behind must not overtake it for ever
+        self._waiting.admit(job)
+        self._running.append(job)
 
     def _pass(self, jobs: Sequence[Job]) -> None:
         """One row of every answer, and a piece of the first prompt that is not prefilled, or of a chunk's cache."""
@@ -312,7 +314,6 @@ class EmbeddedEngine:
             done = [job for job in self._running if job.ended]
             if done:
                 self._running = [job for job in self._running if not job.ended]
-                self._seconds = 0.8 * self._seconds + 0.2 * max(job.age_s for job in done)
                 self._changed.notify_all()
         for job in done:
             job.release()

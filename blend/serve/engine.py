@@ -24,7 +24,7 @@ EndReason = Literal["stop", "length", "cancelled", "deadline", "shutdown"]
 
 
 class QueueFullError(Exception):
-    """More prompts wait than may: nobody's mistake. retry_after_s: when one of them is likely to be done."""
+    """More prompts wait than may: nobody's mistake. retry_after_s: when a place is likely to be free."""
 
     def __init__(self, waiting: int, retry_after_s: float) -> None:
         super().__init__(f"{waiting} prompts wait already; try again in {retry_after_s:.0f} s")
@@ -167,8 +167,8 @@ class Engine(Protocol):
         Raises `PromptError` when it can never run, `QueueFullError` when too many wait.
         """
 
-    def require_room(self) -> None:
-        """Raise `QueueFullError` when too many wait."""
+    def require_room(self, tenant: str = "") -> None:
+        """Raise `QueueFullError` when too many wait, or too many of this tenant."""
 
     @property
     def alive(self) -> bool:

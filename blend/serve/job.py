@@ -28,7 +28,7 @@ class Job:
     """A prompt, and everything that is held for it. Only the engine's thread touches it, but for `cancel`.
 
     prefixes: where KV of earlier prompts is found, and that of this one is left. least_gain: see `reason_against`.
-    order: sorts jobs by priority and arrival. capacity: rows of its cache at most.
+    number: counts jobs as they come. capacity: rows of its cache at most.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Job:
         *,
         least_gain: int = LEAST,
     ) -> None:
-        self.work, self.order = work, (work.priority, number)
+        self.work, self.number = work, number
         self.blender = blender
         self.capacity = work.layout.rows + work.sampling.max_tokens
         self.blend: Blend | None = None

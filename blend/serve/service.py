@@ -174,7 +174,7 @@ class Service:
 
         Raises as `prepare` does, and `QueueFullError` when too many wait.
         """
-        self.engine.require_room()  # who is to come again later must not cost a search first
+        self.engine.require_room(ask.tenant)  # who is to come again later must not cost a search first
         return self.take(self.prepare(ask), on_reply)
 
     def prepare(self, ask: Ask) -> Prepared:

@@ -45,6 +45,18 @@ def test_keys(locked: Served) -> None:
     assert httpx.get(f"{locked.url}/ready").status_code == 200
 
 
+def test_tenants_may_stand_back_and_not_push_ahead(locked: Served) -> None:
+    def asked(key: str, priority: int) -> httpx.Response:
+        body = {**BODY, "kvblend": {"priority": priority}}
+        return httpx.post(f"{locked.url}{CHAT}", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+
+    assert [asked(key, priority).status_code for key, priority in (("anns", 0), ("anns", 5), ("common", -5))] == [
+        200
+    ] * 3
+    refused = asked("anns", -1)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (403, "kvblend.priority")
+
+
 def test_metrics_are_for_the_operator(locked: Served) -> None:
     def status(key: str) -> int:
         return httpx.get(f"{locked.url}/metrics", headers={"authorization": f"Bearer {key}"}).status_code

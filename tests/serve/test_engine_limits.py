@@ -1,11 +1,10 @@
-"""Queue, memory, priorities, deadlines and the end: what one of many prompts meets there harms no other."""
+"""Queue, memory and the end: what one of many prompts meets there harms no other."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -64,23 +63,6 @@ def test_memory_for_one_at_a_time_is_enough(make_engine: Callable[..., EmbeddedE
     assert max(held) == 1
     with pytest.raises(PromptError, match="MiB of KV memory"):
         ask(engine, layout, replace(FEW, max_tokens=7))
-
-
-def test_priorities_and_deadlines(make_engine: Callable[..., EmbeddedEngine]) -> None:
-    engine, layout = make_engine(most_running=1), make_layout()
-    order: list[str] = []
-    running = ask(engine, layout, Sampling(max_tokens=100))
-    while not isinstance(running.seen.get(timeout=60), Token):
-        pass
-    answers = {name: Answer(partial(order.append, name)) for name in ("later", "first", "late")}
-    for name, priority, deadline in (("later", 1, None), ("first", 0, None), ("late", 2, 0.0)):
-        work = Work(layout, FEW, priority=priority, deadline_s=deadline)
-        engine.submit(work, answers[name])
-    assert answers["late"].wait().last == Ended("deadline")
-    for name in ("first", "later"):
-        assert answers[name].wait().last == Ended("length")
-    assert answers["late"].tokens == []
-    assert [name for name in dict.fromkeys(order) if name != "late"] == ["first", "later"]
 
 
 def test_a_listener_that_fails_harms_only_itself(make_engine: Callable[..., EmbeddedEngine]) -> None:

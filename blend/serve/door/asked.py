@@ -84,10 +84,18 @@ def ask_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLimits
         stop=tuple(body.stop or ()),
         method=own.method or "blend",
         cold=bool(own.cold),
-        priority=own.priority or 0,
+        priority=_priority(own, offered.tenant),
         deadline_s=own.deadline_s,
         trace=bool(own.trace),
     )
+
+
+def _priority(own: OwnBody, tenant: str) -> int:
+    """Tenants share a server: one may stand back, and none may push ahead of all others."""
+    if tenant and own.priority is not None and own.priority < 0:
+        message = "a key with a tenant may not be more urgent than others; give a priority of 0 or more"
+        raise refuse(message, "kvblend.priority", "forbidden", 403)
+    return own.priority or 0
 
 
 def _check_together(body: ChatBody | CompletionBody) -> None:

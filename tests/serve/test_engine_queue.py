@@ -1,0 +1,188 @@
+"""Who waits for the engine: whose turn it is, who is given up, who must come again later and when."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cases import make_layout
+from engines import FEW, Answer
+
+from blend.serve import waiting
+from blend.serve.embedded import EmbeddedEngine
+from blend.serve.engine import Ended, QueueFullError, Sampling, Work
+from blend.serve.waiting import Waiting
+from blend.types import PromptLayout
+
+LONG = Sampling(max_tokens=300, ignore_eos=True)
+
+
+class Held:
+    """An answer with which the engine stands still, until it is let go on to the next token or altogether."""
+
+    def __init__(self, engine: EmbeddedEngine, layout: PromptLayout, sampling: Sampling = LONG) -> None:
+        self._stands, self._goes_on, self._free = threading.Semaphore(0), threading.Semaphore(0), False
+        self.answer = Answer(self._stand)
+        engine.submit(Work(layout, sampling), self.answer)
+        assert self._stands.acquire(timeout=60)
+
+    def _stand(self) -> None:
+        if self.answer.tokens and not self._free:
+            self._stands.release()
+            assert self._goes_on.acquire(timeout=60)
+
+    def step(self) -> None:
+        self._goes_on.release()
+        assert self._stands.acquire(timeout=60)
+
+    def let_go(self) -> None:
+        self._free = True
+        self._goes_on.release()
+
+
+def test_who_is_given_up_leaves_the_queue_wherever_it_stands(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    """Behind a prompt for which there is no room, and long before there is."""
+    engine, layout = make_engine(most_running=1, most_waiting=3), make_layout()
+    held, (head, late, left) = Held(engine, layout), (Answer(), Answer(), Answer())
+    engine.submit(Work(layout, FEW), head)
+    engine.submit(Work(layout, FEW, deadline_s=0.0), late)
+    engine.submit(Work(layout, FEW), left).cancel()
+    with pytest.raises(QueueFullError):
+        engine.require_room()
+    held.let_go()
+    assert late.wait().events == [Ended("deadline")]
+    assert left.wait().events == [Ended("cancelled")]
+    engine.require_room()
+    assert not head.events
+    assert len(held.answer.tokens) < LONG.max_tokens
+    assert head.wait().last == held.answer.wait().last == Ended("length")
+
+
+def test_the_most_urgent_is_next_though_there_is_room_for_all(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    """Also before those that came while another prompt is prefilled."""
+    engine, order = make_engine(most_running=8, pass_rows=18), list[str]()
+    running = Held(engine, make_layout())
+    long = PromptLayout(make_layout().prefix, (), tuple(range(3, 93)))
+
+    def submit(name: str, layout: PromptLayout, priority: int) -> Answer:
+        answer = Answer(partial(order.append, name))
+        engine.submit(Work(layout, FEW, priority=priority), answer)
+        return answer
+
+    answers = [submit("long", long, 1)]
+    running.step()
+    assert engine.holding().running == 2
+    for name, priority in (("first", 1), ("second", 1), ("urgent", 0)):
+        answers.append(submit(name, make_layout(), priority))
+        running.step()
+    running.let_go()
+    for answer in answers:
+        answer.wait()
+    assert list(dict.fromkeys(order)) == ["long", "urgent", "first", "second"]
+
+
+def test_tenants_take_turns(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine, layout, order = make_engine(most_running=1), make_layout(), list[str]()
+    held, answers = Held(engine, layout, FEW), list[Answer]()
+    for tenant in ("ann", "ann", "ann", "bob", "", "bob"):
+        answers.append(Answer(partial(order.append, f"{tenant}{len(answers)}")))
+        engine.submit(Work(layout, FEW, tenant=tenant, priority=3), answers[-1])
+    held.let_go()
+    for answer in answers:
+        answer.wait()
+    assert list(dict.fromkeys(order)) == ["ann0", "bob3", "4", "ann1", "bob5", "ann2"]
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(waiting, "time", made)
+    return made
+
+
+def stub(number: int, tenant: str = "", priority: int = 0) -> Any:
+    """Of a job what the queue looks at."""
+    return SimpleNamespace(number=number, given_up=None, work=SimpleNamespace(tenant=tenant, priority=priority))
+
+
+def admit(queue: Waiting) -> None:
+    first = queue.first
+    assert first is not None
+    queue.admit(first)
+
+
+def retry_after(queue: Waiting, tenant: str = "") -> float:
+    with pytest.raises(QueueFullError) as refused:
+        queue.require_room(tenant)
+    return refused.value.retry_after_s
+
+
+def test_a_tenant_takes_half_of_the_places_at_most(clock: Clock) -> None:
+    queue = Waiting(5)
+    for number in range(2):
+        queue.require_room("ann")
+        queue.add(stub(number, "ann"))
+    assert retry_after(queue, "ann") == 1
+    for number, tenant in enumerate(("bob", "", "")):
+        queue.require_room(tenant)
+        queue.add(stub(2 + number, tenant))
+    for tenant in ("bob", "", "carol"):
+        retry_after(queue, tenant)
+
+
+def test_without_tenants_all_places_are_everybodys(clock: Clock) -> None:
+    queue = Waiting(4)
+    for number in range(4):
+        queue.require_room("")
+        queue.add(stub(number))
+    retry_after(queue)
+
+
+def test_retry_after_is_when_a_place_becomes_free(clock: Clock) -> None:
+    """And neither how long somebody waited nor how long all of them take."""
+    queue = Waiting(3)
+    for number in range(3):
+        queue.add(stub(number))
+    assert retry_after(queue) == 1
+    for number in range(20):
+        clock.now += 4
+        admit(queue)
+        queue.add(stub(3 + number))
+    assert retry_after(queue) == pytest.approx(4, rel=0.05)
+    clock.now += 9
+    assert retry_after(queue) == 9, "it takes longer than it did"
+
+
+def test_time_in_which_nobody_waits_is_not_counted(clock: Clock) -> None:
+    queue = Waiting(1)
+    for number in range(5):
+        clock.now += 100
+        queue.add(stub(number))
+        admit(queue)
+    queue.add(stub(5))
+    assert retry_after(queue) == 1
+
+
+def test_priority_counts_before_turns(clock: Clock) -> None:
+    queue = Waiting(9)
+    for number, (tenant, priority) in enumerate((("ann", 1), ("bob", 1), ("ann", 0), ("ann", 0))):
+        queue.add(stub(number, tenant, priority))
+    order = []
+    while queue.first is not None:
+        order.append(queue.first.number)
+        admit(queue)
+    assert order == [2, 3, 1, 0]
