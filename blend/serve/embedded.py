@@ -24,7 +24,8 @@ from blend.model.threads import take_threads
 from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.serve.caching import OnDone
 from blend.serve.encoding import Encoding, nobody_waits
-from blend.serve.engine import Event, Holding, QueueFullError, Work
+from blend.serve.engine import EngineFailedError, Event, Holding, QueueFullError, Work
+from blend.serve.faults import log_error
 from blend.serve.job import Job
 from blend.serve.outage import STORE_UNREACHABLE
 from blend.serve.prefixes import Prefixes
@@ -89,6 +90,7 @@ class EmbeddedEngine:
         self._running: list[Job] = []
         self._encodings: deque[Encoding] = deque()
         self._open = True
+        self._failed = False
         self._passes = 0
         self._tidied, self._untidy = time.monotonic(), False
         self._threads, self._begun = torch.get_num_threads(), threading.Event()
@@ -131,9 +133,14 @@ class EmbeddedEngine:
     def require_room(self, tenant: str = "") -> None:
         """See `Engine.require_room`."""
         with self._changed:
-            if not self._open:
-                raise QueueFullError(len(self._waiting), 1.0)
+            self._require_open()
             self._waiting.require_room(tenant)
+
+    def _require_open(self) -> None:
+        if self._failed:
+            raise EngineFailedError
+        if not self._open:
+            raise QueueFullError(len(self._waiting), 1.0)
 
     def holding(self) -> Holding:
         """See `Engine.holding`."""
@@ -144,15 +151,14 @@ class EmbeddedEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether its thread runs."""
-        return self._thread.is_alive()
+        """Whether its thread runs, and no fault has ended its work."""
+        return not self._failed and self._thread.is_alive()
 
     def encode(self, library: ChunkLibrary, wanted: Sequence[Variant], on_done: OnDone) -> Encoding:
         """Compute and store these caches in small pieces, beside answers and when there are none; see `Encoding`."""
         encoding = Encoding(library, wanted, self._piece_rows, on_done)
         with self._changed:
-            if not self._open:
-                raise QueueFullError(len(self._waiting), 1.0)
+            self._require_open()
             self._encodings.append(encoding)
             self._changed.notify_all()
         return encoding
@@ -177,35 +183,51 @@ class EmbeddedEngine:
     def _loop(self) -> None:
         take_threads(self._threads)
         self._begun.set()
-        while True:
-            self._tidy()
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # a fault of ours: nobody may wait for what never comes
+            log_error(error, "engine")
             with self._changed:
-                if not (self._waiting or self._running or self._encodings or self._closing):
-                    self._changed.wait(TIDY_IDLE_S if self._untidy else None)
-                gone = self._waiting.take_given_up()
-                self._admit()
-                jobs, closing = list(self._running), self._closing
-                if gone:
-                    self._changed.notify_all()
-            for job, reason in gone:
-                job.end(reason)
-                job.release()
-            if closing:
-                break
-            with torch.inference_mode():
-                self._pass(jobs)
-            self._leave()
+                self._failed = True
         self._end_all()
 
+    def _turn(self) -> bool:
+        """One pass, once there is something to do; whether to go on."""
+        self._tidy()
+        with self._changed:
+            if not (self._waiting or self._running or self._encodings or self._closing):
+                self._changed.wait(TIDY_IDLE_S if self._untidy else None)
+            gone = self._waiting.take_given_up()
+            self._admit()
+            jobs, closing = list(self._running), self._closing
+            if gone:
+                self._changed.notify_all()
+        for job, reason in gone:
+            job.end(reason)
+            job.release()
+        if closing:
+            return False
+        with torch.inference_mode():
+            self._pass(jobs)
+        self._leave()
+        return True
+
     def _end_all(self) -> None:
+        """End what is left: the server is shut down, or the engine has failed."""
         with self._changed:
             jobs, self._running = [*self._running, *self._waiting.empty()], []
             encodings, self._encodings = self._encodings, deque()
             self._changed.notify_all()
         for job in jobs:
-            job.end("shutdown")
+            if self._failed:
+                job.fail(EngineFailedError())
+            else:
+                job.end("shutdown")
             job.release()
         for encoding in encodings:
+            if self._failed:
+                encoding.abandon(EngineFailedError())
             encoding.cancel()
             encoding.close()
 

@@ -76,16 +76,18 @@ class Encoding:
         """The piece was run."""
         assert self._steps is not None
         try:
-            self._piece = self._steps.send(logits)
-        except StopIteration as finished:
             try:
-                library, one = self._library, self._left[0]
-                keep = partial(library.keep, one, finished.value)
-                removed_from(library.store).unless_removed(library.key(one), keep)
-            except Exception as error:
-                self.fail(error)
-            else:
+                self._piece = self._steps.send(logits)
+            except StopIteration as finished:
+                self._keep(finished.value)
                 self._end(None)
+        except Exception as error:  # memory that ran out, the store
+            self.fail(error)
+
+    def _keep(self, cache: ChunkCache) -> None:
+        library, one = self._library, self._left[0]
+        keep = partial(library.keep, one, cache)
+        removed_from(library.store).unless_removed(library.key(one), keep)
 
     def fail(self, error: Exception) -> None:
         """Give up the one that is being computed."""
@@ -95,6 +97,11 @@ class Encoding:
         """Let go of everything."""
         if self._steps is not None:
             self._steps.close()
+
+    def abandon(self, error: Exception) -> None:
+        """None of those that are left will be computed any more."""
+        while not self.done:
+            self.fail(error)
 
     def _end(self, error: Exception | None) -> None:
         self._piece = self._steps = None

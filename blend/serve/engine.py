@@ -31,6 +31,13 @@ class QueueFullError(Exception):
         self.retry_after_s = retry_after_s
 
 
+class EngineFailedError(Exception):
+    """The engine has ended at a fault of its own, and answers nothing until the process is started anew."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine has failed; its log says where: start the server anew")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen.
@@ -164,11 +171,12 @@ class Engine(Protocol):
     def submit(self, work: Work, on_event: Callable[[Event], None]) -> Handle:
         """Take a prompt in; its events go to `on_event`, from another thread, which must not wait in there.
 
-        Raises `PromptError` when it can never run, `QueueFullError` when too many wait.
+        Raises `PromptError` when it can never run, `QueueFullError` when too many wait, `EngineFailedError` when nothing is
+        answered any more.
         """
 
     def require_room(self, tenant: str = "") -> None:
-        """Raise `QueueFullError` when too many wait, or too many of this tenant."""
+        """Raise `QueueFullError` when too many wait, or too many of this tenant; `EngineFailedError` as `submit` does."""
 
     @property
     def alive(self) -> bool:

@@ -11,7 +11,7 @@ from retrieval.errors import RetrievalError
 LOG = logging.getLogger("kvblend.serve")
 
 
-def log_error(error: Exception, about: str) -> None:
+def log_error(error: BaseException, about: str) -> None:
     """Where an error came from. Messages are left out, for they may quote anybody, but for those of a store or an index."""
     frames = traceback.extract_tb(error.__traceback__)[-6:]
     places = [f"{frame.filename.rpartition('/site-packages/')[2]}:{frame.lineno} {frame.name}" for frame in frames]

@@ -11,6 +11,7 @@ import torch
 
 from blend.model.rows import RowRequest, Steps
 from blend.serve.engine import Ended, EndReason, Event, Failed, Started, Token, Work
+from blend.serve.faults import log_error
 from blend.serve.outage import STORE_UNREACHABLE, is_outage
 from blend.serve.sampling import Sampler
 from blend.serve.worth import LEAST, reason_against
@@ -256,8 +257,7 @@ class Job:
 
     def _without_store(self) -> None:
         """Begin anew."""
-        if self._steps is not None:
-            self._steps.close()
+        self._close_steps()
         self._reason = STORE_UNREACHABLE
         self._prefill()
 
@@ -265,10 +265,17 @@ class Job:
         if self.ended:
             return
         self.ended = True
-        if self._steps is not None:
-            self._steps.close()
         with suppress(Exception):  # a listener that is gone must not harm the others
             self._on_event(event)
+        self._close_steps()
+
+    def _close_steps(self) -> None:
+        """Let go of the entries that are open; one that cannot be closed harms nobody."""
+        try:
+            if self._steps is not None:
+                self._steps.close()
+        except Exception as error:
+            log_error(error, "")
 
     def release(self) -> None:
         """Let go of its KV, now that it has ended and nothing is asked of it any more.

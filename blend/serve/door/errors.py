@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from blend.errors import StoreError
-from blend.serve.engine import EndReason, QueueFullError
+from blend.serve.engine import EndReason, EngineFailedError, QueueFullError
 from blend.serve.reasons import MENDABLE, STORE_FAILS
 from blend.visible import json_text
 from retrieval.errors import IndexMissingError, RetrievalError
@@ -67,6 +67,11 @@ def unavailable(message: str, code: str = "unavailable", retry_s: float | None =
     return DoorError(Failure(503, message, code, None, "server_error", retry_s))
 
 
+def engine_failed() -> DoorError:
+    """Nothing is answered any more."""
+    return unavailable("the server has failed and must be started anew; its log says where", retry_s=None)
+
+
 def failure_of(error: Exception) -> Failure:
     """What a client is told of an error; see the module."""
     if isinstance(error, DoorError):
@@ -75,6 +80,8 @@ def failure_of(error: Exception) -> Failure:
         return ended_early("cancelled")
     if isinstance(error, QueueFullError):
         return Failure(429, str(error), "rate_limit_exceeded", None, "rate_limit_error", error.retry_after_s)
+    if isinstance(error, EngineFailedError):
+        return engine_failed().failure
     if isinstance(error, IndexMissingError):
         return Failure(
             400, "there is no corpus to retrieve from: add documents, or ask without", "no_corpus", "kvblend"

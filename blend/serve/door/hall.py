@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from blend.config import ANSWER_TOKENS, CorpusConfig
-from blend.serve.door.errors import unavailable
+from blend.serve.door.errors import engine_failed, unavailable
 from blend.serve.door.tracing import Tracing
 from blend.serve.metrics import Metrics
 from blend.serve.tenants import Tenants
@@ -57,11 +57,13 @@ class Hall:
     begun: set[tuple[str, str]] = field(default_factory=set)
 
     def open(self) -> Service:
-        """The service. Raises `DoorError` while there is none."""
+        """The service. Raises `DoorError` while there is none, and when it answers no more."""
         if self.closing:
             raise unavailable("the server is shutting down", "shutting_down")
         if self.service is None or not self.service.ready:
             raise unavailable("the server is loading its model; try again in a moment", "loading", 2.0)
+        if not self.service.alive:
+            raise engine_failed()
         return self.service
 
 
