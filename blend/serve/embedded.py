@@ -28,6 +28,7 @@ from blend.serve.engine import EngineFailedError, Event, Holding, QueueFullError
 from blend.serve.faults import log_error
 from blend.serve.job import Job
 from blend.serve.outage import STORE_UNREACHABLE
+from blend.serve.passes import OnPass, Taker, run_pass
 from blend.serve.prefixes import Prefixes
 from blend.serve.waiting import Waiting
 from blend.serve.worth import LEAST
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from blend.blender import Blender
     from blend.chunks.library import ChunkLibrary
     from blend.chunks.open_library import Variant
-    from blend.model.rows import RowRequest
 
 MOST_LACKING = 512  # caches that prompts lacked; of more the next prompts remind
 GPU_ROWS = 1024
@@ -56,8 +56,7 @@ class EmbeddedEngine:
     prompts. pass_rows: of one pass, decoding and prefill together. kv_budget: bytes that the caches of running prompts may
     take; a prompt waits until there is room. prefix_budget: bytes of KV of earlier prompts and conversations that are kept.
     least_gain: rows that blending must save a prompt. remember: whether what the store lacked for a prompt is computed and
-    stored, when nothing else is to be done. on_pass: told of longer passes how many rows, keys that these looked at together,
-    and seconds.
+    stored, when nothing else is to be done. on_pass: told of passes that were what full prefill consists of.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class EmbeddedEngine:
         prefix_budget: int = PREFIX_BUDGET,
         least_gain: int = LEAST,
         remember: bool = True,
-        on_pass: Callable[[int, int, float], None] | None = None,
+        on_pass: OnPass | None = None,
     ) -> None:
         self._blender, self._least_gain, self._on_pass = blender, least_gain, on_pass
         self._blender_of = blender_of or (lambda tenant, corpus: blender)
@@ -269,50 +268,21 @@ class EmbeddedEngine:
         self._passes += 1
         turn = self._passes % (TURN if prefilling is None else TURN_AMONG_PROMPTS) == 0
         encoding = self._encoding() if turn or not taking else None
-        piece = encoding.piece() if encoding is not None else None
-        if piece is None:
-            encoding = None
-        else:
-            taking = [job for job in taking if job is not prefilling]  # a pass stays as short as the others
-        requests = [job.request() for job in taking]
-        if piece is not None:
-            requests.append(piece)
-        if requests:
-            self._run(taking, requests, prefilling, encoding)
-
-    def _run(
-        self, taking: Sequence[Job], requests: Sequence[RowRequest], prefilling: Job | None, encoding: Encoding | None
-    ) -> None:
-        begin, self._untidy = time.monotonic(), True
-        try:
-            logits = self._decoder.prefill(requests)
-        except Exception as error:  # no prompt may end the engine; what was being prefilled is the suspect
-            if encoding is not None:
-                encoding.fail(error)
-                return
-            for job in [prefilling] if prefilling in taking and prefilling is not None else taking:
-                job.fail(error)
-            return
-        self._tell(requests, time.monotonic() - begin)
-        if encoding is not None:
-            encoding.took(logits[-1:])
-        for number, job in enumerate(taking):
-            self._guarded(job, lambda job=job, number=number: job.took(logits[number : number + 1]))  # type: ignore[misc]
-            if job is prefilling and job.blend is not None:
-                self._guarded(job, lambda job=job: self._lack(job))  # type: ignore[misc]
-
-    def _tell(self, requests: Sequence[RowRequest], seconds: float) -> None:
-        """Of a pass that is long enough to show how fast rows are computed."""
-        positions = torch.cat([request.positions for request in requests])
-        rows = positions.shape[0]
-        if self._on_pass is not None and 2 * rows >= self._piece_rows:
-            self._on_pass(rows, int(positions.sum()) + rows, seconds)
+        takers: list[Taker] = [*taking]
+        if encoding is not None and encoding.ready():
+            # In place of the prompt's piece: a pass stays as short as the others.
+            takers = [*(job for job in taking if job is not prefilling), encoding]
+        if takers:
+            self._untidy = True
+            run_pass(self._decoder, takers, self._on_pass if _as_full_prefill(takers) else None)
+        if prefilling is not None and prefilling.blend is not None:
+            self._guarded(prefilling, lambda: self._lack(prefilling))
 
     def _lack(self, job: Job) -> None:
         """Have computed what the store lacked for this prompt; while it is out of reach, the next prompts remind."""
         if not (self._remember and job.work.remember):
             return
-        with suppress(StoreError):
+        with suppress(StoreError, QueueFullError):  # the latter where the engine is being closed just now
             missing = job.missing
             if missing and self._open and sum(len(one) for one in self._encodings) < MOST_LACKING:
                 self.encode(job.blender.library(job.work.layout.kept_behind), missing, nobody_waits)
@@ -339,3 +309,8 @@ class EmbeddedEngine:
                 self._changed.notify_all()
         for job in done:
             job.release()
+
+
+def _as_full_prefill(takers: Sequence[Taker]) -> bool:
+    """Whether full prefill consists of such passes: of a piece of one prompt that is computed in full, and nothing beside."""
+    return len(takers) == 1 and isinstance(takers[0], Job) and takers[0].full_piece_rows >= ROWS_ALONE

@@ -50,14 +50,22 @@ class Encoding:
         """Whether nothing is left to do."""
         return self._cancelled or not self._left
 
-    def piece(self) -> RowRequest | None:
-        """The next rows to run, or None where nothing is left."""
+    def ready(self) -> bool:
+        """Whether there are rows to run; they are made ready."""
         while not self.done and self._piece is None:
             try:
                 self._begin()
             except Exception as error:  # the store, or a chunk that is too long
                 self.fail(error)
-        return None if self.done else self._piece
+        return not self.done
+
+    def request(self) -> RowRequest:
+        """The next rows to run."""
+        assert self._piece is not None
+        return self._piece
+
+    def repeat(self, error: Exception) -> None:
+        """The same rows may run again: they write what they wrote."""
 
     def _begin(self) -> None:
         wanted = self._left[0]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from blend.errors import EntryDamagedError, StoreError
 from blend.model.rows import RowRequest, Steps
 from blend.serve.engine import Ended, EndReason, Event, Failed, Started, Token, Work
 from blend.serve.faults import log_error
@@ -59,7 +61,7 @@ class Job:
         self._piece: RowRequest | None = None
         self._sampler: Sampler | None = None
         self._tokens: list[int] = []
-        self._cancelled = False
+        self._cancelled = self._repeated = False
 
     def cancel(self) -> None:
         """Give it up the next time the engine looks."""
@@ -141,6 +143,12 @@ class Job:
         return found if found is not None and found.known.tokens > has else None
 
     @property
+    def full_piece_rows(self) -> int:
+        """Rows of its next piece, if it is a piece of a prompt that is computed in full; else 0."""
+        full = bool(self._reason) and self.blend is None and self._piece is not None
+        return self._piece.positions.shape[0] if full and self._piece is not None else 0
+
+    @property
     def begun(self) -> bool:
         """Whether its prefill is under way or done."""
         return self._steps is not None
@@ -171,10 +179,26 @@ class Job:
             self._next(logits)
             return
         assert self._steps is not None
+        self._advance(partial(self._steps.send, logits))
+
+    def _advance(self, go_on: Callable[[], RowRequest]) -> None:
         try:
-            self._piece = self._steps.send(logits)
+            self._piece = go_on()
         except StopIteration as done:
             self._start(done.value)
+
+    def repeat(self, error: Exception) -> None:
+        """A pass failed in which it was not alone: make its rows ready again. Raises `error` where that was done already.
+
+        A prefill begins anew: what a selector and the KV correction saw of that pass cannot be taken back.
+        """
+        if self.blend is not None:
+            return  # `request` forgets what the pass may have left
+        if self._repeated or isinstance(error, StoreError):
+            raise error
+        self._repeated = True
+        self._close_steps()
+        self._prefill()
 
     def _start(self, blend: Blend) -> None:
         self._exact = self._exact_of(blend)
@@ -245,15 +269,27 @@ class Job:
             self._prefixes.keep_conversation(self.work.tenant, ids, cache, self._exact)
 
     def fail(self, error: Exception) -> None:
-        """The same, with an error; but a store that is out of reach only makes everything be computed."""
-        if is_outage(error) and self.blend is None and not self.ended and self._reason != STORE_UNREACHABLE:
-            try:
-                self._without_store()
-            except Exception as another:
-                error = another
-            else:
+        """The same, with an error; but damaged entries, and a store out of reach, only make that more is computed."""
+        try:
+            if self._goes_on_without(error):
+                return
+        except Exception as another:
+            if another is not error:
+                self.fail(another)
                 return
         self._close(Failed(error))
+
+    def _goes_on_without(self, error: Exception) -> bool:
+        """Whether the prompt can do without what could not be read of the store. Raises what else goes wrong then."""
+        if self.blend is not None or self.ended:
+            return False
+        if isinstance(error, EntryDamagedError) and self._steps is not None:
+            self._advance(partial(self._steps.throw, error))
+            return True
+        if is_outage(error) and self._reason != STORE_UNREACHABLE:
+            self._without_store()
+            return True
+        return False
 
     def _without_store(self) -> None:
         """Begin anew."""

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from cases import cache_chunks, make_layout
-from engines import FEW, Answer, ask, layouts
+from engines import FEW, Answer, alone, ask, layouts
+from models import decoder
 from served import Served
 
+from blend.blender import Blender
 from blend.chunks import encode
 from blend.chunks.loader import LayerLoader
+from blend.config import BlendConfig
+from blend.model.rows import RowRequest
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.engine import Ended, EngineFailedError, Failed, Sampling, Token, Work
 from blend.serve.job import Job
+from blend.store import open_store
+from blend.types import PromptLayout
 
 LONG = Sampling(max_tokens=300, ignore_eos=True)
 
@@ -114,3 +123,122 @@ def test_an_engine_that_failed_shows_at_the_door(serve: Callable[..., Served], m
         assert "started anew" in refused.json()["error"]["message"]
     for path in ("health", "ready"):
         assert httpx.get(f"{served.url}/{path}", timeout=60).status_code == 503
+
+
+class Broken:
+    """Passes with the rows of these prompts fail; how many rows each pass that failed had of how many prompts."""
+
+    def __init__(self, engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._prefill, self.whose = engine._decoder.prefill, list[Callable[[RowRequest], bool]]()
+        self.failed: list[int] = []
+        monkeypatch.setattr(engine._decoder, "prefill", self)
+
+    def __call__(self, requests: Sequence[RowRequest]) -> torch.Tensor:
+        if any(mine(request) for mine in self.whose for request in requests):
+            self._prefill(requests)  # so that all caches have been written to
+            self.failed.append(len(requests))
+            raise RuntimeError("these rows")
+        return self._prefill(requests)
+
+
+def decoding(engine: EmbeddedEngine, number: int) -> Callable[[RowRequest], bool]:
+    """The rows of an answer that runs."""
+    blend = engine._running[number].blend
+    assert blend is not None
+    return lambda request: request.cache is blend.cache
+
+
+def test_only_the_answer_fails_whose_row_cannot_be_computed(
+    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, sampling = make_engine(), Sampling(max_tokens=60, ignore_eos=True)
+    expected = [alone(engine._blender, layout, sampling) for layout in layouts(3)]
+    with engine._changed:
+        answers = [ask(engine, layout, sampling) for layout in layouts(3)]
+    while engine.holding().running < 3 or any(len(answer.tokens) < 2 for answer in answers):
+        pass
+    broken = Broken(engine, monkeypatch)
+    broken.whose.append(decoding(engine, 1))
+    assert isinstance(answers[1].wait().last, Failed)
+    assert [answers[i].wait().tokens for i in (0, 2)] == [expected[0], expected[2]]
+    assert broken.failed == [3, 1]
+
+
+@pytest.mark.parametrize("selector", ["query_guided", "hkvd", "mixed"])
+def test_a_prefill_beside_an_answer_that_fails_begins_anew(
+    selector: str, make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the pass left in its cache, and what the selector saw of it, counts for nothing."""
+    engine, layout = make_engine(pass_rows=24), layouts(2)[1]
+    cache_chunks(engine._blender, layout)
+    config, sampling = BlendConfig(selector, ratio=0.3), replace(LONG, logprobs=5, max_tokens=2)
+    expected = ask(engine, layout, sampling, config=config).wait()
+    victim, broken = running(engine), Broken(engine, monkeypatch)
+    mine, begun = decoding(engine, 0), threading.Event()
+
+    def once_it_is_prefilled(request: RowRequest) -> bool:
+        if request.positions.shape[0] > 1:
+            begun.set()
+        return begun.is_set() and mine(request)
+
+    broken.whose.extend((once_it_is_prefilled, once_it_is_prefilled))  # asked of all before and after it is set
+    answer = ask(engine, layout, sampling, config=config).wait()
+    assert isinstance(victim.wait().last, Failed)
+    assert max(broken.failed) == 2
+    assert [event.id for event in answer.events[1:-1]] == expected.tokens
+    assert answer.started.rows_computed == expected.started.rows_computed
+    assert answer.events[1].logprob == pytest.approx(expected.events[1].logprob, abs=1e-5)
+
+
+def test_a_prefill_that_cannot_be_computed_fails_alone(
+    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, layout = make_engine(pass_rows=24), layouts(2)[1]
+    expected = alone(engine._blender, layouts(1)[0], LONG)
+    other, broken = running(engine), Broken(engine, monkeypatch)
+    broken.whose.append(lambda request: request.positions.shape[0] > 1)
+    assert isinstance(ask(engine, layout).wait().last, Failed)
+    assert other.wait().tokens == expected
+    assert len(broken.failed) <= 3
+
+
+def test_a_cache_that_is_computed_beside_an_answer_that_fails_is_stored(
+    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, layout = make_engine(), make_layout()
+    library, told, done = engine._blender.library(layout.prefix), list[Exception | None](), threading.Event()
+    wanted = library.missing(layout.chunks)[:1]
+
+    def on_done(one: object, error: Exception | None) -> None:
+        told.append(error)
+        done.set()
+
+    victim, broken = running(engine), Broken(engine, monkeypatch)
+    mine = decoding(engine, 0)
+    with_company: list[Callable[[RowRequest], bool]] = [lambda request: mine(request) and engine.holding().encoding > 0]
+    broken.whose.extend(with_company)
+    engine.encode(library, wanted, on_done)
+    assert done.wait(60)
+    assert isinstance(victim.wait().last, Failed)
+    assert told == [None]
+    assert not library.missing(layout.chunks[:1])
+
+
+def test_damage_that_shows_while_rows_run_is_computed_again(tmp_path: Path) -> None:
+    """Behind another prefix than the caches' own, rows run before the stored layers were all read."""
+    blender, layout = (
+        Blender(decoder("llama"), open_store(tmp_path, codec="native"), BlendConfig(ratio=0.3)),
+        make_layout(),
+    )
+    behind = PromptLayout((*layout.prefix, 7, 7, 7), layout.chunks, layout.suffix, home=layout.prefix)
+    library = blender.library(layout.prefix)
+    library.compute(library.missing(layout.chunks))
+    for path in (tmp_path / "objects").rglob("*.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    engine = EmbeddedEngine(blender, prefix_budget=0, least_gain=-(10**6), remember=False)
+    answer = ask(engine, behind).wait()
+    engine.close()
+    assert answer.last == Ended("length")
+    assert answer.started.hits == (False,) * len(layout.chunks)

@@ -1,0 +1,96 @@
+"""What full prefill takes is learned from full prefill alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import cache_chunks, make_layout
+from engines import FEW, ask
+from models import decoder
+
+from blend.model.rows import RowRequest
+from blend.serve import embedded, passes
+from blend.serve.embedded import EmbeddedEngine
+from blend.serve.engine import Sampling, Token
+from blend.serve.profile import Profile
+from blend.types import PromptLayout
+
+Told = list[tuple[int, int, float]]
+PIECE = 64
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model reads few tokens."""
+    monkeypatch.setattr(embedded, "ROWS_ALONE", PIECE)
+
+
+def long(rows: int) -> PromptLayout:
+    """A prompt of so many rows, in chunks."""
+    prefix, suffix = make_layout().prefix, make_layout().suffix
+    left = rows - len(prefix) - len(suffix)
+    return PromptLayout(prefix, tuple((3 + i,) * (left // 2 + i * (left % 2)) for i in range(2)), suffix)
+
+
+def test_pieces_of_a_prompt_in_full_and_alone_are_told_and_no_others(
+    make_engine: Callable[..., EmbeddedEngine],
+) -> None:
+    told = Told()
+    engine = make_engine(on_pass=lambda *told_of: told.append(told_of), most_running=4, pass_rows=40)
+    cache_chunks(engine._blender, long(150))
+    ask(engine, long(150)).wait()
+    assert told == [], "a blended prompt"
+    ask(engine, long(50), full=True).wait()
+    assert told == [], "a piece that is too small to be like the others"
+    answer = ask(engine, make_layout(), Sampling(max_tokens=200, ignore_eos=True))
+    while not isinstance(answer.seen.get(timeout=60), Token):
+        pass
+    ask(engine, long(150), full=True).wait()
+    assert not answer.done.is_set()
+    assert told == [], "a prompt beside an answer"
+    answer.wait()
+    ask(engine, long(150), FEW, full=True, cold=True).wait()
+    pairs = [sum(range(first + 1, first + PIECE + 1)) for first in (0, PIECE)]
+    assert [told_of[:2] for told_of in told] == [(PIECE, some) for some in pairs]
+
+
+class Operations:
+    """A clock that runs as operations are done, and more slowly than they deserve where rows are few."""
+
+    def __init__(self, profile: Profile, monkeypatch: pytest.MonkeyPatch, engine: EmbeddedEngine) -> None:
+        self.now, self._profile, self._prefill = 0.0, profile, engine._decoder.prefill
+        monkeypatch.setattr(engine._decoder, "prefill", self)
+        monkeypatch.setattr(passes, "Stopwatch", self.watch)
+
+    def __call__(self, requests: list[RowRequest]) -> torch.Tensor:
+        positions = torch.cat([request.positions for request in requests])
+        rows = positions.shape[0]
+        done = self._profile._operations(rows, int(positions.sum()) + rows)
+        self.now += done if rows >= PIECE else 3 * done
+        return self._prefill(requests)
+
+    def watch(self, device: object) -> Operations:
+        self.begun = self.now
+        return self
+
+    def total(self) -> float:
+        return self.now - self.begun
+
+
+def test_what_full_prefill_takes_stays_true_under_blended_prompts(
+    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = Profile(decoder("llama"))
+    engine = make_engine(on_pass=profile.saw, most_running=4, pass_rows=40)
+    clock, truth = Operations(profile, monkeypatch, engine), profile._operations(128, 128 * 129 // 2)
+    ask(engine, long(128), full=True, cold=True).wait()
+    assert profile.seconds(128) == pytest.approx(truth)
+    cache_chunks(engine._blender, long(200))
+    answer = ask(engine, make_layout(), Sampling(max_tokens=300, ignore_eos=True))
+    for _ in range(8):
+        ask(engine, long(200)).wait()
+    answer.wait()
+    assert clock.now > truth
+    assert profile.seconds(128) == pytest.approx(truth)
