@@ -16,6 +16,7 @@ from blend.serve.engine import Ended, EndReason, Event, Failed, Started, Token, 
 from blend.serve.faults import log_error
 from blend.serve.outage import STORE_UNREACHABLE, is_outage
 from blend.serve.sampling import Sampler
+from blend.serve.started import declined, started
 from blend.serve.worth import LEAST, reason_against
 from blend.timing import Stopwatch
 
@@ -124,10 +125,7 @@ class Job:
 
     def _decline(self) -> None:
         """Leave the whole prompt to whoever would have taken it over."""
-        layout = self.work.layout
-        hits = (False,) * sum(chunk is not None for chunk in layout.stored)
-        times = self._waited_s, self.age_s
-        self._on_event(Started(hits, layout.rows, layout.rows, 0, 0, 0, self._reason, {}, *times, ()))
+        self._on_event(declined(self.work, reason=self._reason, waited_s=self._waited_s, ttft_s=self.age_s))
         self._close(Ended("stop"))
 
     def _find(self) -> Found | None:
@@ -214,26 +212,8 @@ class Job:
         self._next(blend.logits)
 
     def _started(self, blend: Blend) -> Started:
-        stored = zip(self.work.layout.stored, self._hits(blend), strict=True)
-        return Started(
-            hits=tuple(hit for chunk, hit in stored if chunk is not None),
-            rows=self.work.layout.rows,
-            rows_computed=blend.rows_recomputed,
-            rows_reused=self._reused,
-            bytes_loaded=blend.bytes_loaded,
-            lacking=len(blend.missing),
-            reason=self._reason,
-            stages=blend.stages,
-            waited_s=self._waited_s,
-            ttft_s=self.age_s,
-            notes=(*blend.notes, *blend.problems, *blend.artifact_problems),
-            trace=_traced(blend) if self.work.trace else (),
-        )
-
-    def _hits(self, blend: Blend) -> list[bool]:
-        """For each place of the prompt whether its KV was there; those before what is known are."""
-        covered = len(self.work.layout.chunks) - len(blend.layout.chunks)
-        return [True] * covered + list(blend.hits)
+        times = {"waited_s": self._waited_s, "ttft_s": self.age_s}
+        return started(self.work, blend, reused=self._reused, reason=self._reason, **times)
 
     def _exact_of(self, blend: Blend) -> int:
         """How many of the prompt's first rows are what full prefill gives."""
@@ -332,12 +312,3 @@ def _exact_anyway(layout: PromptLayout) -> int:
     To know them from memory would change which rows are recomputed, and so an answer, for nothing.
     """
     return layout.chunk_spans[0].stop if layout.chunks and layout.exact_first else len(layout.prefix)
-
-
-def _traced(blend: Blend) -> tuple[tuple[bool, float | None], ...]:
-    computed = torch.zeros(blend.layout.rows, dtype=torch.bool)
-    computed[blend.selection.rows.cpu()] = True
-    scores: list[float | None] = [None] * blend.layout.rows
-    if blend.selection.scores is not None:
-        scores = [*blend.selection.scores.tolist()]
-    return tuple(zip(computed.tolist(), scores, strict=True))
