@@ -82,6 +82,11 @@ class ChunkReader:
         with self._decoding(index):
             self._header.codec.decode_into(parts, keys_out, values_out)
 
+    def lossless(self, dtype: torch.dtype) -> bool:
+        """Whether every layer is, bit for bit, what was computed in `dtype`: neither codec nor rotation changed it."""
+        header = self._header
+        return not self.still and header.type.name == str(dtype).removeprefix("torch.") and header.codec.lossless(dtype)
+
     def close(self) -> None:
         """Release what the reader holds; idempotent."""
         blob, self._blob = self._blob, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from cases import make_layout
 from dense_reference import assert_close, dense_prefill
@@ -118,8 +119,8 @@ def plain(ids: tuple[int, ...], prefix: int = 4, suffix: int = 5) -> PromptLayou
     return PromptLayout(ids[:prefix], (ids[prefix:-suffix],), ids[-suffix:], frozenset({0}), home=(1, 2, 3))
 
 
-def engine_of(name: str = "llama", **options: int) -> EmbeddedEngine:
-    blender = Blender(decoder(name), open_store("memory:", codec="native"), BlendConfig(ratio=0.3))
+def engine_of(name: str = "llama", codec: str = "native", **options: int) -> EmbeddedEngine:
+    blender = Blender(decoder(name), open_store("memory:", codec=codec), BlendConfig(ratio=0.3))
     return EmbeddedEngine(blender, remember=False, **options)
 
 
@@ -155,9 +156,10 @@ def test_a_blended_turn_goes_on_in_its_own_conversation_only() -> None:
     engine.close()
 
 
-def test_exact_rows_are_taken_whoever_computed_them_and_blended_ones_never() -> None:
+@pytest.mark.parametrize(("codec", "lossless"), [("native", True), ("float32", True), ("int8", False), ("int4", False)])
+def test_exact_rows_are_taken_whoever_computed_them_and_others_never(codec: str, lossless: bool) -> None:
     for name in ("llama", "gemma3"):
-        engine = engine_of(name, least_gain=-(10**6))
+        engine = engine_of(name, codec, least_gain=-(10**6))
         layout = layouts(1)[0]
         library = engine._blender.library(layout.prefix)
         library.compute(library.missing(layout.chunks))
@@ -165,13 +167,23 @@ def test_exact_rows_are_taken_whoever_computed_them_and_blended_ones_never() -> 
         assert ask(engine, layout, FEW).wait().tokens == expected
         found = engine._prefixes.find("", layout.token_ids)
         assert found is not None
-        assert found.known.tokens == found.exact == layout.chunk_spans[0].stop
+        assert found.known.tokens == found.exact == layout.chunk_spans[0].stop if lossless else len(layout.prefix)
         dense = dense_prefill(eager_model(name), layout.token_ids)
         for index, (keys, values) in enumerate(dense.layers):
             assert_close(found.known.keys[index], keys[0, :, : found.exact])
             assert_close(found.known.values[index], values[0, :, : found.exact])
+        _full_is_full(engine, name, layout)
         assert ask(engine, layout, FEW).wait().tokens == expected
         engine.close()
+
+
+def _full_is_full(engine: EmbeddedEngine, name: str, begun: PromptLayout) -> None:
+    """Another prompt, with the same first chunk and all else computed in full, has the probabilities of full prefill."""
+    other = PromptLayout(begun.prefix, (begun.chunks[0], tuple(range(20, 50))), (9, 8, 7), frozenset({0, 1}))
+    asked = ask(engine, other, Sampling(max_tokens=1, logprobs=20), full=True).wait()
+    dense = dense_prefill(eager_model(name), other.token_ids).logits[-1].log_softmax(-1)
+    ids, logprobs = zip(*asked.first.top, strict=True)
+    assert_close(torch.tensor(logprobs), dense[list(ids)])
 
 
 def test_prompts_that_are_not_worth_it_are_computed_in_full() -> None:
