@@ -78,12 +78,14 @@ class Source(NamedTuple):
 class Figures(NamedTuple):
     """What the prefill cost.
 
-    method: "blend", or "full" where everything was computed; reason: why, if blending was asked for. rows: of the prompt.
-    rows_computed: in every layer. rows_reused: exact rows of earlier prompts with the same beginning. hits, chunks: stored
-    chunks found, and looked for. bytes_loaded: of their KV. lacking: caches that the store should have had; a chunk may hit
-    all the same, with its other cache, and another answer come of it. stages: seconds by stage. waited_s: in the queue.
-    ttft_s: from arrival to the first token. full_s: what full prefill of the prompt would have taken by this machine's
-    measured profile, None while there is none. notes: what was done otherwise than configured.
+    method: "full" where all KV is what full prefill gives; reason: why, if blending was asked for. With "blend" a reason says
+    why nothing was blended beside what earlier turns of the conversation had been. rows: of the prompt. rows_computed: in
+    every layer. rows_reused: of earlier prompts with the same beginning; rows_inexact: the last ones of these, from the first
+    on that an earlier turn blended. hits, chunks: stored chunks found, and looked for. bytes_loaded: of their KV. lacking:
+    caches that the store should have had; a chunk may hit all the same, with its other cache, and another answer come of it.
+    stages: seconds by stage. waited_s: in the queue. ttft_s: from arrival to the first token. full_s: what full prefill of the
+    prompt would have taken by this machine's measured profile, None while there is none. notes: what was done otherwise than
+    configured.
     """
 
     method: Method
@@ -91,6 +93,7 @@ class Figures(NamedTuple):
     rows: int
     rows_computed: int
     rows_reused: int
+    rows_inexact: int
     hits: int
     chunks: int
     bytes_loaded: int

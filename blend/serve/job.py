@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.model.rows import RowRequest, Steps
-from blend.serve.engine import Ended, EndReason, Event, Failed, Started, Token, Work
+from blend.serve.engine import (
+    ASKED_FOR,
+    BLENDED_BEFORE,
+    IN_MEMORY,
+    Ended,
+    EndReason,
+    Event,
+    Failed,
+    Started,
+    Token,
+    Work,
+)
 from blend.serve.outage import STORE_UNREACHABLE, is_outage
 from blend.serve.sampling import Sampler
 from blend.serve.worth import LEAST, reason_against
@@ -50,7 +61,7 @@ class Job:
         self._on_event, self._watch, self._arrived = on_event, Stopwatch(blender.decoder.device), time.monotonic()
         self._waited_s = 0.0
         self._found: Found | None = None
-        self._reused = 0
+        self._reused = self._inexact = 0
         self._reason = ""
         self._most_rows = 0
         self._steps: Steps[Blend] | None = None
@@ -80,14 +91,22 @@ class Job:
         """Find what is known of its beginning, open its chunks, choose the rows, and make the first piece ready."""
         self._waited_s, self._most_rows = self.age_s, most_rows
         self._found = self._find()
-        if self.work.full:
-            self._reason = self.work.reason
-        else:
-            self._reason = reason_against(self.blender, self._layout, self._config, self._least_gain)
+        self._reason = self._reason_against()
         if self._reason and self.work.handover is not None:
             self._decline()
             return
         self._prefill()
+
+    def _reason_against(self) -> str:
+        """Why nothing is to be blended now, or ""."""
+        if self.work.full:
+            return self.work.reason
+        if not _blendable(self._layout):
+            if self._inexact:
+                return BLENDED_BEFORE
+            if _blendable(self.work.layout) or self._reused == self.work.layout.rows - 1:
+                return IN_MEMORY
+        return reason_against(self.blender, self._layout, self._config, self._least_gain)
 
     @property
     def _config(self) -> BlendConfig:
@@ -123,7 +142,7 @@ class Job:
         layout = self.work.layout
         hits = (False,) * sum(chunk is not None for chunk in layout.stored)
         times = self._waited_s, self.age_s
-        self._on_event(Started(hits, layout.rows, layout.rows, 0, 0, 0, self._reason, {}, *times, ()))
+        self._on_event(Started(hits, layout.rows, layout.rows, 0, 0, 0, 0, self._reason, {}, *times, ()))
         self._close(Ended("stop"))
 
     def _find(self) -> Found | None:
@@ -132,11 +151,14 @@ class Job:
         if self.work.cold:
             return None
         has = layout.rows_of_home
-        found = self._prefixes.find(self.work.tenant, layout.token_ids)
+        exactly = self.work.full and self.work.reason == ASKED_FOR
+        found = self._prefixes.find(self.work.tenant, layout.token_ids, blended=not exactly)
         if found is not None and len(layout.prefix) < found.known.tokens <= _exact_anyway(layout):
             found = found.first(len(layout.prefix))
-        self._reused = max(has, found.known.tokens if found is not None else 0)
-        return found if found is not None and found.known.tokens > has else None
+        found = found if found is not None and found.known.tokens > has else None
+        self._reused = found.known.tokens if found is not None else has
+        self._inexact = found.known.tokens - found.exact if found is not None else 0
+        return found
 
     @property
     def begun(self) -> bool:
@@ -193,6 +215,7 @@ class Job:
             rows=self.work.layout.rows,
             rows_computed=blend.rows_recomputed,
             rows_reused=self._reused,
+            rows_inexact=self._inexact,
             bytes_loaded=blend.bytes_loaded,
             lacking=len(blend.missing),
             reason=self._reason,
@@ -212,8 +235,7 @@ class Job:
     def _exact(self) -> int:
         """How many of the prompt's first rows are what full prefill gives."""
         assert self.blend is not None
-        blended = self._found is not None and self._found.exact < self._found.known.tokens
-        return self._found.exact if self._found is not None and blended else self.blend.exact
+        return self._reused - self._inexact if self._inexact else self.blend.exact
 
     def _next(self, logits: torch.Tensor) -> None:
         assert self._sampler is not None
@@ -289,6 +311,11 @@ def _exact_anyway(layout: PromptLayout) -> int:
     To know them from memory would change which rows are recomputed, and so an answer, for nothing.
     """
     return layout.chunk_spans[0].stop if layout.chunks and layout.exact_first else len(layout.prefix)
+
+
+def _blendable(layout: PromptLayout) -> bool:
+    """Whether any of it may be in a store."""
+    return any(chunk is not None for chunk in layout.stored)
 
 
 def _traced(blend: Blend) -> tuple[tuple[bool, float | None], ...]:

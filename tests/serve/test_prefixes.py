@@ -11,13 +11,14 @@ from dense_reference import assert_close, dense_prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import decoder, eager_model
-from test_embedded_engine import FEW, alone, ask, layouts
+from test_embedded_engine import FEW, Answer, alone, ask, layouts
 
 from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.model.cache import BlendedCache
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Sampling
+from blend.serve.engine import BLENDED_BEFORE, IN_MEMORY, Sampling
+from blend.serve.outage import STORE_UNREACHABLE
 from blend.serve.prefixes import Prefixes
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -149,10 +150,33 @@ def test_a_blended_turn_goes_on_in_its_own_conversation_only() -> None:
     later = ask(engine, turn).wait()
     assert later.started.rows_reused == layout.rows + len(begun.tokens) - 1
     assert later.started.hits == (True,) * len(layout.chunks)
+    assert later.started.rows_inexact == later.started.rows_reused - layout.chunk_spans[0].stop
+    assert later.started.reason == BLENDED_BEFORE
     # Who begins so, with another answer, is somebody else: what is exact is shared, what was blended is not.
     other = PromptLayout(turn.prefix, (*layout.chunks, (*layout.suffix, 1, 2, 3)), question, turn.plain)
     alien = ask(engine, other).wait()
     assert alien.started.rows_reused <= layout.chunk_spans[0].stop
+    engine.close()
+
+
+def test_full_prefill_takes_nothing_over_that_was_blended_before() -> None:
+    engine = engine_of(least_gain=-(10**6))
+    layout = layouts(1)[0]
+    library = engine._blender.library(layout.prefix)
+    library.compute(library.missing(layout.chunks))
+    begun = ask(engine, layout).wait()
+    turn = PromptLayout(
+        layout.prefix, (*layout.chunks, (*layout.suffix, *begun.tokens)), (9, 8, 7), frozenset({len(layout.chunks)})
+    )
+    # Without its store a conversation goes on as it was; only who asks for full prefill has it begun anew.
+    cut_off = ask(engine, turn, full=True, reason=STORE_UNREACHABLE).wait().started
+    assert cut_off.rows_reused == layout.rows + len(begun.tokens) - 1
+    assert cut_off.rows_inexact > 0
+    full = ask(engine, turn, Sampling(max_tokens=1, logprobs=20), full=True).wait()
+    assert (full.started.rows_reused, full.started.rows_inexact) == (len(layout.prefix), 0)
+    _is_dense(full, "llama", turn)
+    again = ask(engine, turn).wait().started
+    assert (again.reason, again.rows_reused, again.rows_inexact) == (IN_MEMORY, turn.rows - 1, 0)
     engine.close()
 
 
@@ -180,8 +204,11 @@ def test_exact_rows_are_taken_whoever_computed_them_and_others_never(codec: str,
 def _full_is_full(engine: EmbeddedEngine, name: str, begun: PromptLayout) -> None:
     """Another prompt, with the same first chunk and all else computed in full, has the probabilities of full prefill."""
     other = PromptLayout(begun.prefix, (begun.chunks[0], tuple(range(20, 50))), (9, 8, 7), frozenset({0, 1}))
-    asked = ask(engine, other, Sampling(max_tokens=1, logprobs=20), full=True).wait()
-    dense = dense_prefill(eager_model(name), other.token_ids).logits[-1].log_softmax(-1)
+    _is_dense(ask(engine, other, Sampling(max_tokens=1, logprobs=20), full=True).wait(), name, other)
+
+
+def _is_dense(asked: Answer, name: str, layout: PromptLayout) -> None:
+    dense = dense_prefill(eager_model(name), layout.token_ids).logits[-1].log_softmax(-1)
     ids, logprobs = zip(*asked.first.top, strict=True)
     assert_close(torch.tensor(logprobs), dense[list(ids)])
 

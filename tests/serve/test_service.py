@@ -16,7 +16,8 @@ from blend.errors import ConfigError, PromptError
 from blend.model.cache import BlendedCache
 from blend.prompt import render_chunk
 from blend.serve.ask import Ask, GivenDocument, Message, Opened
-from blend.serve.engine import Sampling
+from blend.serve.engine import BLENDED_BEFORE, IN_MEMORY, Sampling
+from blend.serve.metrics import Metrics
 from blend.serve.service import Service
 from blend.store.archive import verify_entry
 from blend.store.backend import CACHES
@@ -165,6 +166,25 @@ def test_a_conversation_is_computed_once(service: Service) -> None:
     alone = ask(service, *turn, tenant="other")
     assert alone.opened.figures.rows_reused == 1, "the template's first token, which is the server's own"
     assert alone.text == later.text
+
+
+def test_a_blended_conversation_says_so_in_every_turn(service: Service) -> None:
+    chunks = service.room("").rag().answer(QUESTION, top_k=3, max_new_tokens=1).chunks
+    pasted = "".join(render_chunk(hit.chunk) for hit in chunks) + QUESTION
+    turn = (pasted, ask(service, pasted, sampling=Sampling(max_tokens=1)).text, "And of the bell?")
+    later, metrics = ask(service, *turn).opened, Metrics()
+    assert later.figures.rows_reused > later.figures.rows_inexact > 0
+    assert (later.figures.method, later.figures.reason) == ("blend", BLENDED_BEFORE)
+    cold, full = (ask(service, *turn, method="full", cold=cold) for cold in (True, False))
+    assert full.text == cold.text
+    assert (full.opened.figures.method, full.opened.figures.rows_inexact) == ("full", 0)
+    again = ask(service, *turn).opened
+    assert (again.figures.method, again.figures.reason) == ("full", IN_MEMORY)
+    for opened in (later, full.opened, again):
+        metrics.opened(opened, 1.0)
+    assert b"kvblend_fallbacks_total{" not in metrics.page()
+    metrics.opened(ask(service, "Hello?").opened, 1.0)
+    assert b'kvblend_fallbacks_total{reason="nothing to reuse"} 1.0' in metrics.page()
 
 
 def test_texts_that_end_an_answer_are_no_part_of_it(service: Service) -> None:
