@@ -37,7 +37,7 @@ class Ask:
     whose it is; "" where there are no tenants. documents: to be answered from; they stand before the last message. top_k: so
     many chunks of the tenant's corpus are retrieved for the last message; None retrieves nothing. corpus: which one.
     stop: texts that end the answer and are no part of it. method: "full" computes everything. cold: nothing of earlier prompts
-    is reused, not even what is exact: what full prefill takes shows only so. priority: smaller first.
+    is reused, not even what is exact, and nothing is kept: what full prefill takes shows only so. priority: smaller first.
     deadline_s: seconds from its arrival in which the first token must come. trace: whether the prompt's tokens are wanted
     with the reply, each with its score. template: arguments for the model's chat template, such as tools; without them a model
     that reasons answers directly.

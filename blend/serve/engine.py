@@ -68,8 +68,8 @@ class Work:
     config: how its chunks are blended, if not as the engine does. tenant: whose it is: what is kept of it serves nobody else.
     corpus: of the tenant, whose chunks these are. full: nothing is to be blended, and the store not asked; reason: why. Where
     that was asked for, nothing is taken over either that an earlier turn blended.
-    cold: nothing of how earlier prompts began is used, nor the prefix that is at hand. remember: whether what the store lacks
-    for it may be computed and stored afterwards. priority: smaller ones first.
+    cold: nothing of how earlier prompts began is used, nor the prefix that is at hand, and nothing of this one is kept.
+    remember: whether what the store lacks for it may be computed and stored afterwards. priority: smaller ones first.
     deadline_s: seconds from its arrival in which the first token must come. trace: whether `Started` is to tell row by row what
     was done. handover: takes the blended prompt, in the engine's thread, if somebody else is to go on with it: then nothing is
     decoded, and where `Started` gives a reason to compute the prompt in full, nothing is computed either.

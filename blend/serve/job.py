@@ -199,7 +199,8 @@ class Job:
     def _start(self, blend: Blend) -> None:
         self.blend, self._piece = blend, None
         self._sampler = Sampler(blend.decoder, self.work.sampling, blend.layout.token_ids)
-        self._prefixes.keep(self.work.tenant, self.work.layout.token_ids[: self._exact], blend.cache)
+        if not self.work.cold:
+            self._prefixes.keep(self.work.tenant, self.work.layout.token_ids[: self._exact], blend.cache)
         if self.work.handover is not None:
             self.work.handover(blend)
             self._on_event(self._started(blend))
@@ -256,7 +257,7 @@ class Job:
 
     def _leave_rows(self) -> None:
         """Leave prompt and answer to the next turn; the last token's KV was never computed."""
-        if self.blend is None or self.ended or not self._tokens:
+        if self.blend is None or self.ended or not self._tokens or self.work.cold:
             return
         layout, cache = self.work.layout, self.blend.cache
         ids = (*layout.token_ids, *self._tokens)

@@ -213,6 +213,16 @@ def _is_dense(asked: Answer, name: str, layout: PromptLayout) -> None:
     assert_close(torch.tensor(logprobs), dense[list(ids)])
 
 
+def test_a_cold_prompt_takes_nothing_and_leaves_nothing() -> None:
+    engine, ids = engine_of(), make_layout().token_ids
+    ask(engine, plain(ids)).wait()
+    kept = engine._prefixes.nbytes
+    for layout in (plain(ids), plain(tuple(reversed(ids)))):
+        assert ask(engine, layout, cold=True).wait().started.rows_reused == 0
+    assert engine._prefixes.nbytes == kept > 0
+    engine.close()
+
+
 def test_prompts_that_are_not_worth_it_are_computed_in_full() -> None:
     engine = engine_of()
     layout = make_layout(chunks=(9, 8))
