@@ -10,21 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.model.rows import RowRequest, Steps
-from blend.serve.engine import (
-    ASKED_FOR,
-    BLENDED_BEFORE,
-    IN_MEMORY,
-    Ended,
-    EndReason,
-    Event,
-    Failed,
-    Started,
-    Token,
-    Work,
-)
+from blend.serve.engine import ASKED_FOR, Ended, EndReason, Event, Failed, Started, Token, Work
 from blend.serve.outage import STORE_UNREACHABLE, is_outage
 from blend.serve.sampling import Sampler
-from blend.serve.worth import LEAST, reason_against
+from blend.serve.worth import LEAST, reason_against, why_nothing_is_left
 from blend.timing import Stopwatch
 
 if TYPE_CHECKING:
@@ -101,12 +90,8 @@ class Job:
         """Why nothing is to be blended now, or ""."""
         if self.work.full:
             return self.work.reason
-        if not _blendable(self._layout):
-            if self._inexact:
-                return BLENDED_BEFORE
-            if _blendable(self.work.layout) or self._reused == self.work.layout.rows - 1:
-                return IN_MEMORY
-        return reason_against(self.blender, self._layout, self._config, self._least_gain)
+        done = why_nothing_is_left(self.work.layout, self._layout, self._reused, self._inexact)
+        return done or reason_against(self.blender, self._layout, self._config, self._least_gain)
 
     @property
     def _config(self) -> BlendConfig:
@@ -312,11 +297,6 @@ def _exact_anyway(layout: PromptLayout) -> int:
     To know them from memory would change which rows are recomputed, and so an answer, for nothing.
     """
     return layout.chunk_spans[0].stop if layout.chunks and layout.exact_first else len(layout.prefix)
-
-
-def _blendable(layout: PromptLayout) -> bool:
-    """Whether any of it may be in a store."""
-    return any(chunk is not None for chunk in layout.stored)
 
 
 def _traced(blend: Blend) -> tuple[tuple[bool, float | None], ...]:
