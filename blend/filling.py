@@ -194,6 +194,7 @@ class Filler:
                     config.ratio,
                     self.decoder.device,
                     first_exact=placed.first_exact,
+                    first_lossless=placed.opened.first_lossless,
                     known=known.tokens,
                 )
                 adding = corrected and not isinstance(plan.selector, All)
@@ -203,7 +204,9 @@ class Filler:
             with assembly, assembly.cache.watched(check.see) if assembly.added else nullcontext():
                 found_rows = recompute(self.decoder, assembly.cache, plan, watch=watch, most_rows=most_rows)
                 logits, selection = yield from found_rows
-        return Filled(assembly.cache, logits, selection, check.score() >= 0, found.problems, placed, plan.exact)
+        return Filled(
+            assembly.cache, logits, selection, check.score() >= 0, found.problems, placed, plan.exact(selection.rows)
+        )
 
     def corrections(self, placed: Placed) -> Corrections:
         """The KV correction for each place of a prompt; none for a first chunk that is exact where it stands."""

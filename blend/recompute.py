@@ -28,7 +28,8 @@ class Plan:
 
     candidates: sorted positions of context rows whose stored KV may differ from full recompute. ahead: rows of the prefix that
     are not known. required: rows after it that hold none. stale: rows that hold stored KV and stand elsewhere than where it was
-    computed. budget: candidates to recompute. selector: who chooses them.
+    computed. inexact: those, and with them the rows of a first chunk that its codec rounded. budget: candidates to recompute.
+    selector: who chooses them.
     """
 
     layout: PromptLayout
@@ -36,14 +37,17 @@ class Plan:
     ahead: torch.Tensor
     required: torch.Tensor
     stale: torch.Tensor
+    inexact: torch.Tensor
     budget: int
     selector: Selector
 
-    @property
-    def exact(self) -> int:
-        """How many of the prompt's first rows will be what full prefill gives, if the known rows of the prefix are."""
-        left = self.stale.shape[0] and self.budget < self.candidates.shape[0]
-        return int(self.stale[0]) if left else self.layout.rows
+    def exact(self, computed: torch.Tensor) -> int:
+        """How many of the prompt's first rows are what full prefill gives, if the known rows of the prefix are.
+
+        computed: positions of the rows that were computed in every layer, `[rows]`.
+        """
+        left = not torch.isin(self.inexact, computed).all()
+        return int(self.inexact[0]) if left else self.layout.rows
 
 
 def make_plan(
@@ -54,13 +58,14 @@ def make_plan(
     device: torch.device,
     *,
     first_exact: bool = True,
+    first_lossless: bool = True,
     known: int | None = None,
 ) -> Plan:
     """Split the rows by what the store gave, and turn a share of the stored rows into a budget.
 
     first_exact: whether a stored first chunk stands where it was computed, right behind the prefix: it is exact then, so no
-    budget is spent on it. known: rows of the prefix whose KV is at hand; None for all. A budget of nothing, or of everything,
-    needs no selector.
+    budget is spent on it. first_lossless: whether it is so to the last bit; where its codec rounded it, it is used all the
+    same. known: rows of the prefix whose KV is at hand; None for all. A budget of nothing, or of everything, needs no selector.
     """
     stored = torch.zeros(layout.rows, dtype=torch.bool)
     for hit, span in zip(hits, layout.chunk_spans, strict=True):
@@ -77,8 +82,9 @@ def make_plan(
         budget = min(budget, candidates.shape[0])
         selector = selector if budget else Nothing()
     ahead = torch.arange(len(layout.prefix) if known is None else known, len(layout.prefix))
-    on = [part.to(device) for part in (candidates, ahead, required, stale)]
-    return Plan(layout, on[0], on[1], on[2], on[3], budget, selector)
+    inexact = stale if first_lossless else held
+    on = [part.to(device) for part in (candidates, ahead, required, stale, inexact)]
+    return Plan(layout, on[0], on[1], on[2], on[3], on[4], budget, selector)
 
 
 def recompute(

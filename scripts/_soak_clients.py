@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from _soak_judge import Answer, Ledger, Reference, made_of
+from _soak_judge import Answer, Ledger, Reference
 from _soak_nonsense import CHAT, Nonsense, huge, nonsense
 
 CORPUS = "soak"
@@ -67,7 +67,7 @@ class Visitors:
         if response.status_code != 200:
             return self._refused("whole", response.status_code, response.content, breaks, broken)
         document = response.json()
-        answer = Answer(document["choices"][0]["message"]["content"], made_of(document.get("kvblend", {})))
+        answer = Answer.of(document["choices"][0]["message"]["content"], document.get("kvblend", {}))
         return self.ledger.judge(question.name, answer, question.references)
 
     async def stream(self) -> None:
@@ -77,17 +77,17 @@ class Visitors:
             if response.status_code != 200:
                 content = await response.aread()
                 return self._refused("stream", response.status_code, content, breaks, broken)
-            text, made, ended = "", made_of({}), False
+            text, told, ended = "", dict[str, Any](), False
             async for line in response.aiter_lines():
                 event = json.loads(line[5:]) if line.startswith("data:") and "[DONE]" not in line else {}
                 if "error" in event:
                     return self._refused("stream", 500, line[5:].encode(), breaks, broken)
-                made = made_of(event["kvblend"]) if event.get("kvblend") else made
+                told = event.get("kvblend") or told
                 text += "".join((choice["delta"].get("content") or "") for choice in event.get("choices", ()))
                 ended = ended or "[DONE]" in line
         if not ended:
             return self.ledger.wrong("stream: ended without [DONE]")
-        return self.ledger.judge(question.name, Answer(text, made), question.references)
+        return self.ledger.judge(question.name, Answer.of(text, told), question.references)
 
     async def leave(self) -> None:
         """Somebody who goes away, before the first word or after some."""

@@ -6,16 +6,29 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
+
+from blend.serve.engine import IN_MEMORY
 
 TIE = 1e-3  # nats between the two likeliest tokens; below it rounding decides
+LEAST_BLENDED = 0.5  # of all answers; with fewer a soak is one of something else
+
+
+How = Literal["blended", "computed", "remembered"]
+HOWS: tuple[How, ...] = get_args(How)
 
 
 class Answer(NamedTuple):
-    """What came back. made: how, by its figures."""
+    """What came back. made: what decides about it, by its figures. how: its prompt got its KV."""
 
     text: str
     made: tuple[Any, ...]
+    how: How = "blended"
+
+    @classmethod
+    def of(cls, text: str, extension: Mapping[str, Any]) -> Answer:
+        """With what the reply tells beside it."""
+        return cls(text, made_of(extension), how_made(extension.get("figures", {})))
 
 
 class Reference(NamedTuple):
@@ -25,18 +38,24 @@ class Reference(NamedTuple):
     tokens: tuple[tuple[str, float], ...]
 
 
+def how_made(figures: Mapping[str, Any]) -> How:
+    """Blended, computed in full, or remembered: an earlier prompt left full prefill of all that could be blended."""
+    if figures.get("reason") == IN_MEMORY or 0 < figures.get("rows", 0) <= figures.get("rows_reused", 0) + 1:
+        return "remembered"
+    return "computed" if figures.get("method") == "full" else "blended"
+
+
 def made_of(extension: Mapping[str, Any]) -> tuple[Any, ...]:
     """What decides about an answer beside its question.
 
-    Full prefill, also of a prompt that was so computed before and is remembered whole; or else the hits, source by source, how
-    many of the better caches were lacking, and how many of the first rows are remembered.
+    Full prefill, computed now or remembered; or else the hits, source by source, how many of the better caches were lacking,
+    and how many of the first rows are remembered.
     """
     figures = extension.get("figures", {})
-    known = figures.get("rows_reused", 0)
-    if figures.get("method") == "full" or 0 < figures.get("rows", 0) <= known + 1:
+    if how_made(figures) != "blended":
         return ("full",)
     hits = tuple(bool(source.get("hit")) for source in extension.get("sources", ()))
-    return (figures.get("method"), hits, figures.get("lacking"), known)
+    return (figures.get("method"), hits, figures.get("lacking"), figures.get("rows_reused", 0))
 
 
 def reference(document: Mapping[str, Any]) -> Reference:
@@ -46,7 +65,7 @@ def reference(document: Mapping[str, Any]) -> Reference:
     for one in choice["logprobs"]["content"]:
         best = sorted((other["logprob"] for other in one["top_logprobs"]), reverse=True)
         tokens.append((one["token"], best[0] - best[1] if len(best) > 1 else float("inf")))
-    answer = Answer(choice["message"]["content"], made_of(document.get("kvblend", {})))
+    answer = Answer.of(choice["message"]["content"], document.get("kvblend", {}))
     return Reference(answer, tuple(tokens))
 
 
@@ -91,6 +110,7 @@ class Ledger:
 
     def judge(self, name: str, answer: Answer, references: Sequence[Reference]) -> None:
         """Hold a greedy answer against that of the same question made in the same way, where there is one."""
+        self.count(answer.how)
         held = next((one for one in references if one.answer.made == answer.made), None)
         if held is None:
             self.count("made of other caches")
@@ -109,6 +129,13 @@ class Ledger:
             self.wrong(f"{name}: status {status} while nothing was broken: {content[:200]!r}")
         else:
             self.count(f"status {status}")
+
+    def too_few_blended(self) -> str:
+        """In words, how the answers were made, where fewer than `LEAST_BLENDED` were blended."""
+        counts = {how: self.counts[how] for how in HOWS}
+        if counts["blended"] and counts["blended"] >= LEAST_BLENDED * sum(counts.values()):
+            return ""
+        return "too few answers were blended: " + ", ".join(f"{count} {how}" for how, count in counts.items())
 
     def line(self) -> str:
         """All counts."""

@@ -25,10 +25,13 @@ TOGETHER = 8
 
 
 async def references(client: httpx.AsyncClient, body: Mapping[str, Any]) -> list[Reference]:
-    """The answer to a question asked alone, blended and in full. Raises SystemExit when there is none."""
+    """The answer to a question asked alone, blended and in full. Raises SystemExit when there is none.
+
+    Of full prefill nothing is kept: whoever asks the same would else be answered out of it, and nothing be blended any more.
+    """
     found = []
-    for method in ("blend", "full"):
-        more = {"logprobs": True, "top_logprobs": 2, "kvblend": {"method": method}}
+    for own in ({"method": "blend"}, {"method": "full", "cold": True}):
+        more = {"logprobs": True, "top_logprobs": 2, "kvblend": own}
         response = await client.post(CHAT, json={**body, **more})
         if response.status_code != 200:
             raise SystemExit(f"a question asked alone got status {response.status_code}: {response.text[:300]}")
@@ -144,7 +147,7 @@ class Soak:
             off.append("the server is gone")
         elif more := self._more(held):
             off.append(f"left over after {QUIET_S:.0f} s of quiet: {more}")
-        off += self._grown()
+        off += [*self._grown(), *filter(None, [self.visitors.ledger.too_few_blended()])]
         print(self.visitors.ledger.line())
         print(
             "\n".join(

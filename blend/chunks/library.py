@@ -225,10 +225,15 @@ class ChunkLibrary:
     def open_sound(
         self, chunks: Sequence[Tokens], *, contextual: bool = True, isolated_first: bool = True
     ) -> OpenLibrary:
-        """As `open`, with every layer read and found to be what was written."""
+        """As `open`, with every layer read and found to be what was written.
+
+        For another attempt at a prompt, or for none: this counts as no use of the entries.
+        """
         refused: dict[ChunkKey, str] = {}
         while True:  # what takes the place of a damaged entry may be damaged itself
             opened = self.open(chunks, contextual=contextual, isolated_first=isolated_first, refused=refused)
+            for reader in filter(None, opened.readers):
+                reader.counts = False
             found = opened.damaged()
             if not found:
                 return opened

@@ -49,8 +49,13 @@ class OpenLibrary(NamedTuple):
 
     @property
     def first_exact(self) -> bool:
-        """Whether the first chunk is there and exact where it stands: its isolated cache, right behind the prefix."""
+        """Whether the first chunk is there and exact where it stands, as far as its codec goes: its isolated cache."""
         return any((hit and not one.contextual) for one, hit in self.pairs[:1])
+
+    @property
+    def first_lossless(self) -> bool:
+        """Whether the first chunk's KV, where it is there, came through the store without losing a bit."""
+        return all(reader is None or reader.lossless(self.library.decoder.dtype) for reader in self.readers[:1])
 
     @property
     def nbytes(self) -> int:

@@ -46,7 +46,7 @@ class Placed(NamedTuple):
     """An opened store, and for each place of the prompt what it has there.
 
     first: whether the first chunk stands where a prompt's first chunk does, right behind a prefix like that of its cache.
-    first_exact: whether its KV is exact there. readers: None for ordinary text and for misses.
+    first_exact: whether its KV is exact there, but for what its codec lost. readers: None for ordinary text and for misses.
     """
 
     opened: OpenLibrary

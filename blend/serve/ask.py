@@ -38,7 +38,7 @@ class Ask:
     many chunks of the tenant's corpus are retrieved for the last message; None retrieves nothing. corpus: which one, of which
     documents are named by their ids too; "" finds the one by itself that pasted text is of.
     stop: texts that end the answer and are no part of it. method: "full" computes everything. cold: nothing of earlier prompts
-    is reused, not even what is exact: what full prefill takes shows only so. priority: smaller first.
+    is reused, not even what is exact, and nothing is kept: what full prefill takes shows only so. priority: smaller first.
     deadline_s: seconds from its arrival in which the first token must come. trace: whether the prompt's tokens are wanted
     with the reply, each with its score. template: arguments for the model's chat template, such as tools; without them a model
     that reasons answers directly.
@@ -79,12 +79,14 @@ class Source(NamedTuple):
 class Figures(NamedTuple):
     """What the prefill cost.
 
-    method: "blend", or "full" where everything was computed; reason: why, if blending was asked for. rows: of the prompt.
-    rows_computed: in every layer. rows_reused: exact rows of earlier prompts with the same beginning. hits, chunks: stored
-    chunks found, and looked for. bytes_loaded: of their KV. lacking: caches that the store should have had; a chunk may hit
-    all the same, with its other cache, and another answer come of it. stages: seconds by stage. waited_s: in the queue.
-    ttft_s: from arrival to the first token. full_s: what full prefill of the prompt would have taken by this machine's
-    measured profile, None while there is none. notes: what was done otherwise than configured.
+    method: "full" where all KV is what full prefill gives; reason: why, if blending was asked for. With "blend" a reason says
+    why nothing was blended beside what earlier turns of the conversation had been. rows: of the prompt. rows_computed: in
+    every layer. rows_reused: of earlier prompts with the same beginning; rows_inexact: the last ones of these, from the first
+    on that an earlier turn blended. hits, chunks: stored chunks found, and looked for. bytes_loaded: of their KV. lacking:
+    caches that the store should have had; a chunk may hit all the same, with its other cache, and another answer come of it.
+    stages: seconds by stage. waited_s: in the queue. ttft_s: from arrival to the first token. full_s: what full prefill of the
+    prompt would have taken by this machine's measured profile, None while there is none. notes: what was done otherwise than
+    configured.
     """
 
     method: Method
@@ -92,6 +94,7 @@ class Figures(NamedTuple):
     rows: int
     rows_computed: int
     rows_reused: int
+    rows_inexact: int
     hits: int
     chunks: int
     bytes_loaded: int

@@ -123,11 +123,12 @@ class Conversation:
             for one, hit in zip(self._cited, started.hits, strict=True)
         )
         figures = Figures(
-            method="full" if started.reason else "blend",
+            method="full" if started.reason and not started.rows_inexact else "blend",
             reason="" if started.reason == ASKED_FOR else started.reason,
             rows=started.rows,
             rows_computed=started.rows_computed,
             rows_reused=started.rows_reused,
+            rows_inexact=started.rows_inexact,
             hits=sum(started.hits),
             chunks=len(started.hits),
             bytes_loaded=started.bytes_loaded,

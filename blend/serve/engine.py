@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from blend.serve.caching import Computing, OnDone
 
 ASKED_FOR = "asked for"
+# Reasons that are no loss: what could be blended is in memory, exact as of full prefill or as this conversation blended it.
+IN_MEMORY, BLENDED_BEFORE = "in memory already", "blended in an earlier turn"
 EndReason = Literal["stop", "length", "cancelled", "deadline", "shutdown"]
 
 
@@ -72,9 +74,10 @@ class Work:
     """A prompt to be answered.
 
     config: how its chunks are blended, if not as the engine does. tenant: whose it is: what is kept of it serves nobody else.
-    corpus: of the tenant, whose chunks these are. full: nothing is to be blended, and the store not asked; reason: why.
-    cold: nothing of how earlier prompts began is used, nor the prefix that is at hand. remember: whether what the store lacks
-    for it may be computed and stored afterwards. priority: smaller ones first.
+    corpus: of the tenant, whose chunks these are. full: nothing is to be blended, and the store not asked; reason: why. Where
+    that was asked for, nothing is taken over either that an earlier turn blended.
+    cold: nothing of how earlier prompts began is used, nor the prefix that is at hand, and nothing of this one is kept.
+    remember: whether what the store lacks for it may be computed and stored afterwards. priority: smaller ones first.
     deadline_s: seconds from its arrival in which the first token must come. trace: whether `Started` is to tell row by row what
     was done. handover: takes the blended prompt, in the engine's thread, if somebody else is to go on with it: then nothing is
     decoded, and where `Started` gives a reason to compute the prompt in full, nothing is computed either.
@@ -99,17 +102,19 @@ class Started(NamedTuple):
     """The prompt is prefilled; the first token follows.
 
     hits: for each place of the layout that may be stored, whether its KV was there. rows, rows_computed: of the prompt, and
-    of these in every layer. rows_reused: its first rows, whose KV was in memory. bytes_loaded: of stored KV. lacking: caches
-    that the store should have had; a chunk may hit all the same, with its other cache. reason: why everything was computed, or
-    "". stages: seconds by stage. waited_s: before anything was done for it. ttft_s: from its arrival. notes: what was done
-    otherwise than configured. trace: for each row, where that was asked for, whether it was computed, and the selector's
-    score or None.
+    of these in every layer. rows_reused: its first rows, whose KV was in memory; rows_inexact: the last ones of these, from
+    the first on that an earlier turn blended and full prefill would not give so. bytes_loaded: of stored KV. lacking: caches
+    that the store should have had; a chunk may hit all the same, with its other cache. reason: why all rows that were not
+    reused were computed, or "". stages: seconds by stage. waited_s: before anything was done for it. ttft_s: from its
+    arrival. notes: what was done otherwise than configured. trace: for each row, where that was asked for, whether it was
+    computed, and the selector's score or None.
     """
 
     hits: tuple[bool, ...]
     rows: int
     rows_computed: int
     rows_reused: int
+    rows_inexact: int
     bytes_loaded: int
     lacking: int
     reason: str

@@ -12,12 +12,12 @@ import torch
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.model.rows import RowRequest, Steps
-from blend.serve.engine import Ended, EndReason, Event, Failed, Started, Token, Work
+from blend.serve.engine import ASKED_FOR, Ended, EndReason, Event, Failed, Started, Token, Work
 from blend.serve.faults import log_error
 from blend.serve.outage import STORE_UNREACHABLE, is_outage
 from blend.serve.sampling import Sampler
 from blend.serve.started import declined, started
-from blend.serve.worth import LEAST, reason_against
+from blend.serve.worth import LEAST, reason_against, why_nothing_is_left
 from blend.timing import Stopwatch
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ class Job:
         self._on_event, self._watch, self._arrived = on_event, Stopwatch(blender.decoder.device), time.monotonic()
         self._waited_s = 0.0
         self._found: Found | None = None  # until its rows are in the prompt's own cache
-        self._exact = 0
-        self._reused = 0
+        self._reused = self._inexact = 0
         self._reason = ""
         self._most_rows = 0
         self._steps: Steps[Blend] | None = None
@@ -85,14 +84,18 @@ class Job:
         """Find what is known of its beginning, open its chunks, choose the rows, and make the first piece ready."""
         self._waited_s, self._most_rows = self.age_s, most_rows
         self._found = self._find()
-        if self.work.full:
-            self._reason = self.work.reason
-        else:
-            self._reason = reason_against(self.blender, self._layout, self._config, self._least_gain)
+        self._reason = self._reason_against()
         if self._reason and self.work.handover is not None:
             self._decline()
             return
         self._prefill()
+
+    def _reason_against(self) -> str:
+        """Why nothing is to be blended now, or ""."""
+        if self.work.full:
+            return self.work.reason
+        done = why_nothing_is_left(self.work.layout, self._layout, self._reused, self._inexact)
+        return done or reason_against(self.blender, self._layout, self._config, self._least_gain)
 
     @property
     def _config(self) -> BlendConfig:
@@ -134,11 +137,14 @@ class Job:
         if self.work.cold:
             return None
         has = layout.rows_of_home
-        found = self._prefixes.find(self.work.tenant, layout.token_ids)
+        exactly = self.work.full and self.work.reason == ASKED_FOR
+        found = self._prefixes.find(self.work.tenant, layout.token_ids, blended=not exactly)
         if found is not None and len(layout.prefix) < found.known.tokens <= _exact_anyway(layout):
             found = found.first(len(layout.prefix))
-        self._reused = max(has, found.known.tokens if found is not None else 0)
-        return found if found is not None and found.known.tokens > has else None
+        found = found if found is not None and found.known.tokens > has else None
+        self._reused = found.known.tokens if found is not None else has
+        self._inexact = found.known.tokens - found.exact if found is not None else 0
+        return found
 
     @property
     def full_piece_rows(self) -> int:
@@ -199,10 +205,10 @@ class Job:
         self._prefill()
 
     def _start(self, blend: Blend) -> None:
-        self._exact = self._exact_of(blend)
         self.blend, self._piece, self._found = blend, None, None
         self._sampler = Sampler(blend.decoder, self.work.sampling, blend.layout.token_ids)
-        self._prefixes.keep(self.work.tenant, self.work.layout.token_ids[: self._exact], blend.cache)
+        if not self.work.cold:
+            self._prefixes.keep(self.work.tenant, self.work.layout.token_ids[: self._exact], blend.cache)
         if self.work.handover is not None:
             self.work.handover(blend)
             self._on_event(self._started(blend))
@@ -212,13 +218,14 @@ class Job:
         self._next(blend.logits)
 
     def _started(self, blend: Blend) -> Started:
-        times = {"waited_s": self._waited_s, "ttft_s": self.age_s}
-        return started(self.work, blend, reused=self._reused, reason=self._reason, **times)
+        reused = self._reused, self._inexact
+        return started(self.work, blend, reused=reused, reason=self._reason, waited_s=self._waited_s, ttft_s=self.age_s)
 
-    def _exact_of(self, blend: Blend) -> int:
+    @property
+    def _exact(self) -> int:
         """How many of the prompt's first rows are what full prefill gives."""
-        blended = self._found is not None and self._found.exact < self._found.known.tokens
-        return self._found.exact if self._found is not None and blended else blend.exact
+        assert self.blend is not None
+        return self._reused - self._inexact if self._inexact else self.blend.exact
 
     def _next(self, logits: torch.Tensor) -> None:
         assert self._sampler is not None
@@ -239,7 +246,7 @@ class Job:
 
     def _leave_rows(self) -> None:
         """Leave prompt and answer to the next turn; the last token's KV was never computed."""
-        if self.blend is None or self.ended or not self._tokens:
+        if self.blend is None or self.ended or not self._tokens or self.work.cold:
             return
         layout, cache = self.work.layout, self.blend.cache
         ids = (*layout.token_ids, *self._tokens)

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from blend.serve.ask import Opened
-from blend.serve.engine import EndReason, Holding
+from blend.serve.engine import BLENDED_BEFORE, IN_MEMORY, EndReason, Holding
 from blend.store.backend import MemoryStats
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -48,7 +48,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self._misses = self._counter("chunk_misses", "Chunks that had to be computed.")
         self._loaded = self._counter("bytes_loaded", "Bytes of chunk caches read.")
-        self._fallbacks = self._counter("fallbacks", "Prompts computed in full, by why.", "reason")
+        self._fallbacks = self._counter("fallbacks", "Prompts for which nothing was blended, by why.", "reason")
         self._http = self._counter("http_requests", "Requests by route and status.", "path", "status")
         self._errors = self._counter("errors", "Requests that failed, by kind of error.", "kind")
         self._reasons: set[str] = set()
@@ -65,7 +65,7 @@ class Metrics:
         self._tiers.hits += figures.hits
         self._misses.inc(figures.chunks - figures.hits)
         self._loaded.inc(figures.bytes_loaded)
-        if figures.method == "full" and figures.reason:
+        if figures.reason not in ("", IN_MEMORY, BLENDED_BEFORE):
             self._fallbacks.labels(self._bounded(figures.reason)).inc()
 
     def gaps(self, seconds: Iterable[float]) -> None:

@@ -57,10 +57,13 @@ class Prefixes:
         """Bytes that are held."""
         return self._nbytes
 
-    def find(self, owner: str, ids: Tokens) -> Found | None:
-        """The longest beginning of a prompt whose KV is here, short of its last row; None where there is none."""
+    def find(self, owner: str, ids: Tokens, *, blended: bool = True) -> Found | None:
+        """The longest beginning of a prompt whose KV is here, short of its last row; None where there is none.
+
+        blended: whether it may hold rows that this conversation blended, and not exact ones alone.
+        """
         with self._lock:
-            told = self._conversation(owner, ids)
+            told = self._conversation(owner, ids) if blended else None
             path = self._path(owner, ids[:-1])
             exact = sum(count for _, count in path)
             if told is not None and told.known.tokens > exact:

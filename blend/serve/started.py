@@ -13,14 +13,20 @@ if TYPE_CHECKING:
     from blend.serve.engine import Work
 
 
-def started(work: Work, blend: Blend, *, reused: int, reason: str, waited_s: float, ttft_s: float) -> Started:
-    """Of a prompt that was blended, or computed in full for this `reason`; see `Started`."""
+def started(
+    work: Work, blend: Blend, *, reused: tuple[int, int], reason: str, waited_s: float, ttft_s: float
+) -> Started:
+    """Of a prompt that was blended, or computed in full for this `reason`; see `Started`.
+
+    reused: rows that were taken over from earlier prompts, and how many of them are not exact.
+    """
     stored = zip(work.layout.stored, _hits(work, blend), strict=True)
     return Started(
         hits=tuple(hit for chunk, hit in stored if chunk is not None),
         rows=work.layout.rows,
         rows_computed=blend.rows_recomputed,
-        rows_reused=reused,
+        rows_reused=reused[0],
+        rows_inexact=reused[1],
         bytes_loaded=blend.bytes_loaded,
         lacking=len(blend.missing),
         reason=reason,
@@ -35,7 +41,7 @@ def started(work: Work, blend: Blend, *, reused: int, reason: str, waited_s: flo
 def declined(work: Work, *, reason: str, waited_s: float, ttft_s: float) -> Started:
     """Of a prompt of which nothing was computed for this `reason`."""
     hits = (False,) * sum(chunk is not None for chunk in work.layout.stored)
-    return Started(hits, work.layout.rows, work.layout.rows, 0, 0, 0, reason, {}, waited_s, ttft_s, ())
+    return Started(hits, work.layout.rows, work.layout.rows, 0, 0, 0, 0, reason, {}, waited_s, ttft_s, ())
 
 
 def _hits(work: Work, blend: Blend) -> list[bool]:

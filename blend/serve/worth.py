@@ -1,4 +1,4 @@
-"""Whether blending a prompt gains anything over computing it, and why not."""
+"""Whether blending a prompt gains anything over computing it, or taking it from memory, and why not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from blend.select import make_selector
 from blend.select.contract import needs_of
 from blend.select.query_score import scoring_layers
+from blend.serve.engine import BLENDED_BEFORE, IN_MEMORY
 
 if TYPE_CHECKING:
     from blend.blender import Blender
@@ -14,6 +15,23 @@ if TYPE_CHECKING:
     from blend.types import PromptLayout
 
 LEAST = 32  # rows: less is not worth another error than rounding; chosen, not measured
+
+
+def why_nothing_is_left(whole: PromptLayout, left: PromptLayout, reused: int, inexact: int) -> str:
+    """Why nothing is left to blend of a prompt that begins in memory, or "".
+
+    left: the prompt behind its `reused` first rows, which are in memory; `inexact` of them an earlier turn blended.
+    """
+    if _blendable(left):
+        return ""
+    if inexact:
+        return BLENDED_BEFORE
+    return IN_MEMORY if _blendable(whole) or reused == whole.rows - 1 else ""
+
+
+def _blendable(layout: PromptLayout) -> bool:
+    """Whether any of it may be in a store."""
+    return any(chunk is not None for chunk in layout.stored)
 
 
 def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, least_gain: int = LEAST) -> str:

@@ -97,8 +97,11 @@ class Blob(ABC):
         """
         return None
 
-    def used(self) -> None:  # noqa: B027 - most backends do not ask
-        """The blob is read now, and was not only looked at. May be called again."""
+    def used(self, *, counts: bool = True) -> None:  # noqa: B027 - most backends do not ask
+        """The blob is read now, and was not only looked at. May be called again.
+
+        counts: whether for a prompt, which figures and orders of use are about, and not only to see that it is sound.
+        """
 
     def close(self) -> None:  # noqa: B027 - most blobs hold nothing
         """Release what the blob holds; idempotent."""

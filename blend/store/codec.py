@@ -42,6 +42,10 @@ class Codec(ABC):
         ValueError when the parts are not what `encode` makes.
         """
 
+    def lossless(self, dtype: torch.dtype) -> bool:
+        """Whether `decode` gives back every bit of keys and values that `encode` got in `dtype`."""
+        return False
+
     def decode_into(self, parts: Mapping[str, torch.Tensor], keys: torch.Tensor, values: torch.Tensor) -> None:
         """Decode into tensors of any floating-point dtype, strides and device.
 

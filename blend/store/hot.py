@@ -41,9 +41,9 @@ class HotBlob(HeldBytes):
         """The entry in memory."""
         return self._held
 
-    def used(self) -> None:
+    def used(self, *, counts: bool = True) -> None:
         """Counts once."""
-        if (held := self._held) is not None and self._unused.acquire(blocking=False):
+        if counts and (held := self._held) is not None and self._unused.acquire(blocking=False):
             self._memory.used(held)
 
     def close(self) -> None:
@@ -77,9 +77,9 @@ class ColdBlob(Blob):
         """From below."""
         return self._below.window(offset, nbytes)
 
-    def used(self) -> None:
+    def used(self, *, counts: bool = True) -> None:
         """Counts once."""
-        if self._unused.acquire(blocking=False):
+        if counts and self._unused.acquire(blocking=False):
             self._memory.missed()
 
     def close(self) -> None:

@@ -38,13 +38,14 @@ class ChunkReader:
 
     It stays readable when the entry is evicted or replaced meanwhile. tokens, layers: of the chunk. start: position of its
     first token when it was computed. still: whether its positions are taken out (`ChunkCache.still`). codec: how it is kept.
-    stored_bytes: its length in the store.
+    stored_bytes: its length in the store. counts: whether reading it counts as a use of the entry; may be set.
     """
 
     def __init__(self, blob: Blob, key: ChunkKey, known: KnownEntry, scratch: Scratch) -> None:
         header = known.header
         self.tokens, self.layers, self.start = header.tokens, len(header.layers), header.start
         self.still, self.codec, self.stored_bytes = header.still, header.codec.name, blob.nbytes
+        self.counts = True
         self._blob: Blob | None = blob
         self._key, self._header, self._windows, self._seal, self._scratch = (
             key,
@@ -82,6 +83,11 @@ class ChunkReader:
         with self._decoding(index):
             self._header.codec.decode_into(parts, keys_out, values_out)
 
+    def lossless(self, dtype: torch.dtype) -> bool:
+        """Whether every layer is, bit for bit, what was computed in `dtype`: neither codec nor rotation changed it."""
+        header = self._header
+        return not self.still and header.type.name == str(dtype).removeprefix("torch.") and header.codec.lossless(dtype)
+
     def close(self) -> None:
         """Release what the reader holds; idempotent."""
         blob, self._blob = self._blob, None
@@ -103,7 +109,7 @@ class ChunkReader:
             raise ValueError("the reader is closed")
         if not 0 <= index < self.layers:
             raise IndexError(f"layer {index} of {self.layers}")
-        blob.used()
+        blob.used(counts=self.counts)
         layout = self._header.layers[index]
         try:
             buffer = self._windows.get(index) or self._filled(blob, index, reuse=reuse)

@@ -64,7 +64,7 @@ class TieredBlob(Blob):
         """Itself, or what many read: everything was verified."""
         return self._arrival or self
 
-    def used(self) -> None:
+    def used(self, *, counts: bool = True) -> None:
         """What was opened with it is fetched too."""
         self._group.start()
 

@@ -37,6 +37,9 @@ class Seen:
         self.before(index)
         self.reader.read_into(index, keys_out, values_out)
 
+    def lossless(self, dtype: torch.dtype) -> bool:
+        return self.reader.lossless(dtype)
+
     def close(self) -> None:
         self.closed = True
         self.reader.close()

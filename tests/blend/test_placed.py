@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from models import decoder, eager_model
 
 from blend.blender import Blend, Blender
 from blend.config import BlendConfig
+from blend.select.base import Evidence, Selector
 from blend.store import open_store
 from blend.types import ChunkCache, Part, PromptLayout
 
@@ -20,11 +21,21 @@ BASE = make_layout()
 OTHER = (7, 19, 3, 44, 21, 8, 30)
 PLAIN = replace(BASE, plain=frozenset({1}), parts={2: Part((11, 12, *BASE.chunks[2], 13), 2)})
 ELSEWHERE = replace(PLAIN, prefix=OTHER, home=BASE.prefix)
+
+
+@dataclass(frozen=True)
+class Modest(Selector):
+    """Half of what it may have."""
+
+    def select(self, evidence: Evidence) -> torch.Tensor:
+        return evidence.candidates[: evidence.budget // 2]
+
+
 REUSE = BlendConfig(selector="none", correction=False)
 
 
-def filled(name: str, layout: PromptLayout) -> Blender:
-    blender = Blender(decoder(name), open_store("memory:", codec="native"))
+def filled(name: str, layout: PromptLayout, codec: str = "native") -> Blender:
+    blender = Blender(decoder(name), open_store("memory:", codec=codec))
     library = blender.library(layout.kept_behind)
     library.compute(library.missing([chunk for chunk in layout.stored if chunk is not None]))
     return blender
@@ -114,6 +125,26 @@ def test_exact_rows_are_those_before_the_first_stored_chunk_that_is_not(name: st
     for index, (keys, values) in enumerate(dense.layers):
         for mine, true in zip(blend.cache.view(index), (keys, values), strict=True):
             assert_close(mine[:, :, : blend.exact], true[:, :, : blend.exact])
+
+
+@pytest.mark.parametrize(("codec", "places"), [("float32", 2), ("bfloat16", 0), ("int8", 0), ("int4", 0)])
+def test_a_first_chunk_that_its_codec_rounded_is_used_and_not_called_exact(codec: str, places: int) -> None:
+    blends = []
+    for one in ("native", codec):
+        blender = filled("llama", replace(BASE, plain=frozenset({1})), one)
+        blends.append(blender.prefill(replace(BASE, plain=frozenset({1})), config=REUSE))
+    native, blend = blends
+    assert blend.exact == (BASE.chunk_spans[places].start)
+    assert blend.selection.rows.tolist() == native.selection.rows.tolist(), "it is computed no more than before"
+    everything = blender.prefill(BASE, config=BlendConfig(ratio=1.0))
+    assert everything.exact == BASE.rows
+
+
+def test_rows_that_a_selector_passes_over_are_not_exact() -> None:
+    """The budget would do for all of them: those of the first chunk, which needs none, are in it."""
+    layout = replace(BASE, chunks=(BASE.chunks[0] * 4, *BASE.chunks[1:]))
+    blend = filled("llama", layout).prefill(layout, config=BlendConfig(Modest(), ratio=0.9, correction=False))
+    assert blend.exact == layout.chunk_spans[1].start
 
 
 @pytest.mark.parametrize("rows", range(len(PLAIN.prefix), PLAIN.rows))

@@ -107,6 +107,16 @@ def test_both_ways_side_by_side(visit: Visit) -> None:
     assert (computed, reused) == (rows, [])
 
 
+def test_what_an_earlier_turn_blended_is_not_called_full_prefill(visit: Visit) -> None:
+    page = visit().page
+    script = "figures => import('./page/times.js').then(times => times.timeView(figures).textContent)"
+    figures = {"ttft_s": 0.1, "full_s": 0.4, "stages": {}, "reason": "blended in an earlier turn"}
+    said = page.evaluate(script, {**figures, "method": "blend"})
+    assert "4.0 times as fast as full prefill" in said
+    assert "Nothing more was blended: blended in an earlier turn." in said
+    assert "Nothing was blended: short." in page.evaluate(script, {**figures, "method": "full", "reason": "short"})
+
+
 def test_the_model_alone_retrieves_nothing(visit: Visit) -> None:
     visitor = visit().options()
     visitor.page.get_by_label("Answer from").select_option(label="The model alone")

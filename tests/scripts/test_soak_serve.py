@@ -133,7 +133,7 @@ def test_the_ledger_finds_what_is_off() -> None:
     ledger.judge("q", Answer("The bull", MADE), references)
     assert len(ledger.off) == 1
     assert "'The bull' instead of 'The bell'" in ledger.off[0]
-    assert ledger.counts == {"same answer": 1, "made of other caches": 1, "OFF": 1}
+    assert ledger.counts == {"same answer": 1, "made of other caches": 1, "OFF": 1, "blended": 3}
 
 
 OWN = {"figures": {"method": "blend", "lacking": 0}, "sources": [{"hit": True}] * 2}
@@ -194,7 +194,7 @@ def test_a_stream_is_judged_by_its_end() -> None:
     whole, cut, failed = stream(opened, said, "[DONE]"), stream(opened, said), stream(opened, CLEAR.decode())
     for one in (whole, cut, failed):
         asyncio.run(one.stream())
-    assert whole.ledger.counts == {"same answer": 1}
+    assert whole.ledger.counts == {"same answer": 1, "blended": 1}
     assert cut.ledger.off == ["stream: ended without [DONE]"]
     assert "while nothing was broken" in failed.ledger.off[0]
 
@@ -233,6 +233,7 @@ def soaked(minutes: float = 0.1, grow: float = 64) -> Soak:
     options = argparse.Namespace(minutes=minutes, grow=grow)
     soak = Soak(options, visitors(lambda request: httpx.Response(200)), os.getpid(), Path(), 1.0, time.monotonic())
     soak.looks = looks([700.0] * 3)
+    soak.visitors.ledger.counts["blended"] = 9
     return soak
 
 
@@ -254,6 +255,11 @@ def test_the_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     wrong.visitors.ledger.wrong("an answer")
     assert verdict(wrong) == 1
     assert "OFF an answer" in capsys.readouterr().out
+
+    remembered = soaked()
+    remembered.visitors.ledger.counts.update(remembered=8, computed=2)
+    assert verdict(remembered) == 1
+    assert "OFF too few answers were blended: 9 blended, 2 computed, 8 remembered" in capsys.readouterr().out
 
     grown = soaked()
     grown.looks = looks([700.0, 800.0, 900.0, 1000.0])
@@ -280,6 +286,32 @@ def test_all_nonsense_is_different_and_one_is_ten_megabytes() -> None:
     assert max(len(one.content) for one in found) >= 10 * MEGABYTE
 
 
+def test_of_the_references_in_full_the_server_remembers_nothing() -> None:
+    asked = list[dict[str, Any]]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content)["kvblend"])
+        choice = {"message": {"content": "The bell"}, "logprobs": {"content": []}}
+        return httpx.Response(200, json={"choices": [choice], "kvblend": OWN})
+
+    found = asyncio.run(_soak_run.references(visitors(answer).client, {"model": "m"}))
+    assert [one.answer.text for one in found] == ["The bell"] * 2
+    assert asked == [{"method": "blend"}, {"method": "full", "cold": True}]
+
+
+@pytest.mark.parametrize(
+    ("figures", "how"),
+    [
+        ({"method": "blend", "reason": "", "rows": 90, "rows_reused": 30}, "blended"),
+        ({"method": "full", "reason": "short", "rows": 90, "rows_reused": 30}, "computed"),
+        ({"method": "full", "reason": "store_unreachable", "rows": 90, "rows_reused": 89}, "remembered"),
+        ({"method": "full", "reason": "in memory already", "rows": 90, "rows_reused": 60}, "remembered"),
+    ],
+)
+def test_how_an_answer_was_made(figures: dict[str, Any], how: str) -> None:
+    assert Answer.of("", {"figures": figures}).how == how
+
+
 def test_what_is_remembered_whole_is_as_good_as_full_prefill() -> None:
     sources = [{"hit": True}, {"hit": False}]
     blended = {"method": "blend", "rows": 90, "rows_reused": 5, "lacking": 1}
@@ -296,5 +328,5 @@ def test_a_short_soak_of_a_real_server() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     *_, counts, verdict = result.stdout.splitlines()
     assert verdict.startswith("PASS")
-    for kind in ("same answer", "left", "corpus changed", "store blocked", "store damaged", "status 400"):
+    for kind in ("blended", "same answer", "left", "corpus changed", "store blocked", "store damaged", "status 400"):
         assert f"{kind} " in counts, counts

@@ -42,6 +42,10 @@ class Answer:
         return [event.id for event in self.events if isinstance(event, Token)]
 
     @property
+    def first(self) -> Token:
+        return next(event for event in self.events if isinstance(event, Token))
+
+    @property
     def last(self) -> Event:
         return self.events[-1]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from blend.config import BlendConfig, CorpusConfig
+from blend.config import BlendConfig, CorpusConfig, PromptConfig
 from blend.rag import Rag
 from blend.serve.ask import Ask, Closed, Delta, Message, Opened, Refused, Reply
 from blend.serve.embedded import EmbeddedEngine
@@ -29,7 +29,9 @@ def write_corpus(folder: Path) -> tuple[Path, Path]:
 
 def make_rag(store: Path, model: Path) -> Rag:
     corpus = CorpusConfig(chunk_tokens=96, top_k=4, surrogate_tokens=64, codec="native")
-    return Rag(store, model=str(model), device="cpu", blend=BlendConfig(ratio=0.2), corpus=corpus)
+    # The tiny tokenizer makes so many tokens of a word that the usual instruction would be learned as a passage.
+    prompt = PromptConfig(instruction="Answer from these.\n\n")
+    return Rag(store, model=str(model), device="cpu", blend=BlendConfig(ratio=0.2), prompt=prompt, corpus=corpus)
 
 
 @contextmanager

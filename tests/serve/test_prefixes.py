@@ -19,7 +19,8 @@ from blend.config import BlendConfig
 from blend.model import mapped
 from blend.model.cache import BlendedCache
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Sampling, Work
+from blend.serve.engine import BLENDED_BEFORE, IN_MEMORY, Sampling, Work
+from blend.serve.outage import STORE_UNREACHABLE
 from blend.serve.prefixes import Found, Prefixes
 from blend.store import open_store
 from blend.types import ChunkCache, PromptLayout
@@ -136,8 +137,8 @@ def plain(ids: tuple[int, ...], prefix: int = 4, suffix: int = 5) -> PromptLayou
     return PromptLayout(ids[:prefix], (ids[prefix:-suffix],), ids[-suffix:], frozenset({0}), home=(1, 2, 3))
 
 
-def engine_of(name: str = "llama", **options: int) -> EmbeddedEngine:
-    blender = Blender(decoder(name), open_store("memory:", codec="native"), BlendConfig(ratio=0.3))
+def engine_of(name: str = "llama", codec: str = "native", **options: int) -> EmbeddedEngine:
+    blender = Blender(decoder(name), open_store("memory:", codec=codec), BlendConfig(ratio=0.3))
     return EmbeddedEngine(blender, remember=False, **options)
 
 
@@ -161,8 +162,8 @@ def test_what_was_found_is_let_go_once_it_stands_in_the_prompts_own_cache(monkey
         ask(engine, plain(ids)).wait()
     found, find, left = list[weakref.ref[ChunkCache]](), engine._prefixes.find, list[int]()
 
-    def finding(owner: str, ids: tuple[int, ...]) -> Found | None:
-        told = find(owner, ids)
+    def finding(owner: str, ids: tuple[int, ...], **more: bool) -> Found | None:
+        told = find(owner, ids, **more)
         found.extend([weakref.ref(told.known)] if told else [])
         return told
 
@@ -187,6 +188,8 @@ def test_a_blended_turn_goes_on_in_its_own_conversation_only() -> None:
     later = ask(engine, turn).wait()
     assert later.started.rows_reused == layout.rows + len(begun.tokens) - 1
     assert later.started.hits == (True,) * len(layout.chunks)
+    assert later.started.rows_inexact == later.started.rows_reused - layout.chunk_spans[0].stop
+    assert later.started.reason == BLENDED_BEFORE
     # Who begins so, with another answer, is somebody else: what is exact is shared, what was blended is not.
     other = PromptLayout(turn.prefix, (*layout.chunks, (*layout.suffix, 1, 2, 3)), question, turn.plain)
     alien = ask(engine, other).wait()
@@ -194,9 +197,31 @@ def test_a_blended_turn_goes_on_in_its_own_conversation_only() -> None:
     engine.close()
 
 
-def test_exact_rows_are_taken_whoever_computed_them_and_blended_ones_never() -> None:
+def test_full_prefill_takes_nothing_over_that_was_blended_before() -> None:
+    engine = engine_of(least_gain=-(10**6))
+    layout = layouts(1)[0]
+    library = engine._blender.library(layout.prefix)
+    library.compute(library.missing(layout.chunks))
+    begun = ask(engine, layout).wait()
+    turn = PromptLayout(
+        layout.prefix, (*layout.chunks, (*layout.suffix, *begun.tokens)), (9, 8, 7), frozenset({len(layout.chunks)})
+    )
+    # Without its store a conversation goes on as it was; only who asks for full prefill has it begun anew.
+    cut_off = ask(engine, turn, full=True, reason=STORE_UNREACHABLE).wait().started
+    assert cut_off.rows_reused == layout.rows + len(begun.tokens) - 1
+    assert cut_off.rows_inexact > 0
+    full = ask(engine, turn, Sampling(max_tokens=1, logprobs=20), full=True).wait()
+    assert (full.started.rows_reused, full.started.rows_inexact) == (len(layout.prefix), 0)
+    _is_dense(full, "llama", turn)
+    again = ask(engine, turn).wait().started
+    assert (again.reason, again.rows_reused, again.rows_inexact) == (IN_MEMORY, turn.rows - 1, 0)
+    engine.close()
+
+
+@pytest.mark.parametrize(("codec", "lossless"), [("native", True), ("float32", True), ("int8", False), ("int4", False)])
+def test_exact_rows_are_taken_whoever_computed_them_and_others_never(codec: str, lossless: bool) -> None:
     for name in ("llama", "gemma3"):
-        engine = engine_of(name, least_gain=-(10**6))
+        engine = engine_of(name, codec, least_gain=-(10**6))
         layout = layouts(1)[0]
         library = engine._blender.library(layout.prefix)
         library.compute(library.missing(layout.chunks))
@@ -204,13 +229,36 @@ def test_exact_rows_are_taken_whoever_computed_them_and_blended_ones_never() -> 
         assert ask(engine, layout, FEW).wait().tokens == expected
         found = engine._prefixes.find("", layout.token_ids)
         assert found is not None
-        assert found.known.tokens == found.exact == layout.chunk_spans[0].stop
+        assert found.known.tokens == found.exact == layout.chunk_spans[0].stop if lossless else len(layout.prefix)
         dense = dense_prefill(eager_model(name), layout.token_ids)
         for index, (keys, values) in enumerate(dense.layers):
             assert_close(found.known.keys[index], keys[0, :, : found.exact])
             assert_close(found.known.values[index], values[0, :, : found.exact])
+        _full_is_full(engine, name, layout)
         assert ask(engine, layout, FEW).wait().tokens == expected
         engine.close()
+
+
+def _full_is_full(engine: EmbeddedEngine, name: str, begun: PromptLayout) -> None:
+    """Another prompt, with the same first chunk and all else computed in full, has the probabilities of full prefill."""
+    other = PromptLayout(begun.prefix, (begun.chunks[0], tuple(range(20, 50))), (9, 8, 7), frozenset({0, 1}))
+    _is_dense(ask(engine, other, Sampling(max_tokens=1, logprobs=20), full=True).wait(), name, other)
+
+
+def _is_dense(asked: Answer, name: str, layout: PromptLayout) -> None:
+    dense = dense_prefill(eager_model(name), layout.token_ids).logits[-1].log_softmax(-1)
+    ids, logprobs = zip(*asked.first.top, strict=True)
+    assert_close(torch.tensor(logprobs), dense[list(ids)])
+
+
+def test_a_cold_prompt_takes_nothing_and_leaves_nothing() -> None:
+    engine, ids = engine_of(), make_layout().token_ids
+    ask(engine, plain(ids)).wait()
+    kept = engine._prefixes.nbytes
+    for layout in (plain(ids), plain(tuple(reversed(ids)))):
+        assert ask(engine, layout, cold=True).wait().started.rows_reused == 0
+    assert engine._prefixes.nbytes == kept > 0
+    engine.close()
 
 
 def test_prompts_that_are_not_worth_it_are_computed_in_full() -> None:

@@ -1,4 +1,4 @@
-"""Questions in words: the same answer whichever way the context came, and nothing of one tenant for another."""
+"""Questions in words: what comes back for them, what is kept of them, and nothing of one tenant for another."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rooms import FEW, QUESTION, Told, ask, make_rag, serving, settled
+from rooms import FEW, QUESTION, Told, ask, serving, settled
 
 from blend.errors import ConfigError, PromptError
 from blend.model.cache import BlendedCache
 from blend.prompt import render_chunk
 from blend.serve.ask import Ask, GivenDocument, Message, Opened
-from blend.serve.engine import Sampling
+from blend.serve.engine import BLENDED_BEFORE, IN_MEMORY, Sampling
+from blend.serve.metrics import Metrics
 from blend.serve.service import Service
 from blend.store.archive import verify_entry
 from blend.store.backend import CACHES
@@ -41,60 +42,6 @@ def test_what_ended_is_let_go_without_a_search_for_circles(filled: tuple[Path, P
         finally:
             gc.enable()
     assert held == held[:1] * 4
-
-
-def test_the_same_question_four_ways_is_the_same_answer(filled: tuple[Path, Path]) -> None:
-    # The tiny tokenizer makes so many tokens of a word that an instruction would be learned as a passage.
-    with serving(*filled, learn_budget=0) as service:
-        _four_ways(service)
-
-
-NO_SYSTEM_ROLE = (
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
-)
-DROPS_SYSTEM = NO_SYSTEM_ROLE.replace(
-    "{{ raise_exception('System role not supported') }}", "{% set messages = messages[1:] %}"
-)
-
-
-@pytest.mark.parametrize("template", [NO_SYSTEM_ROLE, DROPS_SYSTEM])
-def test_four_ways_where_the_chat_template_knows_no_system_role(
-    filled: tuple[Path, Path], tmp_path: Path, template: str
-) -> None:
-    store, model = (shutil.copytree(one, tmp_path / one.name) for one in filled)
-    (model / "chat_template.jinja").write_text(template)
-    make_rag(store, model).precompute(filled[0].parent / "documents")
-    with serving(store, model, learn_budget=0) as service:
-        _four_ways(service, system_role=False)
-        assert len(ask(service, "Hello.", "Yes?", QUESTION, top_k=2).opened.sources) == 2
-
-
-def _four_ways(service: Service, *, system_role: bool = True) -> None:
-    rag = service.room("").rag()
-    expected = rag.answer(QUESTION, top_k=4, max_new_tokens=8)
-    retrieved = ask(service, QUESTION, top_k=4)
-    chunks = [hit.chunk for hit in expected.chunks]
-    assert retrieved.text.strip() == expected.text
-    assert [source.id for source in retrieved.opened.sources] == [chunk.id for chunk in chunks]
-    assert all(source.hit and source.kind == "retrieved" for source in retrieved.opened.sources)
-    assert retrieved.opened.figures.rows_computed == expected.blend.rows_recomputed
-    given = tuple(GivenDocument(chunk.text, chunk.title) for chunk in chunks)
-    documents = ask(service, QUESTION, documents=given)
-    assert [source.hit for source in documents.opened.sources] == [True] * 4
-    assert documents.text == retrieved.text
-    config = rag.prompt_config
-    asked = config.question.replace("{question}", QUESTION)
-    pasted = config.instruction + "".join(map(render_chunk, chunks)) + asked
-    told = Told()
-    system, user = Message("system", config.system), Message("user", pasted)
-    messages = (system, user) if system_role else (Message("user", f"{config.system}\n\n{pasted}"),)
-    service.submit(Ask(messages, sampling=FEW), told)
-    assert told.done.wait(60)
-    assert [(source.kind, source.id) for source in told.opened.sources] == [("pasted", chunk.id) for chunk in chunks]
-    assert told.text == retrieved.text
-    assert told.opened.prompt_tokens == expected.blend.layout.rows
 
 
 def test_learned_text_is_blended_when_it_comes_again_in_any_order(service: Service) -> None:
@@ -213,6 +160,25 @@ def test_a_conversation_is_computed_once(service: Service) -> None:
     assert alone.text == later.text
 
 
+def test_a_blended_conversation_says_so_in_every_turn(service: Service) -> None:
+    chunks = service.room("").rag().answer(QUESTION, top_k=3, max_new_tokens=1).chunks
+    pasted = "".join(render_chunk(hit.chunk) for hit in chunks) + QUESTION
+    turn = (pasted, ask(service, pasted, sampling=Sampling(max_tokens=1)).text, "And of the bell?")
+    later, metrics = ask(service, *turn).opened, Metrics()
+    assert later.figures.rows_reused > later.figures.rows_inexact > 0
+    assert (later.figures.method, later.figures.reason) == ("blend", BLENDED_BEFORE)
+    cold, full = (ask(service, *turn, method="full", cold=cold) for cold in (True, False))
+    assert full.text == cold.text
+    assert (full.opened.figures.method, full.opened.figures.rows_inexact) == ("full", 0)
+    again = ask(service, *turn).opened
+    assert (again.figures.method, again.figures.reason) == ("full", IN_MEMORY)
+    for opened in (later, full.opened, again):
+        metrics.opened(opened, 1.0)
+    assert b"kvblend_fallbacks_total{" not in metrics.page()
+    metrics.opened(ask(service, "Hello?").opened, 1.0)
+    assert b'kvblend_fallbacks_total{reason="nothing to reuse"} 1.0' in metrics.page()
+
+
 def test_texts_that_end_an_answer_are_no_part_of_it(service: Service) -> None:
     whole = ask(service, QUESTION, top_k=2, sampling=Sampling(max_tokens=30)).text
     assert len(whole) > 12
@@ -229,23 +195,6 @@ def test_log_probabilities_come_with_the_text(service: Service) -> None:
     assert len(tokens) == 6
     assert all(token.logprob <= 0 and len(token.top) == 2 for token in tokens)
     assert all(token.top[0][0] == token.text for token in tokens)
-
-
-def test_sixteen_at_once_get_what_each_gets_alone(service: Service) -> None:
-    questions = [f"How many gates does the {topic} have?" for topic in ("harbour", "orchard", "glacier", "library")]
-    rag = service.room("").rag()
-    expected = {q: rag.answer(q, top_k=3, max_new_tokens=8).text for q in questions}
-    got: list[tuple[str, str]] = []
-    threads = [
-        threading.Thread(target=lambda q=q: got.append((q, ask(service, q, top_k=3).text.strip())))
-        for q in questions * 4
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(got) == 16
-    assert all(text == expected[question] for question, text in got)
 
 
 def test_full_computes_everything_and_the_trace_tells_row_by_row(service: Service) -> None:

@@ -23,6 +23,25 @@ def test_importing_the_package_is_light():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
+def test_what_keeps_every_bit():
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    kept = {name: [get_codec(name).lossless(dtype) for dtype in dtypes] for name in codec_names()}
+    assert kept.pop("native") == kept.pop("float32") == [True, True, True]
+    assert kept.pop("bfloat16") == [False, True, False]
+    assert kept.pop("float16") == [False, False, True]
+    assert {name for name, found in kept.items() if any(found)} == set(), "a codec of one's own says so itself"
+
+
+@pytest.mark.parametrize("still", [False, True])
+def test_an_entry_knows_whether_it_is_what_was_computed(tmp_path, key, still):
+    """Not in another dtype than it was computed in, nor where its keys were turned."""
+    store = open_store(tmp_path, codec="float32")
+    keys = torch.randn(2, 3, 5, 8, dtype=torch.bfloat16).unbind()
+    store.put(key(1), ChunkCache(keys, keys, 0, still))
+    with store.open(key(1)) as reader:
+        assert [reader.lossless(dtype) for dtype in (torch.bfloat16, torch.float32)] == [not still, False]
+
+
 class Int8(Codec):
     """Per-row scales: parts of two dtypes, as codecs to come will have them."""
 

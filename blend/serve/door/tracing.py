@@ -123,6 +123,7 @@ class RequestTrace:
             "rows",
             "rows_computed",
             "rows_reused",
+            "rows_inexact",
             "hits",
             "chunks",
             "lacking",

@@ -60,7 +60,7 @@ export class AnswerView {
     const figures = this.opened?.figures;
     if (!figures) return;
     const parts = [`${seconds(figures.ttft_s)} to the first token`, `${count(figures.rows, "prompt token")}, ${figures.rows_computed.toLocaleString("en")} computed`];
-    if (figures.rows_reused) parts.push(`${figures.rows_reused.toLocaleString("en")} of an earlier prompt`);
+    if (figures.rows_reused) parts.push(`${figures.rows_reused.toLocaleString("en")} of an earlier prompt${figures.rows_inexact ? " that was blended" : ""}`);
     if (this.usage) parts.push(count(this.usage.completion_tokens, "answer token") + this.speed());
     this.facts.textContent = parts.join(" · ");
   }

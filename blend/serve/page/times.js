@@ -53,7 +53,9 @@ function comparison(figures) {
 
 function notes(figures) {
   const lines = [...(figures.notes ?? [])];
-  if (figures.reason) lines.unshift(`Nothing was blended: ${figures.reason}.`.replace(/\.\.$/, "."));
+  // What earlier turns of the conversation blended is part of this prompt, whether or not anything was added to it.
+  const nothing = figures.method === "full" ? "Nothing was blended" : "Nothing more was blended";
+  if (figures.reason) lines.unshift(`${nothing}: ${figures.reason}.`.replace(/\.\.$/, "."));
   return lines;
 }
 

@@ -33,6 +33,13 @@ class CastCodec(Codec):
         keys, values = parts["k"], parts["v"]
         return (keys, values) if dtype is None else (keys.to(dtype), values.to(dtype))
 
+    def lossless(self, dtype: torch.dtype) -> bool:
+        """Where the dtype that is written holds every value of `dtype`."""
+        import torch
+
+        kept = dtype if self.name == "native" else getattr(torch, self.name)
+        return bool(torch.promote_types(dtype, kept) == kept)
+
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         import torch
 

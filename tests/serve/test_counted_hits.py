@@ -1,0 +1,61 @@
+"""Hits of chunk caches in a tier of memory are those that prompts were told of: nothing else that reads a cache counts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from cases import make_layout
+from engines import ask
+from models import decoder
+
+from blend.blender import Blender
+from blend.chunks.correction_check import CorrectionCheck
+from blend.config import BlendConfig
+from blend.serve.embedded import EmbeddedEngine
+from blend.serve.engine import Sampling
+from blend.store import HotMemory, open_store
+from blend.store.archive import verify_entry
+from blend.store.names import cache_name
+
+
+@pytest.fixture
+def blender(tmp_path: Path) -> Blender:
+    store = open_store(tmp_path, codec="native", memory_bytes=HotMemory(1 << 26))
+    return Blender(decoder("llama"), store, BlendConfig(ratio=0.3))
+
+
+def counted(blender: Blender) -> int:
+    assert blender.store.memory is not None
+    return blender.store.memory.hits + blender.store.memory.misses
+
+
+def test_prompts_that_lacked_the_same_caches_count_what_they_read(blender: Blender) -> None:
+    """Each of them has them computed, and what is there by then is verified."""
+    engine = EmbeddedEngine(blender, prefix_budget=0, least_gain=-(10**6))
+    answers = [ask(engine, make_layout(), Sampling(max_tokens=2)) for _ in range(12)]
+    told = sum(sum(answer.wait().started.hits) for answer in answers)
+    while engine.holding().encoding:
+        time.sleep(0.01)
+    engine.close()
+    assert counted(blender) == told > 0
+
+
+def test_what_is_verified_or_calibrated_on_is_no_hit(blender: Blender) -> None:
+    layout = make_layout()
+    library = blender.library(layout.prefix)
+    library.compute(library.missing(layout.chunks))
+    keys = [library.key(one) for one in library.wanted(layout.chunks)]
+    assert [verify_entry(blender.store, cache_name(key)) for key in keys] == [""] * len(keys)
+    blender.calibrate(layout.prefix, layout.chunks)
+    assert counted(blender) == 0
+
+
+def test_a_second_attempt_is_the_same_prompt(blender: Blender, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = make_layout()
+    library = blender.library(layout.prefix)
+    library.compute(library.missing(layout.chunks))
+    monkeypatch.setattr(CorrectionCheck, "score", lambda self: -1.0)
+    assert not blender.prefill(layout).correction_fits
+    assert counted(blender) == len(layout.chunks)

@@ -1,0 +1,58 @@
+"""Models whose chat template takes no system message: the same question four ways is the same answer all the same."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from rooms import FEW, QUESTION, Told, ask, make_rag, serving
+
+from blend.prompt import render_chunk
+from blend.serve.ask import Ask, GivenDocument, Message
+from blend.serve.service import Service
+
+NO_SYSTEM_ROLE = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+)
+DROPS_SYSTEM = NO_SYSTEM_ROLE.replace(
+    "{{ raise_exception('System role not supported') }}", "{% set messages = messages[1:] %}"
+)
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM_ROLE, DROPS_SYSTEM])
+def test_four_ways_where_the_chat_template_knows_no_system_role(
+    filled: tuple[Path, Path], tmp_path: Path, template: str
+) -> None:
+    store, model = (shutil.copytree(one, tmp_path / one.name) for one in filled)
+    (model / "chat_template.jinja").write_text(template)
+    make_rag(store, model).precompute(filled[0].parent / "documents")
+    with serving(store, model, learn_budget=0) as service:
+        _four_ways(service)
+        assert len(ask(service, "Hello.", "Yes?", QUESTION, top_k=2).opened.sources) == 2
+
+
+def _four_ways(service: Service) -> None:
+    rag = service.room("").rag()
+    expected = rag.answer(QUESTION, top_k=4, max_new_tokens=8)
+    retrieved = ask(service, QUESTION, top_k=4)
+    chunks = [hit.chunk for hit in expected.chunks]
+    assert retrieved.text.strip() == expected.text
+    assert [source.id for source in retrieved.opened.sources] == [chunk.id for chunk in chunks]
+    assert all(source.hit and source.kind == "retrieved" for source in retrieved.opened.sources)
+    assert retrieved.opened.figures.rows_computed == expected.blend.rows_recomputed
+    given = tuple(GivenDocument(chunk.text, chunk.title) for chunk in chunks)
+    documents = ask(service, QUESTION, documents=given)
+    assert [source.hit for source in documents.opened.sources] == [True] * 4
+    assert documents.text == retrieved.text
+    config = rag.prompt_config
+    asked = config.question.replace("{question}", QUESTION)
+    pasted = config.instruction + "".join(map(render_chunk, chunks)) + asked
+    told = Told()
+    service.submit(Ask((Message("user", f"{config.system}\n\n{pasted}"),), sampling=FEW), told)
+    assert told.done.wait(60)
+    assert [(source.kind, source.id) for source in told.opened.sources] == [("pasted", chunk.id) for chunk in chunks]
+    assert told.text == retrieved.text
+    assert told.opened.prompt_tokens == expected.blend.layout.rows

@@ -1,0 +1,130 @@
+"""The same answer as `blend answer`, whichever way the context came: alone, and with fifteen others in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+from rooms import FEW, QUESTION, Told, ask, settled
+
+from blend.model.generate import generate
+from blend.prompt import TextChunk, render_chunk
+from blend.rag import Rag
+from blend.serve.ask import Ask, GivenDocument, Message
+from blend.serve.service import Service
+
+TOPICS = ("harbour", "orchard", "glacier", "library")
+
+
+class Paragraph(NamedTuple):
+    """A chunk without a title, as what is learned is kept."""
+
+    text: str
+    title: str = ""
+
+
+PARAGRAPHS = [
+    Paragraph(
+        f"The archive of {name} keeps {n} maps of the old canals, drawn by hand and coloured with care by the clerks of the "
+        f"water board, who counted {n * 3} locks and {n * 7} bridges before the flood of 18{n} took them away."
+    )
+    for n, name in enumerate(("Alma", "Berg", "Cork", "Dorn"), 40)
+]
+
+
+class Way(NamedTuple):
+    """kind: of its sources. chunks: that the answer is to be given from."""
+
+    kind: str
+    ask: Ask
+    chunks: Sequence[TextChunk]
+
+
+def ways(rag: Rag, question: str) -> dict[str, Way]:
+    """A question with its context in every way in which that can come."""
+    found = [hit.chunk for hit in rag.retriever.search(question, 3)]
+    named = [chunk for chunk in rag.index.chunks if chunk.document_id == "market.md"]
+    asked = (Message("user", question),)
+    given = tuple(GivenDocument(chunk.text, chunk.title) for chunk in found)
+    return {
+        "retrieved": Way("retrieved", Ask(asked, top_k=3, sampling=FEW), found),
+        "documents": Way("document", Ask(asked, documents=given, sampling=FEW), found),
+        "ids": Way("document", Ask(asked, documents=(GivenDocument(id="market.md"),), sampling=FEW), named),
+        "pasted": Way("pasted", Ask(_pasted(rag, question, found), sampling=FEW), found),
+        "learned": Way("learned", Ask(_pasted(rag, question, PARAGRAPHS), sampling=FEW), PARAGRAPHS),
+    }
+
+
+def _pasted(rag: Rag, question: str, chunks: Sequence[TextChunk]) -> tuple[Message, ...]:
+    """As somebody pastes them who puts a question as `blend answer` does."""
+    config = rag.prompt_config
+    text = config.instruction + "".join(map(render_chunk, chunks)) + config.question.replace("{question}", question)
+    return Message("system", config.system), Message("user", text)
+
+
+def answer(rag: Rag, question: str, chunks: Sequence[TextChunk]) -> str:
+    """What `blend answer` does with what it has retrieved."""
+    layout = rag.template.layout(question, chunks)
+    blend = rag.blender.prefill(layout)
+    assert all(blend.hits)
+    return generate(rag.decoder, blend, layout.token_ids, max_new_tokens=FEW.max_tokens).text
+
+
+@pytest.fixture
+def learned(service: Service) -> Service:
+    """One that has heard of the paragraphs, in another order and with another question."""
+    first = ask(
+        service, "\n\n".join([*(one.text for one in reversed(PARAGRAPHS)), "Which archive has most maps?"])
+    ).opened
+    assert [(source.kind, source.hit) for source in first.sources] == [("learned", False)] * len(PARAGRAPHS)
+    settled(service)
+    return service
+
+
+def test_the_same_question_in_every_way_is_the_same_answer(learned: Service) -> None:
+    rag = learned.room("").rag()
+    expected = rag.answer(QUESTION, top_k=3, max_new_tokens=FEW.max_tokens)
+    for name, way in ways(rag, QUESTION).items():
+        told = Told()
+        learned.submit(way.ask, told)
+        assert told.done.wait(60)
+        sources, figures = told.opened.sources, told.opened.figures
+        assert [(source.kind, source.hit) for source in sources] == [(way.kind, True)] * len(way.chunks), name
+        assert figures.method == "blend", figures.reason
+        assert figures.rows == rag.template.layout(QUESTION, way.chunks).rows
+        assert told.text.strip() == answer(rag, QUESTION, way.chunks), name
+        if name in ("retrieved", "documents", "pasted"):
+            assert told.text.strip() == expected.text
+            assert [hit.chunk for hit in expected.chunks] == way.chunks
+            assert figures.rows_computed == expected.blend.rows_recomputed
+        if name in ("retrieved", "pasted"):
+            assert [source.id for source in sources] == [hit.chunk.id for hit in expected.chunks]
+
+
+def test_sixteen_at_once_get_what_each_gets_alone(learned: Service) -> None:
+    rag = learned.room("").rag()
+    questions = [f"How many gates does the {topic} have?" for topic in TOPICS]
+    every = [ways(rag, question) for question in questions]
+    names = list(every[0])
+    sixteen = [(number % 4, names[number % 5]) for number in range(16)]
+    assert len(set(sixteen)) == 16
+    expected = [answer(rag, questions[which], every[which][name].chunks) for which, name in sixteen]
+    told = [Told() for _ in sixteen]
+    together = threading.Barrier(16)
+
+    def come(number: int) -> None:
+        which, name = sixteen[number]
+        together.wait()
+        learned.submit(every[which][name].ask, told[number])
+
+    threads = [threading.Thread(target=come, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread, one in zip(threads, told, strict=True):
+        thread.join()
+        assert one.done.wait(60)
+    assert {one.opened.figures.method for one in told} == {"blend"}
+    got = {place: one.text.strip() for place, one in zip(sixteen, told, strict=True)}
+    assert got == dict(zip(sixteen, expected, strict=True))
