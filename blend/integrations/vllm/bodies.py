@@ -11,9 +11,9 @@ from blend.integrations.vllm.questions import plain_model
 
 _OTHER_PROMPTS = (
     *("continue_final_message", "chat_template", "echo", "prompt_logprobs", "mm_processor_kwargs", "suffix"),
-    *("prompt_embeds", "truncate_prompt_tokens", "reasoning_effort"),
+    *("prompt_embeds", "truncate_prompt_tokens", "reasoning_effort", "use_beam_search"),
 )
-"""Fields by which vLLM makes another prompt, or needs all of its rows: kvblend has no part in such a request."""
+"""Fields by which vLLM makes another prompt, or needs all of its rows, or loses our ticket: kvblend has no part in them."""
 
 
 def another_prompt(body: Mapping[str, Any], path: str) -> str:
