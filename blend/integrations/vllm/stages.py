@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from blend.errors import ConfigError
 from blend.integrations.vllm import wire
-from blend.integrations.vllm.contract import ModelRefusedError
+from blend.integrations.vllm.contract import LoadFailedError, ModelRefusedError
 from blend.integrations.vllm.loads import Done, Loads
 from blend.integrations.vllm.rows_ticket import is_layout
 
 if TYPE_CHECKING:
-    from blend.integrations.vllm.contract import Load, MakeStage, Site
+    from blend.integrations.vllm.contract import Load, MakeStage, Site, Stage
 
 STAGES = {
     "copied": "blend.integrations.vllm.copied:CopiedKV",
@@ -58,34 +58,56 @@ def name_of(ticket: str) -> str:
 
 
 def is_apart(stages: Mapping[str, MakeStage], options: Mapping[str, Any], ticket: str) -> bool:
-    """Whether the blocks of a request with this ticket are filled beside the batch."""
-    make = stages.get(name_of(ticket))
+    """Whether the blocks of a request with this ticket are filled beside the batch, in scheduler and workers alike."""
+    return _is_apart(stages, options, name_of(ticket))
+
+
+def _is_apart(stages: Mapping[str, MakeStage], options: Mapping[str, Any], name: str) -> bool:
+    make = stages.get(name)
     return make is not None and make.apart and options.get("load") != "sync"
+
+
+class _Lacking:
+    """Stands where a worker has no stage for a ticket: vLLM computes its rows."""
+
+    apart, options = False, frozenset[str]()
+
+    def fill(self, load: Load) -> None:
+        raise LoadFailedError(f"stage {name_of(load.ticket)}, which a ticket is for, is not there")
+
+    def rest(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class Stages:
     """The stages of one worker process, used by the engine's thread alone. Raises `ValueError` where none works."""
 
     def __init__(self, site: Site, options: Mapping[str, Any], made: Mapping[str, MakeStage]) -> None:
-        self._loads: dict[str, Loads] = {}
+        stages = {name: self._stage(site, options, make, only=len(made) == 1) for name, make in made.items()}
+        self._loads = {
+            name: Loads(stages.get(name) or _Lacking(), site.block_size, apart=_is_apart(made, options, name))
+            for name in STAGES
+        }
         self._beacon = None
-        for name, make in made.items():
-            try:
-                stage = make(site, {key: value for key, value in options.items() if key in make.options})
-            except ModelRefusedError as error:
-                if len(made) == 1:
-                    raise
-                _LOG.warning("%s, which is done now", error)
-            else:
-                apart = make.apart and options.get("load") != "sync"
-                self._loads[name] = Loads(stage, site.block_size, apart=apart)
-        if len(made) > 1 and "rows" in self._loads:
+        if len(made) > 1 and stages.get("rows") is not None:
             self._beacon = wire.bind(_beacon(site.config))
             self._beacon.listen(wire.BACKLOG)
 
+    def _stage(self, site: Site, options: Mapping[str, Any], make: MakeStage, *, only: bool) -> Stage | None:
+        try:
+            return make(site, {key: value for key, value in options.items() if key in make.options})
+        except ModelRefusedError as error:
+            if only:
+                raise
+            _LOG.warning("%s, which is done now", error)
+            return None
+
     def start(self, load: Load) -> None:
-        """Have its blocks filled, now or beside."""
-        self._loads.get(name_of(load.ticket), next(iter(self._loads.values()))).start(load)
+        """Have its blocks filled, now or beside, by the stage that its ticket is for; a stage that there is not fails."""
+        self._loads[name_of(load.ticket)].start(load)
 
     def rest(self) -> None:
         """A step without loads begins."""
