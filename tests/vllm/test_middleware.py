@@ -164,7 +164,7 @@ def test_documents_become_token_ids_a_ticket_and_a_salt(client: Client, prefill:
     assert set(body) == {"model", "messages", "max_tokens", "tool_choice", "cache_salt", "kv_transfer_params"}
     transfer = body["kv_transfer_params"]
     assert digest(transfer["prompt_token_ids"]) == digest(held[-1][0])
-    assert transfer["kvblend"] == {"ticket": held[-1][1]}
+    assert transfer["kvblend"]["ticket"] == held[-1][1]
     assert len(found["kvblend"]["sources"]) >= 3
     assert 0 < found["kvblend"]["figures"]["rows_computed"] < found["kvblend"]["figures"]["rows"]
     prefill.idle()  # given back with the reply

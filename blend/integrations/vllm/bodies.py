@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
 
-from blend.integrations.vllm.offers import PARAMETER
 from blend.integrations.vllm.questions import plain_model
+from blend.integrations.vllm.signature import Signer
 
 _OTHER_PROMPTS = (
     *("continue_final_message", "chat_template", "echo", "prompt_logprobs", "mm_processor_kwargs", "suffix"),
     *("prompt_embeds", "truncate_prompt_tokens", "reasoning_effort", "use_beam_search"),
 )
-"""Fields by which vLLM makes another prompt, or needs all of its rows, or loses our ticket: kvblend has no part in them."""
+"""Fields by which vLLM makes another prompt, needs all of its rows, or loses our ticket: kvblend has no part in them."""
 
 
 def another_prompt(body: Mapping[str, Any], path: str) -> str:
@@ -58,9 +58,11 @@ def with_ids(body: Mapping[str, Any], ids: list[int], path: str) -> dict[str, An
     return {**body, "prompt": ids}
 
 
-def blended(body: Mapping[str, Any], ids: list[int], ready: Mapping[str, str], path: str) -> dict[str, Any]:
+def blended(
+    body: Mapping[str, Any], ids: list[int], ready: Mapping[str, str], path: str, signer: Signer
+) -> dict[str, Any]:
     """The same over blended KV, which nothing else in vLLM's prefix cache may be taken for."""
     salt = sha256(f"{ready['salt']}/{body.get('cache_salt') or ''}".encode()).hexdigest()
     found = with_ids(body, ids, path)
-    transfer = {**found.get("kv_transfer_params", {}), PARAMETER: {"ticket": ready["ticket"]}}
+    transfer = {**found.get("kv_transfer_params", {}), **signer.signed(ready["ticket"], salt)}
     return {**found, "cache_salt": salt, "kv_transfer_params": transfer}

@@ -13,9 +13,11 @@ from blend.integrations.vllm.bodies import another_prompt, blended, plain_body, 
 from blend.integrations.vllm.check import reason_against
 from blend.integrations.vllm.lease import Lease
 from blend.integrations.vllm.local import LocalPrompts
+from blend.integrations.vllm.network import key_path_of
 from blend.integrations.vllm.questions import part_of, plain_model, wants_context
 from blend.integrations.vllm.rows_ticket import ready_for
-from blend.integrations.vllm.stages import rows_options
+from blend.integrations.vllm.signature import Signer
+from blend.integrations.vllm.stages import options_of, rows_options
 from blend.serve.door.errors import DoorError, Failure, failure_of, refuse, unavailable
 from blend.serve.engine import ASKED_FOR
 
@@ -43,14 +45,17 @@ class _LostError(wire.WireError):
 class Gate:
     """For one server process of vLLM; it is used in its event loop alone.
 
-    engine: vLLM's client of its own engine.
+    engine: vLLM's client of its own engine. Raises `ConfigError`.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._socket = os.environ.get(wire.VARIABLE, wire.SOCKET)
         self._seconds = _seconds(os.environ.get(_TIMEOUT, "60"))
-        self._rows = rows_options(getattr(engine, "vllm_config", None))
+        config = getattr(engine, "vllm_config", None)
+        self._signer = Signer.of(config)
+        self._key_path = key_path_of(options_of(config))
+        self._rows = rows_options(config)
         self._local: LocalPrompts | None = None
         self._down = False
         self._checked: dict[str, asyncio.Future[str]] = {}
@@ -79,7 +84,7 @@ class Gate:
         return found
 
     async def _asked(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
-        lease = await Lease.take(self._socket, {"ask": part})
+        lease = await Lease.take(self._socket, {"ask": part}, self._key_path)
         try:
             found = await self._followed(lease, plain, wanted, path)
         except BaseException:
@@ -112,7 +117,7 @@ class Gate:
                 return Rewritten(plain)
             figures = {**told.get("figures", {}), "reason": "refused" if against else message["plain"]}
             return Rewritten(with_ids(plain, ids, path), {**told, "figures": figures})
-        return Rewritten(blended(plain, ids, message["ready"], path), told, lease)
+        return Rewritten(blended(plain, ids, message["ready"], path, self._signer), told, lease)
 
     async def _by_rows(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
         """VLLM's own model blends."""
@@ -135,7 +140,7 @@ class Gate:
         if found.reason:
             return Rewritten(with_ids(plain, list(found.layout.token_ids), path) if wanted else plain, told)
         ready = ready_for(found.layout, found.corpus, found.generation)
-        return Rewritten(blended(plain, list(found.layout.token_ids), ready, path), told)
+        return Rewritten(blended(plain, list(found.layout.token_ids), ready, path, self._signer), told)
 
     async def _alone(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
         """Without the prefill process, which is away."""
@@ -179,8 +184,8 @@ class Gate:
         return reason
 
     async def _compared(self) -> str:
-        async with asyncio.timeout(_CHECK_S), await Lease.take(self._socket, {"check": True}) as lease:
-            return await reason_against(self._engine, (await lease.next())["checks"])
+        async with asyncio.timeout(_CHECK_S), await Lease.take(self._socket, {"check": True}, self._key_path) as lease:
+            return await reason_against(self._engine, (await lease.next())["checks"], self._signer)
 
     def _warn(self, why: str) -> None:
         """One line an outage."""

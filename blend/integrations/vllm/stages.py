@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from hashlib import sha256
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ STAGES = {
 }
 """Where each stage is made, by the name that the option "stage" gives."""
 AUTO = "auto"
-_OPTIONS = {"stage", "load"}
+_OPTIONS = {"stage", "load", "key"}
 _SECONDS = 5.0
 _LOG = logging.getLogger("vllm.kvblend")
 
@@ -132,10 +133,15 @@ class Stages:
             self._beacon.close()
 
 
+def options_of(config: Any) -> Mapping[str, Any]:
+    """The connector's options in a `VllmConfig`."""
+    transfer = getattr(config, "kv_transfer_config", None)
+    return {} if transfer is None else transfer.kv_connector_extra_config or {}
+
+
 def rows_options(config: Any) -> Mapping[str, Any] | None:
     """The connector's options in a vLLM that blends with its own model; None for any other. config: its `VllmConfig`."""
-    transfer = getattr(config, "kv_transfer_config", None)
-    options: Mapping[str, Any] = {} if transfer is None else transfer.kv_connector_extra_config or {}
+    options = options_of(config)
     stage = options.get("stage")
     if stage == AUTO:
         with suppress(wire.WireError), wire.connect(_beacon(config), _SECONDS):
@@ -145,8 +151,8 @@ def rows_options(config: Any) -> Mapping[str, Any] | None:
 
 
 def _beacon(config: Any) -> str:
-    """A name that only this engine's processes know."""
+    """A name that only this engine's processes know; it shows nothing of the id, by which tickets are signed."""
     engine = config.kv_transfer_config.engine_id
     if not engine:
         raise ConfigError("kvblend: this engine has no id; choose stage rows or copied")
-    return f"@kvblend-rows-{engine}"
+    return f"@kvblend-rows-{sha256(engine.encode()).hexdigest()[:32]}"
