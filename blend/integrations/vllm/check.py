@@ -41,9 +41,10 @@ async def _likeliest(engine: Any, prompt: list[int], ticket: str | None, signer:
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    name = secrets.token_hex(8)
+    name, allowed = secrets.token_hex(8), engine.vllm_config.model_config.max_logprobs
     more = {"kv_transfer_params": signer.signed(ticket, name)} if ticket else None
-    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=_TOP, extra_args=more)
+    top = _TOP if allowed < 0 else min(_TOP, allowed)  # below 0: as many as there are
+    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=top, extra_args=more)
     last = None
     async for output in engine.generate(
         TokensPrompt(prompt_token_ids=prompt, cache_salt=name), sampling, f"kvblend-{name}"

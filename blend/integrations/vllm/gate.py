@@ -14,6 +14,7 @@ from blend.integrations.vllm.check import reason_against
 from blend.integrations.vllm.lease import Lease
 from blend.integrations.vllm.local import LocalPrompts
 from blend.integrations.vllm.network import key_path_of
+from blend.integrations.vllm.outage import LeftAloneError, Outage
 from blend.integrations.vllm.questions import part_of, plain_model, wants_context
 from blend.integrations.vllm.rows_ticket import ready_for
 from blend.integrations.vllm.signature import Signer
@@ -24,6 +25,7 @@ from blend.serve.engine import ASKED_FOR
 _LOG = logging.getLogger("vllm.kvblend")
 _TIMEOUT = "KVBLEND_VLLM_TIMEOUT"
 _CHECK_S = 300.0
+_PASS_S = 5.0  # for who asks nothing of kvblend: until it says whether it has a part in the prompt
 
 
 class Rewritten(NamedTuple):
@@ -57,7 +59,7 @@ class Gate:
         self._key_path = key_path_of(options_of(config))
         self._rows = rows_options(config)
         self._local: LocalPrompts | None = None
-        self._down = False
+        self._outage = Outage()
         self._checked: dict[str, asyncio.Future[str]] = {}
 
     async def rewritten(self, body: dict[str, Any], path: str) -> Rewritten:
@@ -73,30 +75,42 @@ class Gate:
         if self._rows is not None:
             return await self._by_rows(part, plain, wanted, path)
         try:
-            async with asyncio.timeout(self._seconds):
-                found = await self._asked(part, plain, wanted, path)
-        except (wire.WireError, TimeoutError) as error:
-            self._warn(str(error) or f"the prefill process did not answer in {self._seconds:g} s")
+            with self._outage.watched():
+                async with asyncio.timeout(self._seconds):
+                    return await self._asked(part, plain, wanted, path)
+        except DoorError:
+            raise
+        except Exception as error:  # whatever it is, vLLM can answer
+            self._tell(error)
             if isinstance(error, _LostError):
                 return Rewritten(with_ids(plain, error.prompt, path) if wanted else plain)
             return await self._alone(part, plain, wanted, path)
-        self._works()
-        return found
+
+    def _tell(self, error: Exception) -> None:
+        if not isinstance(error, wire.WireError | TimeoutError):
+            _LOG.error("kvblend: a request could not be handed over", exc_info=error)
+        elif not isinstance(error, LeftAloneError):
+            self._outage.tell(str(error) or "the prefill process did not answer in time")
 
     async def _asked(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
-        lease = await Lease.take(self._socket, {"ask": part}, self._key_path)
+        lease: Lease | None = None
         try:
-            found = await self._followed(lease, plain, wanted, path)
+            async with asyncio.timeout(None if wanted else _PASS_S):
+                lease = await Lease.take(self._socket, {"ask": part}, self._key_path)
+                message = await lease.next()
+            found = await self._followed(lease, message, plain, wanted, path)
         except BaseException:
-            lease.close()
+            if lease is not None:
+                lease.close()
             raise
         if found.lease is None:
             lease.close()
         return found
 
-    async def _followed(self, lease: Lease, plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
-        """What the prefill process says of a question, up to the last word."""
-        message = await lease.next()
+    async def _followed(
+        self, lease: Lease, message: wire.Message, plain: dict[str, Any], wanted: bool, path: str
+    ) -> Rewritten:
+        """What the prefill process says of a question, from its first message up to the last word."""
         if "error" in message:
             status, words, code, param = message["error"]
             if status >= 500:
@@ -128,9 +142,9 @@ class Gate:
             if wanted:
                 raise DoorError(failure) from error
             if failure.status >= 500:
-                self._warn(f"passages in a prompt could not be looked for ({error})")
+                self._outage.tell(f"passages in a prompt could not be looked for ({error})")
             return Rewritten(plain)  # it may be right for vLLM
-        self._works()
+        self._outage.over()
         if found is None:
             return Rewritten(plain)
         figures = {"method": "rows"}
@@ -174,9 +188,11 @@ class Gate:
     async def _checking(self, model: str) -> str:
         try:
             reason = await self._compared()
-        except BaseException:
+        except (wire.WireError, TimeoutError, asyncio.CancelledError):
             del self._checked[model]  # another time, then
             raise
+        except Exception as error:  # vLLM would say the same again
+            reason = f"it could not be compared with vLLM's own ({error})"
         if reason:
             _LOG.error("kvblend: blended KV is not used: %s", reason)
         else:
@@ -186,17 +202,6 @@ class Gate:
     async def _compared(self) -> str:
         async with asyncio.timeout(_CHECK_S), await Lease.take(self._socket, {"check": True}, self._key_path) as lease:
             return await reason_against(self._engine, (await lease.next())["checks"], self._signer)
-
-    def _warn(self, why: str) -> None:
-        """One line an outage."""
-        if not self._down:
-            _LOG.warning("kvblend: %s; vLLM prefills by itself until it works again", why)
-        self._down = True
-
-    def _works(self) -> None:
-        if self._down:
-            _LOG.info("kvblend: prompts are blended again")
-        self._down = False
 
 
 def _seconds(text: str) -> float:
