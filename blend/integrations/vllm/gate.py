@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from blend.errors import ConfigError
@@ -47,11 +48,11 @@ class _LostError(wire.WireError):
 class Gate:
     """For one server process of vLLM; it is used in its event loop alone.
 
-    engine: vLLM's client of its own engine. Raises `ConfigError`.
+    engine: vLLM's client of its own engine. template: arguments that vLLM's chat template has by default. Raises `ConfigError`.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, template: Mapping[str, Any] | None = None) -> None:
+        self._engine, self._template = engine, template or {}
         self._socket = os.environ.get(wire.VARIABLE, wire.SOCKET)
         self._seconds = _seconds(os.environ.get(_TIMEOUT, "60"))
         config = getattr(engine, "vllm_config", None)
@@ -70,7 +71,7 @@ class Gate:
             raise refuse(f"{other} does not go together with documents or kvblend; leave one of them out", other)
         if other:
             return Rewritten(body)
-        part = part_of(body)
+        part = part_of(body, self._template)
         plain = plain_body(body) if wanted else body
         if self._rows is not None:
             return await self._by_rows(part, plain, wanted, path)

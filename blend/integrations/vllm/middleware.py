@@ -66,7 +66,9 @@ class KVBlend:
 
     def _gate_of(self, scope: Scope) -> Gate:
         if self._gate is None:
-            self._gate = Gate(scope["app"].state.engine_client)
+            state = scope["app"].state
+            template = getattr(getattr(state, "args", None), "default_chat_template_kwargs", None)
+            self._gate = Gate(state.engine_client, template)
         return self._gate
 
 
