@@ -37,6 +37,7 @@ from blend.integrations.vllm.rows_blender import RowBlender
 from blend.integrations.vllm.rows_cache import Place
 from blend.integrations.vllm.rows_stage import row_blender
 from blend.integrations.vllm.rows_ticket import ticket_of
+from blend.integrations.vllm.signature import Signer
 from blend.model.decoder import Decoder
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -101,7 +102,8 @@ class Proof:
     def decoded(self, tickets: bool, salt: str, some: list[PromptLayout] | None = None) -> list[list[int]]:
         """Greedy tokens of every prompt, or of some, by vLLM, blended or plain."""
         layouts = some or self.layouts
-        told = [{"kvblend": {"ticket": ticket_of(layout)}} for layout in layouts]
+        signer = Signer.of(self.llm.llm_engine.vllm_config)
+        told = [signer.signed(ticket_of(layout), f"{salt}{number}") for number, layout in enumerate(layouts)]
         extra = [{"kv_transfer_params": one} if tickets else None for one in told]
         given = self.llm.generate(
             [

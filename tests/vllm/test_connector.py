@@ -13,7 +13,9 @@ import torch
 from machines import free_port
 from tiny import Bench, bench, save_model
 
-from blend.integrations.vllm import network, offers
+from blend.integrations.vllm import network
+from blend.integrations.vllm.offers import Offers
+from blend.integrations.vllm.signature import Signer
 from blend.types import PromptLayout
 
 pytestmark = pytest.mark.inside_vllm
@@ -58,9 +60,15 @@ class Engine:
                 **more,
             },
         )
+        self._signer = Signer.of(self._llm.llm_engine.vllm_config)
+
+    def _given(self, given: Any, salt: str | None) -> dict[str, Any] | None:
+        """What the middleware would say of a ticket; whatever else a client says."""
+        told = self._signer.signed(given, salt or "") if isinstance(given, str) else given
+        return {"kv_transfer_params": told} if told else None
 
     def tokens(self, asked: Sequence[tuple[PromptLayout, Any, str | None]], count: int = COUNT) -> list[list[int]]:
-        """Greedy answers to prompts together, each with its kv_transfer_params and its cache salt."""
+        """Greedy answers to prompts together, each with its ticket, or other kv_transfer_params, and its cache salt."""
         return [list(output.outputs[0].token_ids) for output in self.outputs(asked, count)]
 
     def outputs(
@@ -79,10 +87,10 @@ class Engine:
                 max_tokens=count,
                 ignore_eos=True,
                 detokenize=False,
-                extra_args={"kv_transfer_params": given} if given else None,
+                extra_args=self._given(given, salt),
                 **sampling,
             )
-            for _, given, _ in asked
+            for _, given, salt in asked
         ]
         return list(self._llm.generate(prompts, parameters, use_tqdm=False))
 
@@ -184,10 +192,10 @@ def test_the_rule_is_what_keeps_plain_prompts_right(
 ) -> None:
     """Without a salt vLLM's prefix cache gives blended blocks to a plain prompt of the same tokens: a wrong answer."""
 
-    def without_rule(request: Any) -> str | None:
+    def without_rule(self: Offers, request: Any) -> str | None:
         return (request.kv_transfer_params or {}).get("kvblend", {}).get("ticket")
 
-    monkeypatch.setattr(offers, "ticket_of", without_rule)
+    monkeypatch.setattr(Offers, "ticket", without_rule)
     layout = held.layout(400, 6)
     blend = held.blended(layout, 0.15)
     plain, blended = held.full(layout, COUNT), held.greedy(blend, COUNT)
@@ -198,7 +206,7 @@ def test_the_rule_is_what_keeps_plain_prompts_right(
 def check_failures(held: Bench, engine: Engine) -> None:
     layouts = [held.layout(rows, 60 + rows) for rows in (129, 300)]
     full = [held.full(layout, COUNT) for layout in layouts]
-    gone = {"kvblend": {"ticket": "0" * 32}}
+    gone = "0" * 32
     assert engine.tokens([(layout, gone, salt()) for layout in layouts]) == full
     other = held.hold(held.blended(held.layout(300, 99), 0.15))
     assert engine.tokens([(layouts[1], other, salt())]) == full[1:]  # KV of another prompt
@@ -256,7 +264,12 @@ def test_log_probabilities_of_the_prompt_are_vllms_own(held: Bench, engine: Engi
 
 
 @pytest.mark.parametrize(
-    "nonsense", [{"kvblend": "/etc/passwd"}, {"kvblend": {"ticket": "../x"}}, {"kvblend": None}, {}]
+    "nonsense",
+    [
+        *({"kvblend": "/etc/passwd"}, {"kvblend": {"ticket": "../x"}}, {"kvblend": None}, {}),
+        *({"kvblend": {"ticket": "{}"}}, {"kvblend": {"ticket": "0" * 32, "signature": "0" * 64}}),
+        *(Signer(b"another").signed("{}", "salt"), "{}"),  # the last is signed: a ticket for a stage that is not there
+    ],
 )
 def test_parameters_that_are_no_tickets(held: Bench, engine: Engine, nonsense: Any) -> None:
     layout = held.layout(140, 7)

@@ -164,7 +164,7 @@ def test_documents_become_token_ids_a_ticket_and_a_salt(client: Client, prefill:
     assert set(body) == {"model", "messages", "max_tokens", "tool_choice", "cache_salt", "kv_transfer_params"}
     transfer = body["kv_transfer_params"]
     assert digest(transfer["prompt_token_ids"]) == digest(held[-1][0])
-    assert transfer["kvblend"] == {"ticket": held[-1][1]}
+    assert transfer["kvblend"]["ticket"] == held[-1][1]
     assert len(found["kvblend"]["sources"]) >= 3
     assert 0 < found["kvblend"]["figures"]["rows_computed"] < found["kvblend"]["figures"]["rows"]
     prefill.idle()  # given back with the reply
@@ -219,6 +219,7 @@ def test_what_is_not_ours_goes_through_as_it_came(client: Client) -> None:
         {"model": "tiny", "messages": [image]},
         {"model": "tiny", "messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
         {"model": "tiny", "messages": QUESTION, "prompt_logprobs": 0},
+        {"model": "tiny", "messages": QUESTION, "use_beam_search": True},
         {"model": "tiny", "messages": "nonsense"},
     ):
         assert client.asked({**body, "kv_transfer_params": {"kvblend": {"ticket": "0" * 32}}}) == body
@@ -230,6 +231,7 @@ def test_what_is_not_ours_goes_through_as_it_came(client: Client) -> None:
     ("wrong", "words"),
     [
         ({"prompt_logprobs": 0}, "prompt_logprobs does not go together"),
+        ({"use_beam_search": True}, "use_beam_search does not go together"),
         ({"documents": [{"text": 1}]}, "documents"),
         ({"documents": [{"id": "none"}]}, "no document has the id"),
         ({"kvblend": {"nonsense": 1}}, "unknown field kvblend.nonsense"),

@@ -10,12 +10,12 @@ from uuid import uuid4
 import pytest
 import torch
 
-from blend.integrations.vllm.contract import Load, LoadFailedError, ModelRefusedError
+from blend.integrations.vllm.contract import Load, ModelRefusedError
 from blend.integrations.vllm.rows_identity import Fingerprints
 from blend.integrations.vllm.rows_rope import from_table
 from blend.integrations.vllm.rows_scratch import Scratch, block_dimension
 from blend.integrations.vllm.rows_ticket import ticket_of, told_by
-from blend.integrations.vllm.stages import Stages, rows_options
+from blend.integrations.vllm.stages import Stages, is_apart, name_of, rows_options
 from blend.types import Part, PromptLayout
 
 LAYOUTS = {
@@ -128,12 +128,7 @@ class Mistaken(Filling):
 
 
 class Copying(Filling):
-    options = frozenset({"socket"})
-
-    def fill(self, load: Load) -> None:
-        if load.ticket.startswith("{"):
-            raise LoadFailedError("no such ticket")
-        super().fill(load)
+    apart, options = True, frozenset({"socket"})
 
 
 MADE: list[Filling] = []
@@ -161,9 +156,10 @@ def test_each_ticket_finds_its_stage_and_the_server_learns_that_there_are_two() 
         assert rows_options(site().config) is None, "another engine's"
         for ticket in (NAME, LAYOUT):
             stages.start(load(ticket))
+        stages.close()
         assert [one.filled for one in MADE] == [[NAME], [LAYOUT]]
         assert [one.given for one in MADE] == [{"socket": "@s"}, {"store": "s"}]
-        assert stages.done() == (set(), set(), set())
+        assert stages.done() == ({NAME[:4]}, set(), set())
     finally:
         stages.close()
     assert rows_options(place.config) is None
@@ -178,9 +174,24 @@ def test_a_model_that_is_refused_leaves_it_to_the_other_stage() -> None:
     assert rows_options(place.config) is None
     stages.start(load(NAME))
     stages.start(load(LAYOUT))  # nobody makes one; vLLM computes its rows
+    stages.close()
     assert MADE[0].filled == [NAME]
-    assert stages.done() == (set(), {LAYOUT[:4]}, {3, 4, 5})
+    assert stages.done() == ({NAME[:4]}, {LAYOUT[:4]}, {3, 4, 5})
     with pytest.raises(ModelRefusedError):
         Stages(place, {}, {"rows": Refusing})
     with pytest.raises(ValueError, match="no such store"):
         Stages(place, {}, {"copied": Copying, "rows": Mistaken})
+
+
+@pytest.mark.parametrize("made", [{"copied": Copying}, {"rows": Filling}, {"copied": Copying, "rows": Refusing}])
+@pytest.mark.parametrize("how", ["async", "sync"])
+def test_scheduler_and_workers_agree_on_what_is_filled_beside_the_batch(made: dict[str, Any], how: str) -> None:
+    """The scheduler ends when it hears of a request that it does not wait for, and waits for ever for one that is not told."""
+    options, place = {"load": how}, site()
+    for ticket in (NAME, LAYOUT, "{}"):
+        stages = Stages(place, options, made)
+        stages.start(load(ticket))
+        stages.close()
+        done = stages.done()
+        assert done.requests == ({ticket[:4]} if is_apart(made, options, ticket) else set())
+        assert bool(done.failed) == (made.get(name_of(ticket)) in (None, Refusing))

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -78,11 +77,11 @@ class Bench:
     def blended(self, layout: PromptLayout, ratio: float) -> Blend:
         return self.blender.prefill(layout, config=BlendConfig(ratio=ratio))
 
-    def hold(self, blend: Blend) -> dict[str, Any]:
-        """kv_transfer_params for it."""
+    def hold(self, blend: Blend) -> str:
+        """The ticket for it."""
         ticket = self.shelf.put(blend.cache, blend.layout.token_ids)
         self.kept.append(ticket)
-        return {"kvblend": {"ticket": ticket}}
+        return ticket
 
     def greedy(self, blend: Blend, count: int) -> list[int]:
         """What kvblend itself decodes."""

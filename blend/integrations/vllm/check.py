@@ -11,17 +11,17 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from blend.integrations.vllm.offers import PARAMETER
+from blend.integrations.vllm.signature import Signer
 
 NEARER = 10  # times; rounding of 16 bits is a hundred times nearer than wrong KV, other rotations are not nearer at all
 _TOP = 10
 
 
-async def reason_against(engine: Any, checks: Sequence[Mapping[str, Any]]) -> str:
+async def reason_against(engine: Any, checks: Sequence[Mapping[str, Any]], signer: Signer) -> str:
     """One line for why blended KV must not be used, or "". engine: vLLM's client of its own engine."""
     for number, check in enumerate(checks):
         own, right, wrong = await asyncio.gather(
-            *(_likeliest(engine, check["prompt"], ticket) for ticket in (None, check["right"], check["wrong"]))
+            *(_likeliest(engine, check["prompt"], ticket, signer) for ticket in (None, check["right"], check["wrong"]))
         )
         if distance(own, wrong) == 0:
             return (
@@ -36,14 +36,15 @@ async def reason_against(engine: Any, checks: Sequence[Mapping[str, Any]]) -> st
     return ""
 
 
-async def _likeliest(engine: Any, prompt: list[int], ticket: str | None) -> dict[int, float]:
+async def _likeliest(engine: Any, prompt: list[int], ticket: str | None, signer: Signer) -> dict[int, float]:
     """The likeliest next tokens and their log-probabilities."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    more = {"kv_transfer_params": {PARAMETER: {"ticket": ticket}}} if ticket else None
-    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=_TOP, extra_args=more)
-    name = secrets.token_hex(8)
+    name, allowed = secrets.token_hex(8), engine.vllm_config.model_config.max_logprobs
+    more = {"kv_transfer_params": signer.signed(ticket, name)} if ticket else None
+    top = _TOP if allowed < 0 else min(_TOP, allowed)  # below 0: as many as there are
+    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=top, extra_args=more)
     last = None
     async for output in engine.generate(
         TokensPrompt(prompt_token_ids=prompt, cache_salt=name), sampling, f"kvblend-{name}"

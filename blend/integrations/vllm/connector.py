@@ -19,8 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.model_executor.models.utils import extract_layer_index
 
 from blend.integrations.vllm.contract import Load, Site
-from blend.integrations.vllm.offers import Offers, ticket_of
+from blend.integrations.vllm.offers import Offers
 from blend.integrations.vllm.refusals import refuse
+from blend.integrations.vllm.signature import Signer
 from blend.integrations.vllm.stages import Stages, is_apart, stages_of
 
 
@@ -45,8 +46,9 @@ class FailedLoads(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
     """Blended KV for prompts of which a ticket says that there is some.
 
-    Options, in `kv_connector_extra_config`: socket, where the prefill process listens; load, "async" beside the batch, which is
-    the default, or "sync" before it; stage, who fills the blocks. Raises `ValueError`, in one line, for what it is not for.
+    Options, in `kv_connector_extra_config`: socket, where the prefill process listens; key, a file with the key between
+    machines; load, "async" beside the batch, which is the default, or "sync" before it; stage, who fills the blocks. Raises
+    `ValueError`, in one line, for what it is not for.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -54,7 +56,7 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
         refuse(vllm_config, kv_cache_config)
         self._options: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         self._made = stages_of(self._options)
-        self._offers = Offers()
+        self._offers = Offers(Signer.of(vllm_config))
         self._stages: Stages | None = None
         self._failed: set[str] = set()
         self._bad: set[int] = set()
@@ -64,7 +66,7 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """How many rows are offered, and whether they are loaded beside the batch."""
         rows = self._offers.rows(request, num_computed_tokens)
-        return rows, bool(rows) and is_apart(self._made, self._options, ticket_of(request) or "")
+        return rows, bool(rows) and is_apart(self._made, self._options, self._offers.ticket(request) or "")
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """An offer was taken up, or not."""

@@ -27,7 +27,7 @@ class CopiedKV:
     """
 
     apart = True
-    options = frozenset({"socket"})
+    options = frozenset({"socket", "key"})
 
     def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
         lacking = [name for name, layer in zip(site.names, site.layers, strict=True) if not _writes(layer)]
@@ -35,6 +35,7 @@ class CopiedKV:
             kind = type(site.layers[0].impl).__name__
             raise ValueError(f"kvblend: the attention backend {kind} has no do_kv_cache_update; choose another backend")
         self._site, self._socket = site, str(options.get("socket", wire.SOCKET))
+        self._key_path = str(options.get("key", ""))
         parallel = site.config.parallel_config
         self._processes, self._rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
         self._dtype = site.config.model_config.dtype
@@ -63,7 +64,7 @@ class CopiedKV:
     def _held(self, load: Load) -> Iterator[Iterator[KV]]:
         """What is held for a request, layer by layer: the rows of `load`, and the heads of this process."""
         where = load.start, load.stop, self._rank, self._processes
-        with wire.connect(self._socket, _SECONDS) as sock:
+        with wire.connect(self._socket, _SECONDS, self._key_path) as sock:
             if is_network(self._socket):
                 wire.send(sock, {"send": load.ticket, "rows": where[:2], "share": where[2:]})
                 told = self._told(wire.receive(sock)[0], load)

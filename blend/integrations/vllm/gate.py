@@ -6,29 +6,27 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 from blend.errors import ConfigError
 from blend.integrations.vllm import wire
+from blend.integrations.vllm.bodies import another_prompt, blended, plain_body, with_ids
 from blend.integrations.vllm.check import reason_against
 from blend.integrations.vllm.lease import Lease
 from blend.integrations.vllm.local import LocalPrompts
-from blend.integrations.vllm.offers import PARAMETER
+from blend.integrations.vllm.network import key_path_of
+from blend.integrations.vllm.outage import LeftAloneError, Outage
 from blend.integrations.vllm.questions import part_of, plain_model, wants_context
 from blend.integrations.vllm.rows_ticket import ready_for
-from blend.integrations.vllm.stages import rows_options
+from blend.integrations.vllm.signature import Signer
+from blend.integrations.vllm.stages import options_of, rows_options
 from blend.serve.door.errors import DoorError, Failure, failure_of, refuse, unavailable
 from blend.serve.engine import ASKED_FOR
 
 _LOG = logging.getLogger("vllm.kvblend")
 _TIMEOUT = "KVBLEND_VLLM_TIMEOUT"
 _CHECK_S = 300.0
-_OTHER_PROMPTS = (
-    *("continue_final_message", "chat_template", "echo", "prompt_logprobs", "mm_processor_kwargs", "suffix"),
-    *("prompt_embeds", "truncate_prompt_tokens", "reasoning_effort"),
-)
-"""Fields by which vLLM makes another prompt, or needs all of its rows: kvblend has no part in such a request."""
+_PASS_S = 5.0  # for who asks nothing of kvblend: until it says whether it has a part in the prompt
 
 
 class Rewritten(NamedTuple):
@@ -50,55 +48,70 @@ class _LostError(wire.WireError):
 class Gate:
     """For one server process of vLLM; it is used in its event loop alone.
 
-    engine: vLLM's client of its own engine.
+    engine: vLLM's client of its own engine. template: arguments that vLLM's chat template has by default. Raises `ConfigError`.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, template: Mapping[str, Any] | None = None) -> None:
+        self._engine, self._template = engine, template or {}
         self._socket = os.environ.get(wire.VARIABLE, wire.SOCKET)
         self._seconds = _seconds(os.environ.get(_TIMEOUT, "60"))
-        self._rows = rows_options(getattr(engine, "vllm_config", None))
+        config = getattr(engine, "vllm_config", None)
+        self._signer = Signer.of(config)
+        self._key_path = key_path_of(options_of(config))
+        self._rows = rows_options(config)
         self._local: LocalPrompts | None = None
-        self._down = False
+        self._outage = Outage()
         self._checked: dict[str, asyncio.Future[str]] = {}
 
     async def rewritten(self, body: dict[str, Any], path: str) -> Rewritten:
         """What vLLM is to be asked instead. Raises `DoorError`."""
         wanted = wants_context(body)
-        other = _another_prompt(body, path)
+        other = another_prompt(body, path)
         if other and wanted:
             raise refuse(f"{other} does not go together with documents or kvblend; leave one of them out", other)
         if other:
             return Rewritten(body)
-        part = part_of(body)
-        plain = _plain(body) if wanted else body
+        part = part_of(body, self._template)
+        plain = plain_body(body) if wanted else body
         if self._rows is not None:
             return await self._by_rows(part, plain, wanted, path)
         try:
-            async with asyncio.timeout(self._seconds):
-                found = await self._asked(part, plain, wanted, path)
-        except (wire.WireError, TimeoutError) as error:
-            self._warn(str(error) or f"the prefill process did not answer in {self._seconds:g} s")
+            with self._outage.watched():
+                async with asyncio.timeout(self._seconds):
+                    return await self._asked(part, plain, wanted, path)
+        except DoorError:
+            raise
+        except Exception as error:  # whatever it is, vLLM can answer
+            self._tell(error)
             if isinstance(error, _LostError):
-                return Rewritten(_with_ids(plain, error.prompt, path) if wanted else plain)
+                return Rewritten(with_ids(plain, error.prompt, path) if wanted else plain)
             return await self._alone(part, plain, wanted, path)
-        self._works()
-        return found
+
+    def _tell(self, error: Exception) -> None:
+        if not isinstance(error, wire.WireError | TimeoutError):
+            _LOG.error("kvblend: a request could not be handed over", exc_info=error)
+        elif not isinstance(error, LeftAloneError):
+            self._outage.tell(str(error) or "the prefill process did not answer in time")
 
     async def _asked(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
-        lease = await Lease.take(self._socket, {"ask": part})
+        lease: Lease | None = None
         try:
-            found = await self._followed(lease, plain, wanted, path)
+            async with asyncio.timeout(None if wanted else _PASS_S):
+                lease = await Lease.take(self._socket, {"ask": part}, self._key_path)
+                message = await lease.next()
+            found = await self._followed(lease, message, plain, wanted, path)
         except BaseException:
-            lease.close()
+            if lease is not None:
+                lease.close()
             raise
         if found.lease is None:
             lease.close()
         return found
 
-    async def _followed(self, lease: Lease, plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
-        """What the prefill process says of a question, up to the last word."""
-        message = await lease.next()
+    async def _followed(
+        self, lease: Lease, message: wire.Message, plain: dict[str, Any], wanted: bool, path: str
+    ) -> Rewritten:
+        """What the prefill process says of a question, from its first message up to the last word."""
         if "error" in message:
             status, words, code, param = message["error"]
             if status >= 500:
@@ -107,7 +120,7 @@ class Gate:
                 return Rewritten(plain)  # it may be right for vLLM
             raise DoorError(Failure(status, words, code, param))
         if "pass" in message:
-            return Rewritten(_with_model(plain) if wanted else plain)
+            return Rewritten(plain)
         ids, against = message["prompt"], await self._reason_against(message["model"])
         try:
             message = await lease.next()
@@ -118,8 +131,8 @@ class Gate:
             if not wanted:
                 return Rewritten(plain)
             figures = {**told.get("figures", {}), "reason": "refused" if against else message["plain"]}
-            return Rewritten(_with_ids(plain, ids, path), {**told, "figures": figures})
-        return Rewritten(_blended(plain, ids, message["ready"], path), told, lease)
+            return Rewritten(with_ids(plain, ids, path), {**told, "figures": figures})
+        return Rewritten(blended(plain, ids, message["ready"], path, self._signer), told, lease)
 
     async def _by_rows(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
         """VLLM's own model blends."""
@@ -130,9 +143,9 @@ class Gate:
             if wanted:
                 raise DoorError(failure) from error
             if failure.status >= 500:
-                self._warn(f"passages in a prompt could not be looked for ({error})")
+                self._outage.tell(f"passages in a prompt could not be looked for ({error})")
             return Rewritten(plain)  # it may be right for vLLM
-        self._works()
+        self._outage.over()
         if found is None:
             return Rewritten(plain)
         figures = {"method": "rows"}
@@ -140,9 +153,9 @@ class Gate:
             figures = {"method": "full", "reason": "" if found.reason == ASKED_FOR else found.reason}
         told = {"sources": list(found.sources), "figures": figures}
         if found.reason:
-            return Rewritten(_with_ids(plain, list(found.layout.token_ids), path) if wanted else plain, told)
+            return Rewritten(with_ids(plain, list(found.layout.token_ids), path) if wanted else plain, told)
         ready = ready_for(found.layout, found.corpus, found.generation)
-        return Rewritten(_blended(plain, list(found.layout.token_ids), ready, path), told)
+        return Rewritten(blended(plain, list(found.layout.token_ids), ready, path, self._signer), told)
 
     async def _alone(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
         """Without the prefill process, which is away."""
@@ -160,7 +173,7 @@ class Gate:
         if found is None:
             return Rewritten(plain)
         told = {"sources": [], "figures": {"method": "full", "reason": "no prefill process"}}
-        return Rewritten(_with_ids(plain, list(found.layout.token_ids), path), told)
+        return Rewritten(with_ids(plain, list(found.layout.token_ids), path), told)
 
     def _prompts(self) -> LocalPrompts:
         if self._local is None:
@@ -176,9 +189,11 @@ class Gate:
     async def _checking(self, model: str) -> str:
         try:
             reason = await self._compared()
-        except BaseException:
+        except (wire.WireError, TimeoutError, asyncio.CancelledError):
             del self._checked[model]  # another time, then
             raise
+        except Exception as error:  # vLLM would say the same again
+            reason = f"it could not be compared with vLLM's own ({error})"
         if reason:
             _LOG.error("kvblend: blended KV is not used: %s", reason)
         else:
@@ -186,72 +201,8 @@ class Gate:
         return reason
 
     async def _compared(self) -> str:
-        async with asyncio.timeout(_CHECK_S), await Lease.take(self._socket, {"check": True}) as lease:
-            return await reason_against(self._engine, (await lease.next())["checks"])
-
-    def _warn(self, why: str) -> None:
-        """One line an outage."""
-        if not self._down:
-            _LOG.warning("kvblend: %s; vLLM prefills by itself until it works again", why)
-        self._down = True
-
-    def _works(self) -> None:
-        if self._down:
-            _LOG.info("kvblend: prompts are blended again")
-        self._down = False
-
-
-def _another_prompt(body: Mapping[str, Any], path: str) -> str:
-    """The field by which this request is not ours to put together, or ""."""
-    for name in _OTHER_PROMPTS:
-        if body.get(name) is not None and body[name] is not False:
-            return name
-    if body.get("add_generation_prompt") is False:
-        return "add_generation_prompt"
-    if body.get("tools") and body.get("tool_choice") == "none":
-        return "tool_choice"
-    if path.endswith("/chat/completions"):
-        messages = body.get("messages")
-        return "" if isinstance(messages, list) and all(map(_is_text, messages)) else "messages"
-    return "" if isinstance(body.get("prompt"), str) else "prompt"
-
-
-def _is_text(message: Any) -> bool:
-    """Whether a message is one of a conversation in words."""
-    if not isinstance(message, dict) or message.get("role") not in ("system", "developer", "user", "assistant"):
-        return False
-    if set(message) - {"role", "content"} and any(message[name] for name in set(message) - {"role", "content"}):
-        return False
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    return all(
-        isinstance(one, dict) and one.get("type") == "text" and isinstance(one.get("text"), str) for one in parts
-    )
-
-
-def _plain(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Without our fields."""
-    return _with_model({name: value for name, value in body.items() if name not in ("documents", "kvblend")})
-
-
-def _with_model(body: Mapping[str, Any]) -> dict[str, Any]:
-    named = {"model": plain_model(body["model"])} if isinstance(body.get("model"), str) else {}
-    return {**body, **named}
-
-
-def _with_ids(body: Mapping[str, Any], ids: list[int], path: str) -> dict[str, Any]:
-    """The same with a prompt of these tokens."""
-    if path.endswith("/chat/completions"):
-        return {**body, "kv_transfer_params": {"prompt_token_ids": ids}}
-    return {**body, "prompt": ids}
-
-
-def _blended(body: Mapping[str, Any], ids: list[int], ready: Mapping[str, str], path: str) -> dict[str, Any]:
-    """The same over blended KV, which nothing else in vLLM's prefix cache may be taken for."""
-    salt = sha256(f"{ready['salt']}/{body.get('cache_salt') or ''}".encode()).hexdigest()
-    found = _with_ids(body, ids, path)
-    transfer = {**found.get("kv_transfer_params", {}), PARAMETER: {"ticket": ready["ticket"]}}
-    return {**found, "cache_salt": salt, "kv_transfer_params": transfer}
+        async with asyncio.timeout(_CHECK_S), await Lease.take(self._socket, {"check": True}, self._key_path) as lease:
+            return await reason_against(self._engine, (await lease.next())["checks"], self._signer)
 
 
 def _seconds(text: str) -> float:

@@ -18,9 +18,9 @@ class Lease:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def take(cls, name: str, message: wire.Message) -> Lease:
-        """Connect, and say what is wanted. Raises `WireError`."""
-        sock = await asyncio.to_thread(wire.connect, name, _CONNECT_S)
+    async def take(cls, name: str, message: wire.Message, key_path: str = "") -> Lease:
+        """Connect, and say what is wanted; key_path: see `network.shared_key`. Raises `WireError`."""
+        sock = await asyncio.to_thread(wire.connect, name, _CONNECT_S, key_path)
         sock.setblocking(False)
         opened = asyncio.open_connection if is_network(name) else asyncio.open_unix_connection
         lease = cls(*await opened(sock=sock))

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blend.integrations.vllm.gate import Gate, Rewritten
 from blend.integrations.vllm.replies import Telling
-from blend.serve.door.errors import DoorError, Failure, failure_of
+from blend.serve.door.errors import DoorError, Failure, failure_of, refuse
 
 _LOG = logging.getLogger("vllm.kvblend")
 _PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -32,14 +32,18 @@ class KVBlend:
         self._gate: Gate | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, its body rewritten."""
-        kind = dict(scope.get("headers", ())).get(b"content-type", b"")
-        if scope["type"] != "http" or scope["method"] != "POST" or kind.startswith(b"multipart/"):
+        """Let a request through, its body rewritten. At the server's start, see that the settings are right."""
+        if scope["type"] == "lifespan":
+            await self._start(scope, receive, send)
+            return
+        kinds = _content_types(scope)
+        if scope["type"] == "http" and len(kinds) > 1:  # which of them counts is not to depend on who reads
+            await refuse("a request has one header content-type, not several").failure.response(scope, receive, send)
+            return
+        if scope["type"] != "http" or scope["method"] != "POST" or kinds[0].startswith("multipart/"):
             await self._app(scope, receive, send)
             return
-        if self._gate is None:
-            self._gate = Gate(scope["app"].state.engine_client)
-        exchange = Exchange(self._gate, scope["path"].removeprefix(scope.get("root_path", "")), receive, send)
+        exchange = Exchange(self._gate_of(scope), scope, receive, send)
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         try:
             await self._app({**scope, "headers": headers}, exchange.receive, exchange.send)
@@ -51,12 +55,29 @@ class KVBlend:
         if exchange.failure is not None:
             await exchange.failure.response(scope, receive, send)
 
+    async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._gate_of(scope)
+        except Exception as error:
+            await receive()
+            await send({"type": "lifespan.startup.failed", "message": f"kvblend: {error}"})
+            return
+        await self._app(scope, receive, send)
+
+    def _gate_of(self, scope: Scope) -> Gate:
+        if self._gate is None:
+            state = scope["app"].state
+            template = getattr(getattr(state, "args", None), "default_chat_template_kwargs", None)
+            self._gate = Gate(state.engine_client, template)
+        return self._gate
+
 
 class Exchange:
     """One request and its reply. failure: set where we refuse it; nothing of vLLM's own reply is sent then."""
 
-    def __init__(self, gate: Gate, path: str, receive: Receive, send: Send) -> None:
-        self._gate, self._path, self._receive, self._send = gate, path, receive, send
+    def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
+        self._gate, self._receive, self._send = gate, receive, send
+        self._path, self._kind = scope["path"].removeprefix(scope.get("root_path", "")), _content_types(scope)[0]
         self._begun = False
         self._next: asyncio.Future[Message] | None = None
         self._found = Rewritten({})
@@ -97,16 +118,21 @@ class Exchange:
             raw += message.get("body", b"")
             if not message.get("more_body", False):
                 break
-        body = _object(bytes(raw))
-        if body is None:
-            return {"type": "http.request", "body": bytes(raw), "more_body": False}
-        strip(body)
-        if self._path in _PATHS:
-            gone = await self._rewrite(body)
-            if gone is not None:
-                return gone
-            body = self._found.body
-        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+        try:
+            body = _object(bytes(raw), self._kind)
+            if body is None:
+                return {"type": "http.request", "body": bytes(raw), "more_body": False}
+            strip(body)
+            if self._path in _PATHS:
+                gone = await self._rewrite(body)
+                if gone is not None:
+                    return gone
+                body = self._found.body
+            return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+        except RecursionError:
+            raise self._failed(refuse("the body is nested too deeply")) from None
+        except DoorError as error:
+            raise self._failed(error) from None
 
     async def _rewrite(self, body: dict[str, Any]) -> Message | None:
         """Have the body rewritten; what the client did instead of waiting for it, if he left."""
@@ -122,14 +148,19 @@ class Exchange:
             return self._next.result()
         try:
             self._found = work.result()
+        except DoorError:
+            raise
         except Exception as error:
-            if not isinstance(error, DoorError):
-                _LOG.error("kvblend: a request could not be rewritten", exc_info=True)
-            self.failure = failure_of(error)
-            raise HTTPException(self.failure.status) from None
+            _LOG.error("kvblend: a request could not be rewritten", exc_info=True)
+            raise DoorError(failure_of(error)) from error
         if self._found.told is not None:
             self._telling = Telling(self._found.told)
         return None
+
+    def _failed(self, error: DoorError) -> HTTPException:
+        """For vLLM, so that it goes no further; what it makes of it is not sent."""
+        self.failure = error.failure
+        return HTTPException(error.failure.status)
 
 
 def strip(body: dict[str, Any]) -> None:
@@ -140,10 +171,22 @@ def strip(body: dict[str, Any]) -> None:
             strip(held)
 
 
-def _object(raw: bytes) -> dict[str, Any] | None:
-    """The JSON object that a body is, as vLLM reads it; None for anything else."""
+def _content_types(scope: Scope) -> list[str]:
+    """Of all headers of this name, at least one."""
+    found = [value for name, value in scope.get("headers", ()) if name == b"content-type"]
+    return [value.decode("latin-1").lower().strip() for value in found] or [""]
+
+
+def _object(raw: bytes, kind: str) -> dict[str, Any] | None:
+    """The JSON object that a body of this content type is, as vLLM reads it; None for what is none, which goes through.
+
+    Raises `DoorError` for a body that should be JSON and cannot be read, and `RecursionError`: what we cannot read we cannot
+    clean, and vLLM might read it after all.
+    """
     try:
         body = json.loads(raw)
-    except (ValueError, RecursionError):
+    except ValueError:
+        if raw.strip() and "json" in kind.partition(";")[0]:
+            raise refuse("the body is no JSON") from None
         return None
     return body if isinstance(body, dict) else None

@@ -11,8 +11,9 @@ import os
 import secrets
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
+from typing import Any
 from urllib.parse import urlsplit
 
 from blend.errors import ConfigError
@@ -48,12 +49,19 @@ def place_of(name: str) -> tuple[str, int]:
     raise ConfigError(f"{name} is no place on a network: write tcp://HOST:PORT")
 
 
-def shared_key() -> bytes:
-    """The key, out of the file that the environment names. Raises `ConfigError`."""
-    path = os.environ.get(KEY_VARIABLE, "")
+def key_path_of(options: Mapping[str, Any]) -> str:
+    """The file with the key that the connector's options name, or else the environment; "" where neither does."""
+    return str(options.get("key") or os.environ.get(KEY_VARIABLE, ""))
+
+
+def shared_key(path: str = "") -> bytes:
+    """The key, out of this file, or else of the one that the environment names. Raises `ConfigError`."""
+    path = path or key_path_of({})
     if not path:
         raise ConfigError(
-            f"between machines a key is needed: name a file that holds it in {KEY_VARIABLE}, on each of them"
+            f"between machines a key is needed: name a file that holds it in {KEY_VARIABLE}, or as key in "
+            "kv_connector_extra_config, on each of them; Ray's workers are given the variable only with "
+            "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVBLEND_"
         )
     with warnings.catch_warnings(action="ignore"):  # who may read it is told where the process starts
         return read_store_key(path)
@@ -88,10 +96,10 @@ def tend(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def prove(sock: socket.socket, exactly: Exactly) -> None:
+def prove(sock: socket.socket, exactly: Exactly, key_path: str = "") -> None:
     """Of the end that connected. Raises `StrangerError`, `ConfigError`, and as `exactly` does."""
     tend(sock)
-    key, theirs, mine = shared_key(), exactly(_NONCE), secrets.token_bytes(_NONCE)
+    key, theirs, mine = shared_key(key_path), exactly(_NONCE), secrets.token_bytes(_NONCE)
     sock.sendall(mine + _proof(key, b"asks", theirs, mine))
     if not hmac.compare_digest(exactly(_PROOF), _proof(key, b"answers", theirs, mine)):
         raise StrangerError("it does not know the key")

@@ -2,49 +2,62 @@
 
 from __future__ import annotations
 
-import re
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from blend.integrations.vllm.contract import Load
+from blend.integrations.vllm.signature import PARAMETER, Signer
 
-PARAMETER = "kvblend"  # ours in a request's kv_transfer_params
-_TICKET = re.compile(r"[0-9a-f]{32}|\{.*\}")  # a name, or a layout; only our own server lets them through
-
-
-def ticket_of(request: Any) -> str | None:
-    """The ticket that a request carries, or None where blended KV must not be used for it.
-
-    A request without a cache salt would leave blended blocks to others in the prefix cache. Log-probabilities of the prompt
-    need all of its rows' outputs.
-    """
-    given = (request.kv_transfer_params or {}).get(PARAMETER)
-    ticket = given.get("ticket") if isinstance(given, dict) else None
-    sampling = request.sampling_params
-    fits = request.cache_salt and request.lora_request is None and request.prompt_token_ids is not None
-    whole = sampling is None or sampling.prompt_logprobs is not None
-    return ticket if isinstance(ticket, str) and _TICKET.fullmatch(ticket) and fits and not whole else None
+_LOG = logging.getLogger("vllm.kvblend")
 
 
 class Offers:
     """All requests' offers, in the scheduler's one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, signer: Signer) -> None:
+        self._signer = signer
+        self._warned = False
         self._failed: set[str] = set()
         self._pending: list[Load] = []
+
+    def ticket(self, request: Any) -> str | None:
+        """The ticket that a request carries, or None where blended KV must not be used for it.
+
+        A request without a cache salt would leave blended blocks to others in the prefix cache. Log-probabilities of the
+        prompt need all of its rows' outputs.
+        """
+        given = request.kv_transfer_params
+        given = given.get(PARAMETER) if isinstance(given, dict) else None
+        sampling = request.sampling_params
+        fits = request.cache_salt and request.lora_request is None and request.prompt_token_ids is not None
+        whole = sampling is None or sampling.prompt_logprobs is not None
+        if not isinstance(given, dict) or not fits or whole:
+            return None
+        ticket = self._signer.ticket(given, request.cache_salt)
+        self._told(known=ticket is not None)
+        return ticket
+
+    def _told(self, *, known: bool) -> None:
+        if not (known or self._warned):  # one line until there is a good one again
+            _LOG.warning(
+                "kvblend: a ticket is refused that was not given out by the middleware of this vLLM; if none is taken up, give "
+                "server and engine the same key (KVBLEND_VLLM_KEY, or key in kv_connector_extra_config)"
+            )
+        self._warned = not known
 
     def rows(self, request: Any, computed: int) -> int:
         """How many rows behind those that vLLM has are offered: all of the prompt but the last.
 
         Asked again after a preemption the answer is the same; after a load that failed there is nothing any more.
         """
-        if ticket_of(request) is None or request.request_id in self._failed:
+        if self.ticket(request) is None or request.request_id in self._failed:
             return 0
         return max(0, int(request.num_prompt_tokens) - 1 - computed)
 
     def allocated(self, request: Any, blocks: Sequence[int], rows: int) -> None:
         """VLLM has taken up an offer."""
-        ticket = ticket_of(request)
+        ticket = self.ticket(request)
         if rows <= 0 or ticket is None:
             return
         stop = request.num_prompt_tokens - 1

@@ -19,11 +19,19 @@ CORPUS = "+corpus"  # behind a model's name, and a name of a corpus behind that
 _OURS = ("messages", "prompt", "documents", "kvblend", "model")
 
 
-def part_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a body that vLLM's server was sent, what is to be blended by."""
+def part_of(body: Mapping[str, Any], template: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Of a body that vLLM's server was sent, what is to be blended by.
+
+    template: arguments of the chat template that the server has by default. As in vLLM, one that a request leaves open with
+    None or "auto" is the server's.
+    """
     part = {name: body[name] for name in _OURS if body.get(name) is not None}
     tools = {"tools": body["tools"]} if body.get("tools") else {}
-    return {**part, "template": {**(body.get("chat_template_kwargs") or {}), **tools}}
+    given = body.get("chat_template_kwargs")
+    given = given if isinstance(given, dict) else {}  # anything else is refused by vLLM
+    if template:
+        given = {**template, **{name: value for name, value in given.items() if value not in (None, "auto")}}
+    return {**part, "template": {**given, **tools}}
 
 
 def wants_context(body: Mapping[str, Any]) -> bool:

@@ -15,11 +15,15 @@ def refuse(config: Any, cache: Any) -> None:
 def _reasons(config: Any, cache: Any) -> dict[str, bool]:
     model, parallel, transfer = config.model_config, config.parallel_config, config.kv_transfer_config
     groups = cache.kv_cache_groups if cache is not None else ()
-    kinds = {type(group.kv_cache_spec).__name__ for group in groups}
+    specs = [group.kv_cache_spec for group in groups]
+    kinds = {type(spec).__name__ for spec in specs}
     widths = {getattr(parallel, name, 1) for name in ("decode_context_parallel_size", "prefill_context_parallel_size")}
     return {
         "models with latent attention (MLA) are not supported; serve this one without the connector": model.use_mla,
         "LoRA adapters are not supported: start vLLM without --enable-lora": config.lora_config is not None,
+        "models with sliding windows or chunked attention are not supported; serve this one without the connector": any(
+            map(_windowed, specs)
+        ),
         "models with several kinds of KV cache are not supported; serve this one without the connector": len(groups) > 1
         or not kinds <= {"FullAttentionSpec"},
         "encoder-decoder models are not supported; serve this one without the connector": model.is_encoder_decoder,
@@ -34,3 +38,8 @@ def _reasons(config: Any, cache: Any) -> dict[str, bool]:
         'give "kv_load_failure_policy": "recompute" in --kv-transfer-config: else an outage of the prefill process ends '
         "requests": transfer.kv_load_failure_policy != "recompute",
     }
+
+
+def _windowed(spec: Any) -> bool:
+    """Whether a layer sees part of the prompt alone: without its hybrid cache manager vLLM gives it a full layer's cache."""
+    return any(getattr(spec, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))

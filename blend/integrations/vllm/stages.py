@@ -9,17 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from hashlib import sha256
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from blend.errors import ConfigError
 from blend.integrations.vllm import wire
-from blend.integrations.vllm.contract import ModelRefusedError
+from blend.integrations.vllm.contract import LoadFailedError, ModelRefusedError
 from blend.integrations.vllm.loads import Done, Loads
 from blend.integrations.vllm.rows_ticket import is_layout
 
 if TYPE_CHECKING:
-    from blend.integrations.vllm.contract import Load, MakeStage, Site
+    from blend.integrations.vllm.contract import Load, MakeStage, Site, Stage
 
 STAGES = {
     "copied": "blend.integrations.vllm.copied:CopiedKV",
@@ -27,7 +28,7 @@ STAGES = {
 }
 """Where each stage is made, by the name that the option "stage" gives."""
 AUTO = "auto"
-_OPTIONS = {"stage", "load"}
+_OPTIONS = {"stage", "load", "key"}
 _SECONDS = 5.0
 _LOG = logging.getLogger("vllm.kvblend")
 
@@ -58,34 +59,56 @@ def name_of(ticket: str) -> str:
 
 
 def is_apart(stages: Mapping[str, MakeStage], options: Mapping[str, Any], ticket: str) -> bool:
-    """Whether the blocks of a request with this ticket are filled beside the batch."""
-    make = stages.get(name_of(ticket))
+    """Whether the blocks of a request with this ticket are filled beside the batch, in scheduler and workers alike."""
+    return _is_apart(stages, options, name_of(ticket))
+
+
+def _is_apart(stages: Mapping[str, MakeStage], options: Mapping[str, Any], name: str) -> bool:
+    make = stages.get(name)
     return make is not None and make.apart and options.get("load") != "sync"
+
+
+class _Lacking:
+    """Stands where a worker has no stage for a ticket: vLLM computes its rows."""
+
+    apart, options = False, frozenset[str]()
+
+    def fill(self, load: Load) -> None:
+        raise LoadFailedError(f"stage {name_of(load.ticket)}, which a ticket is for, is not there")
+
+    def rest(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class Stages:
     """The stages of one worker process, used by the engine's thread alone. Raises `ValueError` where none works."""
 
     def __init__(self, site: Site, options: Mapping[str, Any], made: Mapping[str, MakeStage]) -> None:
-        self._loads: dict[str, Loads] = {}
+        stages = {name: self._stage(site, options, make, only=len(made) == 1) for name, make in made.items()}
+        self._loads = {
+            name: Loads(stages.get(name) or _Lacking(), site.block_size, apart=_is_apart(made, options, name))
+            for name in STAGES
+        }
         self._beacon = None
-        for name, make in made.items():
-            try:
-                stage = make(site, {key: value for key, value in options.items() if key in make.options})
-            except ModelRefusedError as error:
-                if len(made) == 1:
-                    raise
-                _LOG.warning("%s, which is done now", error)
-            else:
-                apart = make.apart and options.get("load") != "sync"
-                self._loads[name] = Loads(stage, site.block_size, apart=apart)
-        if len(made) > 1 and "rows" in self._loads:
+        if len(made) > 1 and stages.get("rows") is not None:
             self._beacon = wire.bind(_beacon(site.config))
             self._beacon.listen(wire.BACKLOG)
 
+    def _stage(self, site: Site, options: Mapping[str, Any], make: MakeStage, *, only: bool) -> Stage | None:
+        try:
+            return make(site, {key: value for key, value in options.items() if key in make.options})
+        except ModelRefusedError as error:
+            if only:
+                raise
+            _LOG.warning("%s, which is done now", error)
+            return None
+
     def start(self, load: Load) -> None:
-        """Have its blocks filled, now or beside."""
-        self._loads.get(name_of(load.ticket), next(iter(self._loads.values()))).start(load)
+        """Have its blocks filled, now or beside, by the stage that its ticket is for; a stage that there is not fails."""
+        self._loads[name_of(load.ticket)].start(load)
 
     def rest(self) -> None:
         """A step without loads begins."""
@@ -110,10 +133,15 @@ class Stages:
             self._beacon.close()
 
 
+def options_of(config: Any) -> Mapping[str, Any]:
+    """The connector's options in a `VllmConfig`."""
+    transfer = getattr(config, "kv_transfer_config", None)
+    return {} if transfer is None else transfer.kv_connector_extra_config or {}
+
+
 def rows_options(config: Any) -> Mapping[str, Any] | None:
     """The connector's options in a vLLM that blends with its own model; None for any other. config: its `VllmConfig`."""
-    transfer = getattr(config, "kv_transfer_config", None)
-    options: Mapping[str, Any] = {} if transfer is None else transfer.kv_connector_extra_config or {}
+    options = options_of(config)
     stage = options.get("stage")
     if stage == AUTO:
         with suppress(wire.WireError), wire.connect(_beacon(config), _SECONDS):
@@ -123,8 +151,8 @@ def rows_options(config: Any) -> Mapping[str, Any] | None:
 
 
 def _beacon(config: Any) -> str:
-    """A name that only this engine's processes know."""
+    """A name that only this engine's processes know; it shows nothing of the id, by which tickets are signed."""
     engine = config.kv_transfer_config.engine_id
     if not engine:
         raise ConfigError("kvblend: this engine has no id; choose stage rows or copied")
-    return f"@kvblend-rows-{engine}"
+    return f"@kvblend-rows-{sha256(engine.encode()).hexdigest()[:32]}"

@@ -84,13 +84,13 @@ def close(place: socket.socket, name: str) -> None:
     place.close()
 
 
-def connect(name: str, seconds: float) -> socket.socket:
-    """A connection on which nothing may take longer than this. Raises `WireError`."""
+def connect(name: str, seconds: float, key_path: str = "") -> socket.socket:
+    """A connection on which nothing may take longer than this; key_path: see `network.shared_key`. Raises `WireError`."""
     sock: socket.socket | None = None
     try:
         if network.is_network(name):
             sock = network.connected(name, seconds)
-            network.prove(sock, partial(_exactly, sock))
+            network.prove(sock, partial(_exactly, sock), key_path)
         else:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.settimeout(seconds)
