@@ -33,6 +33,7 @@ def serve(given: dict[str, Any], tenants: Tenants) -> None:
         answer_tokens=given["max_new_tokens"],
         top_k=given["top_k"],
         any_host=given["no_api_key"],
+        origins=given["allow_origin"],
     )
     with listen(given["host"], given["port"]) as place:
         log_to_stderr(requests=not given["quiet"])

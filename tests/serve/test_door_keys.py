@@ -52,22 +52,6 @@ def test_metrics_are_for_the_operator(locked: Served) -> None:
     assert [status(key) for key in ("common", "anns", "none")] == [200, 403, 401]
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"origin": "https://evil.example"}, 403),
-        ({"origin": "null"}, 403),
-        ({"host": "evil.example"}, 403),
-        ({"host": "127.0.0.1.evil.example:80"}, 403),
-        ({"host": "localhost:80"}, 200),
-        ({"host": "[::1]:80"}, 200),
-    ],
-)
-def test_pages_of_other_sites_do_not_come_in(served: Served, headers: dict[str, str], status: int) -> None:
-    assert post(served, **headers).status_code == status
-    assert post(served, origin=served.url).status_code == 200
-
-
 def test_a_file_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# who may\nfirst\n\nsecond ann # hers\n  third\tbob\n")

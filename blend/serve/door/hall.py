@@ -24,7 +24,7 @@ class DoorLimits:
     upload_bytes, upload_s: of a request that adds documents. corpora: of one tenant. answer_tokens, top_k: of an answer, and
     of chunks to retrieve, where the request does not say. body_s: seconds in which a body must have come. keep_alive_s: after
     so many seconds of silence a stream gets a comment, so that nobody between takes it for dead. any_host: whether who
-    brings no key may call the server by any name.
+    brings no key may call the server by any name. origins: of other sites whose pages may ask, as browsers write them.
     """
 
     body_bytes: int = 16 << 20
@@ -38,6 +38,7 @@ class DoorLimits:
     body_s: float = 60.0
     keep_alive_s: float = 10.0
     any_host: bool = False
+    origins: tuple[str, ...] = ()
 
 
 @dataclass
