@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -29,14 +30,16 @@ class ClosingError(Exception):
 
 @dataclass(eq=False)
 class Task:
-    """An upload on its way into the index. upload: without its bytes. error: why it did not get there."""
+    """An upload on its way into the index. upload: without its bytes. done: has the error of one that did not get there."""
 
     number: int
     upload: Upload
     nbytes: int
     state: DocumentState = "queued"
-    error: Exception | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Future[None] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.done.set_running_or_notify_cancel()  # from here on nobody who waits for it can cancel it
 
 
 class CorpusWorker:
@@ -247,7 +250,9 @@ class CorpusWorker:
         with self.changed:
             if error is None and leaving:
                 self.failed = {one: reason for one, reason in self.failed.items() if not part_of(one, name)}
-            task.error = error
             self.tasks.remove(task)
             self.changed.notify_all()
-        task.done.set()
+        if error is None:
+            task.done.set_result(None)
+        else:
+            task.done.set_exception(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from anyio import CapacityLimiter
 from starlette.requests import Request
 
 from blend.config import ANSWER_TOKENS, CorpusConfig
@@ -15,6 +16,8 @@ from blend.serve.tenants import Tenants
 
 if TYPE_CHECKING:
     from blend.serve.service import Service
+
+_QUESTIONS = 40  # that are put into prompts at a time
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Hall:
     """Shared by all requests.
 
     service: None while it is loading. tracing: where spans are wanted. closing: whether no request is taken any more. begun:
-    tenants and names of corpora that documents were added to.
+    tenants and names of corpora that documents were added to. questions: the threads that put questions into prompts, which
+    share none with requests about documents.
     """
 
     service: Service | None
@@ -56,6 +60,7 @@ class Hall:
     closing: bool = False
     tracing: Tracing | None = None
     begun: set[tuple[str, str]] = field(default_factory=set)
+    questions: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_QUESTIONS))
 
     def open(self) -> Service:
         """The service. Raises `DoorError` while there is none."""
