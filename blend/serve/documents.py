@@ -74,9 +74,7 @@ class Documents:
         self._rag, self._limits = rag, limits or DocumentLimits()
         self._spool = Spool(rag.index_dir.parent / INCOMING)
         self._putting = threading.Lock()
-        self._worker = CorpusWorker(
-            CorpusKeeper(rag, self._spool), self._spool, compute, calibrate, self._limits.documents
-        )
+        self._worker = CorpusWorker(CorpusKeeper(rag, self._spool), self._spool, compute, calibrate, self._limits)
         self._seen: tuple[ChunkIndex | None, dict[str, _Indexed]] = None, {}
 
     def add(
