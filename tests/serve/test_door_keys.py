@@ -13,7 +13,7 @@ import pytest
 from served import Served, listening
 
 from blend.errors import ConfigError
-from blend.serve.door.log import LOG
+from blend.serve.door.log import LOG, _Lines
 from blend.serve.metrics import Metrics
 from blend.serve.tenants import Tenants, read_keys
 from blend.store.backend import MemoryStats
@@ -185,6 +185,18 @@ def test_the_log_has_nobodys_text(served: Served, caplog: pytest.LogCaptureFixtu
     assert told[0]["rows"] > 0
     text = answered.json()["choices"][0]["message"]["content"]
     assert not any(part in json.dumps(told) for part in ("secret", text))
+
+
+@pytest.mark.parametrize(
+    ("message", "event"),
+    [
+        ("socket.accept() out of system resource\nsocket: <...>", "socket.accept() out of system resource"),
+        ("Exception in callback say('a secret')\nhandle: <Handle say('a secret')>", "Exception in callback say"),
+    ],
+)
+def test_what_asyncio_tells_is_a_line_without_anybodys_text(message: str, event: str) -> None:
+    told = json.loads(_Lines().format(logging.LogRecord("asyncio", logging.ERROR, "", 0, message, None, None)))
+    assert (told["level"], told["event"]) == ("error", f"asyncio: {event}")
 
 
 def test_a_bug_is_told_without_words_of_anybody(
