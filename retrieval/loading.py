@@ -15,6 +15,7 @@ from retrieval.errors import DocumentsError
 from retrieval.folders import files_below
 from retrieval.readers import SUFFIXES, Fault, Part, UnreadableError, reader_for
 
+OUT_OF_MEMORY = "needs more memory to be read than it may have: divide it"
 _KINDS = " ".join(SUFFIXES)
 
 
@@ -122,6 +123,8 @@ def _read(path: PurePath, content: Callable[[], bytes]) -> list[Part | Fault]:
         return reader(data, valid_name(path.stem))
     except UnreadableError:
         raise
+    except MemoryError:
+        raise UnreadableError(OUT_OF_MEMORY) from None
     except Exception as error:  # one file that a parser trips over must not cost the others
         raise UnreadableError(f"cannot be parsed as {path.suffix} ({type(error).__name__})") from error
 
@@ -143,4 +146,4 @@ def _bytes(path: Path) -> bytes:
     except OSError as error:
         raise UnreadableError(f"cannot be read ({error.strerror})") from None
     except MemoryError:
-        raise UnreadableError("is too large for the memory of this machine") from None
+        raise UnreadableError(OUT_OF_MEMORY) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from blend.cli import opening, options
 from blend.cli.values import NAME, PLACE, TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError
+from blend.serve.addresses import is_loopback, origin_of
 from blend.serve.budgets import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 
 if TYPE_CHECKING:
@@ -22,6 +22,19 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart")
+
+
+class _Origin(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
+    """The origin of a site."""
+
+    name = "url"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """As browsers write it."""
+        try:
+            return origin_of(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
 
 
 def _counted(name: str, words: str, default: float, unit: str | None = None) -> Callable[[F], F]:
@@ -47,6 +60,13 @@ def _counted(name: str, words: str, default: float, unit: str | None = None) -> 
 )
 @click.option(
     "--no-api-key", is_flag=True, help="Let everybody ask who can reach the address, from other machines too."
+)
+@click.option(
+    "--allow-origin",
+    type=_Origin(),
+    multiple=True,
+    metavar="URL",
+    help="A site whose pages may ask from a browser, such as https://rag.example.org; may be given more than once.",
 )
 @click.option("--full", is_flag=True, help="Never blend: full prefill for all, for comparison.")
 @click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")
@@ -99,14 +119,7 @@ def _tenants(keys: Sequence[str], file: Path | None) -> Tenants:
 def _check_host(host: str, tenants: Tenants, *, insisted: bool) -> None:
     if insisted and tenants.required:
         raise ConfigError("--no-api-key and API keys exclude each other: leave one of them out")
-    if not (_is_loopback(host) or tenants.required or insisted):
+    if not (is_loopback(host) or tenants.required or insisted):
         raise ConfigError(
             f"at --host {host} other machines can ask: give keys with --api-key or --api-keys, or insist with --no-api-key"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def serve(given: dict[str, Any], tenants: Tenants) -> None:
     """Until a signal ends it. Raises what keeps it from listening or loading."""
     from blend.serve.door.app import make_app
+    from blend.serve.door.connection import raise_descriptor_limit
     from blend.serve.door.hall import DoorLimits
     from blend.serve.door.log import log_to_stderr
     from blend.serve.door.server import Server, listen, url_of
@@ -33,7 +34,9 @@ def serve(given: dict[str, Any], tenants: Tenants) -> None:
         answer_tokens=given["max_new_tokens"],
         top_k=given["top_k"],
         any_host=given["no_api_key"],
+        origins=given["allow_origin"],
     )
+    raise_descriptor_limit()
     with listen(given["host"], given["port"]) as place:
         log_to_stderr(requests=not given["quiet"])
         app = make_app(None, tenants, limits, Metrics())

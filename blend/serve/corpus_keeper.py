@@ -11,10 +11,11 @@ from blend.chunks.open_library import Tokens
 from blend.corpora import corpora, index_dir, make_folder
 from blend.errors import ConfigError
 from blend.indexing import Corpus, CorpusChange, Prepared, plan, prepare
+from blend.prompt import PromptTemplate
 from blend.serve.removed import removed_from
 from blend.serve.spool import Spool
 from blend.serve.uploads import part_of
-from blend.timing import Progress
+from blend.timing import Progress, no_progress
 from retrieval import Document
 from retrieval.errors import IndexMissingError
 
@@ -38,6 +39,19 @@ def current_index(rag: Rag) -> ChunkIndex | None:
         return None
 
 
+class _Watched(PromptTemplate):
+    """A template that tells of every text before it tokenises it: dividing a long document does so thousands of times."""
+
+    def __init__(self, template: PromptTemplate, progress: Progress) -> None:
+        self.__dict__.update(template.__dict__)
+        self._progress = progress
+
+    def encode(self, text: str) -> list[int]:
+        """As the template does."""
+        self._progress("chunk", 0, 0)
+        return super().encode(text)
+
+
 class CorpusKeeper:
     """Of the corpus of `rag`. spool: remembers chunks whose caches are to go, should the process end before they do."""
 
@@ -57,11 +71,13 @@ class CorpusKeeper:
     def apply(self, documents: Sequence[Document], removed: Sequence[str], progress: Progress) -> Applied:
         """Put documents into the index in place of those with their ids, and take the removed uploads out.
 
-        The caches of what went are still there: `forget` is to follow. Raises `RetrievalError`, `StoreError`, and what
-        `progress` raises; the index is then as it was.
+        The caches of what went are still there: `forget` is to follow. progress: is also called before every text that is
+        tokenised. Raises `RetrievalError`, `StoreError`, and what `progress` raises; the index is then as it was.
         """
         make_folder(self._rag.root, self._rag.corpus_config.name)
-        change = plan(self._corpus(), documents, stays=lambda name: not _among(name, removed), progress=progress)
+        change = plan(
+            self._corpus(progress), documents, stays=lambda name: not _among(name, removed), progress=progress
+        )
         # First on disk: a process that ends behind the new index would not know what to remove.
         self._spool.write_gone({*self._spool.gone(), *change.gone}.difference(change.ids))
         prepared = prepare(change, progress=progress)
@@ -89,10 +105,11 @@ class CorpusKeeper:
         """Of a corpus in one copy, remove what is not to stay."""
         remove_spare(library, current, CorpusChange(self._corpus(), library, (), (), ()).keep)
 
-    def _corpus(self) -> Corpus:
+    def _corpus(self, progress: Progress = no_progress) -> Corpus:
         rag, config = self._rag, self._rag.corpus_config
+        template = _Watched(rag.template, progress)
         others = {name: index_dir(rag.root, name) for name in corpora(rag.root) if name != config.name}
-        return Corpus(rag.decoder, rag.template, rag.embedder, rag.store, rag.index_dir, config, others, self._known)
+        return Corpus(rag.decoder, template, rag.embedder, rag.store, rag.index_dir, config, others, self._known)
 
 
 def _among(document: str, uploads: Sequence[str]) -> bool:

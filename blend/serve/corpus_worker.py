@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -14,11 +16,14 @@ from blend.serve.caching import Compute, DocumentState
 from blend.serve.corpus_keeper import CorpusKeeper
 from blend.serve.reasons import first_line, log_failure, reason_of
 from blend.serve.spool import Spool
-from blend.serve.uploads import Upload, part_of, read
+from blend.serve.uploads import DocumentLimits, Upload, part_of, read
 from retrieval import Document
+from retrieval.apart import ApartReader, StoppedError
 from retrieval.errors import DocumentsError
 
 MOST_AT_ONCE, MOST_BYTES_AT_ONCE = 16, 64 << 20  # that go into the index together
+LAST_S = 10.0  # until the thread is left to itself, which then ends with the process
+_BREATH_S = 5e-5
 RETRY_S = 30.0  # until what a store refused is tried again
 MOST_FAILED = 1000  # that are remembered
 
@@ -29,27 +34,35 @@ class ClosingError(Exception):
 
 @dataclass(eq=False)
 class Task:
-    """An upload on its way into the index. upload: without its bytes. error: why it did not get there."""
+    """An upload on its way into the index. upload: without its bytes. done: has the error of one that did not get there."""
 
     number: int
     upload: Upload
     nbytes: int
     state: DocumentState = "queued"
-    error: Exception | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Future[None] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.done.set_running_or_notify_cancel()  # from here on nobody who waits for it can cancel it
 
 
 class CorpusWorker:
     """What is shared with it is read and changed under `changed`.
 
     tasks: what waits, in order. failed: reasons by the ids of uploads, for clients. problem: what the thread failed at in the
-    background and will try again, in the words of the error, or empty. limit: of documents.
+    background and will try again, in the words of the error, or empty.
     """
 
     def __init__(
-        self, keeper: CorpusKeeper, spool: Spool, compute: Compute, calibrate: Calibrate | None, limit: int
+        self,
+        keeper: CorpusKeeper,
+        spool: Spool,
+        compute: Compute,
+        calibrate: Calibrate | None,
+        limits: DocumentLimits,
     ) -> None:
-        self._keeper, self._spool, self._limit = keeper, spool, limit
+        self._keeper, self._spool, self._limit = keeper, spool, limits.documents
+        self._reader = ApartReader(limits.reading)
         self._look, self._busy, self._closed = True, False, False
         self.changed = threading.Condition()
         self.caches = CacheFeeder(keeper, compute, calibrate, self.changed, lambda: bool(self.tasks) or self._closed)
@@ -84,12 +97,13 @@ class CorpusWorker:
         return self.caches.quiet and not (self.tasks or self._look or self._busy)
 
     def close(self) -> None:
-        """End the thread; what it has not done waits on disk."""
+        """End the thread, which is waited for `LAST_S` at most; what it has not done waits on disk."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()
         self.caches.cancel()
-        self._thread.join()
+        self._reader.close()
+        self._thread.join(LAST_S)
 
     def _run(self) -> None:
         while True:
@@ -164,13 +178,15 @@ class CorpusWorker:
         """Read some uploads and put them into the index together; one after another where together they fail."""
         documents: dict[str, Document] = {}
         removed: list[str] = []
-        fine = [task for task in batch if self._read(task, documents, removed)]
+        fine: list[Task] = []
         try:
+            fine.extend(task for task in batch if self._read(task, documents, removed))
             if fine:
                 self._apply(list(documents.values()), removed)
         except ClosingError:
-            for task in fine:
-                self._spool.put_back(task.number)
+            for task in batch:
+                if task.state != "queued" and not task.done.done():
+                    self._spool.put_back(task.number)
             raise
         except Exception as error:  # no document may end the thread
             for task in fine:
@@ -183,7 +199,10 @@ class CorpusWorker:
                 self._finish(task)
 
     def _read(self, task: Task, documents: dict[str, Document], removed: list[str]) -> bool:
-        """Whether an upload could be read; what it brings or takes is then in `documents` and `removed`."""
+        """Whether an upload could be read; what it brings or takes is then in `documents` and `removed`.
+
+        Raises `ClosingError`.
+        """
         self._enter(task, "reading")
         try:
             upload = self._spool.take(task.number)
@@ -193,14 +212,16 @@ class CorpusWorker:
                     del documents[name]
             else:
                 documents |= self._documents(upload, documents)
-        except Exception as error:  # a parser may raise anything
+        except StoppedError:
+            raise ClosingError from None
+        except Exception as error:  # an upload that is damaged, a process that cannot be started
             self._finish(task, error)
             return False
         self._enter(task, "indexing")
         return True
 
     def _documents(self, upload: Upload, others: dict[str, Document]) -> dict[str, Document]:
-        found, skipped = read(upload)
+        found, skipped = read(upload, self._reader)
         reasons = [f"{one.source} {one.reason}" for one in skipped]
         if not found:
             raise DocumentsError(reasons[0] if reasons else f"{upload.id} holds no document")
@@ -220,8 +241,10 @@ class CorpusWorker:
             self.problem = self._failed_at(error)
 
     def _going_on(self, stage: str, done: int, total: int) -> None:
+        """Ends what is under way when this is closed, and lets others have the interpreter meanwhile."""
         if self._closed:
             raise ClosingError
+        time.sleep(_BREATH_S)  # else a thread that answers waits for Python's switch interval, 5 ms, again and again
 
     def _enter(self, task: Task, state: DocumentState) -> None:
         with self.changed:
@@ -247,7 +270,9 @@ class CorpusWorker:
         with self.changed:
             if error is None and leaving:
                 self.failed = {one: reason for one, reason in self.failed.items() if not part_of(one, name)}
-            task.error = error
             self.tasks.remove(task)
             self.changed.notify_all()
-        task.done.set()
+        if error is None:
+            task.done.set_result(None)
+        else:
+            task.done.set_exception(error)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import ConfigError
@@ -72,9 +74,7 @@ class Documents:
         self._rag, self._limits = rag, limits or DocumentLimits()
         self._spool = Spool(rag.index_dir.parent / INCOMING)
         self._putting = threading.Lock()
-        self._worker = CorpusWorker(
-            CorpusKeeper(rag, self._spool), self._spool, compute, calibrate, self._limits.documents
-        )
+        self._worker = CorpusWorker(CorpusKeeper(rag, self._spool), self._spool, compute, calibrate, self._limits)
         self._seen: tuple[ChunkIndex | None, dict[str, _Indexed]] = None, {}
 
     def add(
@@ -128,15 +128,21 @@ class Documents:
         When it returns, nothing new is answered from it; it is out of the index too, unless that takes longer than `wait_s`.
         Raises what kept it from being removed.
         """
+        removal = self.remove(name)
+        if removal is None:
+            return False
+        with suppress(TimeoutError):
+            removal.result(wait_s)
+        return True
+
+    def remove(self, name: str) -> Future[None] | None:
+        """The same without waiting: what is returned is done when it is out of the index, or was kept from it."""
         status = self.get(name)
         if status is None:
-            return False
+            return None
         with self._putting:
             (task,) = self._put([Upload("delete", status.id)])
-        task.done.wait(wait_s)
-        if task.error is not None:
-            raise task.error
-        return True
+        return task.done
 
     @property
     def leaving(self) -> frozenset[str]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from blend.serve.ask import TokenText
 from blend.serve.engine import Token
+from blend.serve.spelling import Spelling
 
 _WAITING = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are no character yet
 _LONGEST_WAIT = 8  # tokens: no character has more bytes than four
@@ -30,6 +31,7 @@ class Speaker:
         self._ids: list[int] = []
         self._begin = self._told = 0  # where the tokens of the window begin, and up to where they are told
         self._held = ""
+        self._spelling, self._first = Spelling(tokenizer), True
         self.ended = False
 
     def hear(self, token: int) -> Said:
@@ -50,17 +52,19 @@ class Speaker:
         return said
 
     def named(self, token: Token) -> TokenText:
-        """A token with its log-probability, and the likeliest ones, as text."""
+        """The token that is to be heard next, with its log-probability, and the likeliest ones, as text."""
         top = tuple((*self._spelled(i), logprob) for i, logprob in token.top)
         text, raw = self._spelled(token.id)
+        self._first = self._first and not self._spelling.raw(token.id)
         return TokenText(text, raw, token.logprob or 0.0, top)
 
     def _decode(self, start: int, stop: int | None = None) -> str:
         return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True))
 
     def _spelled(self, token: int) -> tuple[str, bytes]:
-        text = str(self._tokenizer.decode([token]))
-        return text, text.encode("utf-8", "replace")
+        """What it adds to the answer; a control token adds nothing, and is called by its name."""
+        raw = self._spelling.raw(token, first=self._first)
+        return raw.decode("utf-8", "replace") or str(self._tokenizer.decode([token])), raw
 
     def _say(self, text: str) -> Said:
         """Of what was held back and this, all that cannot be the beginning of a text that ends the answer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
@@ -13,7 +13,8 @@ from blend.errors import ConfigError
 from blend.limits import shown
 from blend.serve.ask import GivenDocument
 from blend.serve.engine import QueueFullError
-from retrieval import Document, LoadedDocuments, load_bytes
+from retrieval import Document, LoadedDocuments
+from retrieval.apart import ApartReader, ReadingLimits
 from retrieval.cleaning import clean, clean_title
 from retrieval.errors import DocumentsError
 from retrieval.readers import SUFFIXES
@@ -43,13 +44,14 @@ class Upload(NamedTuple):
 class DocumentLimits:
     """What a room takes. file_bytes: of one document. request: documents at a time. documents: of the corpus.
 
-    waiting_bytes: of all that wait to be read.
+    waiting_bytes: of all that wait to be read. reading: what it may take to read a file.
     """
 
     file_bytes: int = 32 << 20
     request: int = 100
     documents: int = 10_000
     waiting_bytes: int = 512 << 20
+    reading: ReadingLimits = field(default_factory=ReadingLimits)
 
 
 class UploadsFullError(QueueFullError):
@@ -118,10 +120,10 @@ def _text(number: int, given: GivenDocument) -> Upload:
     return Upload("text", name, title or name, data)
 
 
-def read(upload: Upload) -> LoadedDocuments:
-    """The documents in an upload, and what could not be read."""
+def read(upload: Upload, files: ApartReader) -> LoadedDocuments:
+    """The documents in an upload, and what could not be read. Raises as `files` does."""
     if upload.kind == "file":
-        return load_bytes(upload.id, upload.data)
+        return files.read(upload.id, upload.data)
     return LoadedDocuments((Document(upload.id, upload.title, upload.data.decode(), upload.id),), ())
 
 

@@ -36,7 +36,7 @@ def read_pdf(data: bytes, title: str) -> list[Part | Fault]:
                 raise UnreadableError("is protected by a password; save it without one")
             pages = [page.extract_text().strip() for page in reader.pages]
             named = reader.metadata.title if reader.metadata else None
-    except UnreadableError:
+    except (UnreadableError, MemoryError):
         raise
     except DependencyError as error:
         raise UnreadableError(_lacking(str(error))) from None

@@ -27,6 +27,7 @@ HEAVY = (
 LIGHT = (
     "blend",
     "retrieval",
+    "retrieval.apart",
     "blend_kernels",
     "blend.cli",
     "blend.config",

@@ -121,6 +121,7 @@ def test_keys_out_of_a_file_and_the_environment(blend: Blend) -> None:
         (("--api-key", "two words"), 2, "printable ASCII characters without spaces"),
         (("--api-keys", "nowhere"), 2, "nowhere cannot be read"),
         (("--host", "nowhere.invalid", "--no-api-key"), 2, "nowhere.invalid is no address of this machine"),
+        (("--allow-origin", "*"), 2, "'--allow-origin': '*' is no origin"),
         (("--port", "70000"), 2, "'--port': 70000 is not a whole number from 0 to 65,535"),
         (("--model", "/dev"), 2, "holds no model"),
         (("--store", "/dev/null"), 7, "choose another one with --store"),

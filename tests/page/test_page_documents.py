@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 from visitor import KEY, Visitor
 
 Visit = Callable[..., Visitor]
@@ -55,6 +55,28 @@ def test_a_file_that_cannot_be_read_is_told(visit: Visit, tmp_path: Path) -> Non
     told = visitor.page.locator("#document-trouble, #documents .bad").filter(has_text="broken.pdf")
     expect(told.first).to_be_visible(timeout=60_000)
     assert "\n" not in told.first.inner_text()
+
+
+def test_a_poll_that_failed_is_not_the_last(visit: Visit) -> None:
+    """The listing is played to the page: under way, then a server that does not answer, then ready."""
+    visitor = visit()
+    visitor.refused = True
+    page = visitor.page
+    entries = page.get_by_role("list", name="Documents").get_by_role("listitem")
+    expect(entries.filter(has_text="harbour")).to_be_visible()
+    one = {"id": "mill.md", "title": "The mill", "chunks": 0, "progress": {"done": 1, "total": 2}, "reason": None}
+    listings = iter([{**one, "status": "computing"}, None, {**one, "status": "ready", "chunks": 7}])
+
+    def play(route: Route) -> None:
+        held = next(listings)
+        route.abort() if held is None else route.fulfill(json={"object": "list", "data": [held]})
+
+    page.route("**/v1/documents*", play)
+    page.evaluate("document.getElementById('corpus').dispatchEvent(new Event('change'))")
+    expect(entries.get_by_role("progressbar")).to_be_visible()
+    expect(page.locator("#document-trouble")).to_contain_text("cannot be reached")
+    expect(entries).to_contain_text("7 passages")
+    expect(page.locator("#document-trouble")).to_be_hidden()
 
 
 def test_a_key_is_asked_for_and_kept_for_this_tab_only(visit: Visit, locked_url: str) -> None:

@@ -42,10 +42,12 @@ class Served:
 
 
 @contextmanager
-def listening(service: Any, tenants: Tenants | None = None, *, grace_s: float = 5.0, **limits: Any) -> Iterator[Served]:
+def listening(
+    service: Any, tenants: Tenants | None = None, *, host: str = "127.0.0.1", grace_s: float = 5.0, **limits: Any
+) -> Iterator[Served]:
     metrics = Metrics()
     app = make_app(service, tenants or Tenants(), DoorLimits(**limits), metrics)
-    place = listen("127.0.0.1", 0)
+    place = listen(host, 0)
     server = Server(app, place, grace_s=grace_s)
     thread = threading.Thread(target=server.serve_until_stopped, name="test-server")
     thread.start()

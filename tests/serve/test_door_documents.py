@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from changing import until
 from rooms import serving
 from served import Served, listening
 
+from blend.errors import StoreError
 from blend.serve.ask import GivenDocument
+from blend.serve.corpus_keeper import CorpusKeeper
 from blend.serve.tenants import Tenants
 from retrieval.errors import IndexMissingError
 
@@ -180,6 +185,44 @@ def test_uploads_have_a_limit_of_their_own(mine: httpx.Client) -> None:
     files = {"file": ("large.txt", b"word " * 60_000)}
     assert error(mine.post(DOCUMENTS, files=files)) == (413, "body_too_large")
     assert error(mine.post(DOCUMENTS, json={"documents": [{"text": "word " * 60_000}]})) == (413, "body_too_large")
+
+
+def test_deletes_that_wait_for_the_index_hold_up_nobody(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, go_on, apply = serve(), threading.Event(), CorpusKeeper.apply
+    documents = served.hall.service.documents("")
+    names = [f"mill-{number}" for number in range(45)]  # more than a server has threads
+    with httpx.Client(base_url=served.url, timeout=60) as http, ThreadPoolExecutor(len(names)) as pool:
+        texts = [{"id": name, "text": f"The mill of Orr, {name}, grinds rye."} for name in names]
+        assert http.post(DOCUMENTS, json={"documents": texts}).status_code == 202
+        prepared(http)
+
+        def later(*given: Any) -> Any:
+            assert go_on.wait(60)
+            return apply(*given)
+
+        monkeypatch.setattr(CorpusKeeper, "apply", later)
+        try:
+            deleted = [pool.submit(httpx.delete, f"{served.url}{DOCUMENTS}/{name}", timeout=60) for name in names]
+            until(lambda: documents.leaving >= {*names})
+            body = {"messages": [{"role": "user", "content": "What does it grind?"}], "max_tokens": 2}
+            assert http.post(CHAT, json=body, timeout=8).status_code == 200
+            assert http.get("/v1/models", timeout=8).status_code == 200
+            assert not any(one.done() for one in deleted), "they wait for the index, in case it cannot be written"
+        finally:
+            go_on.set()
+        assert all(one.result().json()["deleted"] for one in deleted)
+        assert not {*names} & prepared(http).keys()
+
+
+def test_who_deletes_hears_of_what_kept_it_from_being_done(mine: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def down(*given: Any) -> Any:
+        raise StoreError("the store is down")
+
+    monkeypatch.setattr(CorpusKeeper, "apply", down)
+    name = next(iter(prepared(mine)))
+    assert error(mine.delete(f"{DOCUMENTS}/{name}")) == (503, "unavailable")
 
 
 def test_documents_are_their_tenants_own(served: Served) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -233,31 +230,6 @@ def test_bodies_beyond_the_limit(http: httpx.Client) -> None:
     parts = (large[start : start + 1000] for start in range(0, len(large), 1000))
     assert error_of(http.post(CHAT, content=parts), 413)["code"] == "body_too_large"
     assert ask(http).status_code == 200
-
-
-def test_a_body_that_does_not_come(serve: Callable[..., Served]) -> None:
-    served = serve({"body_s": 0.2})
-    with connected(served) as connection:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-        assert connection.recv(100_000).startswith(b"HTTP/1.1 408 ")
-    with connected(served) as connection:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-    assert httpx.get(f"{served.url}/ready").status_code == 200
-
-
-@pytest.mark.parametrize("raw", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9\r\n\r\n", b"GET \xff\r\n\r\n", b"A" * 200_000])
-def test_what_is_no_http(served: Served, http: httpx.Client, raw: bytes) -> None:
-    with connected(served) as connection, suppress(OSError):
-        connection.sendall(raw)
-        connection.shutdown(socket.SHUT_WR)
-        answer = connection.recv(100_000)
-        assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
-    assert ask(http).status_code == 200
-
-
-def connected(served: Served) -> socket.socket:
-    host, port = served.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=30)
 
 
 def test_an_outage_of_the_store_is_told_without_its_place(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import time
 from abc import ABC, abstractmethod
@@ -12,6 +13,7 @@ from uuid import uuid4
 from blend.serve.ask import Closed, Delta, Opened, TokenText
 
 Document = dict[str, Any]
+_Characters = codecs.getincrementaldecoder("utf-8")
 _LEAST = -9999.0  # what OpenAI gives where a probability is 0; JSON has no infinity
 
 
@@ -25,7 +27,7 @@ class Answer(ABC):
     def __init__(self, model: str, *, logprobs: bool) -> None:
         self._common = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time.time()), "model": model}
         self._logprobs = logprobs
-        self._offset = 0  # characters told so far
+        self._offset, self._decoder = 0, _Characters("replace")  # characters told so far; bytes that are none yet
 
     def whole(self, opened: Opened, deltas: Sequence[Delta], closed: Closed) -> Document:
         """The answer in one piece."""
@@ -102,7 +104,7 @@ class TextAnswer(Answer):
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
-            self._offset += len(token.text)
+            self._offset += len(self._decoder.decode(token.raw))
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],

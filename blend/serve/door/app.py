@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -40,11 +41,23 @@ def make_app(service: Service | None, tenants: Tenants, limits: DoorLimits, metr
             Route("/", pages.index),
             Route("/page/{name}", pages.file),
         ],
-        middleware=[Middleware(Accounts, metrics=metrics)],
+        middleware=[*_for_pages(limits.origins), Middleware(Accounts, metrics=metrics)],
         exception_handlers={HTTPException: _no_route},
     )
     app.state.hall = Hall(service, tenants, limits, metrics)
     return app
+
+
+def _for_pages(origins: tuple[str, ...]) -> list[Middleware]:
+    """What lets browsers give answers, refusals too, to pages of these origins."""
+    if not origins:
+        return []
+    methods, readable = ("GET", "POST", "DELETE"), ("x-request-id", "retry-after")
+    return [
+        Middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"], expose_headers=readable
+        )
+    ]
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

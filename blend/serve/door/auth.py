@@ -6,17 +6,18 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
+from blend.serve.addresses import is_loopback
 from blend.serve.door.errors import refuse
-from blend.serve.door.hall import hall_of
+from blend.serve.door.hall import DoorLimits, hall_of
 from blend.serve.door.log import entry_of
-
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def admitted(request: Request) -> str:
     """The tenant that a request comes from, "" for the common room. Raises `DoorError` for who may not come in."""
     hall = hall_of(request)
-    _refuse_foreign_pages(request, bare=not (hall.tenants.required or hall.limits.any_host))
+    _refuse_foreign_pages(request, hall.limits)
+    if not (hall.tenants.required or hall.limits.any_host):
+        _refuse_foreign_names(request)
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     tenant = hall.tenants.of(key.strip() if scheme.lower() == "bearer" else None)
     if tenant is None:
@@ -31,18 +32,27 @@ def operator(request: Request) -> None:
         raise refuse("this needs an API key without a tenant", None, "forbidden", 403)
 
 
-def _refuse_foreign_pages(request: Request, *, bare: bool) -> None:
+def _refuse_foreign_pages(request: Request, limits: DoorLimits) -> None:
     """Other sites' pages run in the browsers of people who can reach this server, and may send it requests.
 
-    bare: no keys are needed. Then also a name that somebody else points at this machine (DNS rebinding) is refused.
+    A key does not make up for it: a proxy may add one to whatever reaches it. Sec-Fetch-Site, which no script can set, tells of
+    a page that came through a proxy that it is the server's own, whatever the proxy makes of Host; browsers send it over TLS
+    and to this machine.
     """
-    host = _name(f"//{request.headers.get('host', '')}")
-    if (origin := request.headers.get("origin")) is not None and _place(origin) != request.headers.get(
-        "host", ""
-    ).lower():
-        raise refuse("pages of other sites may not ask this server", None, "forbidden", 403)
-    server = request.scope.get("server")
-    if bare and server and server[0] in _LOOPBACK and host not in _LOOPBACK:
+    headers = request.headers
+    origin = headers.get("origin")
+    if origin is None or origin in limits.origins or headers.get("sec-fetch-site") == "same-origin":
+        return
+    if _place(origin) != headers.get("host", "").lower():
+        raise refuse(
+            "pages of other sites may not ask this server: permit one with --allow-origin, have a proxy pass on Host",
+            *(None, "forbidden", 403),
+        )
+
+
+def _refuse_foreign_names(request: Request) -> None:
+    """Where no keys are needed: a name that somebody points at this machine (DNS rebinding) makes a page the server's own."""
+    if not is_loopback(_name(f"//{request.headers.get('host', '')}") or ""):
         raise refuse("this server answers to localhost alone; give others a key (--api-key)", None, "forbidden", 403)
 
 

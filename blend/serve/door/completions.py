@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from starlette.concurrency import run_in_threadpool
+from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -41,7 +41,7 @@ async def _answer(request: Request, kind: type[ChatBody] | type[CompletionBody])
     trace = hall.tracing.begin(entry.id, request.headers, entry.begun) if hall.tracing else None
     conversation = Conversation(request.receive, hall.metrics, entry, trace)
     try:
-        body = await run_in_threadpool(_submit, raw, kind, service, hall, tenant, conversation)
+        body = await to_thread.run_sync(_submit, raw, kind, service, hall, tenant, conversation, limiter=hall.questions)
         answer = (ChatAnswer if isinstance(body, ChatBody) else TextAnswer)(
             body.model or service.model, logprobs=body.wanted_logprobs is not None
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.concurrency import run_in_threadpool
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from blend.serve.documents import Documents, DocumentStatus
 
 _MOST_FILES = 100
+_REMOVED_S = 10.0  # in which who deletes hears of what kept it from being done
 _IN_A_FORM = ("file", "corpus")
 
 
@@ -79,12 +83,15 @@ async def delete(request: Request) -> Response:
     hall, tenant, name = hall_of(request), admitted(request), request.path_params["id"]
     corpus = _queried(request)
 
-    def work() -> bool:
+    def work() -> Future[None] | None:
         documents = _known(hall, tenant, corpus)
-        return documents.delete(name) if documents else False
+        return documents.remove(name) if documents else None
 
-    if not await run_in_threadpool(work):
+    removal = await run_in_threadpool(work)
+    if removal is None:
         raise _no_document(name)
+    with suppress(TimeoutError):  # no thread waits: what is before it in the corpus may take a while
+        await asyncio.wait_for(asyncio.wrap_future(removal), _REMOVED_S)
     return json_response({"id": name, "object": "document", "deleted": True})
 
 

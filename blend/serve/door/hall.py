@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from anyio import CapacityLimiter
 from starlette.requests import Request
 
 from blend.config import ANSWER_TOKENS, CorpusConfig
@@ -16,15 +17,18 @@ from blend.serve.tenants import Tenants
 if TYPE_CHECKING:
     from blend.serve.service import Service
 
+_QUESTIONS = 40  # that are put into prompts at a time
+
 
 @dataclass(frozen=True)
 class DoorLimits:
     """How much one request may bring, and how long it may take to.
 
     upload_bytes, upload_s: of a request that adds documents. corpora: of one tenant. answer_tokens, top_k: of an answer, and
-    of chunks to retrieve, where the request does not say. body_s: seconds in which a body must have come. keep_alive_s: after
+    of chunks to retrieve, where the request does not say. head_s, body_s: seconds in which a request's line and headers, and
+    its body, must have come. keep_alive_s: after
     so many seconds of silence a stream gets a comment, so that nobody between takes it for dead. any_host: whether who
-    brings no key may call the server by any name.
+    brings no key may call the server by any name. origins: of other sites whose pages may ask, as browsers write them.
     """
 
     body_bytes: int = 16 << 20
@@ -35,9 +39,11 @@ class DoorLimits:
     corpora: int = 64
     answer_tokens: int = ANSWER_TOKENS
     top_k: int = CorpusConfig.top_k
+    head_s: float = 15.0
     body_s: float = 60.0
     keep_alive_s: float = 10.0
     any_host: bool = False
+    origins: tuple[str, ...] = ()
 
 
 @dataclass
@@ -45,7 +51,8 @@ class Hall:
     """Shared by all requests.
 
     service: None while it is loading. tracing: where spans are wanted. closing: whether no request is taken any more. begun:
-    tenants and names of corpora that documents were added to.
+    tenants and names of corpora that documents were added to. questions: the threads that put questions into prompts, which
+    share none with requests about documents.
     """
 
     service: Service | None
@@ -55,6 +62,7 @@ class Hall:
     closing: bool = False
     tracing: Tracing | None = None
     begun: set[tuple[str, str]] = field(default_factory=set)
+    questions: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_QUESTIONS))
 
     def open(self) -> Service:
         """The service. Raises `DoorError` while there is none, and when it answers no more."""

@@ -19,6 +19,7 @@ from blend.serve.door.errors import DoorError, Failure, failure_of
 from blend.serve.faults import LOG, log_error
 from blend.serve.metrics import Metrics
 
+_ARGUMENTS = re.compile(r"\([^)].*")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -104,13 +105,18 @@ def _given_id(scope: Scope) -> str:
     return given if _ID.fullmatch(given) else ""
 
 
+def _kind(message: object) -> str:
+    """What a library's message begins with: asyncio writes out the arguments of a callback, and more in further lines."""
+    return _ARGUMENTS.sub("", str(message).partition("\n")[0])
+
+
 class _Lines(logging.Formatter):
     """One JSON object a record."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Time, level, event and what was told of it; an exception by its type alone."""
         told: dict[str, Any] = {"time": round(record.created, 3), "level": record.levelname.lower()}
-        told["event"] = record.getMessage() if record.name == LOG.name else f"{record.name}: {record.msg}"
+        told["event"] = record.getMessage() if record.name == LOG.name else f"{record.name}: {_kind(record.msg)}"
         if record.exc_info and record.exc_info[0] is not None:
             told["exception"] = record.exc_info[0].__name__
         return json.dumps({**told, **getattr(record, "told", {})})
@@ -120,7 +126,7 @@ def log_to_stderr(*, requests: bool = True) -> None:
     """Write what happens to standard error. requests: each of them, not only what fails."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Lines())
-    others = dict.fromkeys(("uvicorn.error", "opentelemetry"), logging.WARNING)
+    others = dict.fromkeys(("uvicorn.error", "asyncio", "opentelemetry"), logging.WARNING)
     for name, level in {LOG.name: logging.INFO if requests else logging.WARNING, **others}.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

@@ -9,11 +9,13 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 from starlette.applications import Starlette
 
 from blend.errors import ConfigError
+from blend.serve.door.connection import ACCEPTED_AT_ONCE, Connection, Crowd, most_connections
 from blend.serve.door.hall import Hall
 
 _BACKLOG = 512
@@ -54,21 +56,22 @@ class Server(uvicorn.Server):
     def __init__(
         self, app: Starlette, place: socket.socket, *, grace_s: float, on_started: Callable[[], None] = lambda: None
     ) -> None:
+        hall = app.state.hall
+        assert isinstance(hall, Hall)
+        crowd = Crowd(most_connections(), hall.limits.head_s)
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=partial(Connection, crowd=crowd),  # type: ignore[arg-type]  # it is called, and no more
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                backlog=_BACKLOG,
+                backlog=ACCEPTED_AT_ONCE,
                 timeout_graceful_shutdown=round(grace_s + _LAST_WORDS_S),
             )
         )
-        hall = app.state.hall
-        assert isinstance(hall, Hall)
         self._hall, self._place, self._grace_s, self._on_started = hall, place, grace_s, on_started
 
     def serve_until_stopped(self) -> None:
@@ -82,6 +85,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
         await super().startup(sockets)
+        self._place.listen(_BACKLOG)  # uvicorn has taken as many to wait as it accepts at once
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -30,17 +30,32 @@ export class Documents {
 
   async refresh() {
     clearTimeout(this.timer);
+    try {
+      if (!(await this.look())) return;
+    } catch (error) {
+      // Another time the server may answer. Who lacks a key is asked for it, once.
+      if (error.status !== 401) this.lookAgain();
+      throw error;
+    }
+    announce("The documents are ready");
+    await this.onChange();
+  }
+
+  // Returns whether something was under way before and nothing is now.
+  async look() {
     const corpus = this.corpus();
     const { data } = await getJson(`v1/documents${this.query()}`);
-    if (corpus !== this.corpus()) return;
+    if (corpus !== this.corpus()) return false;
     const worked = this.listed.some(working);
     this.listed = data;
     this.show();
-    if (data.some(working)) this.timer = setTimeout(() => this.attempt(() => this.refresh()), POLL_MS);
-    else if (worked) {
-      announce("The documents are ready");
-      await this.onChange();
-    }
+    this.lookAgain();
+    return worked && !data.some(working);
+  }
+
+  lookAgain() {
+    clearTimeout(this.timer);
+    if (this.listed.some(working)) this.timer = setTimeout(() => this.attempt(() => this.refresh()), POLL_MS);
   }
 
   async attempt(work) {

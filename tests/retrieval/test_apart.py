@@ -1,0 +1,109 @@
+"""Files read in processes of their own: the same documents, within limits, and at once given up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from pdfs import minimal_pdf
+
+from retrieval.apart import ApartReader, ReadingLimits, StoppedError
+from retrieval.document import LoadedDocuments, SkippedDocument
+from retrieval.loading import load_bytes
+
+SLOW = "slow.html", b"<p>a <b>word</b></p>\n" * 600_000  # many seconds for its parser
+
+
+def reasons(found: LoadedDocuments) -> list[str]:
+    assert not found.documents
+    return [one.reason for one in found.skipped]
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a/ö.md", "# Grüße\n\nA bell. 🔔".encode()),
+        ("a.pdf", minimal_pdf("The harbour", title="Harbour")),
+        ("a.pdf", b"no PDF"),
+        ("a.jsonl", b'{"id": "x", "text": "The harbour."}\n{"text": "The mill."}\nnonsense\n'),
+        ("a.html", b"<title>T</title><h1>H</h1><p>A bell.</p>"),
+        ("\udcff.txt", b"A bell."),
+        ("a.exe", b"A bell."),
+    ],
+)
+def test_it_reads_what_is_read_here(name: str, data: bytes) -> None:
+    found = ApartReader(ReadingLimits()).read(name, data)
+    assert found == load_bytes(name, data)
+    assert found.documents or found.skipped
+
+
+@pytest.mark.parametrize(
+    ("limits", "file", "reason"),
+    [
+        (ReadingLimits(seconds=1), SLOW, "takes more than 1 s to be read: divide it"),
+        (
+            ReadingLimits(memory=200 << 20),
+            ("a.jsonl", b'{"text": "%s"}' % (b"word " * (20 << 20))),
+            "needs more memory to be read than it may have: divide it",
+        ),
+        (
+            ReadingLimits(characters=100),
+            ("a.txt", b"word " * 30),
+            "holds 149 characters of text, more than 100: divide it",
+        ),
+    ],
+    ids=["seconds", "memory", "characters"],
+)
+def test_what_goes_beyond_the_limits_is_left_out(limits: ReadingLimits, file: tuple[str, bytes], reason: str) -> None:
+    reader = ApartReader(limits)
+    assert reader.read(*file).skipped == (SkippedDocument(file[0], reason),)
+    assert len(reader.read("b.txt", b"A bell.").documents) == 1
+
+
+def test_a_process_that_waits_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrieval.apart._PATIENCE", 0.02)
+    assert reasons(ApartReader(ReadingLimits(seconds=10)).read(*SLOW)) == ["takes more than 10 s to be read: divide it"]
+
+
+@contextmanager
+def reading(reader: ApartReader):  # type: ignore[no-untyped-def]
+    """The slow file under way: what becomes of it, and its process."""
+    with ThreadPoolExecutor(1) as pool:
+        found: Future[LoadedDocuments] = pool.submit(reader.read, *SLOW)
+        while reader._process is None:
+            time.sleep(0.001)
+        yield found, reader._process
+
+
+def test_a_parser_that_ends_its_process_is_told() -> None:
+    with reading(ApartReader(ReadingLimits())) as (found, process):
+        os.kill(process.pid, signal.SIGKILL)
+        assert reasons(found.result(30)) == ["cannot be read: its reader ended with -9"]
+
+
+def test_closing_ends_what_is_read_and_blames_no_file() -> None:
+    reader, begin = ApartReader(ReadingLimits()), time.monotonic()
+    with reading(reader) as (found, process):
+        reader.close()
+        with pytest.raises(StoppedError):
+            found.result(30)
+        assert process.returncode == -signal.SIGKILL
+    with pytest.raises(StoppedError):
+        reader.read("a.md", b"A bell.")
+    assert time.monotonic() - begin < 30
+
+
+def test_who_waits_for_a_turn_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrieval.apart._AT_ONCE", turns := threading.BoundedSemaphore(1))
+    reader = ApartReader(ReadingLimits())
+    with turns, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(reader.read, "a.md", b"A bell.")
+        reader.close()
+        with pytest.raises(StoppedError):
+            found.result(30)
+    assert len(ApartReader(ReadingLimits()).read("a.md", b"A bell.").documents) == 1

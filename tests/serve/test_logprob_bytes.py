@@ -1,0 +1,101 @@
+"""Tokens that come with log-probabilities: their bytes make up the answer, and their offsets are places in it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from blend.serve.ask import Delta, TokenText
+from blend.serve.door.answers import TextAnswer
+from blend.serve.engine import Token
+from blend.serve.text import Speaker
+
+TEXTS = (
+    "Paris is the capital of France.",
+    " Gr\u00fc\u00dfe \U0001f642\U0001f642 \u65e5\u672c\u8a9e",
+    "a\n\n\tb  c",
+    "e\u0301 <0x41>",
+)
+END = "<|end|>"
+
+
+def of_bytes() -> Tokenizer:
+    """As GPT-2, Llama 3 and Qwen have them."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(TEXTS[:1] * 3, trainer)
+    return core
+
+
+def of_pieces(decoder: Any) -> Tokenizer:
+    """As sentencepiece has them: Llama 2, Mistral, Gemma."""
+    letters = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *map(chr, range(0x21, 0x7F))]
+    merges = [("\u2581", "t"), ("\u2581t", "h"), ("\u2581th", "e"), ("i", "s"), ("\u2581", "is"), ("\u2581", "P")]
+    pieces = dict.fromkeys([*letters, *map("".join, merges)])
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    core = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    core.decoder = decoder
+    return core
+
+
+LLAMA = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+KINDS = {
+    "bytes": of_bytes,
+    "pieces": lambda: of_pieces(decoders.Sequence(LLAMA)),
+    "pieces, metaspace": lambda: of_pieces(
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
+    ),
+    "pieces, nothing dropped": lambda: of_pieces(decoders.Sequence(LLAMA[:3])),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return PreTrainedTokenizerFast(tokenizer_object=KINDS[request.param](), eos_token=END)
+
+
+def said(tokenizer: Any, ids: list[int]) -> tuple[str, list[TokenText]]:
+    """The answer of these tokens, and they as they are told."""
+    speaker, text, told = Speaker(tokenizer), "", []
+    for one in ids:
+        told.append(speaker.named(Token(one, -1.0, ((one, -1.0),))))
+        text += speaker.hear(one).text
+    return text + speaker.finish(), told
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_bytes_make_up_the_answer_and_offsets_are_places_in_it(tokenizer: Any, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    answer, told = said(tokenizer, [*ids, tokenizer.eos_token_id])
+    assert text.strip() in answer
+    assert b"".join(one.raw for one in told) == answer.encode()
+    assert (told[-1].text, told[-1].raw) == (END, b"")
+    assert all(one.top[0][:2] == (one.text, one.raw) for one in told)
+    chunk = TextAnswer("m", logprobs=True).delta(Delta(answer, tuple(told)))
+    offsets = chunk["choices"][0]["logprobs"]["text_offset"]
+    for one, offset in zip(told[:-1], offsets, strict=False):
+        if "\ufffd" not in one.text:
+            assert answer[offset:].startswith(one.text)
+    assert offsets[-1] == len(answer)
+
+
+def test_any_tokens_of_bytes_make_up_what_is_said() -> None:
+    """Halves of characters too, which the answer shows as U+FFFD."""
+    tokenizer, chance = PreTrainedTokenizerFast(tokenizer_object=of_bytes(), eos_token=END), random.Random(0)
+    for _ in range(300):
+        ids = [chance.randrange(len(tokenizer)) for _ in range(chance.randrange(1, 20))]
+        answer, told = said(tokenizer, ids)
+        assert b"".join(one.raw for one in told).decode("utf-8", "replace") == answer
+    assert sorted(Speaker(tokenizer)._spelling.raw(i) for i in range(1, 257)) == [bytes([byte]) for byte in range(256)]
+
+
+def test_ids_that_no_token_has_add_nothing(tokenizer: Any) -> None:
+    assert said(tokenizer, [len(tokenizer) + 5])[1][0].raw == b""
