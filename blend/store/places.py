@@ -32,31 +32,35 @@ def is_address(location: str | os.PathLike[str]) -> bool:
 
 
 def check_address(location: str, *, hot: bool = False) -> str:
-    """The address without a slash at its end. Raises `ConfigError` for one that names no store, or with `hot` no Redis."""
+    """The address without a slash at its end, of a Redis with the number of its database.
+
+    Raises `ConfigError` for one that names no store, or with `hot` no Redis.
+    """
     scheme = location.partition("://")[0].lower()
     allowed = _REDIS if hot else (*_OBJECTS, *_REDIS, "file")
     if scheme not in allowed or not location.partition("://")[2].strip("/"):
         names = ", ".join(f"{one}://" for one in (_REDIS if hot else SCHEMES))
         raise ConfigError(f"{shown(location)!r:.120} is no address of a store: give {names} and where it is")
-    if scheme in _REDIS:
-        _redis(location)
-    return location.rstrip("/")
+    return _with_number(location) if scheme in _REDIS else location.rstrip("/")
 
 
 def shown(location: str) -> str:
-    """An address without its password, for messages."""
+    """An address without its user, its password and its options, which may hold them too, for messages."""
     try:
         parts = urlsplit(location)
     except ValueError:  # brackets that are no address of a host
         return f"{location.partition('://')[0]}://..."
-    if not parts.password and not parts.username:
+    if parts.scheme == "file":  # whatever stands in a path
         return location
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
 
 
 def inside(location: str, *names: str) -> str:
     """The address of what lies below another."""
-    return "/".join((location.rstrip("/"), *names))
+    if location.partition("://")[0].lower() not in _REDIS:
+        return "/".join((location.rstrip("/"), *names))
+    parts = urlsplit(location)  # options stay at the end
+    return urlunsplit(parts._replace(path="/".join((parts.path.rstrip("/"), *names))))
 
 
 def remote_backend(location: str, patience: Patience, budget_bytes: int | None = None) -> Backend:
@@ -84,7 +88,7 @@ def hot_backend(location: str, of: str, patience: Patience) -> Backend:
     """A Redis in front of the store `of`, whose entries lie apart from those of other stores."""
     location = check_address(location, hot=True)
     own = hashlib.sha256(of.encode()).hexdigest()[:16]
-    return _loaded(lambda: _redis_backend(inside(_with_db(location), own), patience))
+    return _loaded(lambda: _redis_backend(inside(location, own), patience))
 
 
 def _loaded(make: Callable[[], Backend]) -> Backend:
@@ -118,8 +122,11 @@ def _redis(location: str) -> _Redis:
     return _Redis(url, prefix)
 
 
-def _with_db(location: str) -> str:
-    return location if urlsplit(location).path.strip("/") else f"{location}/0"
+def _with_number(location: str) -> str:
+    """What stands behind the number would otherwise be taken for it."""
+    _redis(location)
+    parts = urlsplit(location)
+    return urlunsplit(parts._replace(path=parts.path.rstrip("/") or "/0"))
 
 
 def _object_backend(location: str, patience: Patience) -> Backend:
@@ -141,7 +148,7 @@ def _object_backend(location: str, patience: Patience) -> Backend:
         return from_url(location, **config)
 
     try:
-        return ObjectBackend(make(2), make(0), location)
+        return ObjectBackend(make(2), make(0), shown(location))
     except (BaseError, ValueError, OSError) as error:
         line = str(error).partition("\n")[0]
         raise ConfigError(

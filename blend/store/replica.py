@@ -81,7 +81,7 @@ def _read(file: Path) -> Origin | None:
         fields = json.loads(file.read_bytes())
         if fields["kind"] != _KIND:
             raise ValueError
-        return Origin(str(fields["address"]), fields["hot"] and str(fields["hot"]))
+        return Origin(check_address(str(fields["address"])), fields["hot"] and str(fields["hot"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):
