@@ -99,10 +99,11 @@ def _loaded(make: Callable[[], Backend]) -> Backend:
 
 
 def _redis_backend(location: str, patience: Patience) -> Backend:
-    from blend.store.redis_backend import RedisBackend, connect
+    from blend.store.redis_backend import RedisBackend
+    from blend.store.redis_wire import connect
 
     url, prefix = _redis(location)
-    return RedisBackend(connect(url, patience), f"kvblend:{prefix}:", shown(location))
+    return RedisBackend(connect(url, patience), f"kvblend:{prefix}:", shown(location), patience)
 
 
 def _redis(location: str) -> _Redis:
