@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored
 from blend.store.hot import TELLING
-from blend.store.lease import leased
+from blend.store.lease import leased, require_lease
 from blend.store.patience import Patience
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class RedisBackend(Backend):
 
     def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
         """One exchange."""
+        require_lease(self, name)
         content = b"".join(blobs)
         if len(content) > LARGEST:
             raise StoreError(f"{self.place} takes entries of {LARGEST >> 20} MiB at most: use smaller chunks")
@@ -116,6 +117,7 @@ class RedisBackend(Backend):
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """A script on the server."""
+        require_lease(self, name)
         with self._exchange("written"):
             given = ("0", "") if was is None else ("1", was)
             answer: Any = self._client.eval(_SWAP, 1, self._key(name), *given, content)
@@ -123,6 +125,7 @@ class RedisBackend(Backend):
 
     def delete(self, name: str) -> bool:
         """One exchange."""
+        require_lease(self, name)
         with self._exchange("written"):
             return bool(self._client.unlink(self._key(name)))
 
