@@ -150,6 +150,17 @@ class Backend(ABC):
         except EntryDamagedError as error:
             return error
 
+    def stored(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
+        """`open_many`, of the place alone that decides what is stored: copies in nearer ones do not count."""
+        return self.open_many(names, head)
+
+    def restore(self, name: str) -> bool:
+        """Put a copy that a nearer place has of a cache into the one that decides; whether any has one.
+
+        Raises `StoreError` when it cannot be written.
+        """
+        return False
+
     def read(self, name: str, most: int) -> bytes | None:
         """All that the name holds, or None. Raises `EntryDamagedError` when that is more than `most` bytes."""
         blob = self.open(name, 0)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
-from blend.store.backend import CACHES, Backend, Blob, Buffer, Stored, close_all
+from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored, close_all
 from blend.store.breaker import Told
 from blend.store.fetchers import Fetchers
 from blend.store.names import GENERATION, INDEXES
@@ -71,6 +71,28 @@ class TieredBackend(Backend):
     def open_many(self, names: Sequence[str], head: int) -> list[Found]:
         """One exchange with each tier, for what no nearer one has. What is opened together is fetched together."""
         return self._search.open_many(names, head)
+
+    def stored(self, names: Sequence[str], head: int) -> list[Found]:
+        """What the far place has."""
+        with self._far.asked() as far:
+            return far.open_many(names, head)
+
+    def restore(self, name: str) -> bool:
+        """From the disk or the server in memory, every byte verified."""
+        blob = self._search.nearer(name)
+        if blob is None:
+            return False
+        content = memoryview(bytearray(blob.nbytes))
+        try:
+            whole = blob.read(Range(0, content))
+        except EntryDamagedError:
+            return False
+        finally:
+            blob.close()
+        if whole:
+            with self._far.asked() as far:
+                far.put(name, [content])
+        return whole
 
     def prefetch(self, names: Iterable[str]) -> None:
         """In threads beside; what is on this machine's disk is left there."""

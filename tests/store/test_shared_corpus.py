@@ -126,6 +126,22 @@ def test_a_corpus_that_is_withdrawn_is_gone_everywhere(corpus, tmp_path):
     assert len(first.index) == len(second.index) > 0
 
 
+def test_what_another_machine_removed_is_stored_again(corpus, tmp_path):
+    model, documents = corpus
+    address = f"file://{tmp_path / 'mounted'}", None
+    first, second, third = (machine(address, tmp_path / name, model) for name in ("first", "second", "third"))
+    first.precompute(documents)
+    assert first.store.backend.wait(20)  # its disk has copies: corrections were measured on them
+    everything = set(first.store.keys())
+    second.precompute(documents / "harbour.md")
+    assert set(second.store.keys()) < everything
+    copies = sum(map(len, first.store.backend.tiers.local.names("objects/")))
+    done = first.precompute(documents)
+    assert copies >= done.reused > done.computed
+    assert set(third.store.keys()) == everything
+    assert all(third.answer(QUESTION, max_new_tokens=1).blend.hits)
+
+
 def test_an_index_that_somebody_else_put_there_is_not_used(corpus, tmp_path):
     model, documents = corpus
     address = f"file://{tmp_path / 'mounted'}"
