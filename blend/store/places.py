@@ -7,12 +7,15 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from blend.errors import ConfigError
 from blend.store.backend import Backend
 from blend.store.patience import Patience
+
+if TYPE_CHECKING:
+    from blend.store.mounted import MountedFiles
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _OBJECTS = ("s3", "gs", "az", "abfs", "abfss")
@@ -63,17 +66,27 @@ def inside(location: str, *names: str) -> str:
     return urlunsplit(parts._replace(path="/".join((parts.path.rstrip("/"), *names))))
 
 
-def remote_backend(location: str, patience: Patience, budget_bytes: int | None = None) -> Backend:
+def remote_backend(
+    location: str,
+    patience: Patience,
+    budget_bytes: int | None = None,
+    *,
+    local: Backend | None = None,
+    above: MountedFiles | None = None,
+) -> Backend:
     """The backend at an address; nothing is asked of it yet, a directory excepted.
 
+    local, above: see `MountedFiles`.
     Raises `ConfigError` for an address or credentials that cannot be right, or when the `remote` extra is not installed.
     """
     location = check_address(location)
     scheme = location.partition("://")[0].lower()
-    if scheme == "file":
+    if is_mounted(location):
         from blend.store.disk import DiskBackend
+        from blend.store.mounted import MountedFiles
 
-        return DiskBackend(Path(location.partition("://")[2]), budget_bytes)
+        root = mounted_at(location)
+        return DiskBackend(root, budget_bytes, MountedFiles(root, local, above))
     if budget_bytes is not None:
         raise ConfigError(
             f"{shown(location)} has no budget of kvblend's: it is kept small by `blend store prune`, or by its server; "
@@ -82,6 +95,16 @@ def remote_backend(location: str, patience: Patience, budget_bytes: int | None =
     return _loaded(
         lambda: _redis_backend(location, patience) if scheme in _REDIS else _object_backend(location, patience)
     )
+
+
+def is_mounted(location: str) -> bool:
+    """Whether it is a directory that several machines mount."""
+    return location.lower().startswith("file://")
+
+
+def mounted_at(location: str) -> Path:
+    """The directory of a file:// address."""
+    return Path(location.partition("://")[2])
 
 
 def hot_backend(location: str, of: str, patience: Patience) -> Backend:

@@ -126,11 +126,12 @@ class TieredBackend(Backend):
             kept = self._remembered(name, most)
             if kept is None:
                 raise
-            return kept
+            return kept or None
         self._remember(name, content)
         return content
 
     def _remembered(self, name: str, most: int) -> bytes | None:
+        """As it was last; empty where there was nothing, None where that is not known."""
         return None if self._local is None else self._local.read(lambda local: local.read(name, most), None)
 
     def _remember(self, name: str, content: bytes | None) -> None:
@@ -138,10 +139,9 @@ class TieredBackend(Backend):
             self._generation = time.monotonic(), content
         if self._local is None or name.startswith((CACHES, INDEXES)):
             return
-        if content is None:
-            self._local.write(lambda local: local.delete(name))
-        elif self._remembered(name, len(content)) != content:
-            self._local.write(lambda local: local.put(name, [content]))
+        kept = content or b""
+        if self._remembered(name, len(kept)) != kept:
+            self._local.write(lambda local: local.put(name, [kept]))
 
     def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
         """In the far place, and then in the server in memory; what the disk has of it goes, for it may be another version."""

@@ -10,7 +10,7 @@ import torch
 from far_stores import environment_of_s3
 
 from blend.config import BlendConfig, CorpusConfig
-from blend.errors import ConfigError, StoreError
+from blend.errors import ConfigError, StoreError, StoreUnreachableError
 from blend.rag import Rag
 from blend.store.replica import FILE, replica_of
 from retrieval import RetrievalError
@@ -140,6 +140,27 @@ def test_what_another_machine_removed_is_stored_again(corpus, tmp_path):
     assert copies >= done.reused > done.computed
     assert set(third.store.keys()) == everything
     assert all(third.answer(QUESTION, max_new_tokens=1).blend.hits)
+
+
+def test_a_corpus_that_is_not_mounted_is_not_withdrawn(corpus, tmp_path):
+    model, documents = corpus
+    mount = tmp_path / "mount"
+    address = f"file://{mount / 'corpus'}", None
+    first, second = (machine(address, tmp_path / name, model) for name in ("first", "second"))
+    first.precompute(documents)
+    answers = [second.answer(QUESTION, max_new_tokens=8)]
+    assert second.store.backend.wait(20)
+    mount.rename(tmp_path / "elsewhere")
+    mount.mkdir()
+    second._sharing.refresh(now=True)
+    answers.append(second.answer(QUESTION, max_new_tokens=8))
+    restarted = machine(address, tmp_path / "second", model)
+    answers.append(restarted.answer(QUESTION, max_new_tokens=8))
+    assert len({answer.text for answer in answers}) == 1
+    assert all(all(answer.blend.hits) for answer in answers)
+    with pytest.raises(StoreUnreachableError, match="see that the right file system is mounted"):
+        machine(address, tmp_path / "first", model).precompute(documents)
+    assert list(mount.iterdir()) == []
 
 
 def test_an_index_that_somebody_else_put_there_is_not_used(corpus, tmp_path):

@@ -236,8 +236,10 @@ def test_what_an_artifact_was_when_the_bucket_went_away(make, bucket, key, cache
     store = make("one", hot=None)
     store.write_artifact("surrogate-1", b"tokens")
     assert make("two", hot=None).read_artifact("surrogate-1") == b"tokens"
+    assert make("two", hot=None).read_artifact("surrogate-2") is None
     bucket.set("refused")
     assert make("two", hot=None).read_artifact("surrogate-1") == b"tokens"
+    assert make("two", hot=None).read_artifact("surrogate-2") is None
     with pytest.raises(StoreError):
         make("three", hot=None).read_artifact("surrogate-1")
     with pytest.raises(StoreError):
