@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from blend.errors import ConfigError, EntryDamagedError, StoreError
+from blend.errors import ConfigError, EntryDamagedError, EntryTooLargeError
 
 CACHES = "objects/"
 
@@ -231,13 +231,13 @@ def close_all(blobs: Sequence[Blob | EntryDamagedError | None]) -> None:
 
 
 def require_budget(budget_bytes: int | None, nbytes: int = 0) -> None:
-    """Raise `ConfigError` for a budget that is not positive, `StoreError` for an entry of `nbytes` that exceeds it."""
+    """Raise `ConfigError` for a budget that is not positive, `EntryTooLargeError` for an entry of `nbytes` above it."""
     if budget_bytes is None:
         return
     if budget_bytes <= 0:
         raise ConfigError(f"the store's budget is {budget_bytes} bytes; it must be positive")
     if nbytes > budget_bytes:
-        raise StoreError(
+        raise EntryTooLargeError(
             f"one chunk cache takes {nbytes} bytes, the store's budget is {budget_bytes}: "
             "raise the budget or use smaller chunks"
         )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
+from blend.errors import EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
 from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored
 from blend.store.hot import TELLING
 from blend.store.lease import leased, require_lease
@@ -110,7 +110,7 @@ class RedisBackend(Backend):
         require_lease(self, name)
         content = b"".join(blobs)
         if len(content) > LARGEST:
-            raise StoreError(f"{self.place} takes entries of {LARGEST >> 20} MiB at most: use smaller chunks")
+            raise EntryTooLargeError(f"{self.place} takes entries of {LARGEST >> 20} MiB at most: use smaller chunks")
         lives_s = _DECADE_S if name.startswith(CACHES) else None
         with self._exchange("written", len(content)):
             return bool(self._client.set(self._key(name), content, nx=if_absent, ex=lives_s))

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
-from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored, close_all
+from blend.errors import EntryDamagedError, StoreUnreachableError
+from blend.store.ahead import Ahead
+from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored
 from blend.store.breaker import Told
 from blend.store.fetchers import Fetchers
 from blend.store.names import GENERATION, INDEXES
@@ -24,11 +25,9 @@ from blend.store.patience import Patience
 from blend.store.sealed import Look
 from blend.store.search import Found, Search, TierHits
 from blend.store.tier import Authority, Nearer
-from blend.store.tiered_blob import TieredBlob
 
 FETCHERS = 16
 _FRESH_S = 1.0  # the generation is asked for before every prompt
-_BATCH = 64
 _LAST_WAIT_S = 3.0
 
 
@@ -54,6 +53,7 @@ class TieredBackend(Backend):
         if self._nearer:  # a command that ends leaves what it has fetched in them
             atexit.register(self._fetchers.wait, _LAST_WAIT_S)
         self._search = Search(self._far, self._hot, self._local, look, self._fetchers)
+        self._ahead = Ahead(lambda names: self.open_many(names, 0), self._fetchers)
         self._generation: tuple[float, bytes | None] = (float("-inf"), None)
 
     @property
@@ -96,20 +96,7 @@ class TieredBackend(Backend):
 
     def prefetch(self, names: Iterable[str]) -> None:
         """In threads beside; what is on this machine's disk is left there."""
-        wanted = [name for name in dict.fromkeys(names) if name.startswith(CACHES)]
-        for begin in range(0, len(wanted), _BATCH):
-            batch = wanted[begin : begin + _BATCH]
-            self._fetchers.add(-1, lambda batch=batch: self._prefetch(batch))  # type: ignore[misc]
-
-    def _prefetch(self, names: Sequence[str]) -> None:
-        try:
-            found = self.open_many(names, 0)
-        except StoreError:
-            return  # who reads them meets it
-        for blob in found:
-            if isinstance(blob, TieredBlob):
-                blob.start()
-        close_all(found)
+        self._ahead.add(name for name in dict.fromkeys(names) if name.startswith(CACHES))
 
     def wait(self, timeout_s: float) -> bool:
         """Until all that is under way has come and is kept; whether that was in time."""
