@@ -148,6 +148,26 @@ def test_prune_and_pin(filled: Blend, documents: Path) -> None:
     assert filled("store", "pin", "nothing").code == 2
 
 
+def test_what_a_tier_that_is_down_still_has_is_said(machine, documents, tmp_path) -> None:
+    one, two = machine("one"), machine("two")
+    assert one("precompute", documents, *CHUNKS).code == 0
+    before = len(rows(one("store", "ls", "--tier", "local", "--json").out))
+    assert before > 0
+    removed = two("store", "prune", "--older-than", "0", "--store-hot", "redis://127.0.0.1:1/0")
+    assert removed.code == 7
+    assert "caches removed" in removed.out
+    line = removed.err.strip().splitlines()[-1]
+    assert "may still be in redis://127.0.0.1:1/0" in line
+    assert "run the same command again" in line
+    assert two("store", "stats", "--json").code == 0
+    looked = one("store", "prune", "--older-than", "0", "--dry-run")
+    assert f"{before:,} copies in nearer tiers of caches that were gone would go" in looked.out
+    assert (
+        f"{before:,} copies in nearer tiers of caches that were gone removed" in one("store", "prune", "--unused").out
+    )
+    assert rows(one("store", "ls", "--tier", "local", "--json").out) == []
+
+
 def test_caches_of_documents_that_are_gone_are_unused(filled: Blend, tmp_path: Path) -> None:
     sources = filled.store / "kv" / "sources" / "_"
     before = sources.read_bytes()

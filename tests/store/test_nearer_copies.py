@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import servers
 
-from blend.store import open_store
+from _wire import Proxy
+from blend.errors import StoreUnreachableError
+from blend.store import Patience, open_store
+from blend.store.copies import remove_copies
+from blend.store.sources import pin
 
 
 @pytest.fixture(params=["disk", "redis"])
@@ -60,6 +64,34 @@ def test_what_is_damaged_far_away_is_replaced_by_a_copy(opened, key, cache, tmp_
     assert key(1) not in store
     assert store.restore([key(1)]) == {key(1)}
     assert key(1) in far
+
+
+def test_copies_of_what_is_gone_are_removed_but_for_pinned_ones(opened, key, cache, tmp_path):
+    store, far = opened(key, cache)
+    assert remove_copies(store.backend) == 0
+    for number in (1, 2):
+        far.delete(key(number))
+    pin(far.backend, key(2).digest, on=True)
+    assert remove_copies(store.backend, dry_run=True) == 1
+    assert remove_copies(store.backend) == 1
+    assert store.open(key(1)) is None
+    store.open(key(2)).close()
+
+
+def test_a_tier_that_missed_a_removal_is_named_and_asked_again(key, cache, tmp_path):
+    proxy = Proxy(servers.redis_port())
+    hot = f"redis://127.0.0.1:{proxy.port}/6"
+    store = open_store(f"file://{tmp_path / 'far'}", hot=hot, patience=Patience(pause_s=0.01))
+    store.put(key(1), cache(1))
+    proxy.set("refused")
+    store.delete(key(1))
+    with pytest.raises(StoreUnreachableError, match=f"may still be in {hot}"):
+        remove_copies(store.backend)
+    assert remove_copies(store.backend, dry_run=True) == 0
+    proxy.set("")
+    assert remove_copies(store.backend) == 1
+    assert store.open(key(1)) is None
+    proxy.close()
 
 
 def test_a_store_in_one_place_gives_nothing_back(key, cache, tmp_path):
