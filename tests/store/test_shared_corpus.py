@@ -7,7 +7,7 @@ import shutil
 import pytest
 import servers
 import torch
-from far_stores import environment_of_s3
+from far_stores import bucket_of
 
 from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError, StoreError, StoreUnreachableError
@@ -42,9 +42,8 @@ def address(request, tmp_path, monkeypatch):
         return f"file://{tmp_path / 'mounted'}", None
     if request.param == "redis":
         return f"redis://127.0.0.1:{servers.redis_port()}/2/{tmp_path.name}", None
-    environment_of_s3(monkeypatch)
     hot = f"redis://127.0.0.1:{servers.redis_port()}/3" if request.param == "both" else None
-    return f"s3://{servers.BUCKET}/{tmp_path.name}", hot
+    return bucket_of(monkeypatch, tmp_path), hot
 
 
 def machine(address, folder, model, **options):
@@ -103,8 +102,7 @@ def test_who_began_with_an_older_index_is_refused(address, corpus, tmp_path, mon
     with pytest.raises(StoreError, match="run the same command again"):
         second.precompute(documents / "orchard.md", quick=True)
     monkeypatch.undo()
-    if address[0].startswith("s3"):
-        environment_of_s3(monkeypatch)
+    bucket_of(monkeypatch, tmp_path)  # its credentials were undone as well
     second._sharing.refresh(now=True)
     assert [chunk.id for chunk in second.index.chunks] == [chunk.id for chunk in first.index.chunks]
 

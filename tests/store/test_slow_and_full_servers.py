@@ -7,7 +7,7 @@ import time
 
 import pytest
 import servers
-from far_stores import environment_of_s3
+from far_stores import failing_bucket
 
 from _wire import Proxy
 from blend.errors import StoreError, StoreUnreachableError
@@ -17,20 +17,26 @@ HASTE = Patience(connect_s=0.5, answer_s=0.5, pause_s=60.0)
 NAME = "objects/ab/cd/cdef.safetensors"
 
 
-@pytest.fixture(params=["redis", "objects"])
-def dripping(request, tmp_path, monkeypatch):
-    """A far backend that is told to drip, once it holds a megabyte."""
-    proxy = Proxy(servers.redis_port() if request.param == "redis" else servers.s3().port)
-    if request.param == "redis":
-        store = open_store(f"redis://127.0.0.1:{proxy.port}/0/{tmp_path.name}", patience=HASTE)
-    else:
-        environment_of_s3(monkeypatch)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        store = open_store(f"s3://{servers.BUCKET}/{tmp_path.name}", patience=HASTE)
-    backend = store.backend.tiers.far
-    backend.put(NAME, [bytes(1 << 20)])
-    yield backend, proxy
+@pytest.fixture
+def bucket(monkeypatch, tmp_path):
+    with failing_bucket(monkeypatch, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def memory(tmp_path):
+    proxy = Proxy(servers.redis_port())
+    yield f"redis://127.0.0.1:{proxy.port}/0/{tmp_path.name}", proxy
     proxy.close()
+
+
+@pytest.fixture(params=["memory", "bucket"])
+def dripping(request):
+    """A far backend that holds a megabyte, and the proxy in front of it."""
+    address, proxy = request.getfixturevalue(request.param)
+    backend = open_store(address, patience=HASTE).backend.tiers.far
+    backend.put(NAME, [bytes(1 << 20)])
+    return backend, proxy
 
 
 def test_a_server_that_drips_is_an_outage_in_time(dripping):
