@@ -8,6 +8,7 @@
     ├── DatasetError            a question file that cannot be read
     ├── WorkersError            workers of a cluster that are lost, not given, or not like this process
     └── StoreError              a store that cannot be opened or written
+        ├── EntryTooLargeError      one entry that is larger than a place for it takes
         ├── StoreUnreachableError   a place of a store that does not answer, or not in time; asked again later
         └── EntryDamagedError   one entry that is truncated, corrupted or foreign; callers recompute it
 
@@ -59,6 +60,10 @@ class StoreError(BlendError):
 
 class EntryDamagedError(StoreError):
     """One store entry that must not be used: truncated, corrupted or written for something else."""
+
+
+class EntryTooLargeError(StoreError):
+    """One entry that is larger than a place for it takes; all smaller ones fit."""
 
 
 class StoreUnreachableError(StoreError):

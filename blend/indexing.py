@@ -160,7 +160,9 @@ def prepare(change: CorpusChange, *, quick: bool = False, progress: Progress = n
     update = write_index(change, progress)
     library = decide(change, quick=quick)
     wanted = library.quickest(change.ids) if quick else library.wanted(change.ids)
-    return Prepared(library, wanted, library.lacking(wanted), update)
+    lacking = library.lacking(wanted)
+    restored = library.restored(lacking)
+    return Prepared(library, wanted, [one for one in lacking if one not in restored], update)
 
 
 def write_index(change: CorpusChange, progress: Progress = no_progress) -> IndexUpdate:

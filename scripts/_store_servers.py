@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import hashlib
 import os
 import shutil
 import signal
@@ -21,6 +22,12 @@ from typing import NamedTuple
 _PR_SET_PDEATHSIG = 1
 BUCKET = "kvblend-test"
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+def given_bucket(folder: Path) -> str | None:
+    """An address of its own for each folder, in the bucket that KVBLEND_TEST_BUCKET names; None where that is not set."""
+    bucket = os.environ.get("KVBLEND_TEST_BUCKET")
+    return f"{bucket.rstrip('/')}/{hashlib.sha256(bytes(folder)).hexdigest()[:16]}" if bucket else None
 
 
 class NoServerError(Exception):

@@ -1,4 +1,7 @@
-"""A TCP proxy on loopback that does to a connection what networks do: refuse, hang, be slow, cut it off, change its bytes."""
+"""A TCP proxy on loopback that does to a connection what networks do: refuse, hang, be slow, cut it off, change its bytes.
+
+"dripping" besides: a few bytes at a time, for ever, so that no single wait is long.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import time
 from contextlib import suppress
 
 FAULTS = ("refused", "hanging", "slow", "cut", "wrong bytes")
-_CHUNK = 4096
+_CHUNK, _DROP = 4096, 64
 
 
 class Proxy:
@@ -90,6 +93,8 @@ class Proxy:
             while data := source.recv(_CHUNK):
                 if fault == "slow":
                     time.sleep(0.005)
+                elif fault == "dripping":
+                    data = self._dripped(data, target)
                 elif fault == "wrong bytes":
                     data = self._changed(data)
                 elif fault == "cut":
@@ -100,6 +105,14 @@ class Proxy:
                 target.sendall(data)
         _reset(source)
         _reset(target)
+
+    def _dripped(self, data: bytes, target: socket.socket) -> bytes:
+        """All but the last bytes."""
+        while len(data) > _DROP:
+            target.sendall(data[:_DROP])
+            data = data[_DROP:]
+            time.sleep(0.1)
+        return data
 
     def _changed(self, data: bytes) -> bytes:
         changed = bytearray(data)

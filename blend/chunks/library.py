@@ -131,6 +131,14 @@ class ChunkLibrary:
         held = self.store.held(map(self.key, wanted))
         return [one for one in wanted if self.key(one) not in held]
 
+    def restored(self, lacking: Sequence[Variant]) -> set[Variant]:
+        """Which of these caches, that the store lacks, it has again: from copies that are nearer than its far place.
+
+        Raises `StoreError` when the store cannot be written.
+        """
+        keys = self.store.restore(map(self.key, lacking))
+        return {one for one in lacking if self.key(one) in keys}
+
     def key(self, wanted: Variant) -> ChunkKey:
         """Where the store keeps this cache."""
         return self.encoder(contextual=wanted.contextual).identity.key(wanted.chunk)

@@ -127,6 +127,7 @@ def take_up(library: ChunkLibrary, wanted: Sequence[Variant]) -> Work:
     order = _read(library, digest)
     if order is None:
         lacking = set(library.lacking(wanted))
+        lacking -= library.restored(list(lacking))
         fresh = WorkOrder(digest, tuple(one in lacking for one in wanted))
         with library.store.writing():
             order = _read(library, digest)  # another one may have looked, and begun, meanwhile

@@ -35,12 +35,14 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool
             )
         return
     from blend.cli.console import print_json, say
+    from blend.store.copies import remove_copies
 
     opening.fetch_indexes({"store": store, "store_key": store_key})
     caches = open_caches(store, store_key)
     if clear:
         for key in list(caches.keys()):
             caches.delete(key)
+        remove_copies(caches.backend)
     stats = caches.stats()
     described = sorted(caches.namespaces().items())
     namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in described]

@@ -120,6 +120,7 @@ def prune(store: Path, store_key: Path | None, older_than: float | None, unused:
     from blend.cli.console import say
     from blend.errors import ConfigError
     from blend.store.backend import CACHES
+    from blend.store.copies import remove_copies
 
     if older_than is None and not unused:
         raise ConfigError("say what is to go: --older-than DAYS, --unused or both")
@@ -133,6 +134,8 @@ def prune(store: Path, store_key: Path | None, older_than: float | None, unused:
         caches.backend.delete(f"{CACHES}{one.namespace}/{one.digest[:2]}/{one.digest}.safetensors")
     done = "would go" if dry_run else "removed"
     say(f"{len(going):,} caches {done}, {_size(sum(one.nbytes for one in going))}")
+    if copies := remove_copies(caches.backend, dry_run=dry_run):
+        say(f"{copies:,} copies in nearer tiers of caches that were gone {done}")
 
 
 @click.command("pin")

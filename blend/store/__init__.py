@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from blend.store.backend import Backend, Blob, MemoryStats, Range, Stored
 from blend.store.base import ChunkStore, StoreStats
@@ -16,12 +16,15 @@ from blend.store.hot import HotBackend
 from blend.store.hot_memory import HotMemory
 from blend.store.names import key_of
 from blend.store.patience import Patience
-from blend.store.places import hot_backend, is_address, remote_backend
+from blend.store.places import hot_backend, is_address, is_mounted, mounted_at, remote_backend
 from blend.store.reader import ChunkReader, is_sound
 from blend.store.registry import codec_names, get_codec, register_codec
-from blend.store.replica import origin_of
+from blend.store.replica import above, origin_of
 from blend.store.seal import make_seal, read_store_key
 from blend.store.sealed import Look, looker
+
+if TYPE_CHECKING:
+    from blend.store.mounted import MountedFiles
 
 __all__ = [
     "Backend",
@@ -110,14 +113,29 @@ def _backend(location: str | os.PathLike[str], budget_bytes: int | None, look: L
     origin = origin_of(path)
     if origin is None:
         return DiskBackend(path, budget_bytes)
-    return _tiered(origin.address, budget_bytes, look, given._replace(cache=path, hot=origin.hot))
+    given = given._replace(cache=path, hot=origin.hot)
+    return _tiered(origin.address, budget_bytes, look, given, _mounted_above(path))
 
 
-def _tiered(address: str, budget_bytes: int | None, look: Look, given: Elsewhere) -> Backend:
+def _mounted_above(kv: Path) -> MountedFiles | None:
+    """Of a tenant's store in a directory that machines mount: the store that it lies in."""
+    from blend.store.disk import DiskBackend
+    from blend.store.mounted import MountedFiles
+
+    outer = above(kv)
+    origin = None if outer is None else origin_of(outer)
+    if outer is None or origin is None or not is_mounted(origin.address):
+        return None
+    return MountedFiles(mounted_at(origin.address), DiskBackend(outer))
+
+
+def _tiered(
+    address: str, budget_bytes: int | None, look: Look, given: Elsewhere, outer: MountedFiles | None = None
+) -> Backend:
     from blend.store.disk import DiskBackend
     from blend.store.tiered import TieredBackend, Tiers
 
     local = None if given.cache is None else DiskBackend(Path(given.cache).expanduser(), budget_bytes)
-    far = remote_backend(address, given.patience, None if local else budget_bytes)
+    far = remote_backend(address, given.patience, None if local else budget_bytes, local=local, above=outer)
     hot = None if given.hot is None else hot_backend(given.hot, far.place, given.patience)
     return TieredBackend(Tiers(far, hot, local), look, given.patience)

@@ -48,15 +48,20 @@ class Arrival:
         self._switching = threading.Lock()
         self._here = [False] * len(entry.pieces)
         self._lacking = len(entry.pieces)
-        self._started = False
+        self._started = self._settled = False
+        self._then: list[Callable[[], None]] = []
         self.failure: StoreError | None = None
 
-    def start(self) -> None:
-        """Have everything fetched, the first pieces first."""
+    def start(self, then: Callable[[], None] | None = None) -> None:
+        """Have everything fetched, the first pieces first. then: called when it has been kept, or has failed."""
         with self._turn:
-            if self._started:
-                return
-            self._started = True
+            started, settled, self._started = self._started, self._settled, True
+            if then is not None and not settled:
+                self._then.append(then)
+        if then is not None and settled:
+            then()
+        if started:
+            return
         for group in _groups(self.entry):
             self._fetchers.add(group.start, lambda group=group: self._fetch(group))  # type: ignore[misc]
 
@@ -99,7 +104,19 @@ class Arrival:
             self._turn.notify_all()
         if complete:
             self._source.blob.close()
-            self._fetchers.add(KEEPING, lambda: self._keep(self._view))
+            self._fetchers.add(KEEPING, self._kept)
+
+    def _kept(self) -> None:
+        try:
+            self._keep(self._view)
+        finally:
+            self._settle()
+
+    def _settle(self) -> None:
+        with self._turn:
+            self._settled, then, self._then = True, self._then, []
+        for call in then:
+            call()
 
     def _read(self, source: Source, group: range) -> None:
         pieces = self.entry.pieces
@@ -129,6 +146,7 @@ class Arrival:
         with self._turn:
             self.failure = error
             self._turn.notify_all()
+        self._settle()
 
 
 def _nothing() -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from blend.errors import ConfigError, EntryDamagedError, StoreError
+from blend.errors import ConfigError, EntryDamagedError, EntryTooLargeError
 
 CACHES = "objects/"
 
@@ -153,6 +153,17 @@ class Backend(ABC):
         except EntryDamagedError as error:
             return error
 
+    def stored(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
+        """`open_many`, of the place alone that decides what is stored: copies in nearer ones do not count."""
+        return self.open_many(names, head)
+
+    def restore(self, name: str) -> bool:
+        """Put a copy that a nearer place has of a cache into the one that decides; whether any has one.
+
+        Raises `StoreError` when it cannot be written.
+        """
+        return False
+
     def read(self, name: str, most: int) -> bytes | None:
         """All that the name holds, or None. Raises `EntryDamagedError` when that is more than `most` bytes."""
         blob = self.open(name, 0)
@@ -223,13 +234,13 @@ def close_all(blobs: Sequence[Blob | EntryDamagedError | None]) -> None:
 
 
 def require_budget(budget_bytes: int | None, nbytes: int = 0) -> None:
-    """Raise `ConfigError` for a budget that is not positive, `StoreError` for an entry of `nbytes` that exceeds it."""
+    """Raise `ConfigError` for a budget that is not positive, `EntryTooLargeError` for an entry of `nbytes` above it."""
     if budget_bytes is None:
         return
     if budget_bytes <= 0:
         raise ConfigError(f"the store's budget is {budget_bytes} bytes; it must be positive")
     if nbytes > budget_bytes:
-        raise StoreError(
+        raise EntryTooLargeError(
             f"one chunk cache takes {nbytes} bytes, the store's budget is {budget_bytes}: "
             "raise the budget or use smaller chunks"
         )

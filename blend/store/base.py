@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +21,7 @@ from blend.types import ChunkCache, ChunkKey
 if TYPE_CHECKING:
     from blend.store.buffers import Scratch
 
+_Opening = Callable[[Sequence[str], int], list[Blob | EntryDamagedError | None]]
 _TOKEN_BYTES = 1 << 10
 _AT_ONCE = 64
 
@@ -59,8 +60,11 @@ class ChunkStore:
 
         An error stands in the place of an entry that must not be used. Raises `StoreError`, and leaves nothing open.
         """
+        return self._opened_many(keys, self.backend.open_many)
+
+    def _opened_many(self, keys: Sequence[ChunkKey], opening: _Opening) -> list[ChunkReader | EntryDamagedError | None]:
         names = [cache_name(key) for key in keys]
-        blobs = self.backend.open_many(names, HEAD)
+        blobs = opening(names, HEAD)
         try:
             return [self._opened(*one) for one in zip(keys, names, blobs, strict=True)]
         except BaseException:
@@ -241,24 +245,25 @@ class ChunkStore:
     def held(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         """Those of these keys under which there is an entry that can be used, in as few exchanges as it takes.
 
+        Where several places are one store, the far one alone is asked: a copy that one machine has is no entry for the others.
         Raises `StoreError` when the store cannot be read.
         """
         wanted, found = list(dict.fromkeys(keys)), set[ChunkKey]()
         for begin in range(0, len(wanted), _AT_ONCE):
             batch = wanted[begin : begin + _AT_ONCE]
-            for key, reader in zip(batch, self.open_many(batch), strict=True):
+            for key, reader in zip(batch, self._opened_many(batch, self.backend.stored), strict=True):
                 if isinstance(reader, ChunkReader):
                     found.add(key)
                     reader.close()
         return found
 
+    def restore(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Give back to the far place what it lacks of these and a nearer one has, as it is; which they were.
+
+        Raises `StoreError` when the store cannot be written.
+        """
+        return {key for key in keys if self.backend.restore(cache_name(key))}
+
     def __contains__(self, key: ChunkKey) -> bool:
-        """Whether there is an entry that can be used. A store that cannot be read raises `StoreError`: that is no answer."""
-        try:
-            reader = self.open(key)
-        except EntryDamagedError:
-            return False
-        if reader is None:
-            return False
-        reader.close()
-        return True
+        """Whether `held` says so. A store that cannot be read raises `StoreError`: that is no answer."""
+        return key in self.held([key])

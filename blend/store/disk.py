@@ -65,21 +65,22 @@ class DiskBlob(Blob):
     def _failed(self, error: OSError) -> Exception:
         # A network file system says "stale" of an open file that another machine has evicted.
         if error.errno == errno.ESTALE:
+            self._files.require_present()
             return EntryDamagedError(f"it cannot be read ({error.strerror})")
         return self._files.failed("read", error)
 
 
 class DiskBackend(Backend):
-    """The directory `root`, which is made when it does not exist.
+    """The directory `root`, which is made when it does not exist; or the store of these `files`.
 
     budget_bytes: after each `put` the least recently used caches go until all together are within it; several processes
     that write at the same time may exceed it for some seconds.
     """
 
-    def __init__(self, root: Path, budget_bytes: int | None = None) -> None:
+    def __init__(self, root: Path, budget_bytes: int | None = None, files: StoreFiles | None = None) -> None:
         require_budget(budget_bytes)
         self.root, self.place = root, str(root)
-        self._files = open_root(root)
+        self._files = files or open_root(root)
         self._evictor = Evictor(self._files, self._caches, budget_bytes)
 
     def open(self, name: str, head: int) -> DiskBlob | None:

@@ -15,13 +15,31 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
-from blend.errors import EntryDamagedError, StoreError
+from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
 from blend.files import set_aside, write_atomically
 
 MANIFEST = "store.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.ELOOP)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
+# Of a network file system that does not answer, or whose mount is gone.
+_AWAY = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ENOTCONN,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.ECONNABORTED,
+    errno.ENODEV,
+    errno.ENXIO,
+    errno.ESHUTDOWN,
+    getattr(errno, "EREMOTEIO", errno.EIO),
+)
 # EUCLEAN is how Linux file systems report broken structures of their own; other systems have no such number.
 _ONE_FILE = (
     errno.EIO,
@@ -46,15 +64,19 @@ class StoreFiles:
         self.root, self.tmp = root, root / "tmp"
 
     def require_present(self) -> None:
-        """Raise `StoreError` when the store has been removed or unmounted: nothing that it lacks is a miss then."""
+        """Raise `StoreUnreachableError` when the store was removed or unmounted: nothing that it lacks is a miss then."""
         try:
             (self.root / MANIFEST).stat()
         except _MISSING:
-            raise StoreError(
+            raise StoreUnreachableError(
                 f"the store {self.root} is gone (there is no {MANIFEST} in it): mount it again or start anew"
             ) from None
         except OSError as error:
-            raise self.failed("read", error) from None
+            raise unusable(self.root, error, "read") from None
+
+    def require_writable(self) -> None:
+        """Before anything is written: as `require_present`."""
+        self.require_present()
 
     def open(self, path: Path) -> int | None:
         """Descriptor of a file, which the caller closes; None when there is none.
@@ -94,7 +116,7 @@ class StoreFiles:
         self, path: Path, blobs: Iterable[bytes | memoryview], placing: AbstractContextManager[None] | None = None
     ) -> None:
         """Replace what is at `path`, whatever it is. placing: held while the finished file comes to its place."""
-        self.require_present()
+        self.require_writable()
         try:
             self._make_folder(path.parent)
             self._make_folder(self.tmp)
@@ -106,18 +128,24 @@ class StoreFiles:
         self, path: Path, blobs: Iterable[bytes | memoryview], placing: AbstractContextManager[None] | None = None
     ) -> bool:
         """`write` where nothing is at `path`, and only there; whether that was so. Needs a file system with hard links."""
-        # Named like a file that another machine is writing: should this process be killed, it is swept after an hour.
-        spare = self.tmp / f".00000000-{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp"
+        spare = self.spare(self.tmp)
         self.write(spare, blobs)
         try:
             self._make_folder(path.parent)
             with placing or nullcontext():
-                return _linked(spare, path)
+                return linked(spare, path)
         except OSError as error:
             raise self.failed("written", error) from None
         finally:
             with suppress(OSError):
                 spare.unlink()
+
+    def spare(self, folder: Path) -> Path:
+        """A new name in a folder, like that of a file which another machine is writing.
+
+        Should this process be killed, it is swept after an hour.
+        """
+        return folder / f".00000000-{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp"
 
     def remove(self, path: Path) -> bool:
         """Remove what is at `path`, a folder with all that is in it; whether there was anything."""
@@ -160,8 +188,12 @@ class StoreFiles:
         return self._folder_mode() & 0o660
 
     def failed(self, doing: str, error: OSError) -> StoreError:
-        """The error to raise for one of the operating system: damage of one file that was "read", or an outage."""
+        """The error to raise for one of the operating system: damage of one file that was "read", or an outage.
+
+        Raises `StoreUnreachableError` where what looks like the former is the whole store's.
+        """
         if doing == "read" and error.errno in _ONE_FILE:
+            self.require_present()
             return EntryDamagedError(f"it cannot be read ({error.strerror})")
         return unusable(self.root, error, doing)
 
@@ -196,12 +228,16 @@ def unusable(root: Path, error: OSError, doing: str = "written") -> StoreError:
         remedy = "something else is in the way; choose another directory"
     elif doing == "read":
         remedy = "see that it is mounted and that this user may read it"
+    elif error.errno in _AWAY:
+        remedy = "see that its disk is well, mounted and writable"
     else:
         remedy = "make the directory writable or choose another one"
-    return StoreError(f"the store {root} cannot be {doing} ({error.strerror or error}): {remedy}")
+    kind = StoreUnreachableError if error.errno in _AWAY else StoreError
+    return kind(f"the store {root} cannot be {doing} ({error.strerror or error}): {remedy}")
 
 
-def _linked(spare: Path, path: Path) -> bool:
+def linked(spare: Path, path: Path) -> bool:
+    """Have a file under a second name, if nothing has that name; whether that was so. Raises OSError."""
     try:
         os.link(spare, path)
     except FileExistsError:

@@ -131,6 +131,14 @@ class HotBackend(Backend):
             for name, one in zip(names, found, strict=True)
         ]
 
+    def stored(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
+        """As the backend below says."""
+        return self.below.stored(names, head)
+
+    def restore(self, name: str) -> bool:
+        """Below."""
+        return self.below.restore(name)
+
     def read(self, name: str, most: int) -> bytes | None:
         """From below."""
         return self.below.read(name, most)

@@ -29,7 +29,7 @@ def locked(files: StoreFiles, name: str = ".writing") -> Iterator[None]:
 def _acquired(files: StoreFiles, name: str) -> BaseFileLock:
     from filelock import FileLock, Timeout
 
-    files.require_present()
+    files.require_writable()
     path = files.root / name
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):

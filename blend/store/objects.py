@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store.backend import Backend, Blob, Buffer, Range, Stored
-from blend.store.lease import leased
+from blend.store.lease import leased, require_lease
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, UpdateVersion
@@ -110,6 +110,7 @@ class ObjectBackend(Backend):
 
     def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
         """One exchange, several for a large object; acknowledged by the server when it returns."""
+        require_lease(self, name)
         if if_absent:
             return self._put_once(name, blobs, "create")
         import obstore
@@ -120,6 +121,7 @@ class ObjectBackend(Backend):
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """What it holds is looked at, and replaced if nobody has replaced it since."""
+        require_lease(self, name)
         if was is None:
             return self._put_once(name, [content], "create")
         found = self.open(name, 0)
@@ -145,6 +147,7 @@ class ObjectBackend(Backend):
 
     def delete(self, name: str) -> bool:
         """Two exchanges: a bucket does not say whether there was anything."""
+        require_lease(self, name)
         import obstore
 
         with self._exchange("written"):

@@ -7,12 +7,15 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from blend.errors import ConfigError
 from blend.store.backend import Backend
 from blend.store.patience import Patience
+
+if TYPE_CHECKING:
+    from blend.store.mounted import MountedFiles
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _OBJECTS = ("s3", "gs", "az", "abfs", "abfss")
@@ -32,44 +35,58 @@ def is_address(location: str | os.PathLike[str]) -> bool:
 
 
 def check_address(location: str, *, hot: bool = False) -> str:
-    """The address without a slash at its end. Raises `ConfigError` for one that names no store, or with `hot` no Redis."""
+    """The address without a slash at its end, of a Redis with the number of its database.
+
+    Raises `ConfigError` for one that names no store, or with `hot` no Redis.
+    """
     scheme = location.partition("://")[0].lower()
     allowed = _REDIS if hot else (*_OBJECTS, *_REDIS, "file")
     if scheme not in allowed or not location.partition("://")[2].strip("/"):
         names = ", ".join(f"{one}://" for one in (_REDIS if hot else SCHEMES))
         raise ConfigError(f"{shown(location)!r:.120} is no address of a store: give {names} and where it is")
-    if scheme in _REDIS:
-        _redis(location)
-    return location.rstrip("/")
+    return _with_number(location) if scheme in _REDIS else location.rstrip("/")
 
 
 def shown(location: str) -> str:
-    """An address without its password, for messages."""
+    """An address without its user, its password and its options, which may hold them too, for messages."""
     try:
         parts = urlsplit(location)
     except ValueError:  # brackets that are no address of a host
         return f"{location.partition('://')[0]}://..."
-    if not parts.password and not parts.username:
+    if parts.scheme == "file":  # whatever stands in a path
         return location
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
 
 
 def inside(location: str, *names: str) -> str:
     """The address of what lies below another."""
-    return "/".join((location.rstrip("/"), *names))
+    if location.partition("://")[0].lower() not in _REDIS:
+        return "/".join((location.rstrip("/"), *names))
+    parts = urlsplit(location)  # options stay at the end
+    return urlunsplit(parts._replace(path="/".join((parts.path.rstrip("/"), *names))))
 
 
-def remote_backend(location: str, patience: Patience, budget_bytes: int | None = None) -> Backend:
+def remote_backend(
+    location: str,
+    patience: Patience,
+    budget_bytes: int | None = None,
+    *,
+    local: Backend | None = None,
+    above: MountedFiles | None = None,
+) -> Backend:
     """The backend at an address; nothing is asked of it yet, a directory excepted.
 
+    local, above: see `MountedFiles`.
     Raises `ConfigError` for an address or credentials that cannot be right, or when the `remote` extra is not installed.
     """
     location = check_address(location)
     scheme = location.partition("://")[0].lower()
-    if scheme == "file":
+    if is_mounted(location):
         from blend.store.disk import DiskBackend
+        from blend.store.mounted import MountedFiles
 
-        return DiskBackend(Path(location.partition("://")[2]), budget_bytes)
+        root = mounted_at(location)
+        return DiskBackend(root, budget_bytes, MountedFiles(root, local, above))
     if budget_bytes is not None:
         raise ConfigError(
             f"{shown(location)} has no budget of kvblend's: it is kept small by `blend store prune`, or by its server; "
@@ -80,11 +97,21 @@ def remote_backend(location: str, patience: Patience, budget_bytes: int | None =
     )
 
 
+def is_mounted(location: str) -> bool:
+    """Whether it is a directory that several machines mount."""
+    return location.lower().startswith("file://")
+
+
+def mounted_at(location: str) -> Path:
+    """The directory of a file:// address."""
+    return Path(location.partition("://")[2])
+
+
 def hot_backend(location: str, of: str, patience: Patience) -> Backend:
     """A Redis in front of the store `of`, whose entries lie apart from those of other stores."""
     location = check_address(location, hot=True)
     own = hashlib.sha256(of.encode()).hexdigest()[:16]
-    return _loaded(lambda: _redis_backend(inside(_with_db(location), own), patience))
+    return _loaded(lambda: _redis_backend(inside(location, own), patience))
 
 
 def _loaded(make: Callable[[], Backend]) -> Backend:
@@ -95,10 +122,11 @@ def _loaded(make: Callable[[], Backend]) -> Backend:
 
 
 def _redis_backend(location: str, patience: Patience) -> Backend:
-    from blend.store.redis_backend import RedisBackend, connect
+    from blend.store.redis_backend import RedisBackend
+    from blend.store.redis_wire import connect
 
     url, prefix = _redis(location)
-    return RedisBackend(connect(url, patience), f"kvblend:{prefix}:", shown(location))
+    return RedisBackend(connect(url, patience), f"kvblend:{prefix}:", shown(location), patience)
 
 
 def _redis(location: str) -> _Redis:
@@ -118,8 +146,11 @@ def _redis(location: str) -> _Redis:
     return _Redis(url, prefix)
 
 
-def _with_db(location: str) -> str:
-    return location if urlsplit(location).path.strip("/") else f"{location}/0"
+def _with_number(location: str) -> str:
+    """What stands behind the number would otherwise be taken for it."""
+    _redis(location)
+    parts = urlsplit(location)
+    return urlunsplit(parts._replace(path=parts.path.rstrip("/") or "/0"))
 
 
 def _object_backend(location: str, patience: Patience) -> Backend:
@@ -141,7 +172,7 @@ def _object_backend(location: str, patience: Patience) -> Backend:
         return from_url(location, **config)
 
     try:
-        return ObjectBackend(make(2), make(0), location)
+        return ObjectBackend(make(2), make(0), shown(location))
     except (BaseError, ValueError, OSError) as error:
         line = str(error).partition("\n")[0]
         raise ConfigError(

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
+from blend.errors import EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
 from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored
 from blend.store.hot import TELLING
-from blend.store.lease import leased
+from blend.store.lease import leased, require_lease
 from blend.store.patience import Patience
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ LARGEST = 512 << 20
 _HEAD = 64 << 10
 _PAGE = 1000
 _DECADE_S = 10 * 365 * 86400
+_SLOWEST = 4 << 20  # bytes a second: who sends them more slowly is waited for as if it did not answer
 _SWAP = """
 local held = redis.call('GET', KEYS[1])
 if (ARGV[1] == '0' and held == false) or (ARGV[1] == '1' and held == ARGV[2]) then
@@ -58,10 +59,11 @@ class RedisBlob(Blob):
 
 
 class RedisBackend(Backend):
-    """Names of a database of a server, behind `prefix`. client: of the `redis` package. place: for messages."""
+    """Names of a database of a server, behind `prefix`. client: of `redis_wire.connect`. place: for messages."""
 
-    def __init__(self, client: redis.Redis, prefix: str, place: str) -> None:
+    def __init__(self, client: redis.Redis, prefix: str, place: str, patience: Patience | None = None) -> None:
         self._client, self._prefix, self.place = client, prefix.encode(), place
+        self._patience = patience or Patience()
 
     def open(self, name: str, head: int) -> Blob | None:
         """One exchange."""
@@ -72,10 +74,11 @@ class RedisBackend(Backend):
     def open_many(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
         """One exchange for all."""
         # No transaction: a server that is full refuses even to read in one. Digests find out what was replaced meanwhile.
-        with self._exchange("read"), self._client.pipeline(transaction=False) as pipe:
+        most = max(head, _HEAD)
+        with self._exchange("read", most * len(names)), self._client.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.strlen(self._key(name))
-                pipe.getrange(self._key(name), 0, max(head, _HEAD) - 1)
+                pipe.getrange(self._key(name), 0, most - 1)
                 pipe.exists(self._key(name))
             answers = pipe.execute() if names else []
             return [self._blob(name, *answers[3 * index : 3 * index + 3]) for index, name in enumerate(names)]
@@ -89,8 +92,8 @@ class RedisBackend(Backend):
 
     def get_ranges(self, name: str, nbytes: int, telling: bytes, ranges: Sequence[Range]) -> None:
         """Fill them from what has this length and these first bytes. Raises `EntryDamagedError` where that is gone."""
-        key = self._key(name)
-        with self._exchange("read"), self._client.pipeline(transaction=False) as pipe:
+        key, most = self._key(name), sum(one.into.nbytes for one in ranges)
+        with self._exchange("read", most), self._client.pipeline(transaction=False) as pipe:
             for look in (0, 1):
                 pipe.strlen(key)
                 pipe.getrange(key, 0, len(telling) - 1)
@@ -104,15 +107,17 @@ class RedisBackend(Backend):
 
     def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
         """One exchange."""
+        require_lease(self, name)
         content = b"".join(blobs)
         if len(content) > LARGEST:
-            raise StoreError(f"{self.place} takes entries of {LARGEST >> 20} MiB at most: use smaller chunks")
+            raise EntryTooLargeError(f"{self.place} takes entries of {LARGEST >> 20} MiB at most: use smaller chunks")
         lives_s = _DECADE_S if name.startswith(CACHES) else None
-        with self._exchange("written"):
+        with self._exchange("written", len(content)):
             return bool(self._client.set(self._key(name), content, nx=if_absent, ex=lives_s))
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """A script on the server."""
+        require_lease(self, name)
         with self._exchange("written"):
             given = ("0", "") if was is None else ("1", was)
             answer: Any = self._client.eval(_SWAP, 1, self._key(name), *given, content)
@@ -120,6 +125,7 @@ class RedisBackend(Backend):
 
     def delete(self, name: str) -> bool:
         """One exchange."""
+        require_lease(self, name)
         with self._exchange("written"):
             return bool(self._client.unlink(self._key(name)))
 
@@ -173,14 +179,22 @@ class RedisBackend(Backend):
         return self._prefix + name.encode()
 
     @contextmanager
-    def _exchange(self, doing: str) -> Iterator[None]:
-        """Whatever goes wrong as one line of ours; connections on which something did are not used again."""
+    def _exchange(self, doing: str, nbytes: int = 0) -> Iterator[None]:
+        """Of about so many bytes, in time. Whatever goes wrong as one line of ours."""
+        from redis import ResponseError
+
+        from blend.store.redis_wire import within
+
         try:
-            yield
+            with within(self._patience.connect_s + self._patience.answer_s + nbytes / _SLOWEST):
+                yield
         except (StoreError, GeneratorExit):
             raise
         except Exception as error:
-            self._client.connection_pool.disconnect()
+            # What it refuses it refuses on a connection that is well. Else those that are not in use go too: they may be
+            # as dead. Those in use are other threads', who see for themselves.
+            if not isinstance(error, ResponseError):
+                self._client.connection_pool.disconnect(inuse_connections=False)
             raise self._failed(error, doing) from None
 
     def _failed(self, error: Exception, doing: str) -> StoreError:
@@ -194,17 +208,3 @@ class RedisBackend(Backend):
         if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError):
             return StoreError(f"{self.place} refuses to be {doing} ({line}): give a user and password in its address")
         return StoreUnreachableError(f"{self.place} cannot be {doing} ({line}): see that it is up and reachable")
-
-
-def connect(url: str, patience: Patience) -> redis.Redis:
-    """A client that waits as long as `patience` says; nothing is exchanged yet."""
-    import redis
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
-
-    # Once more for a connection that the server has closed since; not for one that does not answer, which would wait twice.
-    again: Any = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
-    client: redis.Redis = redis.Redis.from_url(
-        url, socket_connect_timeout=patience.connect_s, socket_timeout=patience.answer_s, retry=again
-    )
-    return client

@@ -76,12 +76,18 @@ def origin_of(kv: Path) -> Origin | None:
     return origin._replace(address=inside(origin.address, *below))
 
 
+def above(kv: Path) -> Path | None:
+    """The folder of caches of the replica that `kv` lies in; None where it is that folder, or lies in none."""
+    root = root_of(kv.parent)
+    return None if root is None or root == kv.parent else root / "kv"
+
+
 def _read(file: Path) -> Origin | None:
     try:
         fields = json.loads(file.read_bytes())
         if fields["kind"] != _KIND:
             raise ValueError
-        return Origin(str(fields["address"]), fields["hot"] and str(fields["hot"]))
+        return Origin(check_address(str(fields["address"])), fields["hot"] and str(fields["hot"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,6 +1,7 @@
 """The root directory of a disk store: what makes it one.
 
-store.json                    {"kind": "kvblend store", "format": 1}; written first, so that its absence is telling
+store.json                    {"kind": "kvblend store", "format": 1}; written first, so that its absence is telling; one on a
+                              file system that machines share has an id besides, see `mounted`
 objects/, artifacts/, namespaces/, generation   what a backend keeps, see `backend`
 tmp/, .writing                files being written; locked by whoever chooses and writes artifacts
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 from blend.errors import EntryDamagedError, StoreError
 from blend.files import sweep, write_atomically
 from blend.store.artifacts import as_json
-from blend.store.files import MANIFEST, StoreFiles, unusable
+from blend.store.files import MANIFEST, StoreFiles, linked, unusable
 
 STORE_FORMAT = 1
 _KIND = "kvblend store"
@@ -32,19 +33,44 @@ def open_root(root: Path) -> StoreFiles:
     """
     files = StoreFiles(root)
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        names = [path.name for path in root.iterdir()]
-        if MANIFEST not in names and not (root / MANIFEST).exists():
-            _require_empty(root, names)
-            manifest = as_json({"kind": _KIND, "format": STORE_FORMAT})
-            write_atomically(root / MANIFEST, [manifest], root, files.file_mode(), nullcontext())
-        _check_manifest(files)
+        make_root(files)
+        store_id(root, _manifest(files))
     except OSError as error:
         raise unusable(root, error) from None
-    _close_to_others(root)
-    sweep(root)
-    sweep(files.tmp)
+    tidy(files)
     return files
+
+
+def make_root(files: StoreFiles, new_id: str = "") -> None:
+    """Make the root a store unless it is one. Raises `StoreError` when it is something else, and OSError."""
+    root = files.root
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    names = [path.name for path in root.iterdir()]
+    if MANIFEST not in names and not (root / MANIFEST).exists():
+        _require_empty(root, names)
+        manifest = as_json({"kind": _KIND, "format": STORE_FORMAT, **({"id": new_id} if new_id else {})})
+        if not (new_id and _come_first(files, manifest)):
+            write_atomically(root / MANIFEST, [manifest], root, files.file_mode(), nullcontext())
+
+
+def _come_first(files: StoreFiles, manifest: bytes) -> bool:
+    """Of several machines that make a store at the same time one gives it its id; False where there are no hard links."""
+    spare = files.spare(files.root)
+    write_atomically(spare, [manifest], files.root, files.file_mode(), nullcontext())
+    try:
+        linked(spare, files.root / MANIFEST)
+    except OSError:
+        return False
+    finally:
+        spare.unlink(missing_ok=True)
+    return True
+
+
+def tidy(files: StoreFiles) -> None:
+    """Withdraw other users' rights, and remove what killed writers left, as far as this user may."""
+    _close_to_others(files.root)
+    sweep(files.root)
+    sweep(files.tmp)
 
 
 def _close_to_others(root: Path) -> None:
@@ -66,17 +92,24 @@ def _require_empty(root: Path, names: list[str]) -> None:
         )
 
 
-def _check_manifest(files: StoreFiles) -> None:
+def _manifest(files: StoreFiles) -> bytes | None:
     root = files.root
     try:
-        raw = files.read(root / MANIFEST, _MOST_BYTES)
+        return files.read(root / MANIFEST, _MOST_BYTES)
     except EntryDamagedError as error:
         raise StoreError(f"the store {root} cannot be opened, {MANIFEST}: {error}; choose another directory") from None
+
+
+def store_id(root: Path, raw: bytes | None) -> str:
+    """What tells a store with this manifest from others, empty where it has no id.
+
+    Raises `StoreError` for one that cannot be used.
+    """
     try:
         manifest = json.loads(raw or b"")
-        kind, version = manifest["kind"], manifest["format"]
+        kind, version, found = manifest["kind"], manifest["format"], manifest.get("id", "")
     except (ValueError, KeyError, TypeError, RecursionError):
-        kind, version = None, 0
+        kind, version, found = None, 0, ""
     if kind != _KIND or type(version) is not int:
         raise StoreError(f"{root / MANIFEST} is damaged or not of kvblend: delete {root} or choose another directory")
     if version != STORE_FORMAT:
@@ -84,3 +117,4 @@ def _check_manifest(files: StoreFiles) -> None:
             f"the store {root} has format {version}, this kvblend reads {STORE_FORMAT}: "
             "upgrade kvblend or choose another store"
         )
+    return str(found)

@@ -72,6 +72,14 @@ class Search:
             raise
         return self._in_order(names, found, head)
 
+    def nearer(self, name: str) -> Blob | None:
+        """What the disk or the server in memory has of a cache."""
+        for look in (self._on_disk, self._in_memory):
+            found = look([name], 0, Group()).get(name)
+            if isinstance(found, Blob):
+                return found
+        return None
+
     def _again(self, name: str, head: int) -> Found:
         (found,) = self.open_many([name], head)
         return found

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
+from blend.errors import EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
 from blend.store.backend import Backend
 from blend.store.breaker import Breaker, LeftAloneError, Told
 
@@ -39,7 +39,7 @@ class Nearer:
     def __init__(self, backend: Backend, pause_s: float, told: Told) -> None:
         self.backend, self._told = backend, told
         self._reading = Breaker(pause_s, lambda error: True)
-        self._writing = Breaker(pause_s, lambda error: True)
+        self._writing = Breaker(pause_s, lambda error: not isinstance(error, EntryTooLargeError))
 
     def read(self, call: Callable[[Backend], T], otherwise: T) -> T:
         """What `call` returns, or `otherwise` where the place fails or is left alone."""
@@ -80,6 +80,9 @@ class Nearer:
 
     def _tell(self, doing: str, error: StoreError) -> None:
         if isinstance(error, LeftAloneError):
+            return
+        if isinstance(error, EntryTooLargeError):
+            self._told.once(self.backend.place, "too large", f"{error}; the store goes on without a copy there")
             return
         kind = "down" if isinstance(error, StoreUnreachableError) else doing
         self._told.once(self.backend.place, kind, f"{error}; the store goes on without this tier meanwhile")

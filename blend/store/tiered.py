@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
-from blend.store.backend import CACHES, Backend, Blob, Buffer, Stored, close_all
+from blend.errors import EntryDamagedError, StoreUnreachableError
+from blend.store.ahead import Ahead
+from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored
 from blend.store.breaker import Told
 from blend.store.fetchers import Fetchers
 from blend.store.names import GENERATION, INDEXES
@@ -24,11 +25,9 @@ from blend.store.patience import Patience
 from blend.store.sealed import Look
 from blend.store.search import Found, Search, TierHits
 from blend.store.tier import Authority, Nearer
-from blend.store.tiered_blob import TieredBlob
 
 FETCHERS = 16
 _FRESH_S = 1.0  # the generation is asked for before every prompt
-_BATCH = 64
 _LAST_WAIT_S = 3.0
 
 
@@ -54,6 +53,7 @@ class TieredBackend(Backend):
         if self._nearer:  # a command that ends leaves what it has fetched in them
             atexit.register(self._fetchers.wait, _LAST_WAIT_S)
         self._search = Search(self._far, self._hot, self._local, look, self._fetchers)
+        self._ahead = Ahead(lambda names: self.open_many(names, 0), self._fetchers)
         self._generation: tuple[float, bytes | None] = (float("-inf"), None)
 
     @property
@@ -72,22 +72,31 @@ class TieredBackend(Backend):
         """One exchange with each tier, for what no nearer one has. What is opened together is fetched together."""
         return self._search.open_many(names, head)
 
+    def stored(self, names: Sequence[str], head: int) -> list[Found]:
+        """What the far place has."""
+        with self._far.asked() as far:
+            return far.open_many(names, head)
+
+    def restore(self, name: str) -> bool:
+        """From the disk or the server in memory, every byte verified."""
+        blob = self._search.nearer(name)
+        if blob is None:
+            return False
+        content = memoryview(bytearray(blob.nbytes))
+        try:
+            whole = blob.read(Range(0, content))
+        except EntryDamagedError:
+            return False
+        finally:
+            blob.close()
+        if whole:
+            with self._far.asked() as far:
+                far.put(name, [content])
+        return whole
+
     def prefetch(self, names: Iterable[str]) -> None:
         """In threads beside; what is on this machine's disk is left there."""
-        wanted = [name for name in dict.fromkeys(names) if name.startswith(CACHES)]
-        for begin in range(0, len(wanted), _BATCH):
-            batch = wanted[begin : begin + _BATCH]
-            self._fetchers.add(-1, lambda batch=batch: self._prefetch(batch))  # type: ignore[misc]
-
-    def _prefetch(self, names: Sequence[str]) -> None:
-        try:
-            found = self.open_many(names, 0)
-        except StoreError:
-            return  # who reads them meets it
-        for blob in found:
-            if isinstance(blob, TieredBlob):
-                blob.start()
-        close_all(found)
+        self._ahead.add(name for name in dict.fromkeys(names) if name.startswith(CACHES))
 
     def wait(self, timeout_s: float) -> bool:
         """Until all that is under way has come and is kept; whether that was in time."""
@@ -104,11 +113,12 @@ class TieredBackend(Backend):
             kept = self._remembered(name, most)
             if kept is None:
                 raise
-            return kept
+            return kept or None
         self._remember(name, content)
         return content
 
     def _remembered(self, name: str, most: int) -> bytes | None:
+        """As it was last; empty where there was nothing, None where that is not known."""
         return None if self._local is None else self._local.read(lambda local: local.read(name, most), None)
 
     def _remember(self, name: str, content: bytes | None) -> None:
@@ -116,10 +126,9 @@ class TieredBackend(Backend):
             self._generation = time.monotonic(), content
         if self._local is None or name.startswith((CACHES, INDEXES)):
             return
-        if content is None:
-            self._local.write(lambda local: local.delete(name))
-        elif self._remembered(name, len(content)) != content:
-            self._local.write(lambda local: local.put(name, [content]))
+        kept = content or b""
+        if self._remembered(name, len(kept)) != kept:
+            self._local.write(lambda local: local.put(name, [kept]))
 
     def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
         """In the far place, and then in the server in memory; what the disk has of it goes, for it may be another version."""

@@ -68,10 +68,15 @@ class TieredBlob(Blob):
         """What was opened with it is fetched too."""
         self._group.start()
 
-    def start(self) -> None:
-        """Have it fetched."""
+    @property
+    def on_its_way(self) -> bool:
+        """Whether it comes, or came, from a server, and does not lie on this machine."""
+        return self._arrival is not None
+
+    def start(self, then: Callable[[], None] | None = None) -> None:
+        """Have it fetched. then: called when it has been kept in nearer tiers, or has failed."""
         if self._arrival is not None:
-            self._arrival.start()
+            self._arrival.start(then)
 
     def read(self, *ranges: Range) -> bool:
         """Verified, piece by piece."""

@@ -13,16 +13,27 @@ from ray_here import QUIET, needs_ray
 from undisturbed import CHUNKS as SMALL
 from undisturbed import Undisturbed
 
+from _store_servers import given_bucket
+
 CHUNKS = ("--chunk-tokens", "64")
 
 
 @pytest.fixture
+def mounted(tmp_path: Path) -> Path:
+    """Where the store of `machine` lies."""
+    if given_bucket(tmp_path):
+        pytest.skip("KVBLEND_TEST_BUCKET is set: the store has no files that could be looked at")
+    return tmp_path / "mounted"
+
+
+@pytest.fixture
 def machine(blend: Blend, tmp_path: Path):
-    """Calls of `blend` on a machine of that name, over one store that all of them mount."""
+    """Calls of `blend` on a machine of that name, over one store that all of them mount, or see `far_stores`."""
+    address = given_bucket(tmp_path) or f"file://{tmp_path / 'mounted'}"
 
     def of(name: str) -> Machine:
         blend.store = None
-        store = {"KVBLEND_STORE": f"file://{tmp_path / 'mounted'}", "KVBLEND_STORE_CACHE": str(tmp_path / name)}
+        store = {"KVBLEND_STORE": address, "KVBLEND_STORE_CACHE": str(tmp_path / name)}
         return Machine(blend, store)
 
     return of
@@ -72,26 +83,28 @@ def alone(undisturbed: Undisturbed) -> dict[str, bytes]:
 
 
 def test_two_machines_at_the_same_time_make_the_corpus_of_one(
-    machine, lots: Blend, undisturbed: Undisturbed, tmp_path: Path
+    machine, lots: Blend, undisturbed: Undisturbed, mounted: Path
 ) -> None:
     begun = [machine(f"of {n}").start("precompute", "lots", *SMALL, "--shard", f"{n}/2", "--json") for n in (1, 2)]
     done = [one.wait(300) for one in begun]
     assert [one.code for one in done] == [0, 0], done
     assert sum(one.json["finished"] for one in done) == 1
     assert all(one.json["computed"] for one in done)
-    assert caches(tmp_path / "mounted") == alone(undisturbed)
+    assert caches(mounted) == alone(undisturbed)
     again = machine("a third")("precompute", "lots", *SMALL, "--json").json
     assert (again["computed"], again["added"], again["removed"]) == (0, 0, 0)
 
 
 @needs_ray
-def test_workers_of_ray_write_to_where_all_read(machine, lots: Blend, undisturbed: Undisturbed, tmp_path: Path) -> None:
+def test_workers_of_ray_write_to_where_all_read(
+    machine, lots: Blend, undisturbed: Undisturbed, mounted: Path, tmp_path: Path
+) -> None:
     command = ("precompute", "lots", *SMALL, "--json", "--ray-workers", "1", "--ray")
     done = machine("head").start(*command, **QUIET, XDG_CACHE_HOME=str(tmp_path / "elsewhere")).wait(500)
     if "Ray cannot be started on this machine" in done.err:
         pytest.skip(f"Ray itself does not start here: {one_line(done.err)}")
     assert done.code == 0, done.err
-    assert caches(tmp_path / "mounted") == alone(undisturbed)
+    assert caches(mounted) == alone(undisturbed)
     assert list((tmp_path / "elsewhere" / "kvblend" / "replicas").iterdir())  # the worker has a disk tier of its own
 
 
@@ -112,11 +125,11 @@ def test_what_the_tiers_hold(machine, documents, tmp_path) -> None:
     assert "it has far, local" in one_line(refused.err)
 
 
-def test_verify_finds_damage_in_any_tier(machine, documents, tmp_path) -> None:
+def test_verify_finds_damage_in_any_tier(machine, documents, mounted) -> None:
     one = machine("one")
     assert one("precompute", documents, *CHUNKS).code == 0
     assert one("store", "verify").code == 0
-    file = next((tmp_path / "mounted" / "objects").rglob("*.safetensors"))
+    file = next((mounted / "objects").rglob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
@@ -146,6 +159,26 @@ def test_prune_and_pin(filled: Blend, documents: Path) -> None:
     assert filled("store", "unpin", left[0]["digest"][:12]).code == 0
     assert "1 caches removed" in filled("store", "prune", "--older-than", "0").out
     assert filled("store", "pin", "nothing").code == 2
+
+
+def test_what_a_tier_that_is_down_still_has_is_said(machine, documents, tmp_path) -> None:
+    one, two = machine("one"), machine("two")
+    assert one("precompute", documents, *CHUNKS).code == 0
+    before = len(rows(one("store", "ls", "--tier", "local", "--json").out))
+    assert before > 0
+    removed = two("store", "prune", "--older-than", "0", "--store-hot", "redis://127.0.0.1:1/0")
+    assert removed.code == 7
+    assert "caches removed" in removed.out
+    line = removed.err.strip().splitlines()[-1]
+    assert "may still be in redis://127.0.0.1:1/0" in line
+    assert "run the same command again" in line
+    assert two("store", "stats", "--json").code == 0
+    looked = one("store", "prune", "--older-than", "0", "--dry-run")
+    assert f"{before:,} copies in nearer tiers of caches that were gone would go" in looked.out
+    assert (
+        f"{before:,} copies in nearer tiers of caches that were gone removed" in one("store", "prune", "--unused").out
+    )
+    assert rows(one("store", "ls", "--tier", "local", "--json").out) == []
 
 
 def test_caches_of_documents_that_are_gone_are_unused(filled: Blend, tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import shutil
 import pytest
 import servers
 import torch
-from far_stores import environment_of_s3
+from far_stores import bucket_of
 
 from blend.config import BlendConfig, CorpusConfig
-from blend.errors import ConfigError, StoreError
+from blend.errors import ConfigError, StoreError, StoreUnreachableError
 from blend.rag import Rag
 from blend.store.replica import FILE, replica_of
 from retrieval import RetrievalError
@@ -42,9 +42,8 @@ def address(request, tmp_path, monkeypatch):
         return f"file://{tmp_path / 'mounted'}", None
     if request.param == "redis":
         return f"redis://127.0.0.1:{servers.redis_port()}/2/{tmp_path.name}", None
-    environment_of_s3(monkeypatch)
     hot = f"redis://127.0.0.1:{servers.redis_port()}/3" if request.param == "both" else None
-    return f"s3://{servers.BUCKET}/{tmp_path.name}", hot
+    return bucket_of(monkeypatch, tmp_path), hot
 
 
 def machine(address, folder, model, **options):
@@ -103,8 +102,7 @@ def test_who_began_with_an_older_index_is_refused(address, corpus, tmp_path, mon
     with pytest.raises(StoreError, match="run the same command again"):
         second.precompute(documents / "orchard.md", quick=True)
     monkeypatch.undo()
-    if address[0].startswith("s3"):
-        environment_of_s3(monkeypatch)
+    bucket_of(monkeypatch, tmp_path)  # its credentials were undone as well
     second._sharing.refresh(now=True)
     assert [chunk.id for chunk in second.index.chunks] == [chunk.id for chunk in first.index.chunks]
 
@@ -124,6 +122,43 @@ def test_a_corpus_that_is_withdrawn_is_gone_everywhere(corpus, tmp_path):
     second.precompute(documents / "orchard.md", quick=True)
     first._sharing.refresh(now=True)
     assert len(first.index) == len(second.index) > 0
+
+
+def test_what_another_machine_removed_is_stored_again(corpus, tmp_path):
+    model, documents = corpus
+    address = f"file://{tmp_path / 'mounted'}", None
+    first, second, third = (machine(address, tmp_path / name, model) for name in ("first", "second", "third"))
+    first.precompute(documents)
+    assert first.store.backend.wait(20)  # its disk has copies: corrections were measured on them
+    everything = set(first.store.keys())
+    second.precompute(documents / "harbour.md")
+    assert set(second.store.keys()) < everything
+    copies = sum(map(len, first.store.backend.tiers.local.names("objects/")))
+    done = first.precompute(documents)
+    assert copies >= done.reused > done.computed
+    assert set(third.store.keys()) == everything
+    assert all(third.answer(QUESTION, max_new_tokens=1).blend.hits)
+
+
+def test_a_corpus_that_is_not_mounted_is_not_withdrawn(corpus, tmp_path):
+    model, documents = corpus
+    mount = tmp_path / "mount"
+    address = f"file://{mount / 'corpus'}", None
+    first, second = (machine(address, tmp_path / name, model) for name in ("first", "second"))
+    first.precompute(documents)
+    answers = [second.answer(QUESTION, max_new_tokens=8)]
+    assert second.store.backend.wait(20)
+    mount.rename(tmp_path / "elsewhere")
+    mount.mkdir()
+    second._sharing.refresh(now=True)
+    answers.append(second.answer(QUESTION, max_new_tokens=8))
+    restarted = machine(address, tmp_path / "second", model)
+    answers.append(restarted.answer(QUESTION, max_new_tokens=8))
+    assert len({answer.text for answer in answers}) == 1
+    assert all(all(answer.blend.hits) for answer in answers)
+    with pytest.raises(StoreUnreachableError, match="see that the right file system is mounted"):
+        machine(address, tmp_path / "first", model).precompute(documents)
+    assert list(mount.iterdir()) == []
 
 
 def test_an_index_that_somebody_else_put_there_is_not_used(corpus, tmp_path):

@@ -9,7 +9,7 @@ import time
 import pytest
 import servers
 import torch
-from far_stores import environment_of_s3
+from far_stores import failing_bucket, tell_bucket
 
 from _soak_tiers import Soak
 from _wire import FAULTS, Proxy
@@ -25,14 +25,16 @@ QUICK = Patience(connect_s=1.0, answer_s=1.5, pause_s=60.0)
 
 
 @pytest.fixture
-def bucket(monkeypatch):
-    """The S3 server behind a proxy."""
-    proxy = Proxy(servers.s3().port)
-    environment_of_s3(monkeypatch)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-    yield proxy
-    proxy.close()
-    servers.s3().fault.write_text("")
+def far_place(monkeypatch, tmp_path):
+    """The address of a store in a bucket, and the proxy in front of its server."""
+    with failing_bucket(monkeypatch, tmp_path) as found:
+        yield found
+        tell_bucket("")
+
+
+@pytest.fixture
+def bucket(far_place):
+    return far_place[1]
 
 
 @pytest.fixture
@@ -44,10 +46,10 @@ def memory():
 
 
 @pytest.fixture
-def make(bucket, memory, tmp_path):
+def make(far_place, memory, tmp_path):
     def opened(machine="one", patience=QUICK, **options):
         return open_store(
-            f"s3://{servers.BUCKET}/{tmp_path.name}",
+            far_place[0],
             **{
                 "cache": tmp_path / machine,
                 "hot": f"redis://127.0.0.1:{memory.port}/4",
@@ -187,7 +189,7 @@ def test_an_outage_of_the_bucket_is_no_miss(make, bucket, key, cache, fault):
     store = make(cache=None, hot=None)
     store.put(key(1), cache(1))
     if fault == "busy":
-        servers.s3().fault.write_text(fault)
+        tell_bucket(fault)
     else:
         bucket.set(fault)
     for number in (1, 2):
@@ -198,8 +200,8 @@ def test_an_outage_of_the_bucket_is_no_miss(make, bucket, key, cache, fault):
         list(make(cache=None, hot=None).keys())
 
 
-def test_a_bucket_that_is_not_there_is_no_miss(bucket, key):
-    store = open_store("s3://kvblend-absent/x")
+def test_a_bucket_that_is_not_there_is_no_miss(far_place, key):
+    store = open_store(f"{far_place[0].partition('://')[0]}://kvblend-absent/x")
     for call in (lambda: store.open(key(1)), lambda: store.generation, lambda: list(store.keys())):
         with pytest.raises(StoreError, match="create it"):
             call()
@@ -225,7 +227,7 @@ def test_a_full_redis_is_told_once_and_goes_on_being_read(key, cache, tmp_path, 
 def test_a_full_bucket_says_so_and_can_be_read(make, bucket, key, cache):
     store = make(cache=None, hot=None)
     store.put(key(1), cache(1))
-    servers.s3().fault.write_text("full")
+    tell_bucket("full")
     with pytest.raises(StoreError, match="is full"):
         store.put(key(2), cache(2))
     assert_same(read(store, key(1)), cache(1))
@@ -236,8 +238,10 @@ def test_what_an_artifact_was_when_the_bucket_went_away(make, bucket, key, cache
     store = make("one", hot=None)
     store.write_artifact("surrogate-1", b"tokens")
     assert make("two", hot=None).read_artifact("surrogate-1") == b"tokens"
+    assert make("two", hot=None).read_artifact("surrogate-2") is None
     bucket.set("refused")
     assert make("two", hot=None).read_artifact("surrogate-1") == b"tokens"
+    assert make("two", hot=None).read_artifact("surrogate-2") is None
     with pytest.raises(StoreError):
         make("three", hot=None).read_artifact("surrogate-1")
     with pytest.raises(StoreError):

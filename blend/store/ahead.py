@@ -1,0 +1,77 @@
+"""Entries that are fetched before anybody reads them: a few at a time, so that a long list of them takes little memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from blend.errors import StoreError
+from blend.store.backend import close_all
+from blend.store.fetchers import Fetchers
+from blend.store.search import Found
+from blend.store.tiered_blob import TieredBlob
+
+IN_FLIGHT_BYTES = 64 << 20
+_BATCH = 64
+_FIRST = -1  # the rank of looking where they are
+
+
+class Ahead:
+    """opening: looks where several entries are. At most `most_bytes` of them are on their way, or one that is larger."""
+
+    def __init__(
+        self, opening: Callable[[Sequence[str]], list[Found]], fetchers: Fetchers, most_bytes: int = IN_FLIGHT_BYTES
+    ) -> None:
+        self._opening, self._fetchers, self._most_bytes = opening, fetchers, most_bytes
+        self._lock = threading.Lock()
+        self._names: deque[str] = deque()
+        self._opened: deque[TieredBlob] = deque()
+        self._in_flight_bytes = 0
+        self._looking = False
+
+    def add(self, names: Iterable[str]) -> None:
+        """Have these fetched, in their order. Returns at once; what fails is met by who reads it."""
+        with self._lock:
+            self._names.extend(names)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Start what there is room for, and look for more where nothing is left to start."""
+        while (blob := self._next()) is not None:
+            nbytes = blob.nbytes
+            blob.start(lambda nbytes=nbytes: self._came(nbytes))  # type: ignore[misc]
+            blob.close()
+
+    def _next(self) -> TieredBlob | None:
+        with self._lock:
+            if self._opened and (
+                not self._in_flight_bytes or self._in_flight_bytes + self._opened[0].nbytes <= self._most_bytes
+            ):
+                self._in_flight_bytes += self._opened[0].nbytes
+                return self._opened.popleft()
+            if self._names and not self._opened and not self._looking:
+                self._looking = True
+                self._fetchers.add(_FIRST, self._look)
+            return None
+
+    def _look(self) -> None:
+        with self._lock:
+            batch = [self._names.popleft() for _ in range(min(_BATCH, len(self._names)))]
+        found: list[Found] = []
+        try:
+            found = self._opening(batch)
+        except StoreError:
+            pass  # who reads them meets it
+        finally:
+            blobs = [blob for blob in found if isinstance(blob, TieredBlob) and blob.on_its_way]
+            close_all([blob for blob in found if blob not in blobs])
+            with self._lock:
+                self._opened.extend(blobs)
+                self._looking = False
+        self._go_on()
+
+    def _came(self, nbytes: int) -> None:
+        with self._lock:
+            self._in_flight_bytes -= nbytes
+        self._go_on()

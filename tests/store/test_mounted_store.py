@@ -1,0 +1,179 @@
+"""A store on a file system that machines mount: what becomes of its readers and writers when nothing is mounted there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import threading
+
+import pytest
+
+from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
+from blend.store import open_store
+from blend.store.mounted import MountedFiles
+from blend.store.replica import replica_of
+
+GONE = "see that the right file system is mounted"
+
+
+@pytest.fixture
+def mount(tmp_path):
+    return tmp_path / "mount"
+
+
+@pytest.fixture
+def make(tmp_path, mount):
+    def opened(machine="one"):
+        return open_store(f"file://{mount / 'corpus'}", cache=tmp_path / machine)
+
+    return opened
+
+
+@pytest.fixture
+def unmounted(mount):
+    """Takes the store away; what is called then brings it back."""
+
+    def away():
+        mount.rename(mount.with_name("elsewhere"))
+        mount.mkdir()
+
+        def back():
+            shutil.rmtree(mount)
+            mount.with_name("elsewhere").rename(mount)
+
+        return back
+
+    return away
+
+
+def read(store, key):
+    with store.open(key) as reader:
+        reader.layer(0)
+    assert store.backend.wait(20)
+
+
+def test_looking_makes_no_store_and_the_first_write_does(make, mount, key, cache):
+    store = make()
+    assert store.open(key(1)) is None
+    assert store.held([key(1)]) == set()
+    assert (store.generation, list(store.keys()), store.namespaces()) == ("", [], {})
+    assert not mount.exists()
+    store.put(key(1), cache(1))
+    assert (mount / "corpus" / "store.json").is_file()
+    assert key(1) in make("two")
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_empty_mount_point_is_an_outage(make, mount, unmounted, key, cache, restarted):
+    writer, store = make("writer"), make()
+    for number in (1, 2):
+        writer.put(key(number), cache(number))
+    writer.write_artifact("surrogate-1", b"tokens")
+    read(store, key(1))
+    assert store.read_artifact("surrogate-1") == b"tokens"
+    back = unmounted()
+    store = make() if restarted else store
+    read(store, key(1))  # out of its own disk
+    assert store.read_artifact("surrogate-1") == b"tokens"
+    calls = (
+        lambda: store.open(key(2)),
+        lambda: store.held([key(1)]),
+        lambda: list(store.keys()),
+        lambda: store.put(key(3), cache(3)),
+        lambda: store.delete(key(1)),
+        lambda: store.write_artifact("surrogate-1", b"others"),
+        lambda: store.writing().__enter__(),
+    )
+    for call in calls:
+        with pytest.raises(StoreUnreachableError, match=GONE):
+            call()
+    assert list(mount.iterdir()) == []
+    back()
+    assert key(1) in make()
+
+
+def test_another_store_in_its_place_is_none(make, mount, unmounted, key, cache, tmp_path):
+    store = make()
+    store.put(key(1), cache(1))
+    back = unmounted()
+    make("stranger").put(key(2), cache(2))  # it never knew better
+    for one in (store, make()):
+        for call in (lambda one=one: one.open(key(2)), lambda one=one: list(one.keys())):
+            with pytest.raises(
+                StoreUnreachableError, match=f"{GONE}; if that is on purpose, delete {tmp_path / 'one'}"
+            ):
+                call()
+    back()
+    assert key(1) in make()
+
+
+def test_a_store_without_an_id_is_one_too(make, mount, key, cache):
+    make().put(key(1), cache(1))
+    manifest = mount / "corpus" / "store.json"
+    fields = json.loads(manifest.read_text())
+    assert fields.pop("id")
+    manifest.write_text(json.dumps(fields))
+    store = make("two")
+    assert key(1) in store
+    shutil.rmtree(mount)
+    with pytest.raises(StoreUnreachableError, match=GONE):
+        list(store.keys())
+
+
+def test_a_newer_store_is_refused_when_it_is_opened(make, mount):
+    make().advance()
+    manifest = mount / "corpus" / "store.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 2}))
+    with pytest.raises(StoreError, match="upgrade kvblend"):
+        make("two")
+
+
+def test_machines_that_make_it_at_the_same_time_make_one(tmp_path):
+    for number in range(20):
+        root, start = tmp_path / str(number), threading.Barrier(4)
+        machines = [MountedFiles(root) for _ in range(4)]
+
+        def work(files, start=start):
+            start.wait()
+            files.require_writable()
+
+        threads = [threading.Thread(target=work, args=(files,)) for files in machines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for files in machines:
+            files.require_present()
+        assert [path.name for path in root.iterdir()] == ["store.json"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_a_file_server_that_is_away_is_no_damage(make, key, cache, monkeypatch, code):
+    make().put(key(1), cache(1))
+    store = make("two")
+
+    def fail(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", fail)
+        with pytest.raises(EntryDamagedError):  # of this file alone
+            store.open(key(1))
+        patch.setattr(os, "open", fail)
+        with pytest.raises(StoreUnreachableError, match="see that it is mounted"):
+            store.open(key(1))
+
+
+def test_a_new_tenant_makes_no_store_on_an_empty_mount_point(tmp_path, mount, unmounted, key, cache):
+    root = replica_of(f"file://{mount / 'corpus'}", tmp_path / "near", None)
+    first, second = (root / "tenants" / name / "kv" for name in ("acme", "other"))
+    open_store(first).put(key(1), cache(1))
+    assert (mount / "corpus" / "store.json").is_file()
+    back = unmounted()
+    with pytest.raises(StoreUnreachableError, match=GONE):
+        open_store(second).put(key(1), cache(1))
+    assert list(mount.iterdir()) == []
+    back()
+    open_store(second).put(key(1), cache(1))

@@ -1,0 +1,100 @@
+"""Copies in nearer tiers of what the far place lacks: they are not stored, and are given back."""
+
+from __future__ import annotations
+
+import pytest
+import servers
+
+from _wire import Proxy
+from blend.errors import StoreUnreachableError
+from blend.store import Patience, open_store
+from blend.store.copies import remove_copies
+from blend.store.sources import pin
+
+
+@pytest.fixture(params=["disk", "redis"])
+def opened(request, tmp_path):
+    """A store of two entries that its nearer tier has copies of, over a far place that a second one writes to."""
+
+    def make(key, cache, **options):
+        near = {"cache": tmp_path / "near"}
+        if request.param == "redis":
+            near = {"hot": f"redis://127.0.0.1:{servers.redis_port()}/6"}
+        store = open_store(f"file://{tmp_path / 'far'}", **near, **options)
+        for number in (1, 2):
+            store.put(key(number), cache(number))
+            with store.open(key(number)) as reader:
+                reader.layer(0)
+        assert getattr(store.backend, "below", store.backend).wait(20)
+        return store, open_store(f"file://{tmp_path / 'far'}")
+
+    return make
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 1 << 20])
+def test_a_copy_is_no_entry_and_is_given_back_as_it_is(opened, key, cache, tmp_path, memory_bytes):
+    store, far = opened(key, cache, memory_bytes=memory_bytes)
+    (file,) = (tmp_path / "far").rglob(f"{key(1).digest}.safetensors")
+    before = file.read_bytes()
+    far.delete(key(1))
+    assert store.held([key(1), key(2), key(3)]) == {key(2)}
+    assert key(1) not in store
+    store.open(key(1)).close()  # an answer uses it all the same
+    assert store.restore([key(1), key(3)]) == {key(1)}
+    assert file.read_bytes() == before
+    assert key(1) in store
+
+
+def test_a_copy_that_is_damaged_is_not_given_back(opened, key, cache):
+    store, far = opened(key, cache)
+    near = store.backend.tiers.local or store.backend.tiers.hot
+    name = next(name for page in near.names("objects/") for name in page if key(1).digest in name)
+    content = bytearray(near.read(name, 1 << 20))
+    content[-1] ^= 1
+    near.put(name, [bytes(content)])
+    far.delete(key(1))
+    assert store.restore([key(1)]) == set()
+    assert key(1) not in far
+
+
+def test_what_is_damaged_far_away_is_replaced_by_a_copy(opened, key, cache, tmp_path):
+    store, far = opened(key, cache)
+    (file,) = (tmp_path / "far").rglob(f"{key(1).digest}.safetensors")
+    file.write_bytes(b"damage")
+    assert key(1) not in store
+    assert store.restore([key(1)]) == {key(1)}
+    assert key(1) in far
+
+
+def test_copies_of_what_is_gone_are_removed_but_for_pinned_ones(opened, key, cache, tmp_path):
+    store, far = opened(key, cache)
+    assert remove_copies(store.backend) == 0
+    for number in (1, 2):
+        far.delete(key(number))
+    pin(far.backend, key(2).digest, on=True)
+    assert remove_copies(store.backend, dry_run=True) == 1
+    assert remove_copies(store.backend) == 1
+    assert store.open(key(1)) is None
+    store.open(key(2)).close()
+
+
+def test_a_tier_that_missed_a_removal_is_named_and_asked_again(key, cache, tmp_path):
+    proxy = Proxy(servers.redis_port())
+    hot = f"redis://127.0.0.1:{proxy.port}/6"
+    store = open_store(f"file://{tmp_path / 'far'}", hot=hot, patience=Patience(pause_s=0.01))
+    store.put(key(1), cache(1))
+    proxy.set("refused")
+    store.delete(key(1))
+    with pytest.raises(StoreUnreachableError, match=f"may still be in {hot}"):
+        remove_copies(store.backend)
+    assert remove_copies(store.backend, dry_run=True) == 0
+    proxy.set("")
+    assert remove_copies(store.backend) == 1
+    assert store.open(key(1)) is None
+    proxy.close()
+
+
+def test_a_store_in_one_place_gives_nothing_back(key, cache, tmp_path):
+    store = open_store(tmp_path / "store")
+    store.put(key(1), cache(1))
+    assert store.restore([key(1), key(2)]) == set()

@@ -1,0 +1,99 @@
+"""Servers that answer, but too slowly, or that refuse what does not fit: nobody waits for ever, nobody else is disturbed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import servers
+from far_stores import failing_bucket
+
+from _wire import Proxy
+from blend.errors import StoreError, StoreUnreachableError
+from blend.store import Patience, Range, open_store
+
+HASTE = Patience(connect_s=0.5, answer_s=0.5, pause_s=60.0)
+NAME = "objects/ab/cd/cdef.safetensors"
+
+
+@pytest.fixture
+def bucket(monkeypatch, tmp_path):
+    with failing_bucket(monkeypatch, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def memory(tmp_path):
+    proxy = Proxy(servers.redis_port())
+    yield f"redis://127.0.0.1:{proxy.port}/0/{tmp_path.name}", proxy
+    proxy.close()
+
+
+@pytest.fixture(params=["memory", "bucket"])
+def dripping(request):
+    """A far backend that holds a megabyte, and the proxy in front of it."""
+    address, proxy = request.getfixturevalue(request.param)
+    backend = open_store(address, patience=HASTE).backend.tiers.far
+    backend.put(NAME, [bytes(1 << 20)])
+    return backend, proxy
+
+
+def test_a_server_that_drips_is_an_outage_in_time(dripping):
+    backend, proxy = dripping
+    blob, into = backend.open(NAME, 0), memoryview(bytearray(1 << 19))
+    proxy.set("dripping")
+    for call in (
+        lambda: backend.open(NAME, 0),
+        lambda: blob.read(Range(1 << 18, into)),
+        lambda: backend.read(NAME, 1 << 21),
+    ):
+        began = time.monotonic()
+        with pytest.raises(StoreUnreachableError, match="see that it is up"):
+            call()
+        assert time.monotonic() - began < 4  # dripped, the first bytes alone take more than a minute
+
+
+def test_a_tier_that_drips_is_left_alone(key, cache, tmp_path, caplog):
+    proxy = Proxy(servers.redis_port())
+    hot = f"redis://127.0.0.1:{proxy.port}/4"
+    writer = open_store(f"file://{tmp_path / 'far'}", hot=hot, patience=HASTE)
+    for number in range(4):
+        writer.put(key(number), cache(number, tokens=2000))
+    store = open_store(f"file://{tmp_path / 'far'}", hot=hot, patience=HASTE)
+    proxy.set("dripping")
+    began = time.monotonic()
+    for number in range(4):
+        with store.open(key(number)) as reader:
+            reader.layer(0)
+    assert time.monotonic() - began < 5
+    assert store.backend.hits.far == 4
+    assert len(caplog.records) == 1
+    proxy.close()
+
+
+def test_a_refused_put_disturbs_no_reader():
+    port = servers.redis_port("--maxmemory", "12mb", "--maxmemory-policy", "noeviction")
+    backend = open_store(f"redis://127.0.0.1:{port}/3").backend.tiers.far
+    backend.put(NAME, [bytes(4 << 20)])
+    refused, read, failed = threading.Event(), [], []
+
+    def work():
+        into = memoryview(bytearray(3 << 20))
+        while not refused.is_set():
+            try:
+                read.append(backend.open(NAME, 0).read(Range(1 << 20, into)))
+            except Exception as error:
+                failed.append(error)
+
+    readers = [threading.Thread(target=work) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for _ in range(20):
+        with pytest.raises(StoreError, match="is full"):
+            backend.put("objects/ab/ef/efff.safetensors", [bytes(10 << 20)])
+    refused.set()
+    for reader in readers:
+        reader.join()
+    assert not failed
+    assert read

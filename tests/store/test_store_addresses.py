@@ -1,0 +1,58 @@
+"""Addresses of stores: what is shown of them, and what lies below one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from blend.errors import StoreUnreachableError
+from blend.store import open_store
+from blend.store.places import inside, shown
+from blend.store.replica import FILE, origin_of, replica_of
+
+
+@pytest.mark.parametrize(
+    ("address", "line"),
+    [
+        ("redis://:secret@host:1/0", "redis://host:1/0"),
+        ("redis://host:1/0/name?password=secret&username=me", "redis://host:1/0/name"),
+        ("s3://me:secret@bucket/x", "s3://bucket/x"),
+        ("s3://bucket/x?token=secret#secret", "s3://bucket/x"),
+        ("file:///mnt/what?/a#b", "file:///mnt/what?/a#b"),
+        ("redis://[secret/0", "redis://..."),
+    ],
+)
+def test_what_is_shown_holds_no_secret(address, line) -> None:
+    assert shown(address) == line
+
+
+def test_an_error_holds_no_secret(key, caplog) -> None:
+    store = open_store("redis://127.0.0.1:1/0?password=secret")
+    with pytest.raises(StoreUnreachableError, match="see that it is up") as caught:
+        store.open(key(1))
+    assert "secret" not in str(caught.value) + caplog.text
+    assert caplog.text
+
+
+@pytest.mark.parametrize(
+    ("address", "below"),
+    [
+        ("s3://bucket/x/", "s3://bucket/x/tenants/acme"),
+        ("file:///mnt/what?", "file:///mnt/what?/tenants/acme"),
+        ("redis://host:1/0/name?password=p", "redis://host:1/0/name/tenants/acme?password=p"),
+    ],
+)
+def test_what_lies_below(address, below) -> None:
+    assert inside(address, "tenants", "acme") == below
+
+
+@pytest.mark.parametrize("given", ["redis://host:1", "redis://host:1/", "redis://host:1/0"])
+def test_a_redis_without_a_number_is_its_first_database(given, tmp_path) -> None:
+    root = replica_of(given, tmp_path / "near", None)
+    origin = origin_of(root / "tenants" / "acme" / "kv")
+    assert origin is not None
+    assert origin.address == "redis://host:1/0/tenants/acme"
+    open_store(root / "tenants" / "acme" / "kv")
+    (root / FILE).write_text(json.dumps({"kind": "kvblend replica", "address": "redis://host:1", "hot": None}))
+    assert replica_of(given, root, None) == root  # made before the number was written out
