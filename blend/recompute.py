@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blend.model.rows import Narrowing, RowRequest, Steps
+from blend.model.rows import Narrowing, Resume, RowRequest, Steps
 from blend.select import All, Evidence, Nothing, QueryScore, Selector, Step
 from blend.select.base import KV
 from blend.select.contract import needs_of, rows_of
@@ -100,8 +100,14 @@ def recompute(
     with watch.stage("recompute"):
         for piece in _pieces(before, most_rows):
             yield RowRequest(ids[piece][None], piece, cache)
-    if most_rows is not None:
-        cache.settle()  # what may be wrong with stored layers shows before other prompts' rows are in the same pass
+    if (
+        most_rows is not None
+    ):  # other prompts' rows are in the same passes, and they neither wait nor fail for these layers
+        for layer in cache.layers:
+            if layer.on_use is not None:
+                yield Resume.BESIDE
+                layer.settle()
+    yield Resume.HERE
     with watch.stage("select"):
         asked = (yield from _asked(decoder, cache, plan, needs.query, most_rows)) if needs.query else None
         truth = true_weight(decoder, cache, plan.layout) if needs.truth else None

@@ -129,8 +129,8 @@ class LayerLoader:
 
     def _read(self, chunks: Sequence[StagedChunk]) -> None:
         try:
-            # Each thread would get helpers of its own for its copies. GNU's OpenMP counts them, and with more threads than cores
-            # it puts those that wait to sleep at once: the model's own helpers too, and passes take two to three times as long.
+            # Each thread would get helpers of its own for its copies. GNU's OpenMP counts them, and with more threads than
+            # cores it puts those that wait to sleep at once: the model's own too, and passes take two to three times as long.
             compute_alone()
             with torch.inference_mode():
                 for layer in range(len(self._shapes)):
