@@ -118,10 +118,10 @@ class Blender(Filler):
     ) -> Steps[Blend]:
         """`prefill` for a scheduler: yields rows for `Decoder.prefill`, is sent their logits, ends with the `Blend`.
 
-        The rows may run in one pass with rows of other prompts, whose answers then need not wait. most_rows: of a piece. known:
-        KV of the prefix, or of its first rows, where that is at hand; the rest is computed first. What the selector looks at
-        beforehand runs inside. An `EntryDamagedError` that running the rows raised is to be thrown in. Close it when it is
-        given up. Raises as `prefill`.
+        The rows may run in one pass with rows of other prompts, whose answers then need not wait; nor need they where it yields
+        a `Resume`. most_rows: of a piece; stored layers are then in place before the first that reads them. known: KV of the
+        prefix, or of its first rows, where that is at hand; the rest is computed first. An `EntryDamagedError` that running the
+        rows raised is to be thrown in. Close it when it is given up, which may wait for the store too. Raises as `prefill`.
         """
         watch = watch or Stopwatch(self.decoder.device)
         config = config or self.config

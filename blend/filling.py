@@ -19,7 +19,7 @@ from blend.chunks.placed import Opener, Placed, place
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.row_decoder import check_ids
-from blend.model.rows import RowRequest, Steps
+from blend.model.rows import Resume, RowRequest, Steps
 from blend.recompute import make_plan, recompute
 from blend.select import make_selector
 from blend.select.controls import All
@@ -91,7 +91,7 @@ class Filler:
     def _library_of(self, layout: PromptLayout) -> ChunkLibrary:
         """For a prompt. One that takes nothing from the store does not ask it either, and works while it is out of reach."""
         prefix = layout.kept_behind
-        if any(chunk is not None for chunk in layout.stored):
+        if _asks_store(layout):
             return self.library(prefix)
         held = self._libraries.get(prefix) or self._unasked.get(prefix)
         if held is None:
@@ -152,8 +152,12 @@ class Filler:
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows)
         check_ids(self.decoder.vocabulary, layout.token_ids)
+        if _asks_store(layout):
+            yield Resume.BESIDE
         library = self._library_of(layout)
         if known is None and layout.rows_of_home:
+            if not library.isolated.has_prefix:
+                yield Resume.TURN
             known = library.isolated.prefix.rows(0, layout.rows_of_home)
         known = known or self.decoder.no_rows()
         make = partial(new_cache or self.decoder.new_cache, layout.rows + room)
@@ -183,6 +187,8 @@ class Filler:
         corrected: bool,
     ) -> Steps[Filled]:
         """Put the stored chunks in place, with or without the KV correction, and recompute."""
+        if _asks_store(layout):
+            yield Resume.BESIDE
         with watch.stage("load"):
             placed = place(layout, opener, contextual=config.surrogate)
         with closing(placed):
@@ -227,6 +233,9 @@ def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) 
     try:
         request = next(steps)
         while True:
+            if isinstance(request, Resume):
+                request = next(steps)
+                continue
             try:
                 given = run(request)
             except EntryDamagedError as error:
@@ -238,6 +247,11 @@ def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) 
         return result
     finally:
         steps.close()
+
+
+def _asks_store(layout: PromptLayout) -> bool:
+    """Whether anything of a prompt may be in the store."""
+    return any(chunk is not None for chunk in layout.stored)
 
 
 def _with_more_rows(config: BlendConfig) -> BlendConfig:

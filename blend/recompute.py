@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blend.model.rows import Narrowing, RowRequest, Steps
+from blend.model.rows import Narrowing, Resume, RowRequest, Steps
 from blend.select import All, Evidence, Nothing, QueryScore, Selector, Step
 from blend.select.base import KV
 from blend.select.contract import needs_of, rows_of
-from blend.select.evidence import Asked, query_attention, true_weight
+from blend.select.evidence import Asked, true_weight
 from blend.timing import Stopwatch
 from blend.types import PromptLayout, Selection
 
@@ -106,10 +106,18 @@ def recompute(
     with watch.stage("recompute"):
         for piece in _pieces(before, most_rows):
             yield RowRequest(ids[piece][None], piece, cache)
-    if most_rows is not None:
-        cache.settle()  # what may be wrong with stored layers shows before other prompts' rows are in the same pass
+    if (
+        most_rows is not None
+    ):  # other prompts' rows are in the same passes, and they neither wait nor fail for these layers
+        for layer in cache.layers:
+            if layer.on_use is not None:
+                yield Resume.BESIDE
+                layer.settle()
+    yield Resume.HERE
     with watch.stage("select"):
         asked = (yield from _asked(decoder, cache, plan, needs.query, most_rows)) if needs.query else None
+        if needs.truth:
+            yield Resume.TURN
         truth = true_weight(decoder, cache, plan.layout) if needs.truth else None
     choice = _Choice(plan, cache, asked, truth, watch, with_prefix=not asks)
     for step in (s for s in needs.steps if s.layer == 0):
@@ -132,13 +140,16 @@ def _asked(
     """The question's attention, as `query_attention` gives it; in pieces its rows are run beside other prompts' rows too.
 
     They then go through the layers above those that are looked at for nothing, which is little where answers wait meanwhile.
+    In the last layer a pass for KV shows the last of its rows alone: pieces that are looked at there have passes of their own.
     """
     uncached = plan.required[plan.required < plan.layout.context.stop]
     asked = Asked(decoder, cache, plan.layout, score, uncached)
-    alone = most_rows is None or asked.rows.shape[0] > most_rows or asked.last_layer == len(decoder.layers) - 1
-    if alone:
-        return query_attention(decoder, cache, plan.layout, score, uncached)
-    yield RowRequest(asked.token_ids, asked.rows, cache, observe=asked.observe)
+    for piece in _pieces(asked.rows, most_rows):
+        if most_rows is None or asked.last_layer == len(decoder.layers) - 1:
+            yield Resume.TURN
+            asked.watch(decoder, cache, piece)
+        else:
+            yield RowRequest(asked.ids_of(piece), piece, cache, observe=asked.observe)
     return asked.attention()
 
 

@@ -78,7 +78,7 @@ class Assembly:
         for index, layer in enumerate(self.cache.layers):
             layer.write_run(0, prefix.keys[index][None], prefix.values[index][None])
             layer.length = layout.rows
-            layer.on_use = partial(self._fill, index)
+            layer.on_use = partial(self._fill, index) if self._stretches else None
         self._stream = _side_stream(self._device)
 
     def __enter__(self) -> Assembly:
@@ -101,8 +101,6 @@ class Assembly:
         for earlier in self.cache.layers[self._next : index]:
             earlier.settle()
         self._next = index + 1
-        if not self._stretches:
-            return
         with self._stage("load"):
             staged = self._loader.take(index)
         with self._stage("reposition"), torch.inference_mode():

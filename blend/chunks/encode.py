@@ -14,7 +14,7 @@ import torch
 from blend.config import BATCH_TOKENS
 from blend.errors import PromptError
 from blend.model.cache import BlendedCache
-from blend.model.rows import RowRequest, Steps
+from blend.model.rows import RowRequest, RowSteps
 from blend.types import ChunkCache
 
 if TYPE_CHECKING:
@@ -78,6 +78,11 @@ class ChunkEncoder:
             layer.write_run(0, keys.expand(batch, *keys.shape), values.expand(batch, *values.shape))
 
     @property
+    def has_prefix(self) -> bool:
+        """Whether the prefix was run."""
+        return self._prefix is not None
+
+    @property
     def prefix(self) -> ChunkCache:
         """The KV of the prefix itself."""
         if self._prefix is None:
@@ -87,7 +92,7 @@ class ChunkEncoder:
             self._prefix = _cut(cache, 0, 0, ids.shape[1])
         return self._prefix
 
-    def steps(self, chunk: Sequence[int], most_rows: int) -> Steps[ChunkCache]:
+    def steps(self, chunk: Sequence[int], most_rows: int) -> RowSteps[ChunkCache]:
         """One chunk's cache for a scheduler: yields rows for `Decoder.prefill`, as `Blender.steps` does."""
         start = len(self.prefix_tokens)
         self.decoder.check_length(start + len(chunk))
@@ -99,7 +104,7 @@ class ChunkEncoder:
         cache = yield from self._pieces(chunk, start, cache, most_rows)
         return _cut(cache, 0, start, len(chunk))
 
-    def _pieces(self, ids: Sequence[int], start: int, cache: BlendedCache, most_rows: int) -> Steps[BlendedCache]:
+    def _pieces(self, ids: Sequence[int], start: int, cache: BlendedCache, most_rows: int) -> RowSteps[BlendedCache]:
         rows, tokens = torch.arange(len(ids), device=self.decoder.device), torch.tensor(ids, device=self.decoder.device)
         for piece in torch.split(rows, most_rows):
             yield RowRequest(tokens[piece][None], piece + start, cache)

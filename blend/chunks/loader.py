@@ -77,6 +77,7 @@ class LayerLoader:
         self._free = AHEAD  # layers below this one may be read
         self._done = [0] * len(shapes)  # threads that have read the layer
         self._failed: BaseException | None = None
+        self._shares = 0  # of the chunks, each read by a thread
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> LayerLoader:
@@ -86,14 +87,17 @@ class LayerLoader:
         self.close()
 
     def start(self) -> None:
-        """Begin to read."""
+        """Begin to read. Raises RuntimeError, with nothing left running, when the system has no more threads."""
         shares = [self._chunks[i::THREADS] for i in range(min(THREADS, len(self._chunks)))]
-        self._threads = [
-            threading.Thread(target=self._read, args=(share,), name=f"kvblend-loader-{i}", daemon=True)
-            for i, share in enumerate(shares)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._shares = len(shares)
+        try:
+            for i, share in enumerate(shares):
+                thread = threading.Thread(target=self._read, args=(share,), name=f"kvblend-loader-{i}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:
+            self.close()
+            raise
 
     def take(self, layer: int) -> StagedLayer:
         """The layer, waited for. It may be written to, and is valid until `hand_back`.
@@ -101,7 +105,7 @@ class LayerLoader:
         Raises `EntryDamagedError` when a chunk is not what was written, `StoreError` when the store cannot be read.
         """
         with self._turn:
-            self._turn.wait_for(lambda: self._failed or self._done[layer] == len(self._threads))
+            self._turn.wait_for(lambda: self._failed or self._done[layer] == self._shares)
             if self._failed is not None:
                 raise self._failed
         return self._buffer(layer)
@@ -124,10 +128,10 @@ class LayerLoader:
             chunk.reader.close()
 
     def _read(self, chunks: Sequence[StagedChunk]) -> None:
-        # Each thread would get helpers of its own for its copies. GNU's OpenMP counts them, and with more threads than cores it
-        # puts those that wait to sleep at once: the model's own helpers too, and passes take two to three times as long.
-        compute_alone()
         try:
+            # Each thread would get helpers of its own for its copies. GNU's OpenMP counts them, and with more threads than
+            # cores it puts those that wait to sleep at once: the model's own too, and passes take two to three times as long.
+            compute_alone()
             with torch.inference_mode():
                 for layer in range(len(self._shapes)):
                     if not self._wait(layer):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
@@ -55,9 +56,23 @@ class RowRequest:
     observe: Callable[[AttentionCall], None] | None = None
 
 
+class Resume(Enum):
+    """Where steps that have no rows to be run are to be resumed, with `next`.
+
+    BESIDE: in any thread, where nobody else waits: what follows may wait for a store. HERE: in the thread that runs the
+    decoder. TURN: the same, when others have had a pass: what follows is one of its own.
+    """
+
+    BESIDE = "beside"
+    HERE = "here"
+    TURN = "turn"
+
+
 _Result = TypeVar("_Result")
-Steps = Generator[RowRequest, torch.Tensor, _Result]
+RowSteps = Generator[RowRequest, torch.Tensor, _Result]
 """Yields rows to run, is sent their logits, ends with a result: work of the decoder that a scheduler interleaves."""
+Steps = Generator[RowRequest | Resume, torch.Tensor, _Result]
+"""The same, of work that may wait for a store, or run the decoder itself; begun in the thread that runs the decoder."""
 
 
 class Run:

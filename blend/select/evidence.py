@@ -6,7 +6,7 @@ The decoder is handed in: selectors stand below it, so that a configuration can 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -36,14 +36,17 @@ def query_attention(
     written, and written again by the recompute. Raises `ConfigError` for layers that the decoder does not have.
     """
     asked = Asked(decoder, cache, layout, score, uncached)
-    decoder.watch_attention(asked.token_ids, asked.rows, cache, asked.observe, last_layer=asked.last_layer)
+    asked.watch(decoder, cache, asked.rows)
     return asked.attention()
 
 
 class Asked:
-    """`query_attention` for a scheduler: run the suffix with `observe`, then there is `attention`.
+    """`query_attention` for a scheduler: run the suffix with `observe`, at once or in ascending pieces; then `attention`.
 
-    token_ids: of the suffix, `[1, rows]`. rows: their positions. last_layer: that is looked at.
+    Each piece reads what those before it wrote, so a row's attention is what it is in one pass. Pieces are joined head by head:
+    until the last one, that of every scored layer is held, fp32 `[heads, rows of the prompt]`.
+
+    rows: positions of the suffix. last_layer: that is looked at.
     """
 
     def __init__(
@@ -57,20 +60,35 @@ class Asked:
         self._layers = scoring_layers(score.layers, len(decoder.layers))
         self._layout, self._score, self.last_layer = layout, score, self._layers[-1]
         self._scored, self._ends = list[torch.Tensor](), list[torch.Tensor]()
+        self._held: dict[int, _Held] = {}
         if uncached is not None:
             cache.blank(uncached)
         self.rows = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
-        self.token_ids = torch.tensor([layout.suffix], device=decoder.device)
+        self._ids = torch.tensor([layout.suffix], device=decoder.device)
+
+    def watch(self, decoder: RowDecoder, cache: BlendedCache, rows: torch.Tensor) -> None:
+        """Observe these of the rows in a pass of their own, which ends with the last layer that is looked at."""
+        decoder.watch_attention(self.ids_of(rows), rows, cache, self.observe, last_layer=self.last_layer)
+
+    def ids_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Their token ids, `[1, rows]`."""
+        return self._ids[:, rows - self._layout.context.stop]
 
     def observe(self, call: AttentionCall) -> None:
         """Take in the attention of a layer."""
         if call.layer not in self._layers:
             return
         peak = self._score.rows == "peak"
-        self._scored.append(_over_heads(call, self._score, "max" if peak else "sum"))
+        heads = call.mass(per_head=True, reduce="max" if peak else "sum")[0]
+        before = self._held.pop(call.layer, _Held(0, heads[:, :0]))
+        seen = before.joined(heads, call.query.shape[2], peak=peak)
+        if seen.rows < self.rows.shape[0]:
+            self._held[call.layer] = seen
+            return
+        self._scored.append(_over_heads(seen.heads, call, self._score))
         if peak:
             end = replace(call, query=call.query[:, :, -1:], positions=call.positions[-1:])
-            self._ends.append(_over_heads(end, self._score, "sum"))
+            self._ends.append(_over_heads(end.mass(per_head=True)[0], call, self._score))
 
     def attention(self) -> torch.Tensor:
         """Of all scored layers, see `query_attention`."""
@@ -106,9 +124,21 @@ def true_weight(decoder: RowDecoder, cache: BlendedCache, layout: PromptLayout) 
     return weight
 
 
-def _over_heads(call: AttentionCall, score: QueryScore, reduce: Literal["sum", "max"]) -> torch.Tensor:
-    """What each key receives in a head, joined over rows, summed over heads; weighted by the norm of the value if so wanted."""
-    heads = call.mass(per_head=True, reduce=reduce)[0]
+class _Held(NamedTuple):
+    """What each key received of the first `rows` rows of the suffix, in each head: `[heads, keys]`."""
+
+    rows: int
+    heads: torch.Tensor
+
+    def joined(self, heads: torch.Tensor, rows: int, *, peak: bool) -> _Held:
+        """With that of the next rows, which may see more keys; written over it."""
+        known = heads[:, : self.heads.shape[1]]
+        torch.maximum(known, self.heads, out=known) if peak else known.add_(self.heads)
+        return _Held(self.rows + rows, heads)
+
+
+def _over_heads(heads: torch.Tensor, call: AttentionCall, score: QueryScore) -> torch.Tensor:
+    """What each key receives in a head `[heads, keys]`, summed over heads; weighted by the norm of its value if so wanted."""
     if not score.value_norm:
         return heads.sum(0)
     norm = torch.linalg.vector_norm(call.value[0].float(), dim=-1)

@@ -2,6 +2,7 @@
 
 Every pass takes the next row of all answers that run, and a piece of one prompt's prefill. So answers go on while prompts are
 blended, and what one answer's row costs alone is shared by all: a pass over few rows takes as long as reading the weights.
+Whatever may wait for a store is done beside the engine's thread.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,9 +21,10 @@ from blend.errors import PromptError, StoreError
 from blend.model import mapped
 from blend.model.few_rows import MOST_ROWS
 from blend.model.threads import take_threads
+from blend.serve.beside import Beside
 from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.serve.caching import OnDone
-from blend.serve.encoding import Encoding, nobody_waits
+from blend.serve.encoding import Encoding, Encodings
 from blend.serve.engine import EngineFailedError, Event, Holding, QueueFullError, Work
 from blend.serve.faults import log_error
 from blend.serve.job import Job
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.chunks.open_library import Variant
 
-MOST_LACKING = 512  # caches that prompts lacked; of more the next prompts remind
+LOADING = 2  # prompts whose caches are loaded at a time
+LOOK_S = 0.05  # while all there is to do waits for the store, prompts that are given up are looked for so often
 GPU_ROWS = 1024
 ROWS_ALONE = 256
 TURN = 4  # while answers are decoded, one pass in so many computes a piece of a chunk's cache
@@ -87,9 +89,11 @@ class EmbeddedEngine:
         self._changed = threading.Condition()
         self._waiting = Waiting(most_waiting)
         self._running: list[Job] = []
-        self._encodings: deque[Encoding] = deque()
+        self._loads = Beside("kvblend-loads", LOADING, self._wake)
+        self._caches = Beside("kvblend-caches", 1, self._wake)
+        self._encodings = Encodings(self._caches, self._piece_rows)
         self._open = True
-        self._failed = False
+        self._failed = self._idle = self._news = False
         self._passes = 0
         self._tidied, self._untidy = time.monotonic(), False
         self._threads, self._begun = torch.get_num_threads(), threading.Event()
@@ -112,7 +116,7 @@ class EmbeddedEngine:
         with self._changed:
             self.require_room(work.tenant)
             self._waiting.add(job)
-            self._changed.notify_all()
+            self._wake()
         if not work.full:
             with suppress(
                 StoreError
@@ -146,7 +150,7 @@ class EmbeddedEngine:
         with self._changed:
             used = sum(map(self._bytes, self._running))
             counts = len(self._running), len(self._waiting), used, self._kv_budget
-            return Holding(*counts, self._prefixes.nbytes, sum(len(one) for one in self._encodings))
+        return Holding(*counts, self._prefixes.nbytes, len(self._encodings))
 
     @property
     def alive(self) -> bool:
@@ -155,12 +159,10 @@ class EmbeddedEngine:
 
     def encode(self, library: ChunkLibrary, wanted: Sequence[Variant], on_done: OnDone) -> Encoding:
         """Compute and store these caches in small pieces, beside answers and when there are none; see `Encoding`."""
-        encoding = Encoding(library, wanted, self._piece_rows, on_done)
         with self._changed:
             self._require_open()
-            self._encodings.append(encoding)
-            self._changed.notify_all()
-        return encoding
+            self._wake()
+            return self._encodings.add(library, wanted, on_done)
 
     def forget(self, tenant: str) -> None:
         """Let go of all that is kept in memory of this tenant's prompts."""
@@ -173,11 +175,17 @@ class EmbeddedEngine:
             self._open = False
             self._changed.wait_for(lambda: not (self._running or self._waiting), max(0.0, until - time.monotonic()))
             self._most_running = 0  # the loop ends everything
-            self._changed.notify_all()
+            self._wake()
         self._thread.join()
 
     def _bytes(self, job: Job) -> int:
         return job.capacity * self._row_bytes
+
+    def _wake(self) -> None:
+        """There is something new to look at."""
+        with self._changed:
+            self._news = True
+            self._changed.notify_all()
 
     def _loop(self) -> None:
         take_threads(self._threads)
@@ -197,6 +205,9 @@ class EmbeddedEngine:
         with self._changed:
             if not (self._waiting or self._running or self._encodings or self._closing):
                 self._changed.wait(TIDY_IDLE_S if self._untidy else None)
+            elif self._idle and not self._news:
+                self._changed.wait(LOOK_S)
+            self._news = False
             gone = self._waiting.take_given_up()
             self._admit()
             jobs, closing = list(self._running), self._closing
@@ -208,7 +219,7 @@ class EmbeddedEngine:
         if closing:
             return False
         with torch.inference_mode():
-            self._pass(jobs)
+            self._idle = not self._pass(jobs)
         self._leave()
         return True
 
@@ -216,19 +227,19 @@ class EmbeddedEngine:
         """End what is left: the server is shut down, or the engine has failed."""
         with self._changed:
             jobs, self._running = [*self._running, *self._waiting.empty()], []
-            encodings, self._encodings = self._encodings, deque()
             self._changed.notify_all()
         for job in jobs:
             if self._failed:
                 job.fail(EngineFailedError())
             else:
                 job.end("shutdown")
+        encodings = self._encodings.close()
+        self._loads.close()
+        self._caches.close()
+        for job in jobs:
             job.release()
-        for encoding in encodings:
-            if self._failed:
-                encoding.abandon(EngineFailedError())
-            encoding.cancel()
-            encoding.close()
+        for encoding in encodings if self._failed else ():
+            encoding.abandon(EngineFailedError())
 
     def _tidy(self) -> None:
         """Now and then freed memory goes back to the system, where it can be when nobody waits for a token."""
@@ -242,8 +253,8 @@ class EmbeddedEngine:
 
     def _admit(self) -> None:
         """Let the next prompt in when it can be begun at once: until then somebody more urgent may come."""
-        job = self._waiting.first
-        if job is None or any(one.blend is None for one in self._running):
+        job = self._waiting.first(lambda job: not any(_goes_before(one, job) for one in self._running))
+        if job is None:
             return
         used = sum(map(self._bytes, self._running))
         if len(self._running) >= self._most_running or used + self._bytes(job) > self._kv_budget:
@@ -251,25 +262,28 @@ class EmbeddedEngine:
         self._waiting.admit(job)
         self._running.append(job)
 
-    def _pass(self, jobs: Sequence[Job]) -> None:
-        """One row of every answer, and a piece of the first prompt that is not prefilled, or of a chunk's cache."""
+    def _pass(self, jobs: Sequence[Job]) -> bool:
+        """One row of every answer, and a piece of the first prompt that can be prefilled, or of a chunk's cache.
+
+        Whether there was anything to do but wait for the store.
+        """
         for job in jobs:
             if reason := job.given_up:
                 job.end(reason)
         live = [job for job in jobs if not job.ended]
-        prefilling = next((job for job in live if job.blend is None), None)
-        if prefilling is not None and not prefilling.begun:
+        prefilling = next((job for job in live if job.blend is None and not job.waits), None)
+        if prefilling is not None:
             alone = all(job is prefilling for job in live)  # nobody waits for the next token: larger pieces are quicker
             rows = max(self._piece_rows, ROWS_ALONE) if alone else self._piece_rows
-            self._guarded(prefilling, lambda: prefilling.begin(rows))
-            if prefilling.ended:
-                self._guarded(prefilling, lambda: self._lack(prefilling))
-        taking = [job for job in live if job.blend is not None or (job is prefilling and not job.ended)]
+            self._guarded(prefilling, lambda: self._prepare(prefilling, rows))
+        ready = prefilling is not None and not prefilling.ended and prefilling.piece is not None
+        taking = [job for job in live if job.blend is not None or (job is prefilling and ready)]
         self._passes += 1
-        turn = self._passes % (TURN if prefilling is None else TURN_AMONG_PROMPTS) == 0
-        encoding = self._encoding() if turn or not taking else None
+        turn = self._passes % (TURN_AMONG_PROMPTS if ready else TURN) == 0
+        encoding = self._encodings.first()
+        computed = encoding is not None and encoding.ready()  # asked in every pass: what it waits for goes on meanwhile
         takers: list[Taker] = [*taking]
-        if encoding is not None and encoding.ready():
+        if encoding is not None and computed and (turn or not taking):
             # In place of the prompt's piece: a pass stays as short as the others.
             takers = [*(job for job in taking if job is not prefilling), encoding]
         if takers:
@@ -277,22 +291,20 @@ class EmbeddedEngine:
             run_pass(self._decoder, takers, self._on_pass if _as_full_prefill(takers) else None)
         if prefilling is not None and prefilling.blend is not None:
             self._guarded(prefilling, lambda: self._lack(prefilling))
+        return bool(takers) or prefilling is not None
+
+    def _prepare(self, job: Job, rows: int) -> None:
+        if not job.begun:
+            job.begin(rows, self._loads)
+        job.prepare()
+        if job.ended:
+            self._lack(job)
 
     def _lack(self, job: Job) -> None:
         """Have computed what the store lacked for this prompt; while it is out of reach, the next prompts remind."""
-        if not (self._remember and job.work.remember):
-            return
-        with suppress(StoreError, QueueFullError):  # the latter where the engine is being closed just now
-            missing = job.missing
-            if missing and self._open and sum(len(one) for one in self._encodings) < MOST_LACKING:
-                self.encode(job.blender.library(job.work.layout.kept_behind), missing, nobody_waits)
-
-    def _encoding(self) -> Encoding | None:
-        """The first of the chunk caches that are to be computed."""
-        with self._changed:
-            while self._encodings and self._encodings[0].done:
-                self._encodings.popleft()
-            return self._encodings[0] if self._encodings else None
+        lacking = job.lacking if self._remember and job.work.remember and self._open else None
+        if lacking is not None:
+            self._encodings.remember(lacking)
 
     def _guarded(self, job: Job, call: Callable[[], None]) -> None:
         try:
@@ -303,9 +315,10 @@ class EmbeddedEngine:
     def _leave(self) -> None:
         """Let go of those that have ended."""
         with self._changed:
-            done = [job for job in self._running if job.ended]
+            done = [job for job in self._running if job.ended and not job.waits]
             if done:
-                self._running = [job for job in self._running if not job.ended]
+                self._news = True
+                self._running = [job for job in self._running if job not in done]
                 self._changed.notify_all()
         for job in done:
             job.release()
@@ -314,3 +327,8 @@ class EmbeddedEngine:
 def _as_full_prefill(takers: Sequence[Taker]) -> bool:
     """Whether full prefill consists of such passes: of a piece of one prompt that is computed in full, and nothing beside."""
     return len(takers) == 1 and isinstance(takers[0], Job) and takers[0].full_piece_rows >= ROWS_ALONE
+
+
+def _goes_before(one: Job, job: Job) -> bool:
+    """Whether a running prompt must be prefilled before this one is begun: it can go on, or leaves rows that serve it."""
+    return one.blend is None and not one.ended and (not one.waits or job.may_gain_by(one))

@@ -10,29 +10,35 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blend.errors import EntryDamagedError, StoreError
-from blend.model.rows import RowRequest, Steps
+from blend.errors import StoreError
+from blend.model.rows import Resume, RowRequest, Steps
+from blend.serve.beside import Stepper
+from blend.serve.encoding import Lacking, lacking
 from blend.serve.engine import ASKED_FOR, Ended, EndReason, Event, Failed, Started, Token, Work
-from blend.serve.faults import log_error
 from blend.serve.outage import STORE_UNREACHABLE, is_outage
 from blend.serve.sampling import Sampler
 from blend.serve.started import declined, started
 from blend.serve.worth import LEAST, reason_against, why_nothing_is_left
 from blend.timing import Stopwatch
+from blend.types import alike
 
 if TYPE_CHECKING:
     from blend.blender import Blend, Blender
-    from blend.chunks.open_library import Variant
     from blend.config import BlendConfig
+    from blend.serve.beside import Beside
     from blend.serve.prefixes import Found, Prefixes
     from blend.types import ChunkCache, PromptLayout
 
 
+class _AgainError(Exception):
+    """Told to a prefill that is to begin anew."""
+
+
 class Job:
-    """A prompt, and everything that is held for it. Only the engine's thread touches it, but for `cancel`.
+    """A prompt, and everything that is held for it. Only the engine's thread touches it, but for `cancel`; see `waits`.
 
     prefixes: where KV of earlier prompts is found, and that of this one is left. least_gain: see `reason_against`.
-    number: counts jobs as they come. capacity: rows of its cache at most.
+    number: counts jobs as they come. capacity: rows of its cache at most. piece: of its prefill, that is to be run.
     """
 
     def __init__(
@@ -57,8 +63,8 @@ class Job:
         self._reused = self._inexact = 0
         self._reason = ""
         self._most_rows = 0
-        self._steps: Steps[Blend] | None = None
-        self._piece: RowRequest | None = None
+        self._prefill: Stepper[Blend | None] | None = None
+        self.piece: RowRequest | None = None
         self._sampler: Sampler | None = None
         self._tokens: list[int] = []
         self._cancelled = self._repeated = False
@@ -80,22 +86,68 @@ class Job:
         late = self.work.deadline_s is not None and self.age_s > self.work.deadline_s
         return "deadline" if late and self.blend is None else None
 
-    def begin(self, most_rows: int) -> None:
-        """Find what is known of its beginning, open its chunks, choose the rows, and make the first piece ready."""
+    def begin(self, most_rows: int, beside: Beside) -> None:
+        """Take up its prefill, in pieces of so many rows."""
         self._waited_s, self._most_rows = self.age_s, most_rows
         self._found = self._find()
-        self._reason = self._reason_against()
-        if self._reason and self.work.handover is not None:
-            self._decline()
-            return
-        self._prefill()
+        self._prefill = Stepper(self._prefilling(), beside)
 
-    def _reason_against(self) -> str:
-        """Why nothing is to be blended now, or ""."""
+    @property
+    def begun(self) -> bool:
+        """Whether its prefill is under way or done."""
+        return self._prefill is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether its prefill waits for the store, beside the engine's thread: it cannot go on, nor be released."""
+        return self._prefill is not None and self._prefill.busy
+
+    def may_gain_by(self, other: Job) -> bool:
+        """Whether this prompt, not begun yet, may find more of its rows in memory once `other` is prefilled."""
+        mine, others = self.work, other.work
+        if mine.cold or mine.tenant != others.tenant:
+            return False
+        rows = alike(mine.layout.token_ids, others.layout.token_ids)
+        if len(mine.layout.prefix) < rows <= _exact_anyway(mine.layout):
+            rows = len(mine.layout.prefix)
+        return rows > mine.layout.rows_of_home
+
+    def prepare(self) -> None:
+        """Go on as far as nothing is waited for; then there is a `piece`, unless it has ended or waits."""
+        assert self._prefill is not None
+        self.piece = self._prefill.rows()
+        self._look()
+
+    def _prefilling(self) -> Steps[Blend | None]:
+        """Open its chunks, choose the rows, and compute them; nothing is done where somebody else would compute all of it."""
+        try:
+            self._reason = self._reason_known()
+            if not self._reason and not self.work.full:
+                yield Resume.BESIDE
+                self._reason = reason_against(self.blender, self._layout, self._config, self._least_gain)
+            if self._reason and self.work.handover is not None:
+                return None
+        except StoreError as error:
+            self._go_on_without(error)
+        while True:
+            try:
+                return (yield from self._steps())
+            except StoreError as error:
+                self._go_on_without(error)
+            except _AgainError:
+                pass
+
+    def _go_on_without(self, error: StoreError) -> None:
+        """A store that is out of reach only makes everything be computed. Raises whatever else it is."""
+        if not is_outage(error) or self._reason == STORE_UNREACHABLE:
+            raise error
+        self._reason = STORE_UNREACHABLE
+
+    def _reason_known(self) -> str:
+        """Why nothing is to be blended, or "", as far as that is known without a look at the store."""
         if self.work.full:
             return self.work.reason
-        done = why_nothing_is_left(self.work.layout, self._layout, self._reused, self._inexact)
-        return done or reason_against(self.blender, self._layout, self._config, self._least_gain)
+        return why_nothing_is_left(self.work.layout, self._layout, self._reused, self._inexact)
 
     @property
     def _config(self) -> BlendConfig:
@@ -107,9 +159,9 @@ class Job:
         layout = self.work.layout
         return layout.behind(self._reused) if self._reused > len(layout.prefix) else layout
 
-    def _prefill(self) -> None:
-        """Make the first piece ready: of all rows, where there is a reason for that."""
-        self._steps = self.blender.steps(
+    def _steps(self) -> Steps[Blend]:
+        """Of all rows, where there is a reason for that."""
+        return self.blender.steps(
             self._layout.all_plain() if self._reason else self._layout,
             config=self._config,
             room=self.work.sampling.max_tokens,
@@ -117,7 +169,6 @@ class Job:
             most_rows=self._most_rows,
             known=self._known,
         )
-        self._piece = next(self._steps)
 
     @property
     def _known(self) -> ChunkCache | None:
@@ -149,27 +200,20 @@ class Job:
     @property
     def full_piece_rows(self) -> int:
         """Rows of its next piece, if it is a piece of a prompt that is computed in full; else 0."""
-        full = bool(self._reason) and self.blend is None and self._piece is not None
-        return self._piece.positions.shape[0] if full and self._piece is not None else 0
+        full = bool(self._reason) and self.blend is None
+        return self.piece.positions.shape[0] if full and self.piece is not None else 0
 
     @property
-    def begun(self) -> bool:
-        """Whether its prefill is under way or done."""
-        return self._steps is not None
-
-    @property
-    def missing(self) -> tuple[Variant, ...]:
-        """The caches that the store lacked; of a prompt that was computed in full, all of them may be lacking."""
-        if self._reason != "cold":
-            return self.blend.missing if self.blend is not None else ()
-        library = self.blender.library(self.work.layout.kept_behind)
-        return tuple(library.missing([chunk for chunk in self.work.layout.stored if chunk is not None]))
+    def lacking(self) -> Lacking | None:
+        """The caches that the store lacked, if any; of a prompt that was computed in full, all of them may be lacking."""
+        missing = self.blend.missing if self.blend is not None and self._reason != "cold" else ()
+        return partial(lacking, self.blender, self.work.layout, missing) if missing or self._reason == "cold" else None
 
     def request(self) -> RowRequest:
         """The rows that it wants in the next pass: a piece of its prefill, or its last token."""
         if self.blend is None:
-            assert self._piece is not None
-            return self._piece
+            assert self.piece is not None
+            return self.piece
         place = self.work.layout.rows + len(self._tokens) - 1
         cache = self.blend.cache
         cache.truncate(place)  # a pass that failed half way through may have left rows behind
@@ -182,30 +226,37 @@ class Job:
         if self.blend is not None:
             self._next(logits)
             return
-        assert self._steps is not None
-        self._advance(partial(self._steps.send, logits))
+        assert self._prefill is not None
+        self.piece = None
+        self._prefill.took(logits)
+        self._look()
 
-    def _advance(self, go_on: Callable[[], RowRequest]) -> None:
-        try:
-            self._piece = go_on()
-        except StopIteration as done:
-            self._start(done.value)
+    def _look(self) -> None:
+        """Whether its prefill is done."""
+        assert self._prefill is not None
+        if self._prefill.busy or not self._prefill.ended:
+            return
+        if self._prefill.result is None:
+            self._decline()
+        else:
+            self._start(self._prefill.result)
 
-    def repeat(self, error: Exception) -> None:
-        """A pass failed in which it was not alone: make its rows ready again. Raises `error` where that was done already.
+    def repeat(self, error: Exception) -> bool:
+        """A pass failed in which it was not alone: whether its rows are ready again. Raises `error` where they were before.
 
         A prefill begins anew: what a selector and the KV correction saw of that pass cannot be taken back.
         """
         if self.blend is not None:
-            return  # `request` forgets what the pass may have left
+            return True  # `request` forgets what the pass may have left
         if self._repeated or isinstance(error, StoreError):
             raise error
-        self._repeated = True
-        self._close_steps()
-        self._prefill()
+        assert self._prefill is not None
+        self._repeated, self.piece = True, None
+        self._prefill.failed(_AgainError())
+        return False
 
     def _start(self, blend: Blend) -> None:
-        self.blend, self._piece, self._found = blend, None, None
+        self.blend, self._found = blend, None
         self._sampler = Sampler(blend.decoder, self.work.sampling, blend.layout.token_ids)
         if not self.work.cold:
             self._prefixes.keep(self.work.tenant, self.work.layout.token_ids[: self._exact], blend.cache)
@@ -257,32 +308,12 @@ class Job:
 
     def fail(self, error: Exception) -> None:
         """The same, with an error; but damaged entries, and a store out of reach, only make that more is computed."""
-        try:
-            if self._goes_on_without(error):
-                return
-        except Exception as another:
-            if another is not error:
-                self.fail(another)
-                return
-        self._close(Failed(error))
-
-    def _goes_on_without(self, error: Exception) -> bool:
-        """Whether the prompt can do without what could not be read of the store. Raises what else goes wrong then."""
-        if self.blend is not None or self.ended:
-            return False
-        if isinstance(error, EntryDamagedError) and self._steps is not None:
-            self._advance(partial(self._steps.throw, error))
-            return True
-        if is_outage(error) and self._reason != STORE_UNREACHABLE:
-            self._without_store()
-            return True
-        return False
-
-    def _without_store(self) -> None:
-        """Begin anew."""
-        self._close_steps()
-        self._reason = STORE_UNREACHABLE
-        self._prefill()
+        prefill = self._prefill if isinstance(error, StoreError) and not self.ended else None
+        if prefill is not None and not prefill.ended:
+            self.piece = None
+            prefill.failed(error)
+        else:
+            self._close(Failed(error))
 
     def _close(self, event: Event) -> None:
         if self.ended:
@@ -290,22 +321,15 @@ class Job:
         self.ended = True
         with suppress(Exception):  # a listener that is gone must not harm the others
             self._on_event(event)
-        self._close_steps()
-
-    def _close_steps(self) -> None:
-        """Let go of the entries that are open; one that cannot be closed harms nobody."""
-        try:
-            if self._steps is not None:
-                self._steps.close()
-        except Exception as error:
-            log_error(error, "")
+        if self._prefill is not None:
+            self._prefill.give_up()
 
     def release(self) -> None:
-        """Let go of its KV, now that it has ended and nothing is asked of it any more.
+        """Let go of its KV, now that it has ended, waits for nothing, and nothing is asked of it any more.
 
         Who listens to its events holds it as well, for `cancel`: such a circle stays in memory until Python looks for circles.
         """
-        self.blend = self._found = self._steps = self._piece = self._sampler = None
+        self.blend = self._found = self._prefill = self.piece = self._sampler = None
         self._on_event = _nobody
 
 

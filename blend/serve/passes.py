@@ -27,8 +27,8 @@ class Taker(Protocol):
     def took(self, logits: torch.Tensor) -> None:
         """What the pass gave for its last row, `[1, vocab]`."""
 
-    def repeat(self, error: Exception) -> None:
-        """The pass failed; make the rows ready once more. Raises `error` where that cannot be."""
+    def repeat(self, error: Exception) -> bool:
+        """The pass failed; whether the rows are ready once more, or only later. Raises `error` where that cannot be."""
 
     def fail(self, error: Exception) -> None:
         """Its rows cannot be run."""
@@ -64,8 +64,8 @@ def _together(decoder: Decoder, takers: Sequence[Taker], on_pass: OnPass | None)
 
 
 def _alone(decoder: Decoder, taker: Taker, error: Exception) -> None:
-    taker.repeat(error)
-    taker.took(decoder.prefill([taker.request()]))
+    if taker.repeat(error):
+        taker.took(decoder.prefill([taker.request()]))
 
 
 def _guarded(taker: Taker, call: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from blend.serve.engine import EndReason, QueueFullError
@@ -48,10 +49,9 @@ class Waiting:
         """Let it wait."""
         self._jobs.append(job)
 
-    @property
-    def first(self) -> Job | None:
-        """Whose turn it is."""
-        return min(self._jobs, key=self._order, default=None)
+    def first(self, may: Callable[[Job], bool] = lambda job: True) -> Job | None:
+        """Whose turn it is, of those that may have it."""
+        return min(filter(may, self._jobs), key=self._order, default=None)
 
     def _order(self, job: Job) -> tuple[int, int, int]:
         return job.work.priority, self._last_turn.get(job.work.tenant, 0), job.number

@@ -156,6 +156,42 @@ def test_an_outage_in_the_middle_is_raised_and_leaves_nothing_behind(
     assert blender.prefill(LAYOUT).hits == (True,) * len(LAYOUT.chunks)
 
 
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_system_without_more_threads_is_an_error_that_leaves_nothing_behind(
+    refused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blender = filled(tmp_path)
+    opened, files = watched(blender.store, monkeypatch, lambda layer: None), open_files()
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == f"kvblend-loader-{refused}":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        blender.prefill(LAYOUT)
+    assert opened
+    assert all(reader.closed for reader in opened)
+    assert open_files() == files
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvblend-loader")]
+
+
+def test_whatever_fails_in_a_reading_thread_is_raised_where_its_layer_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no more threads")
+
+    blender = filled()
+    monkeypatch.setattr(loader, "compute_alone", fail)
+    with pytest.raises(RuntimeError, match="no more threads"):
+        blender.prefill(LAYOUT)
+    monkeypatch.undo()
+    assert blender.prefill(LAYOUT).hits == (True,) * len(LAYOUT.chunks)
+
+
 def test_damage_in_the_last_layer_costs_one_more_attempt_and_no_wrong_row(tmp_path: Path) -> None:
     blender = filled(tmp_path)
     whole = filled(tmp_path / "whole")

@@ -12,6 +12,7 @@ from models import decoder, eager_model
 
 from blend.blender import Blend, Blender
 from blend.config import BlendConfig
+from blend.filling import run_steps
 from blend.select.base import Evidence, Selector
 from blend.store import open_store
 from blend.types import ChunkCache, Part, PromptLayout
@@ -43,13 +44,7 @@ def filled(name: str, layout: PromptLayout, codec: str = "native") -> Blender:
 
 def run(blender: Blender, layout: PromptLayout, config: BlendConfig, **more: object) -> Blend:
     steps = blender.steps(layout, config=config, **more)  # type: ignore[arg-type]
-    try:
-        request = next(steps)
-        while True:
-            request = steps.send(blender.decoder.prefill([request]))
-    except StopIteration as done:
-        blend: Blend = done.value
-        return blend
+    return run_steps(steps, lambda request: blender.decoder.prefill([request]))
 
 
 @pytest.mark.parametrize("layout", [PLAIN, ELSEWHERE, BASE.all_plain()])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from models import decoder
 from blend.blender import Blender
 from blend.chunks import loader
 from blend.config import BlendConfig
+from blend.model.threads import compute_alone
 from blend.store import open_store
 
 
@@ -43,3 +46,65 @@ def test_loading_threads_compute_alone_and_leave_everybody_else_his_threads(
         torch.set_num_threads(before)
     assert seen
     assert set(seen) == {1}
+
+
+def test_threads_that_begin_while_prompts_are_prefilled_compute_as_everybody_does() -> None:
+    """Readers begin and end all the time beside them, in every prefill two."""
+    blender, layout = Blender(decoder("llama"), open_store("memory:")), make_layout()
+    cache_chunks(blender, layout)
+    blender.prefill(layout)
+    seen: list[int] = []
+
+    def ask() -> None:
+        blender.prefill(layout)
+        seen.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(12):
+            asking = [threading.Thread(target=ask) for _ in range(8)]
+            for thread in asking:
+                thread.start()
+            for thread in asking:
+                thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2] * 96
+
+
+def test_without_the_runtimes_doors_torch_is_told_and_told_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(place: str | None) -> object:
+        raise OSError(place)
+
+    monkeypatch.setattr(ctypes, "CDLL", nothing)
+    assert _numbers(compute_alone) == [1, 3, 3]
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if threading.current_thread().name == "alone":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert _numbers(compute_alone) == [3, 3, 3]
+
+
+def _numbers(call: Callable[[], None]) -> list[int]:
+    """Where new threads begin with three: of one that makes this call, of one that begins after it, of this one."""
+    found: list[int] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for before_asking in (call, lambda: None):
+
+            def ask(first: Callable[[], None] = before_asking) -> None:
+                first()
+                found.append(torch.get_num_threads())
+
+            thread = threading.Thread(target=ask, name="alone")
+            thread.start()
+            thread.join()
+        return [*found, torch.get_num_threads()]
+    finally:
+        torch.set_num_threads(before)

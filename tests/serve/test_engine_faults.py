@@ -11,6 +11,7 @@ import httpx
 import pytest
 import torch
 from cases import cache_chunks, make_layout
+from changing import until
 from engines import FEW, Answer, alone, ask, layouts
 from models import decoder
 from served import Served
@@ -22,7 +23,6 @@ from blend.config import BlendConfig
 from blend.model.rows import RowRequest
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.engine import Ended, EngineFailedError, Failed, Sampling, Token, Work
-from blend.serve.job import Job
 from blend.store import open_store
 from blend.types import PromptLayout
 
@@ -69,10 +69,10 @@ def test_entries_that_cannot_be_closed_harm_nobody(
     engine, layout, close = make_engine(pass_rows=18), make_layout(chunks=(60, 60), suffix=90), LayerLoader.close
     cache_chunks(engine._blender, layout)
     other, begun = running(engine), threading.Event()
-    begin = Job.begin
+    start = LayerLoader.start
 
-    def beginning(job: Job, most_rows: int) -> None:
-        begin(job, most_rows)
+    def starting(loader: LayerLoader) -> None:
+        start(loader)
         handle.cancel()
         begun.set()
 
@@ -80,7 +80,7 @@ def test_entries_that_cannot_be_closed_harm_nobody(
         close(loader)
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Job, "begin", beginning)
+    monkeypatch.setattr(LayerLoader, "start", starting)
     monkeypatch.setattr(LayerLoader, "close", failing)
     answer = Answer()
     with engine._changed:  # so that it is not begun before there is a handle
@@ -88,6 +88,7 @@ def test_entries_that_cannot_be_closed_harm_nobody(
     assert answer.wait().last == Ended("cancelled")
     assert begun.is_set()
     assert other.wait().last == Ended("length")
+    until(lambda: not engine.holding().running)
     assert [record.told["error"] for record in caplog.records] == ["OSError"]
 
 

@@ -120,7 +120,7 @@ def stub(number: int, tenant: str = "", priority: int = 0) -> Any:
 
 
 def admit(queue: Waiting) -> None:
-    first = queue.first
+    first = queue.first()
     assert first is not None
     queue.admit(first)
 
@@ -182,7 +182,7 @@ def test_priority_counts_before_turns(clock: Clock) -> None:
     for number, (tenant, priority) in enumerate((("ann", 1), ("bob", 1), ("ann", 0), ("ann", 0))):
         queue.add(stub(number, tenant, priority))
     order = []
-    while queue.first is not None:
-        order.append(queue.first.number)
+    while (first := queue.first()) is not None:
+        order.append(first.number)
         admit(queue)
     assert order == [2, 3, 1, 0]

@@ -11,7 +11,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from blend.serve.door.log import LOG
+from blend.serve.faults import LOG
 
 ACCEPTED_AT_ONCE = 64  # before any of them is looked at
 _MOST_DESCRIPTORS = 16_384

@@ -1,0 +1,68 @@
+"""A long question is looked at in pieces like any other rows: to the same scores, and in no pass of more rows than others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import cache_chunks, make_layout
+from dense_reference import assert_close
+from models import decoder
+
+from blend.blender import Blend, Blender
+from blend.config import BlendConfig
+from blend.filling import run_steps
+from blend.model.driver import RowDriver
+from blend.model.rows import RowRequest
+from blend.select import QueryGuided
+from blend.select.query_score import QueryRows
+from blend.store import open_store
+
+LAYOUT = make_layout(suffix=23)
+LARGEST = 5
+
+
+def blended(blender: Blender, selector: QueryGuided, most_rows: int | None) -> Blend:
+    steps = blender.steps(LAYOUT, config=BlendConfig(selector, ratio=0.3), most_rows=most_rows)
+    return run_steps(steps, lambda request: blender.decoder.prefill([request]))
+
+
+def filled(name: str, lacking: int) -> Blender:
+    blender = Blender(decoder(name), open_store("memory:", codec="native"))
+    cache_chunks(blender, LAYOUT)
+    for chunk in LAYOUT.chunks[:lacking]:
+        blender.store.delete(blender.encoder(LAYOUT.prefix).identity.key(chunk))
+    return blender
+
+
+@pytest.mark.usefixtures("nan_buffers")
+@pytest.mark.parametrize("value_norm", [False, True])
+@pytest.mark.parametrize("query_rows", ["sum", "peak"])
+@pytest.mark.parametrize("layers", ["middle", "all"])
+@pytest.mark.parametrize(("name", "lacking"), [("llama", 0), ("llama", 1), ("gemma2", 0), ("mistral", 0)])
+def test_pieces_give_the_scores_of_one_pass(
+    name: str, lacking: int, layers: str, query_rows: QueryRows, value_norm: bool
+) -> None:
+    blender, selector = filled(name, lacking), QueryGuided(layers, query_rows, value_norm)
+    whole = blended(blender, selector, None)
+    assert whole.selection.scores is not None
+    for most_rows in (1, LARGEST, 22, 23):
+        pieces = blended(blender, selector, most_rows)
+        assert pieces.selection.scores is not None
+        assert_close(pieces.selection.scores, whole.selection.scores)
+        assert torch.equal(pieces.selection.rows, whole.selection.rows)
+        assert_close(pieces.logits, whole.logits)
+
+
+@pytest.mark.parametrize("layers", ["middle", "all"])
+def test_no_pass_has_more_rows_than_it_may(layers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blender, passes = filled("llama", 0), list[int]()
+    run = RowDriver.run
+
+    def counted(driver: RowDriver, requests: list[RowRequest], **more: object) -> object:
+        passes.append(sum(request.positions.shape[0] for request in requests))
+        return run(driver, requests, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RowDriver, "run", counted)
+    blended(blender, QueryGuided(layers), LARGEST)
+    assert max(passes) == LARGEST
+    assert passes[:5] == [LARGEST] * 4 + [3]

@@ -1,0 +1,234 @@
+"""A store that is slow, or fails half way, holds up nobody but the prompts that read it, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from cases import cache_chunks, make_layout
+from changing import until
+from engines import FEW, Answer, alone, ask, layouts
+from models import LAYERS
+
+from blend.errors import EntryDamagedError, StoreError
+from blend.serve import encoding
+from blend.serve.embedded import EmbeddedEngine
+from blend.serve.engine import Ended, Sampling, Started, Token, Work
+from blend.store.reader import ChunkReader
+from blend.types import ChunkKey, PromptLayout
+
+RUNNING, SLOW = layouts(2)
+LONG = Sampling(max_tokens=200, ignore_eos=True)
+MakeEngine = Callable[..., EmbeddedEngine]
+
+
+class Gate:
+    """What goes through waits until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self._open = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self._open.wait(120)
+
+    def wait(self) -> None:
+        assert self.reached.wait(120)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class Reader:
+    """A store's, which calls before each layer."""
+
+    def __init__(self, reader: ChunkReader, before: Callable[[int], None]) -> None:
+        self.tokens, self.layers, self.start, self.still = reader.tokens, reader.layers, reader.start, reader.still
+        self._reader, self._before, self.closed = reader, before, False
+
+    def read_into(self, index: int, keys_out: object, values_out: object) -> None:
+        self._before(index)
+        self._reader.read_into(index, keys_out, values_out)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.closed = True
+        self._reader.close()
+
+
+def reading(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> list[Reader]:
+    """Every reader that the engine's store opens from now on."""
+    opened: list[Reader] = []
+    plain = engine._blender.store.open_many
+
+    def open_many(keys: Sequence[ChunkKey]) -> list[Reader | EntryDamagedError | None]:
+        found = [Reader(one, before) if isinstance(one, ChunkReader) else one for one in plain(keys)]
+        opened.extend(one for one in found if isinstance(one, Reader))
+        return found
+
+    monkeypatch.setattr(engine._blender.store, "open_many", open_many)
+    return opened
+
+
+def slow(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, call: str, gate: Gate) -> None:
+    """Have this call to the store wait."""
+    if call == "read":
+        reading(engine, monkeypatch, lambda layer: gate())
+        return
+    plain = getattr(engine._blender.store, call)
+    monkeypatch.setattr(engine._blender.store, call, lambda *given: (gate(), plain(*given))[1])
+
+
+def tokens_meanwhile(answer: Answer, count: int) -> None:
+    """So many more tokens come now."""
+    while not answer.seen.empty():
+        answer.seen.get()
+    while count:
+        event = answer.seen.get(timeout=120)
+        assert isinstance(event, Token | Started)
+        count -= isinstance(event, Token)
+
+
+def running(engine: EmbeddedEngine) -> Answer:
+    answer = ask(engine, RUNNING, LONG, full=True)
+    tokens_meanwhile(answer, 2)
+    return answer
+
+
+@pytest.mark.parametrize("call", ["open", "open_many", "read"])
+def test_an_answer_goes_on_while_another_prompts_caches_are_loaded(
+    call: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, gate = make_engine(), Gate()
+    cache_chunks(engine._blender, SLOW)
+    expected = alone(engine._blender, SLOW)
+    answer = running(engine)
+    slow(engine, monkeypatch, call, gate)
+    other = ask(engine, SLOW)
+    gate.wait()
+    tokens_meanwhile(answer, 40)
+    assert not other.events
+    gate.open()
+    assert other.wait().tokens == expected
+    assert all(other.started.hits)
+    assert answer.wait().tokens == ask(engine, RUNNING, LONG, full=True).wait().tokens
+
+
+@pytest.mark.parametrize("call", ["put", "held"])
+def test_an_answer_goes_on_while_caches_that_a_prompt_lacked_are_stored(
+    call: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, gate = make_engine(remember=True), Gate()
+    library = engine._blender.library(SLOW.prefix)
+    answer = running(engine)
+    slow(engine, monkeypatch, call, gate)
+    assert ask(engine, SLOW).wait().started.hits == (False,) * len(SLOW.chunks)
+    gate.wait()
+    tokens_meanwhile(answer, 40)
+    assert engine.holding().encoding == len(SLOW.chunks)
+    gate.open()
+    until(lambda: not engine.holding().encoding)
+    monkeypatch.undo()
+    assert not library.missing(SLOW.chunks)
+
+
+def test_what_many_prompts_lack_is_computed_once(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, gate, looked = make_engine(remember=True), Gate(), list[str]()
+    plain = encoding.verify_entry
+    monkeypatch.setattr(encoding, "verify_entry", lambda store, name: (looked.append(name), plain(store, name))[1])
+    slow(engine, monkeypatch, "held", gate)
+    for answer in [ask(engine, SLOW) for _ in range(6)]:
+        assert not any(answer.wait().started.hits)
+    gate.wait()
+    gate.open()
+    until(lambda: not engine.holding().encoding)
+    assert not looked, "nothing was there that could have been damaged"
+
+
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+def test_a_store_that_fails_half_way_makes_everything_be_computed(
+    layer: int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(index: int) -> None:
+        if index == layer:
+            raise StoreError("the network is down")
+
+    engine = make_engine()
+    cache_chunks(engine._blender, SLOW)
+    full = ask(engine, SLOW, full=True).wait()
+    opened = reading(engine, monkeypatch, fail)
+    other = ask(engine, SLOW).wait()
+    assert opened
+    assert all(one.closed for one in opened)
+    assert (other.started.reason, sum(other.started.hits)) == ("store_unreachable", 0)
+    assert other.tokens == full.tokens
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("kvblend-loader")]
+
+
+def test_damage_that_shows_while_it_is_loaded_costs_the_damaged_chunk_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, damaged = make_engine(), list[int]()
+    cache_chunks(engine._blender, SLOW)
+
+    def fail(index: int) -> None:
+        if index == LAYERS - 1 and len(damaged) < 2:
+            damaged.append(index)
+            raise EntryDamagedError("not what was written")
+
+    answer = running(engine)
+    opened = reading(engine, monkeypatch, fail)
+    other = ask(engine, SLOW).wait()
+    assert sum(other.started.hits) == len(SLOW.chunks) - 1
+    assert len(other.tokens) == FEW.max_tokens
+    tokens_meanwhile(answer, 2)
+    assert all(one.closed for one in opened)
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "shutdown"])
+def test_a_prompt_that_is_given_up_while_it_is_loaded_leaves_nothing(
+    how: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, gate = make_engine(), Gate()
+    cache_chunks(engine._blender, SLOW)
+    opened, other = reading(engine, monkeypatch, lambda layer: gate()), Answer()
+    handle = engine.submit(Work(SLOW, FEW, deadline_s=0.2 if how == "deadline" else None), other)
+    gate.wait()
+    if how == "shutdown":
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+    elif how == "cancel":
+        handle.cancel()
+    reason = {"cancel": "cancelled"}.get(how, how)
+    assert other.wait().events == [Ended(reason)]  # type: ignore[arg-type]
+    if how != "shutdown":
+        assert engine.holding().running == 1, "its memory is not free before nobody writes to it"
+    gate.open()
+    until(lambda: not engine.holding().running)
+    if how == "shutdown":
+        closing.join(120)
+    assert all(one.closed for one in opened)
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("kvblend-loader")]
+    if how != "shutdown":
+        monkeypatch.undo()
+        assert all(ask(engine, SLOW).wait().started.hits)
+
+
+def test_a_prompt_waits_for_one_that_is_loaded_only_where_it_begins_alike(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, gate = make_engine(prefix_budget=1 << 30), Gate()
+    first = make_layout()
+    second = PromptLayout(first.prefix, (*first.chunks[:3], (9, 8, 7, 6)), first.suffix, frozenset({3}))
+    cache_chunks(engine._blender, first)
+    opened = reading(engine, monkeypatch, lambda layer: gate())
+    loading, alike = ask(engine, first), ask(engine, second)
+    other = ask(engine, replace(RUNNING, plain=frozenset(range(len(RUNNING.chunks)))))
+    assert len(other.wait().tokens) == FEW.max_tokens
+    gate.wait()
+    assert loading.events == alike.events == []
+    assert len([one for one in opened if not one.closed]) == len(first.chunks)
+    gate.open()
+    assert all(loading.wait().started.hits)
+    assert all(alike.wait().started.hits)
