@@ -13,7 +13,7 @@ from blend.cli import opening, options
 from blend.cli.values import OUTPUT, PLACE, number
 
 if TYPE_CHECKING:
-    from blend.store import ChunkStore, Stored
+    from blend.store import Backend, ChunkStore, Stored
 
 _DAY_S = 86400.0
 _TIERS = ("far", "hot", "local")
@@ -91,22 +91,28 @@ def verify(store: Path, store_key: Path | None, delete: bool) -> None:
     from blend.store.archive import verify_entry
     from blend.store.backend import CACHES
 
-    caches, checked, damaged = open_caches(store, store_key), 0, 0
+    caches, checked = open_caches(store, store_key), 0
+    damaged: list[tuple[Backend, str]] = []
     for tier, backend in _places(caches):
         one = caches.over(backend)
         for page in backend.names(CACHES):
             for name in page:
                 checked += 1
                 if problem := verify_entry(one, name):
-                    damaged += 1
+                    damaged.append((backend, name))
                     say(f"{tier}: {problem}")
-                    if delete:
-                        backend.delete(name)
+    if damaged and len(damaged) == checked and not caches.knows_its_key:
+        raise StoreError(
+            f"none of {checked:,} caches is what was written, so nothing is removed: is --store-key missing, or another one? "
+            "If they are damaged indeed, `blend store --clear` removes them"
+        )
     if damaged and not delete:
         raise StoreError(
-            f"{damaged:,} of {checked:,} caches are damaged: remove them with --delete, they are computed again"
+            f"{len(damaged):,} of {checked:,} caches are damaged: remove them with --delete, they are computed again"
         )
-    say(f"{checked:,} caches read, {damaged:,} damaged{' and removed' if damaged else ''}")
+    for backend, name in damaged:
+        backend.delete(name)
+    say(f"{checked:,} caches read, {len(damaged):,} damaged{' and removed' if damaged else ''}")
 
 
 @click.command("prune")

@@ -5,7 +5,7 @@ class here and one line in `open_store`. Names are paths of letters, digits, das
 so that one backend's content can be copied into another's:
 
     objects/<namespace>/<dd>/<digest>.safetensors   caches: they count towards a budget, and the least recently used ones go
-    artifacts/<name>  namespaces/<namespace>.json  generation  writing
+    artifacts/<name>  namespaces/<namespace>.json  generation  sealed  writing
     indexes/<corpus>/<file>  sources/<corpus>  pins/<digest>
                                                     all others: they stay until they are deleted
 

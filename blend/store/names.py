@@ -10,7 +10,7 @@ from blend.types import ChunkKey
 
 SUFFIX = ".safetensors"
 ARTIFACTS, DESCRIPTIONS, GENERATION, INDEXES = "artifacts/", "namespaces/", "generation", "indexes/"
-SOURCES, PINS = "sources/", "pins/"
+SOURCES, PINS, SEALED = "sources/", "pins/", "sealed"
 
 _HEX = re.compile(r"[0-9A-Za-z_-]{1,128}")
 _ARTIFACT = re.compile(r"[0-9a-z_-]{1,128}")

@@ -1,7 +1,7 @@
 """The root directory of a disk store: what makes it one.
 
 store.json                    {"kind": "kvblend store", "format": 1}; written first, so that its absence is telling
-objects/, artifacts/, namespaces/, generation   what a backend keeps, see `backend`
+objects/, artifacts/, namespaces/, generation, sealed, ...   what a backend keeps, see `backend`
 tmp/, .writing                files being written; locked by whoever chooses and writes artifacts
 """
 
