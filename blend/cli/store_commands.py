@@ -182,7 +182,7 @@ def import_(file: Path, store: Path, store_key: Path | None) -> None:
     from blend.store import open_store
     from blend.store.archive import import_store
 
-    done = import_store(open_store(store / "kv", key=opening.store_key({"store_key": store_key})), file)
+    done = import_store(lambda: open_store(store / "kv", key=opening.store_key({"store_key": store_key})), file)
     for line in done.refused:
         note(f"left out: {line}")
     say(f"{done.names:,} names, {_size(done.nbytes)}; {len(done.refused):,} left out")

@@ -60,7 +60,8 @@ class ChunkStore:
         """Whether the store itself says that it is sealed with this key. Raises `StoreError`."""
         return is_sealed_with(self.backend, self._seal)
 
-    def _tell_key(self) -> None:
+    def tell_key(self) -> None:
+        """Let the store say from now on that it is sealed with this key; nothing without one. Raises `StoreError`."""
         self.require_its_key()
         if not self._key_is_told:
             leave_key_check(self.backend, self._seal)
@@ -212,7 +213,7 @@ class ChunkStore:
         them, they do not count towards the budget and are never evicted. name: lower-case letters, digits, dashes, underscores.
         Raises `StoreError` when it cannot be written; the old one is then still there.
         """
-        self._tell_key()
+        self.tell_key()
         self.backend.put(artifact_name(name), pack_artifact(name, content, self._seal))
         self.advance()  # after it: who sees the new token finds the artifact
 
@@ -238,12 +239,12 @@ class ChunkStore:
 
     def swap_manifest(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Keep a manifest, sealed, if the one before is still kept as `was`; whether it is. Raises `StoreError`."""
-        self._tell_key()
+        self.tell_key()
         return self.backend.swap(name, b"".join(pack_artifact(name, content, self._seal)), was)
 
     def put_manifest(self, name: str, content: bytes) -> None:
         """Keep a manifest, sealed, whatever was there. Raises `StoreError`."""
-        self._tell_key()
+        self.tell_key()
         self.backend.put(name, pack_artifact(name, content, self._seal))
 
     def over(self, backend: Backend) -> ChunkStore:

@@ -19,6 +19,7 @@ from blend.types import ChunkKey
 if TYPE_CHECKING:
     from blend.store.base import ChunkStore
 
+PINNED = b"pinned"
 _UNNAMED = "_"
 _DIGEST = re.compile(r"[0-9a-f]{8,128}")
 
@@ -55,7 +56,7 @@ def pin(backend: Backend, digest: str, *, on: bool) -> None:
     if not _DIGEST.fullmatch(digest):
         raise StoreError(f"{digest!r:.80} is no digest of a cache: `blend store ls` shows them")
     if on:
-        backend.put(PINS + digest, [b"pinned"])
+        backend.put(PINS + digest, [PINNED])
     else:
         backend.delete(PINS + digest)
 
