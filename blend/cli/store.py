@@ -10,7 +10,9 @@ import click
 from click.core import ParameterSource
 
 from blend.cli import opening, options
-from blend.cli.store_commands import COMMANDS, open_caches
+from blend.cli.store_caches import open_caches
+from blend.cli.store_commands import export, import_, ls, stats, verify
+from blend.cli.store_keeping import pin, prune, unpin
 from blend.corpora import corpora, in_words
 
 if TYPE_CHECKING:
@@ -41,16 +43,16 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool
     if clear:
         for key in list(caches.keys()):
             caches.delete(key)
-    stats = caches.stats()
+    held = caches.stats()
     described = sorted(caches.namespaces().items())
     namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in described]
     artifacts = [{"name": name, "content": _content(caches, name)} for name in sorted(caches.artifacts())]
     names = corpora(store)
     if as_json:
-        held = {"entries": stats.entries, "bytes": stats.nbytes, "corpora": names}
-        print_json({**held, "namespaces": namespaces, "artifacts": artifacts})
+        whole = {"entries": held.entries, "bytes": held.nbytes, "corpora": names}
+        print_json({**whole, "namespaces": namespaces, "artifacts": artifacts})
         return
-    say(f"{store}: {stats.entries:,} chunk caches, {stats.nbytes / 1e6:,.0f} MB")
+    say(f"{store}: {held.entries:,} chunk caches, {held.nbytes / 1e6:,.0f} MB")
     if any(names):
         say(f"  corpora: {', '.join(map(in_words, names))}")
     for words in namespaces:
@@ -59,7 +61,7 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool
         say(f"  {artifact['content']}")
 
 
-for _command in COMMANDS:
+for _command in (ls, stats, verify, prune, pin, unpin, export, import_):
     command.add_command(_command)
 
 
