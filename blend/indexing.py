@@ -186,14 +186,18 @@ def decide(change: CorpusChange, *, quick: bool = False) -> ChunkLibrary:
         library = in_copies(_with_surrogate(library, change), one=corpus.config.one_copy)
     if library.contextual:
         corpus.store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
-    write_sources(corpus.store, corpus.config.name, _sources(library, change))
+    write_sources(corpus.store, corpus.config.name, space, _sources(library, change))
     return library
 
 
-def _sources(library: ChunkLibrary, change: CorpusChange) -> dict[str, str]:
-    """Which document each cache is of; of several with the same chunk one."""
+def _sources(library: ChunkLibrary, change: CorpusChange) -> dict[str, dict[str, str]]:
+    """Which document each cache is of, by namespaces; of several with the same chunk one."""
     documents = {change.corpus.token_ids(chunk): chunk.document_id for chunk in change.chunks}
-    return {library.key(one).digest: documents[one.chunk] for one in library.wanted(change.ids, isolated=True)}
+    found: dict[str, dict[str, str]] = {library.isolated.identity.namespace: {}}
+    for one in library.wanted(change.ids, isolated=True):
+        key = library.key(one)
+        found.setdefault(key.namespace, {})[key.digest] = documents[one.chunk]
+    return found
 
 
 def _with_surrogate(library: ChunkLibrary, change: CorpusChange) -> ChunkLibrary:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,14 +54,14 @@ def list_caches(caches: ChunkStore, tier: str | None = None) -> Iterator[Listed]
     if tier is not None and tier not in held:
         raise ConfigError(f"this store has no tier {tier!r}; it has {', '.join(held)}")
     backend = held[tier] if tier else next(iter(held.values()))
-    documents = {digest: document for one in sources.read_sources(caches).values() for digest, document in one.items()}
+    documents = sources.read_sources(caches).documents
     pins, now = sources.pinned(caches.backend), time.time()
     for page in backend.listing(CACHES):
         for stored in page:
             yield _shown(stored, documents, pins, now)
 
 
-def _shown(stored: Stored, documents: dict[str, str], pins: frozenset[str], now: float) -> Listed:
+def _shown(stored: Stored, documents: Mapping[str, str], pins: frozenset[str], now: float) -> Listed:
     from blend.store.names import key_of
 
     key = key_of(stored.name)

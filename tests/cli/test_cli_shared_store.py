@@ -147,18 +147,6 @@ def test_prune_and_pin(filled: Blend, documents: Path) -> None:
     assert filled("store", "pin", "nothing").code == 2
 
 
-def test_caches_of_documents_that_are_gone_are_unused(filled: Blend, tmp_path: Path) -> None:
-    sources = filled.store / "kv" / "sources" / "_"
-    before = sources.read_bytes()
-    digest = json.loads(before.partition(b"\n")[2])
-    from blend.store import open_store
-    from blend.store.sources import write_sources
-
-    gone = next(iter(digest))
-    write_sources(open_store(filled.store / "kv"), "", {one: name for one, name in digest.items() if one != gone})
-    assert "1 caches removed" in filled("store", "prune", "--unused").out
-
-
 def test_export_and_import(machine, blend: Blend, documents, tmp_path) -> None:
     one = machine("one")
     assert one("precompute", documents, *CHUNKS).code == 0

@@ -28,7 +28,7 @@ def filled(tmp_path, key, cache):
             store.put(key(number), cache(number))
         store.write_artifact("map", b"content")
         store.describe("abc", {"model": "tiny"})
-        write_sources(store, "", {key(0).digest: "a.md"})
+        write_sources(store, "", key(0).namespace, {key(0).namespace: {key(0).digest: "a.md"}})
         pin(store.backend, key(0).digest, on=True)
         return store
 
