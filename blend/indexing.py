@@ -135,16 +135,20 @@ def plan(
     documents: Sequence[Document],
     *,
     stays: Callable[[str], bool] | None = None,
+    unread: Callable[[str], bool] | None = None,
     progress: Progress = no_progress,
 ) -> CorpusChange:
     """A corpus of these documents, and of those that it held under other ids as far as they stay.
 
-    stays: told the id of a document; without it none do. Raises `RetrievalError` when documents cannot be divided, or
-    when some are to stay and the index cannot be read.
+    stays: told the id of a document; without it none do, but what is `unread`: that is there, and could not be read now.
+    Raises `RetrievalError` when documents cannot be divided, or when some are to stay and the index cannot be read.
     """
     held = _held(corpus.index_dir, required=stays is not None)
+    stay = [says for says in (stays, unread) if says is not None]
     given = {document.id for document in documents}
-    kept = [chunk for chunk in held if stays and chunk.document_id not in given and stays(chunk.document_id)]
+    others = {chunk.document_id for chunk in held} - given
+    kept_ids = {document for document in others if any(says(document) for says in stay)}
+    kept = [chunk for chunk in held if chunk.document_id in kept_ids]
     chunks = (*kept, *divided(documents, corpus.template, corpus.config, progress))
     ids = dict.fromkeys(map(corpus.token_ids, chunks))
     gone = dict.fromkeys(ids_of for chunk in held if (ids_of := corpus.token_ids(chunk)) not in ids)
