@@ -70,6 +70,45 @@ class Corpus:
 
 
 @dataclass(frozen=True)
+class OtherCorpora:
+    """The other corpora of a store, as far as they use its caches.
+
+    library: of the corpus at hand. indexes: name and index directory of each other one.
+    """
+
+    library: ChunkLibrary
+    template: PromptTemplate
+    indexes: Mapping[str, Path]
+
+    @cached_property
+    def used(self) -> frozenset[ChunkKey]:
+        """The caches of what they hold. One whose index cannot be read answers nothing, and uses none."""
+        keys = set[ChunkKey]()
+        for name, directory in self.indexes.items():
+            held = [self.template.chunk_ids(chunk) for chunk in _held(directory, required=False)]
+            keys |= self._libraries[name].keys(held)
+        return frozenset(keys)
+
+    def spare(self, gone: Sequence[Tokens]) -> frozenset[ChunkKey]:
+        """The caches of chunks that the corpus at hand holds no more, but for those that the others use.
+
+        Also those that were made for another corpus: a question may have brought a chunk's text to it.
+        """
+        if not gone:
+            return frozenset()
+        libraries = (self.library, *self._libraries.values())
+        keys = {library.key(one) for library in libraries for one in library.wanted(gone, isolated=True)}
+        return frozenset(keys.difference(self.used))
+
+    @cached_property
+    def _libraries(self) -> dict[str, ChunkLibrary]:
+        """Of the other corpora, and of the one without a name though it may have no documents: it may have learned texts."""
+        mine = self.library
+        names = {"", *self.indexes}.difference((mine.corpus,))
+        return {name: ChunkLibrary(mine.decoder, mine.store, mine.prefix, corpus=name) for name in names}
+
+
+@dataclass(frozen=True)
 class CorpusChange:
     """Chunks that a corpus is to hold, before anything is written.
 
@@ -90,35 +129,16 @@ class CorpusChange:
 
     @cached_property
     def spare(self) -> frozenset[ChunkKey]:
-        """The caches of what is gone, but for those that other corpora use.
-
-        Also those that were made for another corpus: a question may have brought a chunk's text to it.
-        """
-        if not self.gone:
-            return frozenset()
-        libraries = (self.library, *self._libraries.values())
-        keys = {library.key(one) for library in libraries for one in library.wanted(self.gone, isolated=True)}
-        return frozenset(keys.difference(self.keep()))
+        """The caches of what is gone, but for those that other corpora use."""
+        return self._others.spare(self.gone)
 
     def keep(self) -> Collection[ChunkKey]:
         """The caches that other corpora use."""
-        return self._others
+        return self._others.used
 
     @cached_property
-    def _libraries(self) -> dict[str, ChunkLibrary]:
-        """Of the other corpora, and of the one without a name though it may have no documents: it may have learned texts."""
-        corpus = self.corpus
-        names = {"", *corpus.others}.difference((corpus.config.name,))
-        return {name: ChunkLibrary(corpus.decoder, corpus.store, corpus.template.prefix, corpus=name) for name in names}
-
-    @cached_property
-    def _others(self) -> frozenset[ChunkKey]:
-        """One whose index cannot be read answers nothing, and uses none."""
-        corpus, keys = self.corpus, set[ChunkKey]()
-        for name, directory in corpus.others.items():
-            held = [corpus.template.chunk_ids(chunk) for chunk in _held(directory, required=False)]
-            keys |= self._libraries[name].keys(held)
-        return frozenset(keys)
+    def _others(self) -> OtherCorpora:
+        return OtherCorpora(self.library, self.corpus.template, self.corpus.others)
 
 
 class Prepared(NamedTuple):
