@@ -173,6 +173,10 @@ class ChunkStore:
         """
         self.backend.put(description_name(namespace), [pack_description(description)])
 
+    def undescribe(self, namespace: str) -> None:
+        """Forget the words for a namespace; nothing happens when there are none. Raises `StoreError`."""
+        self.backend.delete(description_name(namespace))
+
     def namespaces(self) -> dict[str, dict[str, str]]:
         """Every namespace that has entries or a description, with its description (empty when there is none)."""
         listed: dict[str, dict[str, str]] = {name: {} for name in self.backend.folders(CACHES)}
