@@ -12,6 +12,7 @@ from blend.chunks.library import ChunkLibrary, KeysInUse, no_keys
 from blend.chunks.open_library import Tokens
 from blend.chunks.surrogate import write_surrogate
 from blend.errors import PromptError
+from blend.store.pins import pinned
 
 LARGEST_SHARE = 8  # one chunk in so many may be in the surrogate context: those have no contextual cache
 
@@ -86,12 +87,12 @@ def in_copies(library: ChunkLibrary, *, one: bool) -> ChunkLibrary:
 
 
 def remove_spare(library: ChunkLibrary, chunks: Sequence[Tokens], keep: KeysInUse = no_keys) -> None:
-    """Of a corpus in one copy, remove the isolated caches of chunks whose contextual ones are there, but for `keep`."""
+    """Of a corpus in one copy, remove isolated caches where the contextual ones are there, but for `keep` and pinned ones."""
     wanted = [one for one in library.wanted(chunks) if one.contextual] if library.one_copy else []
-    kept = keep() if wanted else set()
+    kept, pins = (keep(), pinned(library.store.backend)) if wanted else ((), frozenset[str]())
     for one in wanted:
         spare = library.key(one._replace(contextual=False))
-        if spare not in kept and library.key(one) in library.store:
+        if spare not in kept and spare.digest not in pins and library.key(one) in library.store:
             library.store.delete(spare)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,12 +42,12 @@ def command(yes: bool, as_json: bool, **given: Any) -> None:
 
     Without --corpus that is the one without a name. Caches that another model made stay until the store's budget evicts them.
     """
-    from blend.cli.console import counted, print_json, say
+    from blend.cli.console import counted, make_sure, print_json, say
 
     opening.check(given)
     name = given["name"] or ""
     _require_held(given["store"], name)
-    _ask(name, sure=yes)
+    make_sure(f"the corpus ({in_words(name)})", sure=yes)
     done = drop_corpus(opening.open_rag(given))
     if as_json:
         print_json(done._asdict())
@@ -63,14 +62,6 @@ def _require_held(store: Path, name: str) -> None:
     require_corpus(store, name)
     if not corpora(store):
         raise ConfigError(f"the store {store} has no corpus, so there is nothing to delete")
-
-
-def _ask(name: str, *, sure: bool) -> None:
-    if sure:
-        return
-    if not sys.stdin.isatty():
-        raise ConfigError(f"say --yes to delete the corpus ({in_words(name)}): nobody can be asked here")
-    click.confirm(f"Delete the corpus ({in_words(name)})?", abort=True)
 
 
 def drop_corpus(rag: Rag) -> Dropped:

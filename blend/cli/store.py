@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 @options.store_option
 @options.store_key_option
 @click.option(
-    "--clear", is_flag=True, help="Remove every chunk cache (the index stays; caches are computed again on use)."
+    "--clear",
+    is_flag=True,
+    help="Remove every chunk cache but pinned ones (the index stays; caches are computed again on use).",
 )
+@click.option("--yes", is_flag=True, help="Do not ask first.")
 @options.json_option
 @click.pass_context
-def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool, as_json: bool) -> None:
+def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool, yes: bool, as_json: bool) -> None:
     """Show which models a store holds caches for, and how many; the commands below show and change more."""
     if ctx.invoked_subcommand is not None:
         given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
@@ -36,13 +39,14 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool
                 f"give the options behind the command: blend store {ctx.invoked_subcommand} --store ..."
             )
         return
-    from blend.cli.console import print_json, say
+    from blend.cli.console import make_sure, print_json, say
 
     opening.fetch_indexes({"store": store, "store_key": store_key})
     caches = open_caches(store, store_key)
     if clear:
-        for key in list(caches.keys()):
-            caches.delete(key)
+        make_sure(f"the chunk caches of {store}", sure=yes)
+        for namespace in caches.namespaces():
+            caches.prune((), namespace)
     held = caches.stats()
     described = sorted(caches.namespaces().items())
     namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in described]

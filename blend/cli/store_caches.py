@@ -49,13 +49,14 @@ def list_caches(caches: ChunkStore, tier: str | None = None) -> Iterator[Listed]
     from blend.errors import ConfigError
     from blend.store import sources
     from blend.store.backend import CACHES
+    from blend.store.pins import pinned
 
     held = dict(tiers_of(caches))
     if tier is not None and tier not in held:
         raise ConfigError(f"this store has no tier {tier!r}; it has {', '.join(held)}")
     backend = held[tier] if tier else next(iter(held.values()))
     documents = sources.read_sources(caches).documents
-    pins, now = sources.pinned(caches.backend), time.time()
+    pins, now = pinned(caches.backend), time.time()
     for page in backend.listing(CACHES):
         for stored in page:
             yield _shown(stored, documents, pins, now)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from blend.cli import options
-from blend.cli.store_caches import DAY_S, Listed, in_bytes, list_caches, open_caches, tiers_of
+from blend.cli.store_caches import DAY_S, Listed, in_bytes, list_caches, open_caches
 from blend.cli.values import number
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _NEW_S = 3600.0  # a process that has put it may not have told yet whose it is
 _AT_ONCE = 500
+_FETCHED_AT_ONCE = 16
+_LOOK_EVERY_S = 1.0
+_SHORTEST = 8  # of the beginning of a digest
 
 
 @click.command("prune")
@@ -57,17 +60,18 @@ def prune(store: Path, store_key: Path | None, older_than: float | None, unused:
 
 def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bool) -> Iterator[list[Listed]]:
     """What goes of these: a precompute or a pin may have come since they were listed, and comes between two batches."""
-    from blend.store import sources
+    from blend.store.pins import pinned
+    from blend.store.sources import key_of
 
     for begin in range(0, len(going), _AT_ONCE):
         with caches.writing():
             documents = _told(store, caches, unused=unused).documents if unused else {}
-            pins = sources.pinned(caches.backend)
+            pins = pinned(caches.backend)
             batch = [
                 one for one in going[begin : begin + _AT_ONCE] if one.digest not in documents and one.digest not in pins
             ]
             for one in batch:
-                caches.delete(sources.key_of(one.namespace, one.digest))
+                caches.delete(key_of(one.namespace, one.digest))
         yield batch
 
 
@@ -104,7 +108,10 @@ def _corpora(store: Path, caches: ChunkStore) -> set[str]:
 @options.store_option
 @options.store_key_option
 def pin(wanted: tuple[str, ...], store: Path, store_key: Path | None) -> None:
-    """Keep the caches of these documents, or with these digests, from being pruned and from leaving a disk tier."""
+    """Keep the caches of these documents, named as `ls` does, or with these digests: never pruned, never evicted from a disk.
+
+    They are fetched to the disk of this machine. To remove the document removes them all the same.
+    """
     _pin(wanted, open_caches(store, store_key), on=True)
 
 
@@ -120,18 +127,58 @@ def unpin(wanted: tuple[str, ...], store: Path, store_key: Path | None) -> None:
 def _pin(wanted: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:
     from blend.cli.console import say
     from blend.errors import ConfigError
-    from blend.store import sources
+    from blend.store.pins import pin, pinned
 
-    found = [one for one in list_caches(caches) if any(_is(one, text) for text in wanted)]
-    if not found:
-        raise ConfigError("no cache is of such a document or has such a digest: `blend store ls` shows them")
-    if on:
-        caches.prefetch(sources.key_of(one.namespace, one.digest) for one in found)
-    for _, backend in tiers_of(caches):
-        for one in found:
-            sources.pin(backend, one.digest, on=on)
-    say(f"{len(found):,} caches {'pinned' if on else 'let go'}")
+    held = list(list_caches(caches))
+    found = {one.digest: one for one in held if any(_is(one, text) for text in wanted)}
+    digests = {*found}
+    if not on:  # of a cache that is gone, too
+        digests |= {digest for digest in pinned(caches.backend) if any(_begins(digest, text) for text in wanted)}
+    lacking = [
+        text
+        for text in wanted
+        if not any(_is(one, text) for one in found.values()) and not any(_begins(one, text) for one in digests)
+    ]
+    if lacking:
+        names = ", ".join(f"{text!r:.80}" for text in lacking)
+        raise ConfigError(f"no cache is of such a document or has such a digest: {names}; `blend store ls` shows them")
+    caches.require_its_key()
+    with caches.writing():
+        for digest in sorted(digests):
+            pin(caches.backend, digest, on=on)
+    here = _fetched(caches, list(found.values())) if on else ""
+    say(f"{len(digests):,} caches {'pinned' if on else 'let go'}{here}")
+
+
+def _fetched(caches: ChunkStore, wanted: list[Listed]) -> str:
+    """Bring these to the disk of this machine, where there is one in front of the store; how many are on it then."""
+    from blend.cli.progress import stage_progress
+    from blend.errors import StoreError
+    from blend.store.backend import CACHES
+    from blend.store.names import cache_name
+    from blend.store.sources import key_of
+    from blend.store.tiered import TieredBackend
+
+    backend = caches.backend
+    if not isinstance(backend, TieredBackend) or backend.tiers.local is None:
+        return ""
+    keys = [key_of(one.namespace, one.digest) for one in wanted]
+    with stage_progress() as progress:
+        for begin in range(0, len(keys), _FETCHED_AT_ONCE):  # what is under way is in memory
+            caches.prefetch(keys[begin : begin + _FETCHED_AT_ONCE])
+            while not backend.wait(_LOOK_EVERY_S):
+                progress("fetch", begin, len(keys))
+            progress("fetch", min(begin + _FETCHED_AT_ONCE, len(keys)), len(keys))
+    try:
+        near = {name for page in backend.tiers.local.names(CACHES) for name in page}
+    except StoreError as error:
+        return f", none on this machine's disk: {error}"
+    return f", {len(near.intersection(map(cache_name, keys))):,} of them on this machine's disk"
 
 
 def _is(one: Listed, text: str) -> bool:
-    return one.document == text or (len(text) >= 8 and one.digest.startswith(text))
+    return one.document == text or _begins(one.digest, text)
+
+
+def _begins(digest: str, text: str) -> bool:
+    return len(text) >= _SHORTEST and digest.startswith(text)

@@ -17,6 +17,7 @@ from blend.store.hot import HotBackend
 from blend.store.hot_memory import HotMemory
 from blend.store.names import key_of
 from blend.store.patience import Patience
+from blend.store.pins import FarPins
 from blend.store.places import hot_backend, is_address, remote_backend
 from blend.store.reader import ChunkReader, is_sound
 from blend.store.registry import codec_names, get_codec, register_codec
@@ -131,5 +132,7 @@ def _tiered(address: str, budget_bytes: int | None, look: Look, given: Elsewhere
 
     local = None if given.cache is None else DiskBackend(Path(given.cache).expanduser(), budget_bytes)
     far = remote_backend(address, given.patience, None if local else budget_bytes)
+    if local is not None:
+        local.pins = FarPins(far, local)
     hot = None if given.hot is None else hot_backend(given.hot, far.place, given.patience)
     return TieredBackend(Tiers(far, hot, local), look, given.patience)

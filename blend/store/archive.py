@@ -19,8 +19,8 @@ from blend.store.artifacts import MOST_BYTES
 from blend.store.backend import CACHES, Backend, Range
 from blend.store.base import ChunkStore
 from blend.store.names import ARTIFACTS, DESCRIPTIONS, INDEXES, PINS, SOURCES, is_name, key_of
+from blend.store.pins import PINNED
 from blend.store.reader import ChunkReader
-from blend.store.sources import PINNED
 
 _ROOMS = (CACHES, ARTIFACTS, DESCRIPTIONS, SOURCES, PINS, INDEXES)
 _END, _FORMAT = "kvblend-archive.json", 1

@@ -15,6 +15,7 @@ from blend.store.backend import CACHES, Backend, Blob, MemoryStats, close_all
 from blend.store.codec import Codec
 from blend.store.key_check import is_sealed_with, leave_key_check, require_its_key
 from blend.store.names import ARTIFACTS, GENERATION, artifact_name, cache_name, caches_of, description_name, key_of
+from blend.store.pins import pinned
 from blend.store.reader import HEAD, ChunkReader, KnownEntry, damaged, read_header
 from blend.store.seal import Seal, Unsealed
 from blend.types import ChunkCache, ChunkKey
@@ -159,9 +160,9 @@ class ChunkStore:
         return StoreStats(len(sizes), sum(sizes))
 
     def prune(self, keep: Collection[ChunkKey], namespace: str) -> int:
-        """Delete the entries of `namespace` that are not in `keep`; returns how many went."""
-        wanted = set(keep)
-        gone = [key for key in self.keys(namespace) if key not in wanted]
+        """Delete the entries of `namespace` that are neither in `keep` nor pinned; returns how many went."""
+        wanted, pins = set(keep), pinned(self.backend)
+        gone = [key for key in self.keys(namespace) if key not in wanted and key.digest not in pins]
         for key in gone:
             self.delete(key)
         return len(gone)

@@ -1,9 +1,8 @@
-"""Which document each cache of a corpus is of, and which caches are pinned: small notes that a store keeps for its operators.
+"""Which document each cache of a corpus is of: small notes that a store keeps for its operators.
 
 sources/<corpus>.<namespace>   JSON, namespace -> digest of a cache -> id of the document; `_` is the corpus without a name;
                                the namespace in the name is that of isolated caches: each model keeps a note of its own
 sources/<corpus>               of before: digest -> id, of the model that came last
-pins/<digest>                  nothing: that there is such a name says that the cache is neither pruned nor evicted from a disk
 
 Notes are sealed like artifacts.
 """
@@ -11,21 +10,17 @@ Notes are sealed like artifacts.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.errors import StoreError
 from blend.store.backend import Backend
-from blend.store.names import PINS, SOURCES
+from blend.store.names import SOURCES
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
     from blend.store.base import ChunkStore
 
-PINNED = b"pinned"
 _UNNAMED = "_"
-_DIGEST = re.compile(r"[0-9a-f]{8,128}")
 
 Documents = Mapping[str, Mapping[str, str]]
 """Namespace -> digest of a cache -> id of a document."""
@@ -109,21 +104,6 @@ def _is_note(note: object) -> bool:
 def key_of(namespace: str, digest: str) -> ChunkKey:
     """The key of a cache that a listing shows."""
     return ChunkKey(namespace, digest)
-
-
-def pinned(backend: Backend) -> frozenset[str]:
-    """Digests of the caches that are pinned."""
-    return frozenset(name.removeprefix(PINS) for page in backend.names(PINS) for name in page)
-
-
-def pin(backend: Backend, digest: str, *, on: bool) -> None:
-    """Pin a cache, or let it go again. Raises `StoreError`."""
-    if not _DIGEST.fullmatch(digest):
-        raise StoreError(f"{digest!r:.80} is no digest of a cache: `blend store ls` shows them")
-    if on:
-        backend.put(PINS + digest, [PINNED])
-    else:
-        backend.delete(PINS + digest)
 
 
 def places(backend: Backend) -> Iterator[tuple[str, Backend]]:

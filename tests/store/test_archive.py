@@ -14,7 +14,8 @@ from blend.store import open_store
 from blend.store.archive import export_store, import_store
 from blend.store.disk import DiskBackend
 from blend.store.names import cache_name
-from blend.store.sources import pin, pinned, write_sources
+from blend.store.pins import pin, pinned
+from blend.store.sources import write_sources
 
 SECRET = b"sixteen bytes at least"
 END = "kvblend-archive.json"
