@@ -119,8 +119,8 @@ class Backend(ABC):
         """Of a tier of memory, where there is one."""
         return None
 
-    def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - most backends have nothing nearer
-        """These caches will be read soon: bring them nearer meanwhile. Returns at once, and never fails."""
+    def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:  # noqa: B027 - most have nothing nearer
+        """These caches will be read soon: bring them nearer meanwhile, but for larger ones. Returns at once, never fails."""
 
     @abstractmethod
     def open(self, name: str, head: int) -> Blob | None:

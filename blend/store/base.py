@@ -119,12 +119,12 @@ class ChunkStore:
 
         return Scratch()
 
-    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
+    def prefetch(self, keys: Iterable[ChunkKey], most_bytes: int | None = None) -> None:
         """These entries will be read soon. Returns at once; errors show when they are read.
 
-        Without a tier of memory nothing happens.
+        most_bytes: that any of them may take; what takes more is not fetched. Without a nearer tier nothing happens.
         """
-        self.backend.prefetch(map(cache_name, keys))
+        self.backend.prefetch(map(cache_name, keys), most_bytes)
 
     @property
     def memory(self) -> MemoryStats | None:

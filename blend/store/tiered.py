@@ -72,20 +72,20 @@ class TieredBackend(Backend):
         """One exchange with each tier, for what no nearer one has. What is opened together is fetched together."""
         return self._search.open_many(names, head)
 
-    def prefetch(self, names: Iterable[str]) -> None:
+    def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:
         """In threads beside; what is on this machine's disk is left there."""
         wanted = [name for name in dict.fromkeys(names) if name.startswith(CACHES)]
         for begin in range(0, len(wanted), _BATCH):
             batch = wanted[begin : begin + _BATCH]
-            self._fetchers.add(-1, lambda batch=batch: self._prefetch(batch))  # type: ignore[misc]
+            self._fetchers.add(-1, lambda batch=batch: self._prefetch(batch, most_bytes))  # type: ignore[misc]
 
-    def _prefetch(self, names: Sequence[str]) -> None:
+    def _prefetch(self, names: Sequence[str], most_bytes: int | None) -> None:
         try:
             found = self.open_many(names, 0)
         except StoreError:
             return  # who reads them meets it
         for blob in found:
-            if isinstance(blob, TieredBlob):
+            if isinstance(blob, TieredBlob) and (most_bytes is None or blob.nbytes <= most_bytes):
                 blob.start()
         close_all(found)
 
