@@ -193,11 +193,6 @@ class ChunkLibrary:
         """Where the store keeps the caches of these chunks."""
         return set(map(self.key, self.wanted(chunks)))
 
-    def forget(self, chunk: Tokens, keep: KeysInUse = no_keys) -> None:
-        """Remove the chunk's caches from the store, those too that are not wanted any more, but for `keep`."""
-        for key in {self.key(one) for one in self.wanted([chunk], isolated=True)}.difference(keep()):
-            self.store.delete(key)
-
     def open(
         self,
         chunks: Sequence[Tokens],

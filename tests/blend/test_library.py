@@ -141,8 +141,8 @@ def test_without_the_cache_in_company_the_one_alone_is_used_and_the_other_made_u
 def test_a_chunk_that_is_not_stored_gets_both_caches() -> None:
     blender = filled()
     library = blender.library(LAYOUT.prefix)
-    for place in (0, 1):
-        library.forget(LAYOUT.chunks[place])
+    for one in library.wanted(LAYOUT.chunks[:2]):
+        library.store.delete(library.key(one))
     blend = blender.prefill(LAYOUT, config=REUSE)
     assert blend.hits == (False, False, True, True)
     assert blend.problems == ()
