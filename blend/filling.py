@@ -101,8 +101,7 @@ class Filler:
 
     def read_ahead(self, layout: PromptLayout) -> None:
         """The caches of this prompt's chunks will be wanted soon: into memory with them, where the store has such a tier."""
-        library = self.library(layout.kept_behind)
-        self.store.prefetch(map(library.key, library.wanted([chunk for chunk in layout.stored if chunk is not None])))
+        self.library(layout.kept_behind).read_ahead([chunk for chunk in layout.stored if chunk is not None])
 
     def encoder(self, prefix: Tokens) -> ChunkEncoder:
         """The encoder of chunks alone behind this prefix; the prefix's own KV is computed when it is first needed."""

@@ -70,6 +70,45 @@ class Corpus:
 
 
 @dataclass(frozen=True)
+class OtherCorpora:
+    """The other corpora of a store, as far as they use its caches.
+
+    library: of the corpus at hand. indexes: name and index directory of each other one.
+    """
+
+    library: ChunkLibrary
+    template: PromptTemplate
+    indexes: Mapping[str, Path]
+
+    @cached_property
+    def used(self) -> frozenset[ChunkKey]:
+        """The caches of what they hold. One whose index cannot be read answers nothing, and uses none."""
+        keys = set[ChunkKey]()
+        for name, directory in self.indexes.items():
+            held = [self.template.chunk_ids(chunk) for chunk in _held(directory, required=False)]
+            keys |= self._libraries[name].keys(held)
+        return frozenset(keys)
+
+    def spare(self, gone: Sequence[Tokens]) -> frozenset[ChunkKey]:
+        """The caches of chunks that the corpus at hand holds no more, but for those that the others use.
+
+        Also those that were made for another corpus: a question may have brought a chunk's text to it.
+        """
+        if not gone:
+            return frozenset()
+        libraries = (self.library, *self._libraries.values())
+        keys = {library.key(one) for library in libraries for one in library.wanted(gone, isolated=True)}
+        return frozenset(keys.difference(self.used))
+
+    @cached_property
+    def _libraries(self) -> dict[str, ChunkLibrary]:
+        """Of the other corpora, and of the one without a name though it may have no documents: it may have learned texts."""
+        mine = self.library
+        names = {"", *self.indexes}.difference((mine.corpus,))
+        return {name: ChunkLibrary(mine.decoder, mine.store, mine.prefix, corpus=name) for name in names}
+
+
+@dataclass(frozen=True)
 class CorpusChange:
     """Chunks that a corpus is to hold, before anything is written.
 
@@ -90,35 +129,16 @@ class CorpusChange:
 
     @cached_property
     def spare(self) -> frozenset[ChunkKey]:
-        """The caches of what is gone, but for those that other corpora use.
-
-        Also those that were made for another corpus: a question may have brought a chunk's text to it.
-        """
-        if not self.gone:
-            return frozenset()
-        libraries = (self.library, *self._libraries.values())
-        keys = {library.key(one) for library in libraries for one in library.wanted(self.gone, isolated=True)}
-        return frozenset(keys.difference(self.keep()))
+        """The caches of what is gone, but for those that other corpora use."""
+        return self._others.spare(self.gone)
 
     def keep(self) -> Collection[ChunkKey]:
         """The caches that other corpora use."""
-        return self._others
+        return self._others.used
 
     @cached_property
-    def _libraries(self) -> dict[str, ChunkLibrary]:
-        """Of the other corpora, and of the one without a name though it may have no documents: it may have learned texts."""
-        corpus = self.corpus
-        names = {"", *corpus.others}.difference((corpus.config.name,))
-        return {name: ChunkLibrary(corpus.decoder, corpus.store, corpus.template.prefix, corpus=name) for name in names}
-
-    @cached_property
-    def _others(self) -> frozenset[ChunkKey]:
-        """One whose index cannot be read answers nothing, and uses none."""
-        corpus, keys = self.corpus, set[ChunkKey]()
-        for name, directory in corpus.others.items():
-            held = [corpus.template.chunk_ids(chunk) for chunk in _held(directory, required=False)]
-            keys |= self._libraries[name].keys(held)
-        return frozenset(keys)
+    def _others(self) -> OtherCorpora:
+        return OtherCorpora(self.library, self.corpus.template, self.corpus.others)
 
 
 class Prepared(NamedTuple):
@@ -135,16 +155,20 @@ def plan(
     documents: Sequence[Document],
     *,
     stays: Callable[[str], bool] | None = None,
+    unread: Callable[[str], bool] | None = None,
     progress: Progress = no_progress,
 ) -> CorpusChange:
     """A corpus of these documents, and of those that it held under other ids as far as they stay.
 
-    stays: told the id of a document; without it none do. Raises `RetrievalError` when documents cannot be divided, or
-    when some are to stay and the index cannot be read.
+    stays: told the id of a document; without it none do, but what is `unread`: that is there, and could not be read now.
+    Raises `RetrievalError` when documents cannot be divided, or when some are to stay and the index cannot be read.
     """
     held = _held(corpus.index_dir, required=stays is not None)
+    stay = [says for says in (stays, unread) if says is not None]
     given = {document.id for document in documents}
-    kept = [chunk for chunk in held if stays and chunk.document_id not in given and stays(chunk.document_id)]
+    others = {chunk.document_id for chunk in held} - given
+    kept_ids = {document for document in others if any(says(document) for says in stay)}
+    kept = [chunk for chunk in held if chunk.document_id in kept_ids]
     chunks = (*kept, *divided(documents, corpus.template, corpus.config, progress))
     ids = dict.fromkeys(map(corpus.token_ids, chunks))
     gone = dict.fromkeys(ids_of for chunk in held if (ids_of := corpus.token_ids(chunk)) not in ids)
@@ -188,14 +212,18 @@ def decide(change: CorpusChange, *, quick: bool = False) -> ChunkLibrary:
         library = in_copies(_with_surrogate(library, change), one=corpus.config.one_copy)
     if library.contextual:
         corpus.store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
-    write_sources(corpus.store, corpus.config.name, _sources(library, change))
+    write_sources(corpus.store, corpus.config.name, space, _sources(library, change))
     return library
 
 
-def _sources(library: ChunkLibrary, change: CorpusChange) -> dict[str, str]:
-    """Which document each cache is of; of several with the same chunk one."""
+def _sources(library: ChunkLibrary, change: CorpusChange) -> dict[str, dict[str, str]]:
+    """Which document each cache is of, by namespaces; of several with the same chunk one."""
     documents = {change.corpus.token_ids(chunk): chunk.document_id for chunk in change.chunks}
-    return {library.key(one).digest: documents[one.chunk] for one in library.wanted(change.ids, isolated=True)}
+    found: dict[str, dict[str, str]] = {library.isolated.identity.namespace: {}}
+    for one in library.wanted(change.ids, isolated=True):
+        key = library.key(one)
+        found.setdefault(key.namespace, {})[key.digest] = documents[one.chunk]
+    return found
 
 
 def _with_surrogate(library: ChunkLibrary, change: CorpusChange) -> ChunkLibrary:

@@ -16,7 +16,7 @@ from blend.chunks.deciding import remove_spare
 from blend.chunks.likeness import leave_probe
 from blend.chunks.work import close
 from blend.config import CorpusConfig
-from blend.indexing import Corpus, plan, prepare
+from blend.indexing import Corpus, CorpusChange, plan, prepare
 from blend.prompt import PromptTemplate
 from blend.store.base import ChunkStore
 from blend.timing import Progress, no_progress
@@ -39,8 +39,8 @@ class Precomputed:
     documents, chunks: in the corpus now. added, removed: chunks that are new to the index, and gone from it. computed,
     reused: caches computed now, and found stored; most chunks have two, isolated and contextual, unless one copy is kept.
     evicted: caches of the corpus that the store's budget has no room for. tokens, seconds: of the forward passes and the
-    writing of their caches. skipped: documents that could not be read, with the reason. rebuilt: why an index that was there
-    could not be built upon, or empty.
+    writing of their caches. skipped: documents that could not be read, with the reason. unread: documents of before that are
+    among them, and stay as they were. rebuilt: why an index that was there could not be built upon, or empty.
     """
 
     documents: int
@@ -53,6 +53,7 @@ class Precomputed:
     tokens: int
     seconds: float
     skipped: tuple[SkippedDocument, ...]
+    unread: int = 0
     rebuilt: str = ""
 
 
@@ -63,6 +64,18 @@ def note_rate(library: ChunkLibrary, tokens: int, seconds: float) -> None:
     space = library.isolated.identity.namespace
     words = library.store.namespaces().get(space, {})
     library.store.describe(space, {**words, RATE: f"{tokens / seconds:.1f}"})
+
+
+def planned(corpus: Corpus, loaded: LoadedDocuments, *, add: bool, progress: Progress = no_progress) -> CorpusChange:
+    """See `plan`: of the documents of before all stay with `add`, else those that are there and could not be read."""
+    stays = (lambda document: True) if add else None
+    return plan(corpus, loaded.documents, stays=stays, unread=loaded.unread(), progress=progress)
+
+
+def unread_in(change: CorpusChange, loaded: LoadedDocuments) -> int:
+    """How many documents of a corpus are as they were before, because they could not be read."""
+    given, unread = {document.id for document in loaded.documents}, loaded.unread()
+    return sum(map(unread, {chunk.document_id for chunk in change.chunks} - given))
 
 
 def precompute(
@@ -81,6 +94,8 @@ def precompute(
 ) -> Precomputed:
     """Make the corpus hold exactly these documents; with `add`, those and what it held before.
 
+    A document that it held and that is there, but could not be read this time, stays as it was.
+
     others: name and index directory of the store's other corpora: caches that they use as well are not removed.
     quick: only one cache a chunk, the isolated one where there is none; whether one copy or two are kept stays as it is. The
     next run without it computes the rest; with `config.one_copy` the isolated caches go when the contextual ones are there.
@@ -89,7 +104,7 @@ def precompute(
     `StoreError` when the store cannot be written.
     """
     corpus = Corpus(decoder, template, embedder, store, index_dir, config, others or {})
-    change = plan(corpus, loaded.documents, stays=(lambda document: True) if add else None, progress=progress)
+    change = planned(corpus, loaded, add=add, progress=progress)
     change.forget()  # before the index forgets them; only its own entries go, a report's stay
     library, wanted, missing, update = prepare(change, quick=quick, progress=progress)
     begin = time.perf_counter()
@@ -111,5 +126,6 @@ def precompute(
         tokens=tokens,
         seconds=seconds,
         skipped=loaded.skipped,
+        unread=unread_in(change, loaded),
         rebuilt=update.reason,
     )

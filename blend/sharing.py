@@ -165,6 +165,12 @@ def publish_index(directory: Path, store: ChunkStore) -> None:
     Sharing(root, lambda: store).publish(directory.parent.name if named else "")
 
 
+def published(store: ChunkStore) -> set[str]:
+    """Corpora that have an index in a shared store, the one without a name as "". Raises `StoreError`."""
+    names = (name for page in store.backend.names(INDEXES) for name in page if name.endswith(f"/{_MANIFEST}"))
+    return {_named(name.removeprefix(INDEXES).removesuffix(f"/{_MANIFEST}")) for name in names}
+
+
 def _named(corpus: str) -> str:
     return "" if corpus == UNNAMED else corpus
 

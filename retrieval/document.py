@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 Markup = Literal["markdown", "plain"]
@@ -38,10 +39,15 @@ class Document(NamedTuple):
 
 
 class SkippedDocument(NamedTuple):
-    """A file or record that was left out, and why, in one line."""
+    """A file or record that was left out, and why, in one line.
+
+    unread: ids that documents in it have, if it holds any: that of a file, which may have `#...` behind it, or that of a folder
+    with a slash at its end, which stands for all below; none where it was read, or is not there.
+    """
 
     source: str
     reason: str
+    unread: tuple[str, ...] = ()
 
 
 class LoadedDocuments(NamedTuple):
@@ -49,3 +55,19 @@ class LoadedDocuments(NamedTuple):
 
     documents: tuple[Document, ...]
     skipped: tuple[SkippedDocument, ...]
+
+    def unread(self) -> Callable[[str], bool]:
+        """Says of a document's id whether it may be there all the same, in what could not be read."""
+        names = {name for one in self.skipped for name in one.unread}
+        return lambda document: bool(names) and not names.isdisjoint(_holders(document))
+
+
+def _holders(document: str) -> Iterator[str]:
+    """The id, and those of the files and folders that a document of this id may be in."""
+    yield document
+    yield "/"
+    for place, letter in enumerate(document):
+        if letter == "#":
+            yield document[:place]
+        elif letter == "/":
+            yield document[: place + 1]

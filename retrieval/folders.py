@@ -35,10 +35,19 @@ def files_below(root: Path, suffixes: tuple[str, ...], skipped: list[SkippedDocu
             entered.add((status.st_dev, status.st_ino))
             listing = _list(folder, suffixes)
         except OSError as error:
-            skipped.append(SkippedDocument(valid_name(str(folder)), f"cannot be listed ({error.strerror})"))
+            unread = () if isinstance(error, FileNotFoundError) else _ids_below(root, folder)
+            skipped.append(SkippedDocument(valid_name(str(folder)), f"cannot be listed ({error.strerror})", unread))
             continue
         yield from listing.files
         waiting += reversed(listing.folders)
+
+
+def _ids_below(root: Path, folder: Path) -> tuple[str, ...]:
+    """What the ids of documents in a folder begin with; which of these is in use depends on what else was loaded."""
+    name = folder.relative_to(root).as_posix()
+    inside = "" if name == "." else name
+    names = (inside, f"{root.absolute().name}/{inside}", folder.absolute().as_posix())
+    return tuple(valid_name(one).rstrip("/") + "/" for one in names)
 
 
 def _list(folder: Path, suffixes: tuple[str, ...]) -> _Listing:

@@ -95,11 +95,11 @@ def _load(
     try:
         parts = _read(path, content)
     except UnreadableError as error:
-        skipped.append(SkippedDocument(where, str(error)))
+        skipped.append(SkippedDocument(where, str(error), (name,) if error.is_there else ()))
         return
     for part in parts:
         if isinstance(part, Fault):
-            skipped.append(SkippedDocument(f"{where} {part.where}", part.reason))
+            skipped.append(SkippedDocument(f"{where} {part.where}", part.reason, (name,)))
             continue
         source = f"{where}#{part.name}" if part.name else where
         key = f"{name}#{part.name}" if part.name else name
@@ -118,7 +118,7 @@ def _read(path: PurePath, content: Callable[[], bytes]) -> list[Part | Fault]:
         raise UnreadableError(f"is none of the kinds that can be read ({_KINDS})")
     data = content()
     if not data.strip():
-        raise UnreadableError("is empty")
+        raise UnreadableError("is empty", is_there=False)
     try:
         return reader(data, valid_name(path.stem))
     except UnreadableError:
@@ -144,6 +144,7 @@ def _bytes(path: Path) -> bytes:
                 raise UnreadableError("is not a regular file")
             return file.read()
     except OSError as error:
-        raise UnreadableError(f"cannot be read ({error.strerror})") from None
+        gone = isinstance(error, FileNotFoundError)  # meanwhile, or a link that leads nowhere
+        raise UnreadableError(f"cannot be read ({error.strerror})", is_there=not gone) from None
     except MemoryError:
         raise UnreadableError(OUT_OF_MEMORY) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -88,8 +88,8 @@ class StoredCorrections:
             for contextual in kinds
         ]
         fits = fit_corrections(library.isolated, chunks, sources, progress)
-        for contextual, found in zip(kinds, fits, strict=True):
-            self._keep(library.encoder(contextual=contextual).identity.correction_name, found, anew=anew)
+        names = [library.encoder(contextual=contextual).identity.correction_name for contextual in kinds]
+        self._keep(library, dict(zip(names, fits, strict=True)), anew=anew)
         return any(self.held(library.renewed(), contextual=contextual).map for contextual in kinds)
 
     def _measure_first(
@@ -106,14 +106,26 @@ class StoredCorrections:
             mine = [one.chunk for one in library.wanted(chunks) if one.contextual]
             caches = (partial(library.caches, contextual=True), partial(library.caches, contextual=False))
             found = fit_first(self.decoder, library.prefix, mine, caches, progress)
-        self._keep(name, found, anew=anew)
-        return found is not None
+        return self._keep(library, {name: found}, anew=anew) and found is not None
 
-    def _keep(self, name: str, found: KVCorrection | None, *, anew: bool) -> None:
-        if found is not None:
-            self.store.write_artifact(name, found.to_bytes())
-        elif anew:  # one of other chunks must not stay
-            self.store.delete_artifact(name)
+    def _keep(self, library: ChunkLibrary, fits: Mapping[str, KVCorrection | None], *, anew: bool) -> bool:
+        """Keep what was measured, by names; whether it is still of the caches that the corpus has.
+
+        Another process may have decided anew during the minutes that it took: on another surrogate context, or other copies.
+        What that measures stays then. The generation alone tells nothing: every corpus of the store and every map moves it.
+        """
+        if not (anew or any(fits.values())):
+            return True
+        with self.store.writing():
+            now = library.reread()
+            if (now.surrogate, now.one_copy) != (library.surrogate, library.one_copy):
+                return False
+            for name, found in fits.items():
+                if found is not None:
+                    self.store.write_artifact(name, found.to_bytes())
+                elif anew:  # one of other chunks must not stay
+                    self.store.delete_artifact(name)
+        return True
 
     def _read(self, name: str, generation: str) -> HeldCorrection:
         try:

@@ -12,6 +12,7 @@ from blend.chunks.library import ChunkLibrary, KeysInUse, no_keys
 from blend.chunks.open_library import Tokens
 from blend.chunks.surrogate import write_surrogate
 from blend.errors import PromptError
+from blend.store.pins import pinned
 
 LARGEST_SHARE = 8  # one chunk in so many may be in the surrogate context: those have no contextual cache
 
@@ -40,15 +41,12 @@ def with_surrogate_anew(library: ChunkLibrary, chunks: Sequence[Tokens], tokens:
         chosen = choose(_fitting(now, chunks, tokens), tokens, len(chunks))
         if not chosen or chosen == now.surrogate:
             return now
-        _prune_contextual(now, no_keys)
-        for first in (False, True):
-            if now.contextual and (name := now.correction_name(contextual=True, first=first)):
-                now.store.delete_artifact(name)
+        _forget_contextual(now, no_keys)
         return _decide(now, chosen)
 
 
 def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse = no_keys) -> ChunkLibrary:
-    """With these tokens as the surrogate context; contextual caches behind another one are removed, but for `keep`.
+    """With these tokens as the surrogate context; what was computed and measured behind another goes, but for `keep`.
 
     For text that everybody may read: what stands in a contextual cache has read the surrogate context. Raises
     `PromptError` when it is empty or leaves no room in the model's context, `StoreError` when the store cannot be written.
@@ -60,18 +58,18 @@ def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse 
         now = library.reread()
         if now.surrogate == (tokens,):
             return now
-        _prune_contextual(now, keep)
+        _forget_contextual(now, keep)
         return _decide(now, (tokens,))
 
 
 def without_surrogate(library: ChunkLibrary, keep: KeysInUse = no_keys) -> ChunkLibrary:
-    """With none, and the contextual caches removed, but for `keep`.
+    """With none, and what was computed and measured behind one removed, but for `keep`.
 
     Raises `StoreError` when the store cannot be written.
     """
     with library.store.writing():
         now = library.reread()
-        _prune_contextual(now, keep)
+        _forget_contextual(now, keep)
         return _decide(now, ())
 
 
@@ -89,18 +87,27 @@ def in_copies(library: ChunkLibrary, *, one: bool) -> ChunkLibrary:
 
 
 def remove_spare(library: ChunkLibrary, chunks: Sequence[Tokens], keep: KeysInUse = no_keys) -> None:
-    """Of a corpus in one copy, remove the isolated caches of chunks whose contextual ones are there, but for `keep`."""
+    """Of a corpus in one copy, remove isolated caches where the contextual ones are there, but for `keep` and pinned ones."""
     wanted = [one for one in library.wanted(chunks) if one.contextual] if library.one_copy else []
-    kept = keep() if wanted else set()
+    kept, pins = (keep(), pinned(library.store.backend)) if wanted else ((), frozenset[str]())
     for one in wanted:
         spare = library.key(one._replace(contextual=False))
-        if spare not in kept and library.key(one) in library.store:
+        if spare not in kept and spare.digest not in pins and library.key(one) in library.store:
             library.store.delete(spare)
 
 
-def _prune_contextual(library: ChunkLibrary, keep: KeysInUse) -> None:
-    if library.contextual is not None:
-        library.store.prune(keep(), library.contextual.identity.namespace)
+def _forget_contextual(library: ChunkLibrary, keep: KeysInUse) -> None:
+    """What was computed and measured behind the surrogate context, and the words for it unless other corpora have it too."""
+    if library.contextual is None:
+        return
+    store, namespace = library.store, library.contextual.identity.namespace
+    store.prune(keep(), namespace)
+    for first in (False, True):
+        name = library.correction_name(contextual=True, first=first)
+        if name is not None:
+            store.delete_artifact(name)
+    if not any(store.keys(namespace)):
+        store.undescribe(namespace)
 
 
 def _decide(library: ChunkLibrary, chosen: tuple[Tokens, ...]) -> ChunkLibrary:

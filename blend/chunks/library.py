@@ -21,6 +21,7 @@ from blend.chunks.open_library import OpenLibrary, Tokens, Variant, read_cache
 from blend.chunks.still import without_positions
 from blend.chunks.surrogate import read_surrogate
 from blend.config import BATCH_TOKENS
+from blend.store.header import LONGEST
 from blend.store.reader import ChunkReader
 from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, ChunkKey
@@ -28,6 +29,8 @@ from blend.types import ChunkCache, ChunkKey
 if TYPE_CHECKING:
     from blend.model.row_decoder import RowDecoder
     from blend.store.base import ChunkStore
+
+_LARGEST_VALUE, _LARGEST_GROUP = 8, 64  # bytes; tokens that a codec keeps together
 
 KeysInUse = Callable[[], Collection[ChunkKey]]
 """Says which caches others use, which must not be removed; called only when something is to go."""
@@ -198,11 +201,6 @@ class ChunkLibrary:
         """Where the store keeps the caches of these chunks."""
         return set(map(self.key, self.wanted(chunks)))
 
-    def forget(self, chunk: Tokens, keep: KeysInUse = no_keys) -> None:
-        """Remove the chunk's caches from the store, those too that are not wanted any more, but for `keep`."""
-        for key in {self.key(one) for one in self.wanted([chunk], isolated=True)}.difference(keep()):
-            self.store.delete(key)
-
     def open(
         self,
         chunks: Sequence[Tokens],
@@ -264,7 +262,17 @@ class ChunkLibrary:
 
     def _expected(self, wanted: Variant) -> Expected:
         start = len(self.encoder(contextual=wanted.contextual).prefix_tokens)
-        return Expected(self.key(wanted), len(wanted.chunk), start)
+        return Expected(self.key(wanted), len(wanted.chunk), start, self._most_bytes(wanted))
+
+    def _most_bytes(self, wanted: Variant) -> int:
+        """What its entry takes at most: values of 8 bytes, whole groups of tokens, and the longest header."""
+        values = sum(layer.width for layer in self.decoder.rotations)
+        return (len(wanted.chunk) + _LARGEST_GROUP) * values * _LARGEST_VALUE + LONGEST
+
+    def read_ahead(self, chunks: Sequence[Tokens]) -> None:
+        """The caches of these chunks will be read soon. Returns at once; see `ChunkStore.prefetch`."""
+        wanted = self.wanted(chunks)
+        self.store.prefetch(map(self.key, wanted), max(map(self._most_bytes, wanted), default=0))
 
     def caches(self, chunks: Sequence[Tokens], *, contextual: bool) -> list[ChunkCache]:
         """The best cache for every chunk of a prompt; what the store lacks is computed, and stored as far as it has room.

@@ -12,11 +12,16 @@ from blend.types import ChunkKey
 
 
 class Expected(NamedTuple):
-    """A chunk cache as it must be: under which key, how many tokens, and the position of the first when it was computed."""
+    """A chunk cache as it must be.
+
+    Under which key, how many tokens, the position of the first when it was computed, and the most bytes that it may take: a
+    header can say anything, and what is read is fetched as far as it says.
+    """
 
     key: ChunkKey
     tokens: int
     start: int
+    most_bytes: int
 
 
 class OpenChunks(NamedTuple):
@@ -53,9 +58,14 @@ def _fitting(
     if reader is None or isinstance(reader, EntryDamagedError):
         return reader
     found, needed = (reader.tokens, reader.layers, reader.start), (wanted.tokens, layers, wanted.start)
-    if found == needed:
+    if found == needed and reader.stored_bytes <= wanted.most_bytes:
         return reader
     reader.close()
+    if found == needed:
+        return EntryDamagedError(
+            f"store entry {wanted.key.digest[:16]} must be computed again: it takes {reader.stored_bytes:,} bytes, one of "
+            f"{wanted.tokens} tokens at most {wanted.most_bytes:,}"
+        )
     return EntryDamagedError(
         f"store entry {wanted.key.digest[:16]} must be computed again: it holds {found[0]} tokens in {found[1]} layers from "
         f"position {found[2]}, not {needed}"

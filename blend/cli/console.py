@@ -16,6 +16,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from blend.errors import ConfigError
 from blend.visible import json_text, visible
 
 if TYPE_CHECKING:
@@ -94,6 +95,15 @@ def seconds(value: float) -> str:
         return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes} min {rest} s"
+
+
+def make_sure(what: str, *, sure: bool) -> None:
+    """Ask before `what` is deleted, unless that is said already. Raises `ConfigError` where nobody can be asked."""
+    if sure:
+        return
+    if not sys.stdin.isatty():
+        raise ConfigError(f"say --yes to delete {what}: nobody can be asked here")
+    click.confirm(f"Delete {what}?", abort=True)
 
 
 def counted(number: int, noun: str) -> str:

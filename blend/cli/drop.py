@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,14 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from blend.cli import opening, options
-from blend.corpora import corpora, in_words, index_dir, require_corpus
+from blend.corpora import corpora, in_words, require_corpus
 from blend.errors import ConfigError, StoreError
 from blend.sharing import Sharing
 
 if TYPE_CHECKING:
     from blend.rag import Rag
     from blend.store import ChunkStore
-    from blend.types import ChunkKey
+
+_OF_A_CORPUS = ("surrogate", "correction", "correction_first", "work")
+_OF_ALL = ("probe",)
 
 
 class Dropped(NamedTuple):
@@ -41,12 +42,12 @@ def command(yes: bool, as_json: bool, **given: Any) -> None:
 
     Without --corpus that is the one without a name. Caches that another model made stay until the store's budget evicts them.
     """
-    from blend.cli.console import counted, print_json, say
+    from blend.cli.console import counted, make_sure, print_json, say
 
     opening.check(given)
     name = given["name"] or ""
     _require_held(given["store"], name)
-    _ask(name, sure=yes)
+    make_sure(f"the corpus ({in_words(name)})", sure=yes)
     done = drop_corpus(opening.open_rag(given))
     if as_json:
         print_json(done._asdict())
@@ -63,48 +64,29 @@ def _require_held(store: Path, name: str) -> None:
         raise ConfigError(f"the store {store} has no corpus, so there is nothing to delete")
 
 
-def _ask(name: str, *, sure: bool) -> None:
-    if sure:
-        return
-    if not sys.stdin.isatty():
-        raise ConfigError(f"say --yes to delete the corpus ({in_words(name)}): nobody can be asked here")
-    click.confirm(f"Delete the corpus ({in_words(name)})?", abort=True)
-
-
 def drop_corpus(rag: Rag) -> Dropped:
     """The corpus of `rag`: first its index, so that nothing more is retrieved of it. An end in between leaves caches behind.
 
     Raises `StoreError` for what cannot be deleted, `RetrievalError` for an index that cannot be read.
     """
-    store, name, held = rag.store, rag.corpus_config.name, rag.index.chunks
-    kept, before = _of_others(rag), store.stats().entries
-    library = rag.blender.library(rag.template.prefix)
+    from blend.indexing import OtherCorpora
+    from blend.store.sources import forget_sources
+
+    store, name, held, others = rag.store, rag.corpus_config.name, rag.index.chunks, rag.other_corpora
+    before, library = store.stats().entries, rag.blender.library(rag.template.prefix)
+    gone = tuple(dict.fromkeys(map(rag.template.chunk_ids, held)))
+    spare = OtherCorpora(library, rag.template, others).spare(gone)
     Sharing(rag.root, lambda: store).withdraw(name)  # where others have it from: they would bring it back
     _remove_index(rag)
-    for chunk in dict.fromkeys(map(rag.template.chunk_ids, held)):
-        library.forget(chunk, lambda: kept)
-    artifacts = _artifacts(store, name)
+    for key in spare:
+        store.delete(key)
+    artifacts = _artifacts(store, name, last=not others)
     for one in artifacts:
         store.delete_artifact(one)
+    forget_sources(store, name)
     store.advance()
     documents = {chunk.document_id for chunk in held}
     return Dropped(name, len(documents), len(held), before - store.stats().entries, len(artifacts))
-
-
-def _of_others(rag: Rag) -> set[ChunkKey]:
-    """The caches that the store's other corpora use. One whose index cannot be read uses none."""
-    from blend.chunks.library import ChunkLibrary
-    from retrieval import ChunkIndex, RetrievalError
-
-    keys: set[ChunkKey] = set()
-    for name in corpora(rag.root):
-        if name != rag.corpus_config.name:
-            library = ChunkLibrary(rag.decoder, rag.store, rag.template.prefix, corpus=name)
-            with suppress(RetrievalError):
-                keys |= library.keys(
-                    [rag.template.chunk_ids(c) for c in ChunkIndex.load(index_dir(rag.root, name)).chunks]
-                )
-    return keys
 
 
 def _remove_index(rag: Rag) -> None:
@@ -123,6 +105,14 @@ def _remove_index(rag: Rag) -> None:
         raise StoreError(f"the index in {home} cannot be deleted ({error.strerror or error}); see its rights") from None
 
 
-def _artifacts(store: ChunkStore, corpus: str) -> list[str]:
-    """Names of a corpus's artifacts, of all models: kind, namespace, and the corpus's name where it has one."""
-    return [name for name in store.artifacts() if "".join(name.split("-", 2)[2:]) == corpus]
+def _artifacts(store: ChunkStore, corpus: str, *, last: bool) -> list[str]:
+    """Names of a corpus's artifacts, of all models: kind, namespace, and the corpus's name where it has one.
+
+    last: with what all corpora of the store share.
+    """
+    parts = {name: name.split("-", 2) for name in store.artifacts()}
+    return [
+        name
+        for name, (kind, *rest) in parts.items()
+        if (kind in _OF_A_CORPUS and "".join(rest[1:]) == corpus) or (last and kind in _OF_ALL)
+    ]

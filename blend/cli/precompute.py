@@ -34,7 +34,8 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
 def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **given: Any) -> None:
     """Chunk, index and cache the documents under PATHS: folders or files of .md, .txt, .rst, .html, .pdf or .jsonl.
 
-    The corpus becomes exactly these documents; chunks that did not change are not computed again. A run that was stopped
+    The corpus becomes exactly these documents; chunks that did not change are not computed again, and a document that is there
+    but cannot be read stays as it was. A run that was stopped
     goes on where it was when it is started again.
     """
     from blend.cli.console import print_json, say
@@ -74,6 +75,8 @@ def _tell(done: Precomputed) -> None:
 
     for skipped in done.skipped:
         note(f"skipped {skipped.source}: {skipped.reason}")
+    if done.unread:
+        note(f"{counted(done.unread, 'document')} of the index that could not be read: kept as before")
     if done.rebuilt:
         note(f"the index was built anew: {done.rebuilt}")
     if done.evicted:

@@ -10,7 +10,9 @@ import click
 from click.core import ParameterSource
 
 from blend.cli import opening, options
-from blend.cli.store_commands import COMMANDS, open_caches
+from blend.cli.store_caches import open_caches
+from blend.cli.store_commands import export, import_, ls, stats, verify
+from blend.cli.store_keeping import pin, prune, unpin
 from blend.corpora import corpora, in_words
 
 if TYPE_CHECKING:
@@ -21,11 +23,14 @@ if TYPE_CHECKING:
 @options.store_option
 @options.store_key_option
 @click.option(
-    "--clear", is_flag=True, help="Remove every chunk cache (the index stays; caches are computed again on use)."
+    "--clear",
+    is_flag=True,
+    help="Remove every chunk cache but pinned ones (the index stays; caches are computed again on use).",
 )
+@click.option("--yes", is_flag=True, help="Do not ask first.")
 @options.json_option
 @click.pass_context
-def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool, as_json: bool) -> None:
+def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool, yes: bool, as_json: bool) -> None:
     """Show which models a store holds caches for, and how many; the commands below show and change more."""
     if ctx.invoked_subcommand is not None:
         given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
@@ -34,25 +39,26 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool
                 f"give the options behind the command: blend store {ctx.invoked_subcommand} --store ..."
             )
         return
-    from blend.cli.console import print_json, say
+    from blend.cli.console import make_sure, print_json, say
     from blend.store.copies import remove_copies
 
     opening.fetch_indexes({"store": store, "store_key": store_key})
     caches = open_caches(store, store_key)
     if clear:
-        for key in list(caches.keys()):
-            caches.delete(key)
+        make_sure(f"the chunk caches of {store}", sure=yes)
+        for namespace in caches.namespaces():
+            caches.prune((), namespace)
         remove_copies(caches.backend)
-    stats = caches.stats()
+    held = caches.stats()
     described = sorted(caches.namespaces().items())
     namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in described]
     artifacts = [{"name": name, "content": _content(caches, name)} for name in sorted(caches.artifacts())]
     names = corpora(store)
     if as_json:
-        held = {"entries": stats.entries, "bytes": stats.nbytes, "corpora": names}
-        print_json({**held, "namespaces": namespaces, "artifacts": artifacts})
+        whole = {"entries": held.entries, "bytes": held.nbytes, "corpora": names}
+        print_json({**whole, "namespaces": namespaces, "artifacts": artifacts})
         return
-    say(f"{store}: {stats.entries:,} chunk caches, {stats.nbytes / 1e6:,.0f} MB")
+    say(f"{store}: {held.entries:,} chunk caches, {held.nbytes / 1e6:,.0f} MB")
     if any(names):
         say(f"  corpora: {', '.join(map(in_words, names))}")
     for words in namespaces:
@@ -61,7 +67,7 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool
         say(f"  {artifact['content']}")
 
 
-for _command in COMMANDS:
+for _command in (ls, stats, verify, prune, pin, unpin, export, import_):
     command.add_command(_command)
 
 

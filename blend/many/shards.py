@@ -18,8 +18,8 @@ from blend.chunks.likeness import leave_probe
 from blend.chunks.work import Pass, Share, Work, close, finish, take_up, tokens_of
 from blend.corpora import make_folder
 from blend.errors import StoreChangedError
-from blend.indexing import Corpus, CorpusChange, decide, plan, write_index
-from blend.precompute import Precomputed, note_rate
+from blend.indexing import Corpus, CorpusChange, decide, write_index
+from blend.precompute import Precomputed, note_rate, planned, unread_in
 from blend.timing import Progress, no_progress
 from retrieval.errors import IndexBusyError
 
@@ -101,6 +101,7 @@ def precompute_share(
         tokens=computed.tokens,
         seconds=seconds,
         skipped=loaded.skipped,
+        unread=unread_in(change, loaded),
         rebuilt=update.reason if update else "",
     )
     return ShareDone(share, done, *found)
@@ -133,4 +134,4 @@ def _plan(rag: Rag, loaded: LoadedDocuments, add: bool, progress: Progress) -> C
     corpus = Corpus(
         rag.decoder, rag.template, rag.embedder, rag.store, rag.index_dir, rag.corpus_config, rag.other_corpora
     )
-    return plan(corpus, loaded.documents, stays=(lambda document: True) if add else None, progress=progress)
+    return planned(corpus, loaded, add=add, progress=progress)

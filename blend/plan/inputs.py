@@ -15,7 +15,7 @@ from blend.plan.counting import counted, given
 from blend.plan.rates import PromptSize, Rates, from_prefill, from_profile, measure
 from blend.precompute import RATE
 from blend.prompt import PromptTemplate
-from blend.store import open_store
+from blend.store import read_words
 from blend.weights import resolve_model
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Subject:
         if not (store / "kv").is_dir():
             raise ConfigError(NO_RATES)
         try:
-            described = open_store(store / "kv").namespaces().values()
+            described = read_words(store / "kv").values()
         except StoreError:
             raise ConfigError(NO_RATES) from None
         mine = [words for words in described if words.get("model") == self.name and words.get("dtype") == self.dtype]

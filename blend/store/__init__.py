@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from blend.store.artifacts import read_descriptions
 from blend.store.backend import Backend, Blob, MemoryStats, Range, Stored
 from blend.store.base import ChunkStore, StoreStats
 from blend.store.codec import Codec
@@ -16,6 +17,7 @@ from blend.store.hot import HotBackend
 from blend.store.hot_memory import HotMemory
 from blend.store.names import key_of
 from blend.store.patience import Patience
+from blend.store.pins import FarPins
 from blend.store.places import hot_backend, is_address, is_mounted, mounted_at, remote_backend
 from blend.store.reader import ChunkReader, is_sound
 from blend.store.registry import codec_names, get_codec, register_codec
@@ -42,6 +44,7 @@ __all__ = [
     "get_codec",
     "open_store",
     "read_store_key",
+    "read_words",
     "register_codec",
 ]
 
@@ -81,15 +84,25 @@ def open_store(
     group may do there (`chmod 2750` read, `chmod 2770` write) it may do with everything written from then on.
 
     Raises `ConfigError` for an unknown codec, a budget that is not positive or a key that is too short, `StoreError` for a
-    directory that is no store, was made by a newer kvblend or cannot be written. A store that this user may only read is
-    opened all the same.
+    directory that is no store, was made by a newer kvblend, cannot be written or is sealed with another key. A store that this
+    user may only read is opened all the same.
     """
     encoding, seal = get_codec(codec) if isinstance(codec, str) else register_codec(codec), make_seal(key)
     memory = HotMemory(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
     backend = _backend(location, budget_bytes, looker(seal), Elsewhere(cache, hot, patience or Patience()))
+    here = not hasattr(backend, "tiers")  # nothing is asked of a store elsewhere yet: it is before the first write
     if memory is not None and not backend.trusted:
         backend = HotBackend(backend, memory, lambda name, blob: is_sound(blob, key_of(name), seal))
-    return ChunkStore(backend, encoding, seal)
+    store = ChunkStore(backend, encoding, seal)
+    if here:
+        store.require_its_key()
+    return store
+
+
+def read_words(location: str | os.PathLike[str]) -> dict[str, dict[str, str]]:
+    """`ChunkStore.namespaces` of a store: words that say nothing secret, and need no key. Raises `StoreError`."""
+    backend = _backend(location, None, looker(make_seal(None)), Elsewhere(None, None, Patience()))
+    return read_descriptions(backend)
 
 
 class Elsewhere(NamedTuple):
@@ -137,5 +150,7 @@ def _tiered(
 
     local = None if given.cache is None else DiskBackend(Path(given.cache).expanduser(), budget_bytes)
     far = remote_backend(address, given.patience, None if local else budget_bytes, local=local, above=outer)
+    if local is not None:
+        local.pins = FarPins(far, local)
     hot = None if given.hot is None else hot_backend(given.hot, far.place, given.patience)
     return TieredBackend(Tiers(far, hot, local), look, given.patience)

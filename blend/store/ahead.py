@@ -25,15 +25,18 @@ class Ahead:
     ) -> None:
         self._opening, self._fetchers, self._most_bytes = opening, fetchers, most_bytes
         self._lock = threading.Lock()
-        self._names: deque[str] = deque()
+        self._names: deque[tuple[str, int | None]] = deque()
         self._opened: deque[TieredBlob] = deque()
         self._in_flight_bytes = 0
         self._looking = False
 
-    def add(self, names: Iterable[str]) -> None:
-        """Have these fetched, in their order. Returns at once; what fails is met by who reads it."""
+    def add(self, names: Iterable[str], most_bytes: int | None = None) -> None:
+        """Have these fetched, in their order. Returns at once; what fails is met by who reads it.
+
+        most_bytes: that any of them may take; what takes more is not fetched.
+        """
         with self._lock:
-            self._names.extend(names)
+            self._names.extend((name, most_bytes) for name in names)
         self._go_on()
 
     def _go_on(self) -> None:
@@ -57,14 +60,19 @@ class Ahead:
 
     def _look(self) -> None:
         with self._lock:
-            batch = [self._names.popleft() for _ in range(min(_BATCH, len(self._names)))]
+            batch = dict(self._names.popleft() for _ in range(min(_BATCH, len(self._names))))
         found: list[Found] = []
         try:
-            found = self._opening(batch)
+            found = self._opening(list(batch))
         except StoreError:
             pass  # who reads them meets it
         finally:
-            blobs = [blob for blob in found if isinstance(blob, TieredBlob) and blob.on_its_way]
+            allowed = zip(found, batch.values(), strict=False)
+            blobs = [
+                blob
+                for blob, most in allowed
+                if isinstance(blob, TieredBlob) and blob.on_its_way and (most is None or blob.nbytes <= most)
+            ]
             close_all([blob for blob in found if blob not in blobs])
             with self._lock:
                 self._opened.extend(blobs)

@@ -29,7 +29,8 @@ class Arrival:
     """The bytes of `entry`, in memory of their own.
 
     first: where they come from. another: where else, after that has failed; None where there is nothing else, or something
-    else. keep: called with the bytes when all have come, in a thread beside.
+    else. keep: called with the bytes when all have come, in a thread beside. Raises `EntryDamagedError` for an entry of a size
+    that there is no memory for: without a store key anybody can write a header that says so.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Arrival:
     ) -> None:
         self.entry, self._keep, self._fetchers = entry, keep, fetchers
         self._source, self._another = first, another
-        self._view = memoryview(mmap.mmap(-1, entry.nbytes))
+        self._view = _memory(entry.nbytes)
         self._view[: len(entry.beginning)] = entry.beginning
         self._turn = threading.Condition()
         self._switching = threading.Lock()
@@ -147,6 +148,13 @@ class Arrival:
             self.failure = error
             self._turn.notify_all()
         self._settle()
+
+
+def _memory(nbytes: int) -> memoryview:
+    try:
+        return memoryview(mmap.mmap(-1, nbytes))
+    except (OSError, OverflowError, ValueError):
+        raise EntryDamagedError(f"it is said to take {nbytes:,} bytes, which there is no memory for") from None
 
 
 def _nothing() -> None:

@@ -5,7 +5,7 @@ class here and one line in `open_store`. Names are paths of letters, digits, das
 so that one backend's content can be copied into another's:
 
     objects/<namespace>/<dd>/<digest>.safetensors   caches: they count towards a budget, and the least recently used ones go
-    artifacts/<name>  namespaces/<namespace>.json  generation  writing
+    artifacts/<name>  namespaces/<namespace>.json  generation  sealed  writing
     indexes/<corpus>/<file>  sources/<corpus>  pins/<digest>
                                                     all others: they stay until they are deleted
 
@@ -122,8 +122,8 @@ class Backend(ABC):
         """Of a tier of memory, where there is one."""
         return None
 
-    def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - most backends have nothing nearer
-        """These caches will be read soon: bring them nearer meanwhile. Returns at once, and never fails."""
+    def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:  # noqa: B027 - most have nothing nearer
+        """These caches will be read soon: bring them nearer meanwhile, but for larger ones. Returns at once, never fails."""
 
     @abstractmethod
     def open(self, name: str, head: int) -> Blob | None:

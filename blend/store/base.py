@@ -13,7 +13,9 @@ from blend.errors import EntryDamagedError
 from blend.store.artifacts import MOST_BYTES, pack_artifact, pack_description, read_descriptions, unpack_artifact
 from blend.store.backend import CACHES, Backend, Blob, MemoryStats, close_all
 from blend.store.codec import Codec
+from blend.store.key_check import is_sealed_with, leave_key_check, require_its_key
 from blend.store.names import ARTIFACTS, GENERATION, artifact_name, cache_name, caches_of, description_name, key_of
+from blend.store.pins import pinned
 from blend.store.reader import HEAD, ChunkReader, KnownEntry, damaged, read_header
 from blend.store.seal import Seal, Unsealed
 from blend.types import ChunkCache, ChunkKey
@@ -47,6 +49,25 @@ class ChunkStore:
         self.codec = codec
         self._seal = Unsealed() if backend.trusted else seal
         self._known: WeakKeyDictionary[object, KnownEntry] = WeakKeyDictionary()
+        self._key_is_right = self._key_is_told = backend.trusted
+
+    def require_its_key(self) -> None:
+        """Raise `StoreError` where the store is sealed and this is not its key (`key_check`); asked before the first write."""
+        if not self._key_is_right:
+            require_its_key(self.backend, self._seal)
+            self._key_is_right = True
+
+    @property
+    def knows_its_key(self) -> bool:
+        """Whether the store itself says that it is sealed with this key. Raises `StoreError`."""
+        return is_sealed_with(self.backend, self._seal)
+
+    def tell_key(self) -> None:
+        """Let the store say from now on that it is sealed with this key; nothing without one. Raises `StoreError`."""
+        self.require_its_key()
+        if not self._key_is_told:
+            leave_key_check(self.backend, self._seal)
+            self._key_is_told = True
 
     def open(self, key: ChunkKey) -> ChunkReader | None:
         """The entry under `key`, or None when there is none. Raises `EntryDamagedError` when it must not be used."""
@@ -102,12 +123,12 @@ class ChunkStore:
 
         return Scratch()
 
-    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
+    def prefetch(self, keys: Iterable[ChunkKey], most_bytes: int | None = None) -> None:
         """These entries will be read soon. Returns at once; errors show when they are read.
 
-        Without a tier of memory nothing happens.
+        most_bytes: that any of them may take; what takes more is not fetched. Without a nearer tier nothing happens.
         """
-        self.backend.prefetch(map(cache_name, keys))
+        self.backend.prefetch(map(cache_name, keys), most_bytes)
 
     @property
     def memory(self) -> MemoryStats | None:
@@ -121,12 +142,14 @@ class ChunkStore:
         """
         from blend.store.entry import encode_entry
 
+        self.require_its_key()
         name = cache_name(key)
         header, blobs = encode_entry(key, cache, self.codec, self._seal)
         self.backend.put(name, (header, *blobs))
 
     def delete(self, key: ChunkKey) -> None:
         """Remove an entry; nothing happens when there is none. Open readers keep it."""
+        self.require_its_key()
         self.backend.delete(cache_name(key))
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
@@ -141,9 +164,9 @@ class ChunkStore:
         return StoreStats(len(sizes), sum(sizes))
 
     def prune(self, keep: Collection[ChunkKey], namespace: str) -> int:
-        """Delete the entries of `namespace` that are not in `keep`; returns how many went."""
-        wanted = set(keep)
-        gone = [key for key in self.keys(namespace) if key not in wanted]
+        """Delete the entries of `namespace` that are neither in `keep` nor pinned; returns how many went."""
+        wanted, pins = set(keep), pinned(self.backend)
+        gone = [key for key in self.keys(namespace) if key not in wanted and key.digest not in pins]
         for key in gone:
             self.delete(key)
         return len(gone)
@@ -154,6 +177,10 @@ class ChunkStore:
         Replaces the last description. Raises `StoreError` when it cannot be written.
         """
         self.backend.put(description_name(namespace), [pack_description(description)])
+
+    def undescribe(self, namespace: str) -> None:
+        """Forget the words for a namespace; nothing happens when there are none. Raises `StoreError`."""
+        self.backend.delete(description_name(namespace))
 
     def namespaces(self) -> dict[str, dict[str, str]]:
         """Every namespace that has entries or a description, with its description (empty when there is none)."""
@@ -195,11 +222,13 @@ class ChunkStore:
         them, they do not count towards the budget and are never evicted. name: lower-case letters, digits, dashes, underscores.
         Raises `StoreError` when it cannot be written; the old one is then still there.
         """
+        self.tell_key()
         self.backend.put(artifact_name(name), pack_artifact(name, content, self._seal))
         self.advance()  # after it: who sees the new token finds the artifact
 
     def delete_artifact(self, name: str) -> None:
         """Remove an artifact, and begin a new generation; nothing happens when there is none."""
+        self.require_its_key()
         if self.backend.delete(artifact_name(name)):
             self.advance()
 
@@ -219,10 +248,12 @@ class ChunkStore:
 
     def swap_manifest(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Keep a manifest, sealed, if the one before is still kept as `was`; whether it is. Raises `StoreError`."""
+        self.tell_key()
         return self.backend.swap(name, b"".join(pack_artifact(name, content, self._seal)), was)
 
     def put_manifest(self, name: str, content: bytes) -> None:
         """Keep a manifest, sealed, whatever was there. Raises `StoreError`."""
+        self.tell_key()
         self.backend.put(name, pack_artifact(name, content, self._seal))
 
     def over(self, backend: Backend) -> ChunkStore:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from blend.errors import StoreError, StoreUnreachableError
 from blend.store.backend import CACHES, Backend
 from blend.store.names import key_of
-from blend.store.sources import pinned, places
+from blend.store.pins import pinned
+from blend.store.sources import places
 
 
 def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from blend.store.eviction import Evictor, StoredFile
 from blend.store.files import StoreFiles
 from blend.store.lock import locked
 from blend.store.names import SUFFIX
+from blend.store.pins import pinned
 from blend.store.root import open_root
-from blend.store.sources import pinned
 
 _LEVELS = {"objects": 2, "indexes": 1}  # of folders between a name's first part and its last
 _SUFFIXES = {"objects": SUFFIX}
@@ -74,12 +74,13 @@ class DiskBackend(Backend):
     """The directory `root`, which is made when it does not exist; or the store of these `files`.
 
     budget_bytes: after each `put` the least recently used caches go until all together are within it; several processes
-    that write at the same time may exceed it for some seconds.
+    that write at the same time may exceed it for some seconds. pins: says which caches (digests) are not to be evicted.
     """
 
     def __init__(self, root: Path, budget_bytes: int | None = None, files: StoreFiles | None = None) -> None:
         require_budget(budget_bytes)
         self.root, self.place = root, str(root)
+        self.pins: Callable[[], frozenset[str]] = lambda: pinned(self)
         self._files = files or open_root(root)
         self._evictor = Evictor(self._files, self._caches, budget_bytes)
 
@@ -166,7 +167,7 @@ class DiskBackend(Backend):
 
     def _caches(self) -> Iterator[StoredFile]:
         """What may be evicted: pinned caches neither count nor go."""
-        pins = pinned(self)
+        pins = self.pins()
         for page in self.listing(CACHES):
             for stored in page:
                 if pins and stored.name.rpartition("/")[2].removesuffix(SUFFIX) in pins:

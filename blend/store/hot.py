@@ -107,11 +107,11 @@ class HotBackend(Backend):
         """Of the memory, with all that other stores have in it."""
         return self._memory.stats
 
-    def prefetch(self, names: Iterable[str]) -> None:
+    def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:
         """In a thread beside, one after another; what the order has no place for is not loaded."""
         wanted = [name for name in names if name.startswith(CACHES)]
-        self.below.prefetch(wanted)
-        self._ahead.add(wanted, ahead=True)
+        self.below.prefetch(wanted, most_bytes)
+        self._ahead.add(wanted, ahead=True, most_bytes=most_bytes)
 
     def wait(self, timeout_s: float) -> bool:
         """Until all that is to be loaded has been; whether that came in time."""
@@ -195,12 +195,13 @@ class HotBackend(Backend):
         below.close()
         return HotBlob(held, self._memory)
 
-    def _load(self, name: str, ahead: bool) -> None:
+    def _load(self, name: str, ahead: bool, most_bytes: int | None) -> None:
         blob = self.below.open(name, TELLING)
         if blob is None:
             return
         try:
-            self._memory.load(self._own(name), blob, lambda copy: self._sound(name, copy), ahead=ahead)
+            if most_bytes is None or blob.nbytes <= most_bytes:
+                self._memory.load(self._own(name), blob, lambda copy: self._sound(name, copy), ahead=ahead)
         finally:
             blob.close()
 

@@ -15,9 +15,10 @@ from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored, re
 
 
 class MemoryBlob(Blob):
-    """What was put under one name, in pieces; nothing to close."""
+    """What was put under one name, in pieces; nothing to close. own: whether the pieces are of this process's making."""
 
-    def __init__(self, pieces: Sequence[Buffer]) -> None:
+    def __init__(self, pieces: Sequence[Buffer], *, own: bool = True) -> None:
+        self._own = own
         self._pieces = tuple(memoryview(piece) for piece in pieces)
         ends = list(accumulate(piece.nbytes for piece in self._pieces))
         self._starts = [0, *ends]
@@ -25,9 +26,9 @@ class MemoryBlob(Blob):
         self.head = self._pieces[0] if self._pieces else b""
 
     @property
-    def shared(self) -> MemoryBlob:
+    def shared(self) -> MemoryBlob | None:
         """Itself: nobody else can write there."""
-        return self
+        return self if self._own else None
 
     def read(self, *ranges: Range) -> bool:
         """One copy."""
@@ -61,13 +62,13 @@ class _Held(NamedTuple):
 
 
 class MemoryBackend(Backend):
-    """Names and their bytes for the threads of one process."""
+    """Names and their bytes for the threads of one process. trusted: whether what is put is of this process's own making."""
 
-    place, trusted = "memory", True
+    place = "memory"
 
-    def __init__(self, budget_bytes: int | None = None) -> None:
+    def __init__(self, budget_bytes: int | None = None, *, trusted: bool = True) -> None:
         require_budget(budget_bytes)
-        self._budget = budget_bytes
+        self._budget, self.trusted = budget_bytes, trusted
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._caches: OrderedDict[str, _Held] = OrderedDict()  # least recently used first
         self._others: OrderedDict[str, _Held] = OrderedDict()
@@ -80,7 +81,7 @@ class MemoryBackend(Backend):
 
     def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
         """Keep the memory that is given, then evict."""
-        blob, room = MemoryBlob(blobs), self._room(name)
+        blob, room = MemoryBlob(blobs, own=self.trusted), self._room(name)
         with self._lock:
             if if_absent and name in room:
                 return False
@@ -99,7 +100,7 @@ class MemoryBackend(Backend):
         with self._lock:
             if (room[name].blob.whole() if name in room else None) != was:
                 return False
-            room[name] = _Held(MemoryBlob([content]), time.time())
+            room[name] = _Held(MemoryBlob([content], own=self.trusted), time.time())
         return True
 
     def delete(self, name: str) -> bool:

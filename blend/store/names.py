@@ -10,10 +10,29 @@ from blend.types import ChunkKey
 
 SUFFIX = ".safetensors"
 ARTIFACTS, DESCRIPTIONS, GENERATION, INDEXES = "artifacts/", "namespaces/", "generation", "indexes/"
-SOURCES, PINS = "sources/", "pins/"
+SOURCES, PINS, SEALED = "sources/", "pins/", "sealed"
 
 _HEX = re.compile(r"[0-9A-Za-z_-]{1,128}")
 _ARTIFACT = re.compile(r"[0-9a-z_-]{1,128}")
+_CORPUS = r"[0-9a-z_][0-9a-z_-]{0,63}"
+_OTHERS = (
+    rf"{ARTIFACTS}{_ARTIFACT.pattern}",
+    rf"{DESCRIPTIONS}{_HEX.pattern}\.json",
+    rf"{SOURCES}{_CORPUS}(\.{_HEX.pattern})?",
+    rf"{PINS}[0-9a-f]{{8,128}}",
+    rf"{INDEXES}{_CORPUS}/[0-9A-Za-z][0-9A-Za-z._-]{{0,127}}",
+)
+_OTHER = re.compile("|".join(_OTHERS))
+
+
+def is_name(name: str) -> bool:
+    """Whether a store itself gives this name to a cache or to what it keeps beside them."""
+    if not name.startswith(CACHES):
+        return bool(_OTHER.fullmatch(name))
+    try:
+        return name.count("/") == 3 and name == cache_name(key_of(name))
+    except StoreError:
+        return False
 
 
 def cache_name(key: ChunkKey) -> str:

@@ -12,24 +12,24 @@ MOST_WAITING = 256
 
 
 class ReadAhead:
-    """Calls `load(name, ahead)` for one name after another, in the order in which they came, in one thread.
+    """Calls `load(name, ahead, most_bytes)` for one name after another, in the order in which they came, in one thread.
 
-    ahead: whether somebody will use it, and has not yet. A `StoreError` of `load`, damage among them, is not reported: whoever
-    needs the entry meets it.
+    ahead: whether somebody will use it, and has not yet. most_bytes: that it may take, where that is known. A `StoreError` of
+    `load`, damage among them, is not reported: whoever needs the entry meets it.
     """
 
-    def __init__(self, load: Callable[[str, bool], None]) -> None:
+    def __init__(self, load: Callable[[str, bool, int | None], None]) -> None:
         self._load = load
         self._turn = threading.Condition()
-        self._waiting: dict[str, bool] = {}  # in order
+        self._waiting: dict[str, tuple[bool, int | None]] = {}  # in order
         self._thread: threading.Thread | None = None
 
-    def add(self, names: Iterable[str], *, ahead: bool) -> None:
+    def add(self, names: Iterable[str], *, ahead: bool, most_bytes: int | None = None) -> None:
         """Load these, unless they wait already; what is too much is forgotten."""
         with self._turn:
             for name in names:
                 if len(self._waiting) < MOST_WAITING:
-                    self._waiting.setdefault(name, ahead)
+                    self._waiting.setdefault(name, (ahead, most_bytes))
             if self._waiting and self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvblend-read-ahead", daemon=True)
                 self._thread.start()
@@ -48,14 +48,14 @@ class ReadAhead:
             self._ended()
             raise
 
-    def _next(self) -> tuple[str, bool] | None:
+    def _next(self) -> tuple[str, bool, int | None] | None:
         """The first that waits; where there is none this thread is at its end, decided together."""
         with self._turn:
             if not self._waiting:
                 self._ended()
                 return None
             name = next(iter(self._waiting))
-            return name, self._waiting.pop(name)
+            return name, *self._waiting.pop(name)
 
     def _ended(self) -> None:
         with self._turn:

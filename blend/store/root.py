@@ -2,7 +2,7 @@
 
 store.json                    {"kind": "kvblend store", "format": 1}; written first, so that its absence is telling; one on a
                               file system that machines share has an id besides, see `mounted`
-objects/, artifacts/, namespaces/, generation   what a backend keeps, see `backend`
+objects/, artifacts/, namespaces/, generation, sealed, ...   what a backend keeps, see `backend`
 tmp/, .writing                files being written; locked by whoever chooses and writes artifacts
 """
 

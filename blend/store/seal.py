@@ -25,9 +25,10 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Seal(ABC):
-    """Digests of 32 hex digits. foreign: what to say of bytes whose digest is another one."""
+    """Digests of 32 hex digits. foreign: what to say of bytes whose digest is another one. keyed: whether it takes a key."""
 
     foreign: str
+    keyed: bool = False
 
     @abstractmethod
     def digest(self, purpose: Purpose, *parts: Buffer) -> str:
@@ -75,6 +76,7 @@ class KeyedDigest(Seal):
     """
 
     foreign = "it is not what was written, or it was not written with this store key"
+    keyed = True
 
     def __init__(self, key: bytes) -> None:
         self._key = key if len(key) <= _BLAKE2B_KEY else hashlib.blake2b(key).digest()

@@ -126,7 +126,9 @@ class Search:
     def _in_memory(self, names: Sequence[str], head: int, group: Group) -> dict[str, Found]:
         result: dict[str, Found] = {}
         for name, blob, entry in self._looked_at(self._hot, names, head):
-            result[name] = TieredBlob(self._arrival(name, entry, self._hot_source(name, blob), far=False), group)
+            arriving = self._arriving_from(name, entry, self._hot_source(name, blob), group, far=False)
+            if isinstance(arriving, TieredBlob):
+                result[name] = arriving
         self._count(1, len(result))
         return result
 
@@ -143,7 +145,7 @@ class Search:
                 result[name] = blob
             else:
                 assert isinstance(blob, Blob)
-                result[name] = TieredBlob(self._arrival(name, entry, self._far_source(blob), far=True), group)
+                result[name] = self._arriving_from(name, entry, self._far_source(blob), group, far=True)
         missing = sum(one is None for one in result.values())
         self._count(2, len(result) - missing)
         self._count(3, missing)
@@ -173,6 +175,17 @@ class Search:
                 return self._look(name, blob)
         except EntryDamagedError:
             return None
+
+    def _arriving_from(
+        self, name: str, entry: Entry, source: Source, group: Group, *, far: bool
+    ) -> TieredBlob | EntryDamagedError:
+        """The damage of an entry that says it is larger than any memory."""
+        try:
+            return TieredBlob(self._arrival(name, entry, source, far=far), group)
+        except EntryDamagedError as error:
+            source.blob.close()
+            source.failed(error)
+            return error
 
     def _arrival(self, name: str, entry: Entry, source: Source, *, far: bool) -> Arrival:
         """The one that is under way already, if it is of the same bytes. far: whether the source is the far place."""

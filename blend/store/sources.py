@@ -1,63 +1,109 @@
-"""Which document each cache of a corpus is of, and which caches are pinned: small notes that a store keeps for its operators.
+"""Which document each cache of a corpus is of: small notes that a store keeps for its operators.
 
-sources/<corpus>   JSON, digest of a cache -> id of the document, sealed like an artifact; `_` is the corpus without a name
-pins/<digest>      nothing: that there is such a name says that the cache is neither pruned nor evicted from a disk
+sources/<corpus>.<namespace>   JSON, namespace -> digest of a cache -> id of the document; `_` is the corpus without a name;
+                               the namespace in the name is that of isolated caches: each model keeps a note of its own
+sources/<corpus>               of before: digest -> id, of the model that came last
+
+Notes are sealed like artifacts.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from blend.errors import StoreError
 from blend.store.backend import Backend
-from blend.store.names import PINS, SOURCES
+from blend.store.names import SOURCES
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
     from blend.store.base import ChunkStore
 
 _UNNAMED = "_"
-_DIGEST = re.compile(r"[0-9a-f]{8,128}")
+
+Documents = Mapping[str, Mapping[str, str]]
+"""Namespace -> digest of a cache -> id of a document."""
 
 
-def write_sources(store: ChunkStore, corpus: str, documents: Mapping[str, str]) -> None:
-    """Remember, in place of what was remembered of this corpus. Raises `StoreError`."""
-    store.put_manifest(f"{SOURCES}{corpus or _UNNAMED}", json.dumps(dict(documents)).encode())
+class Sources(NamedTuple):
+    """What the notes of all corpora say together.
+
+    documents: by the digest of a cache. namespaces: that notes speak of; of others nothing is known, of before's notes neither.
+    corpora: that have a note which can be read. unread: names of notes that are damaged, or sealed with another key.
+    """
+
+    documents: Mapping[str, str]
+    namespaces: frozenset[str]
+    corpora: frozenset[str]
+    unread: tuple[str, ...]
 
 
-def read_sources(store: ChunkStore) -> dict[str, dict[str, str]]:
-    """Of each corpus that was remembered, by its name; what is damaged or of another key is left out."""
-    found: dict[str, dict[str, str]] = {}
-    for page in store.backend.names(SOURCES):
-        for name in page:
-            corpus = name.removeprefix(SOURCES)
-            _, content = store.read_manifest(name)
-            if content is not None:
-                found["" if corpus == _UNNAMED else corpus] = json.loads(content)
-    return found
+def write_sources(store: ChunkStore, corpus: str, namespace: str, documents: Documents) -> None:
+    """Remember, in place of what was remembered of this corpus and model, and of what kvblend of before wrote of it.
+
+    namespace: of the isolated caches. Namespaces that were spoken of before still are: what is in them and in no note is
+    unused. Nothing is pruned meanwhile. Raises `StoreError`.
+    """
+    before = f"{SOURCES}{corpus or _UNNAMED}"
+    with store.writing():
+        name = f"{before}.{namespace}"
+        former: dict[str, Mapping[str, str]] = {space: {} for space in _read(store, name) or {}}
+        store.put_manifest(name, json.dumps({**former, **documents}).encode())
+        store.backend.delete(before)
+
+
+def forget_sources(store: ChunkStore, corpus: str) -> None:
+    """The corpus is no more. Raises `StoreError`."""
+    for name in _names(store):
+        if _corpus_of(name) == corpus:
+            store.backend.delete(name)
+
+
+def read_sources(store: ChunkStore) -> Sources:
+    """What is remembered of all corpora. Raises `StoreError`."""
+    documents: dict[str, str] = {}
+    namespaces, corpora, unread = set[str](), set[str](), list[str]()
+    for name in _names(store):
+        note = _read(store, name)
+        if note is None:
+            unread.append(name)
+            continue
+        corpora.add(_corpus_of(name))
+        namespaces |= note.keys() - {""}
+        for one in note.values():
+            documents |= one
+    return Sources(documents, frozenset(namespaces), frozenset(corpora), tuple(unread))
+
+
+def _names(store: ChunkStore) -> list[str]:
+    return [name for page in store.backend.names(SOURCES) for name in page]
+
+
+def _corpus_of(name: str) -> str:
+    corpus = name.removeprefix(SOURCES).partition(".")[0]
+    return "" if corpus == _UNNAMED else corpus
+
+
+def _read(store: ChunkStore, name: str) -> Documents | None:
+    """A note, one of before under the namespace ""; None where there is none that can be used."""
+    _, content = store.read_manifest(name)
+    try:
+        note = json.loads(content or b"")
+    except (ValueError, RecursionError):
+        return None
+    note = note if "." in name.removeprefix(SOURCES) else {"": note}
+    return note if _is_note(note) else None
+
+
+def _is_note(note: object) -> bool:
+    of_spaces = list(note.values()) if isinstance(note, dict) else [None]
+    return all(isinstance(one, dict) and all(isinstance(text, str) for text in one.values()) for one in of_spaces)
 
 
 def key_of(namespace: str, digest: str) -> ChunkKey:
     """The key of a cache that a listing shows."""
     return ChunkKey(namespace, digest)
-
-
-def pinned(backend: Backend) -> frozenset[str]:
-    """Digests of the caches that are pinned."""
-    return frozenset(name.removeprefix(PINS) for page in backend.names(PINS) for name in page)
-
-
-def pin(backend: Backend, digest: str, *, on: bool) -> None:
-    """Pin a cache, or let it go again. Raises `StoreError`."""
-    if not _DIGEST.fullmatch(digest):
-        raise StoreError(f"{digest!r:.80} is no digest of a cache: `blend store ls` shows them")
-    if on:
-        backend.put(PINS + digest, [b"pinned"])
-    else:
-        backend.delete(PINS + digest)
 
 
 def places(backend: Backend) -> Iterator[tuple[str, Backend]]:

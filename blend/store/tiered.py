@@ -94,9 +94,9 @@ class TieredBackend(Backend):
                 far.put(name, [content])
         return whole
 
-    def prefetch(self, names: Iterable[str]) -> None:
+    def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:
         """In threads beside; what is on this machine's disk is left there."""
-        self._ahead.add(name for name in dict.fromkeys(names) if name.startswith(CACHES))
+        self._ahead.add((name for name in dict.fromkeys(names) if name.startswith(CACHES)), most_bytes)
 
     def wait(self, timeout_s: float) -> bool:
         """Until all that is under way has come and is kept; whether that was in time."""

@@ -28,7 +28,11 @@ class Fault(NamedTuple):
 
 
 class UnreadableError(Exception):
-    """The whole file cannot be read; the message is the reason."""
+    """The whole file cannot be read; the message is the reason. is_there: whether it may hold documents all the same."""
+
+    def __init__(self, reason: str, *, is_there: bool = True) -> None:
+        super().__init__(reason)
+        self.is_there = is_there
 
 
 Reader = Callable[[bytes, str], list[Part | Fault]]

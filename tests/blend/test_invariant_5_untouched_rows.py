@@ -23,7 +23,7 @@ def _before(blender: Blender, layout: PromptLayout) -> Parts:
     """Keys and values of every layer side by side, as assembled from the store, before any row is computed."""
     encoder = blender.encoder(layout.prefix)
     start = len(layout.prefix)
-    wanted = [Expected(encoder.identity.key(chunk), len(chunk), start) for chunk in layout.chunks]
+    wanted = [Expected(encoder.identity.key(chunk), len(chunk), start, 1 << 30) for chunk in layout.chunks]
     opened = open_chunks(blender.store, wanted, LAYERS)
     cache = assemble(blender.decoder, layout, encoder.prefix, opened.readers).cache
     return [torch.cat(cache.view(index), -1) for index in range(LAYERS)]

@@ -19,7 +19,7 @@ from blend.chunks.open_library import OpenLibrary, Variant
 from blend.config import BlendConfig
 from blend.errors import PromptError
 from blend.store import open_store
-from blend.types import PromptLayout
+from blend.types import ChunkCache, PromptLayout
 
 FAMILIES = ("llama", "gemma3", "glm4", "deepseek-v3")
 LAYOUT = make_layout()
@@ -141,8 +141,8 @@ def test_without_the_cache_in_company_the_one_alone_is_used_and_the_other_made_u
 def test_a_chunk_that_is_not_stored_gets_both_caches() -> None:
     blender = filled()
     library = blender.library(LAYOUT.prefix)
-    for place in (0, 1):
-        library.forget(LAYOUT.chunks[place])
+    for one in library.wanted(LAYOUT.chunks[:2]):
+        library.store.delete(library.key(one))
     blend = blender.prefill(LAYOUT, config=REUSE)
     assert blend.hits == (False, False, True, True)
     assert blend.problems == ()
@@ -285,3 +285,16 @@ def test_a_text_that_everybody_may_read_can_be_the_surrogate_context() -> None:
         with_given_surrogate(library, ())
     with pytest.raises(PromptError, match="reads at most"):
         with_given_surrogate(library, (5,) * library.decoder.context_length)
+
+
+def test_an_entry_that_is_larger_than_its_tokens_can_make_it_is_not_read() -> None:
+    """Without a store key anybody can write a header that holds; nothing is fetched for what it says."""
+    library, chunk = filled().library(LAYOUT.prefix), LAYOUT.chunks[1]
+    cache = library.caches([chunk], contextual=False)[0]
+    wide = tuple(torch.zeros(part.shape[0], part.shape[1], 1 << 12) for part in cache.keys)
+    one = Variant(chunk, contextual=False)
+    library.store.put(library.key(one), ChunkCache(wide, wide, cache.start))
+    assert library.store.open(library.key(one)).stored_bytes > 1 << 20
+    opened = library.open([chunk], contextual=False)
+    assert opened.missing == (one,)
+    assert f"bytes, one of {len(chunk)} tokens at most" in opened.problems[0]

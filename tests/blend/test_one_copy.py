@@ -24,10 +24,12 @@ from blend.chunks.open_library import Tokens, Variant
 from blend.chunks.placed import place
 from blend.config import BlendConfig
 from blend.eval.evaluator import PLAIN_REUSE, Evaluator, Method, standard_methods
+from blend.indexing import OtherCorpora
 from blend.prompt import PromptTemplate
 from blend.recompute import make_plan
 from blend.select import make_selector
 from blend.store import open_store
+from blend.store.pins import pin
 from blend.types import ChunkCache, PromptLayout
 
 FAMILIES = ("llama", "gemma3", "deepseek-v3")
@@ -231,6 +233,15 @@ def test_there_and_back_again() -> None:
     assert torch.equal(blender.prefill(LAYOUT, config=REUSE).logits, before.logits)
 
 
+def test_a_pinned_isolated_cache_stays() -> None:
+    blender = filled(one=False)
+    one, spare = in_copies(blender.library(LAYOUT.prefix), one=True), Variant(LAYOUT.chunks[1], contextual=False)
+    pin(blender.store.backend, one.key(spare).digest, on=True)
+    remove_spare(one, LAYOUT.chunks)
+    assert blender.store.stats().entries == 5
+    assert one.key(spare) in blender.store
+
+
 def test_an_isolated_cache_goes_only_when_the_contextual_one_is_there() -> None:
     """After a quick run, or an interrupted one: questions are answered from what there is."""
     blender = Blender(decoder("llama"), open_store("memory:", codec="native"))
@@ -265,12 +276,10 @@ def test_a_damaged_cache_is_computed_again_and_the_first_place_falls_back(tmp_pa
     assert blender.prefill(LAYOUT, config=REUSE).hits == (True,) * 4
 
 
-def test_forgetting_a_chunk_forgets_a_spare_too() -> None:
+def test_a_chunk_that_goes_takes_a_spare_along() -> None:
     blender = filled(one=False)
     library = in_copies(blender.library(LAYOUT.prefix), one=True)
-    for chunk in LAYOUT.chunks:
-        library.forget(chunk)
-    assert blender.store.stats().entries == 0
+    assert OtherCorpora(library, None, {}).spare(LAYOUT.chunks) == set(blender.store.keys())
 
 
 def test_plain_reuse_is_measured_over_isolated_caches() -> None:

@@ -31,10 +31,21 @@ def test_a_corpus_goes_with_what_is_its_own(filled: Blend, documents: Path) -> N
     assert "no corpus 'twin'" in one_line(again.err)
 
 
-def test_the_corpus_without_a_name(filled: Blend) -> None:
+def test_the_corpus_without_a_name(filled: Blend, documents: Path) -> None:
+    """What belongs to no corpus stays for the others, and goes with the last."""
+    assert filled("precompute", documents / "market.md", *CHUNKS, "--corpus", "twin").code == 0
+    before = {artifact["name"] for artifact in filled("store", "--json").json["artifacts"]}
+    notes = filled.store / "kv" / "sources"
+    assert len(list(notes.iterdir())) == 2
     assert filled("drop", "--yes").code == 0
+    left = {artifact["name"] for artifact in filled("store", "--json").json["artifacts"]}
+    assert left == {name for name in before if name.endswith("-twin") or name.startswith("probe-")}
+    assert any(name.startswith("probe-") for name in left)
+    assert [path.name.partition(".")[0] for path in notes.iterdir()] == ["twin"]
+    assert filled("drop", "--yes", "--corpus", "twin").code == 0
     held = filled("store", "--json").json
     assert (held["entries"], held["corpora"], held["artifacts"]) == (0, [], [])
+    assert list(notes.iterdir()) == []
     none = filled("drop", "--yes")
     assert none.code == 2
     assert "no corpus" in one_line(none.err)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from blend_process import Blend, entries, one_line
@@ -69,6 +70,23 @@ def test_what_cannot_be_read_is_named_and_costs_nothing_else(blend: Blend, docum
     assert len(result.json["skipped"]) == 2
     assert "binary.md: is a binary file" in result.err
     assert "empty[red] :bell:.md: is empty" in result.err
+
+
+def test_what_cannot_be_read_any_more_stays_as_it_was(filled: Blend, documents: Path) -> None:
+    before = filled("store", "--json").json
+    (documents / "market.md").write_bytes(bytes(range(256)))
+    (documents / "glacier.md").unlink()
+    for more in ((), ("--shard", "1/1")):
+        result = filled("precompute", documents, *CHUNKS, *more, "--json")
+        assert result.code == 0
+        assert (result.json["documents"], result.json["unread"]) == (7, 1)
+        assert "1 document of the index that could not be read: kept as before" in result.err
+        held = {json.loads(line)["document"] for line in filled("store", "ls", "--json").out.splitlines()}
+        assert "market.md" in held
+        assert "glacier.md" not in held
+    (documents / "market.md").unlink()
+    assert filled("precompute", documents, *CHUNKS, "--json").json["documents"] == 6
+    assert filled("store", "--json").json["entries"] < before["entries"]
 
 
 def test_a_budget_evicts_says_so_and_answers_still_come(blend: Blend, documents: Path) -> None:
@@ -140,7 +158,7 @@ def test_store_lists_and_clears(filled: Blend) -> None:
     assert shown.count("KV correction") == 2
     assert "surrogate context of " in shown
     assert "float32, prefix of" in shown
-    assert filled("store", "--clear").code == 0
+    assert filled("store", "--clear", "--yes").code == 0
     assert entries(filled.store) == []
     first = filled("answer", "the market", "--json", "--max-new-tokens", "1").json
     assert not any(chunk["hit"] for chunk in first["chunks"])

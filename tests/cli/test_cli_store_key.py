@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from blend_process import Blend, one_line
+from undisturbed import contents
 
 CHUNKS = ("--chunk-tokens", "64")
 ANSWER = ("answer", "When did the glacier open?", "--json", "--max-new-tokens", "4")
@@ -31,10 +32,28 @@ def test_entries_of_whoever_lacks_the_key_are_told_and_computed_again(
     mended = filled(*ANSWER, env={"KVBLEND_STORE_KEY": str(key)})
     assert all(chunk["hit"] for chunk in mended.json["chunks"])
     assert mended.json["problems"] == []
-    other = filled(*ANSWER, "--store-key", key_file(tmp_path, "another secret that nobody knows"))
-    assert not any(chunk["hit"] for chunk in other.json["chunks"])
     assert "surrogate context of" in filled("store", "--store-key", key).out
-    assert "surrogate context of" not in filled("store").out
+
+
+def test_who_forgets_the_key_changes_nothing(filled: Blend, documents: Path, tmp_path: Path) -> None:
+    """Without it all that is sealed seems damaged, and would be removed, or computed again for nobody else to use."""
+    key = key_file(tmp_path)
+    shutil.rmtree(filled.store)
+    assert filled("precompute", documents, *CHUNKS, "--store-key", key).code == 0
+    before = contents(filled.store / "kv" / "objects")
+    other = key_file(tmp_path, "another secret that nobody knows")
+    for command in (ANSWER, ("store", "prune", "--unused"), ("store", "verify", "--delete"), ("precompute", documents)):
+        for options, words in (((), "give --store-key"), (("--store-key", other), "another store key")):
+            refused = filled(*command, *options)
+            assert refused.code == 7, (command, options, refused)
+            assert words in one_line(refused.err)
+    assert contents(filled.store / "kv" / "objects") == before
+    (filled.store / "kv" / "sealed").unlink()  # as a store of before
+    lost = filled("store", "verify", "--delete")
+    assert lost.code == 7
+    assert "is --store-key missing" in one_line(lost.err)
+    assert contents(filled.store / "kv" / "objects") == before
+    assert "0 damaged" in filled("store", "verify", "--store-key", key).out
 
 
 def test_keys_that_cannot_be_used(filled: Blend, tmp_path: Path) -> None:

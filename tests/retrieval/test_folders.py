@@ -175,7 +175,8 @@ def test_names_that_are_no_utf_8_are_read_and_told_apart(tmp_path, bag, encode):
             file.write(b"" if b"empty" in name else b"Words.")
     loaded = load_documents(tmp_path / "docs")
     assert len({document.id for document in loaded.documents}) == 4
-    for words in (field for document in (*loaded.documents, *loaded.skipped) for field in document):
+    texts = [*loaded.documents, *(skipped[:2] for skipped in loaded.skipped), *(one.unread for one in loaded.skipped)]
+    for words in (field for document in texts for field in document):
         words.encode()
     assert "\\udcfe.txt" in [document.id for document in loaded.documents]
     chunks = chunk_documents(loaded.documents, encode)

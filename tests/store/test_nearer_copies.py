@@ -9,7 +9,7 @@ from _wire import Proxy
 from blend.errors import StoreUnreachableError
 from blend.store import Patience, open_store
 from blend.store.copies import remove_copies
-from blend.store.sources import pin
+from blend.store.pins import pin
 
 
 @pytest.fixture(params=["disk", "redis"])

@@ -29,6 +29,7 @@ WRITTEN = {
         "artifacts/map-1": "3c5d4a228b43bf511a6239f2",
         "namespaces/abc.json": "aa341445f1cfa0ba0723a5e0",
         f"objects/{KEY.namespace}/{KEY.digest[:2]}/{KEY.digest}.safetensors": "43f3377d93c9956b82885df5",
+        "sealed": "bd40c574845243a92a940185",
         "store.json": "4fbb240b7023449d48f969f0",
     },
 }
@@ -56,6 +57,7 @@ def test_every_file_is_written_as_before(tmp_path, codec, secret):
     store.write_artifact("map-1", b"content")
     store.describe("abc", {"model": "tiny", "dtype": "f"})
     files = {str(path.relative_to(tmp_path)): path for path in tmp_path.rglob("*") if path.is_file()}
+    assert files.pop(".swapping", None) is None or secret  # a lock of whoever says first that the store is sealed
     assert len(files.pop("generation").read_bytes()) == 32
     assert {name: hashlib.sha256(path.read_bytes()).hexdigest()[:24] for name, path in files.items()} == WRITTEN[
         codec, secret

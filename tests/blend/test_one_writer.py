@@ -1,0 +1,86 @@
+"""KV corrections are measured for minutes and kept in a moment: what was decided anew meanwhile is not undone."""
+
+from __future__ import annotations
+
+import pytest
+from cases import make_layout
+from models import decoder
+
+from blend.blender import Blender
+from blend.chunks import corrections
+from blend.chunks.deciding import in_copies, with_given_surrogate, with_surrogate
+from blend.store import open_store
+
+PREFIX = make_layout().prefix
+CHUNKS = [tuple((3 + 7 * i + j * 5) % 90 + 3 for j in range(14)) for i in range(40)]
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Blenders of two processes, as far as the store knows, over a corpus with caches in two copies."""
+    blenders = [Blender(decoder("llama"), open_store(tmp_path)) for _ in range(2)]
+    library = with_surrogate(blenders[0].library(PREFIX), CHUNKS, 28)
+    library.compute(library.missing(CHUNKS))
+    return blenders
+
+
+def artifacts(blender):
+    return {name: blender.store.read_artifact(name) for name in blender.store.artifacts()}
+
+
+def meanwhile(monkeypatch, change):
+    """Called once, while somebody fits."""
+    fit, done = corrections.fit_corrections, []
+
+    def slow(*arguments, **options):
+        found = fit(*arguments, **options)
+        if not done:
+            done.append(True)
+            change()
+        return found
+
+    monkeypatch.setattr(corrections, "fit_corrections", slow)
+
+
+def test_another_number_of_copies(two, monkeypatch):
+    here, there = two
+    left = {}
+
+    def change():
+        in_copies(there.library(PREFIX), one=True)
+        assert there.calibrate(PREFIX, CHUNKS)
+        left.update(artifacts(there))
+
+    meanwhile(monkeypatch, change)
+    here.calibrate(PREFIX, CHUNKS, anew=True)
+    assert any(name.startswith("correction_first-") for name in left)
+    assert artifacts(here) == left
+
+
+def test_another_surrogate_context(two, monkeypatch):
+    here, there = two
+    meanwhile(monkeypatch, lambda: with_given_surrogate(there.library(PREFIX), tuple(range(3, 33))))
+    here.calibrate(PREFIX, CHUNKS, anew=True)
+    assert not any(name.startswith("correction") for name in artifacts(here))
+
+
+def test_a_change_elsewhere_costs_nothing(two, monkeypatch):
+    here, there = two
+    meanwhile(monkeypatch, lambda: there.store.write_artifact("of-another-corpus", b"x"))
+    assert here.calibrate(PREFIX, CHUNKS, anew=True)
+    assert sum(name.startswith("correction-") for name in artifacts(here)) == 2
+
+
+def test_the_lock_of_writers_is_held(two, monkeypatch, tmp_path):
+    from filelock import FileLock, Timeout
+
+    here, _ = two
+    write = here.store.write_artifact
+
+    def checked(name, content):
+        with pytest.raises(Timeout), FileLock(tmp_path / ".writing", timeout=0):
+            pass
+        write(name, content)
+
+    monkeypatch.setattr(here.store, "write_artifact", checked)
+    assert here.calibrate(PREFIX, CHUNKS, anew=True)

@@ -1,0 +1,186 @@
+"""`blend store prune` removes what nobody uses, and nothing of which it does not know that."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from made_stores import age, call, key, made
+
+from blend.store import open_store
+from blend.store.disk import DiskBackend
+from blend.store.pins import pin
+from blend.store.sources import forget_sources, read_sources, write_sources
+
+SECRET = b"s" * 32
+
+
+def told(store, numbers, corpus="", model="model"):
+    """The note of a precompute."""
+    space = key(0, model).namespace
+    write_sources(store, corpus, space, {space: {key(n, model).digest: f"doc{n}" for n in numbers}})
+
+
+def index(root, corpus=""):
+    """A corpus that is there, as far as anybody looks."""
+    folder = root / "corpora" / corpus / "index" if corpus else root / "index"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+def left(store):
+    keys = store.keys()
+    return {one.digest for one in keys}
+
+
+def test_what_no_document_is_cached_in_goes(tmp_path):
+    store = made(tmp_path, 5)
+    told(store, range(3))
+    index(tmp_path)
+    assert "2 caches would go" in call(tmp_path, "prune", "--unused", "--dry-run").output
+    assert "2 caches removed" in call(tmp_path, "prune", "--unused").output
+    assert left(store) == {key(n).digest for n in range(3)}
+
+
+def test_what_is_new_stays_for_an_hour(tmp_path):
+    store = made(tmp_path, 3)
+    told(store, ())
+    age(tmp_path, hours=0.9)
+    assert "0 caches would go" in call(tmp_path, "prune", "--unused", "--dry-run").output
+    assert "0 caches removed" in call(tmp_path, "prune", "--unused", "--older-than", "0").output
+    age(tmp_path, hours=1.1)
+    assert "3 caches removed" in call(tmp_path, "prune", "--unused").output
+
+
+def test_models_keep_notes_of_their_own(tmp_path):
+    store = made(tmp_path, 3)
+    told(store, range(3))
+    made(tmp_path, 3, model="second")
+    told(store, range(2), model="second")
+    made(tmp_path, 3, model="unknown")
+    told(store, range(1), model="second")
+    assert "2 caches removed" in call(tmp_path, "prune", "--unused").output
+    kept = {key(n).digest for n in range(3)} | {key(0, "second").digest} | {key(n, "unknown").digest for n in range(3)}
+    assert left(store) == kept, "of a model without a note nothing is known"
+
+
+def test_a_namespace_that_a_corpus_has_left_is_still_known(tmp_path):
+    """Caches behind a surrogate context that was replaced, and were not removed then."""
+    store = made(tmp_path, 3)
+    space, other = key(0).namespace, key(0, "behind a surrogate").namespace
+    made(tmp_path, 2, model="behind a surrogate")
+    write_sources(store, "", space, {space: {key(0).digest: "a"}, other: {key(0, "behind a surrogate").digest: "a"}})
+    write_sources(store, "", space, {space: {key(0).digest: "a"}})
+    assert "4 caches removed" in call(tmp_path, "prune", "--unused").output
+
+
+def test_notes_of_before(tmp_path):
+    """One a corpus, of the model that came last; the next precompute takes its place."""
+    store = made(tmp_path, 3)
+    made(tmp_path, 3, model="second")
+    store.put_manifest("sources/_", json.dumps({key(0).digest: "a"}).encode())
+    index(tmp_path)
+    assert "2 caches removed" in call(tmp_path, "prune", "--unused").output
+    assert len(left(store)) == 4
+    told(store, (), model="second")
+    assert key(0).digest not in read_sources(store).documents
+    assert "3 caches removed" in call(tmp_path, "prune", "--unused").output
+
+
+def test_corpora_share_what_both_hold(tmp_path):
+    store = made(tmp_path, 4)
+    told(store, (0, 1))
+    told(store, (1, 2), "legal")
+    index(tmp_path)
+    index(tmp_path, "legal")
+    assert "1 caches removed" in call(tmp_path, "prune", "--unused").output
+    forget_sources(store, "")
+    assert read_sources(store).corpora == {"legal"}
+    assert left(store) == {key(n).digest for n in range(3)}
+
+
+def damaged(store):
+    (file,) = (store.backend.root / "sources").iterdir()
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+UNKNOWN = {
+    "damaged": damaged,
+    "a list": lambda store: store.put_manifest(f"sources/_.{key(0).namespace}", b"[1, 2]"),
+    "a list within": lambda store: store.put_manifest(f"sources/_.{key(0).namespace}", b'{"a": [1, 2]}'),
+    "no text": lambda store: store.put_manifest("sources/_", b'{"a": 1}'),
+    "missing": lambda store: forget_sources(store, ""),
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_nothing_goes_while_a_corpus_does_not_say_what_it_uses(tmp_path, what, secret):
+    root, file = tmp_path / "store", tmp_path / "key"
+    file.write_bytes(SECRET)
+    file.chmod(0o600)
+    store = made(root, 3, secret)
+    told(store, range(3))
+    index(root)
+    UNKNOWN[what](store)
+    options = () if secret is None else ("--store-key", file)
+    for more in ((), ("--dry-run",)):
+        refused = call(root, "prune", "--unused", *more, *options)
+        assert refused.exit_code == 7
+        assert "nothing is removed; run `blend precompute`" in refused.output
+    assert len(left(store)) == 3
+    assert call(root, "ls", *options).exit_code == 0
+
+
+def test_a_sealed_store_of_before_without_its_key(tmp_path):
+    store = made(tmp_path, 3, SECRET)
+    told(store, range(3))
+    (tmp_path / "kv" / "sealed").unlink()
+    refused = call(tmp_path, "prune", "--unused")
+    assert refused.exit_code == 7
+    assert "of another --store-key" in refused.output
+    assert len(left(store)) == 3
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_who_comes_while_it_is_listed_loses_nothing(tmp_path, monkeypatch, pinned):
+    store, listing = made(tmp_path, 3), DiskBackend.listing
+    told(store, ())
+
+    def meanwhile(self, prefix):
+        yield from listing(self, prefix)
+        if prefix == "objects/":
+            other = open_store(tmp_path / "kv")
+            if pinned:
+                pin(other.backend, key(0).digest, on=True)
+            else:
+                told(other, (0,))
+
+    monkeypatch.setattr(DiskBackend, "listing", meanwhile)
+    done = call(tmp_path, "prune", *(("--older-than", "0") if pinned else ("--unused",)))
+    assert "2 caches removed" in done.output
+    assert left(store) == {key(0).digest}
+
+
+def test_nobody_tells_what_is_used_while_it_is_removed(tmp_path, monkeypatch):
+    """What a precompute finds stored behind its note stays stored."""
+    store, delete = made(tmp_path, 2), DiskBackend.delete
+    told(store, ())
+    free = []
+
+    def at_that_moment(self, name):
+        if name.startswith("objects/"):
+            from filelock import FileLock, Timeout
+
+            try:
+                with FileLock(tmp_path / "kv" / ".writing", timeout=0):
+                    free.append(name)
+            except Timeout:
+                pass
+        return delete(self, name)
+
+    monkeypatch.setattr(DiskBackend, "delete", at_that_moment)
+    assert "2 caches removed" in call(tmp_path, "prune", "--unused").output
+    assert free == []
