@@ -51,6 +51,7 @@ class Beside:
                     call()
             except BaseException as error:  # the next one is somebody else's
                 log_error(error, "")
+            del call  # what it holds is not to be kept until there is another
             self._wake()
 
 
@@ -135,8 +136,8 @@ class Stepper(Generic[_Result]):
         except BaseException as error:
             self._error = RuntimeError(f"{type(error).__name__} beside the engine")
         with self._lock:
-            self.busy = self._given_up
-        if self._given_up:
+            self.busy = given_up = self._given_up  # from here on, giving up has it closed by another thread
+        if given_up:
             self._close()
 
     def _close(self) -> None:
@@ -144,4 +145,5 @@ class Stepper(Generic[_Result]):
             self._steps.close()
         except Exception as error:  # entries that cannot be closed harm nobody
             log_error(error, "")
-        self._error, self.ended, self.busy = None, True, False
+        self._error, self._next = None, Resume.HERE
+        self.ended, self.busy = True, False

@@ -15,7 +15,7 @@ from changing import until
 from served import Served
 
 from blend.serve.door.connection import most_connections, raise_descriptor_limit
-from blend.serve.door.log import LOG
+from blend.serve.faults import LOG
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
 CHAT = "/v1/chat/completions"
