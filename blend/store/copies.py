@@ -24,10 +24,10 @@ def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
                     if name not in held and key_of(name).digest not in pins:
                         removed += 1
                         _ = dry_run or tier.delete(name)
-        except StoreError as error:
-            left.append(f"{tier.place} ({error})")
+        except StoreError:
+            left.append(tier.place)
     if left and not dry_run:
         raise StoreUnreachableError(
-            f"copies of what was removed may still be in {', '.join(left)}; run the same command again when that is well"
+            f"copies of what was removed may still be in {', '.join(left)}: run the same command again when that is up"
         )
     return removed
