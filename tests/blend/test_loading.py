@@ -31,6 +31,7 @@ class Seen:
 
     def __init__(self, reader: ChunkReader, before: Before) -> None:
         self.tokens, self.layers, self.start, self.still = reader.tokens, reader.layers, reader.start, reader.still
+        self.stored_bytes = reader.stored_bytes
         self.reader, self.before, self.closed = reader, before, False
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
