@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def write_texts(questions: Path | None, folder: Path) -> tuple[Path, list[str]]:
     return folder / "docs", [question.question for question in DEMO_QUESTIONS]
 
 
-def tiny_model(folder: Path, **shape: int) -> Path:
+def tiny_model(folder: Path, **shape: Any) -> Path:
     """A random model of four narrow layers, with a tokenizer made of the corpus. shape: entries of its configuration."""
     from retrieval import load_documents
     from tests.tiny_model import save_tiny_model
