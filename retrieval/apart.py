@@ -109,13 +109,14 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _left_out(name: str, reason: str) -> LoadedDocuments:
-    return LoadedDocuments((), (SkippedDocument(valid_name(name), reason),))
+    return LoadedDocuments((), (SkippedDocument(valid_name(name), reason, (valid_name(name),)),))
 
 
 def _parsed(answer: bytes) -> LoadedDocuments:
     told = json.loads(answer)
     documents = tuple(Document(*one) for one in told["documents"])
-    return LoadedDocuments(documents, tuple(SkippedDocument(*one) for one in told["skipped"]))
+    skipped = tuple(SkippedDocument(source, reason, tuple(unread)) for source, reason, unread in told["skipped"])
+    return LoadedDocuments(documents, skipped)
 
 
 def main() -> None:

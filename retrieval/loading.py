@@ -147,4 +147,4 @@ def _bytes(path: Path) -> bytes:
         gone = isinstance(error, FileNotFoundError)  # meanwhile, or a link that leads nowhere
         raise UnreadableError(f"cannot be read ({error.strerror})", is_there=not gone) from None
     except MemoryError:
-        raise UnreadableError(OUT_OF_MEMORY) from None
+        raise UnreadableError("is too large for the memory of this machine") from None

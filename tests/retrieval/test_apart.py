@@ -61,7 +61,7 @@ def test_it_reads_what_is_read_here(name: str, data: bytes) -> None:
 )
 def test_what_goes_beyond_the_limits_is_left_out(limits: ReadingLimits, file: tuple[str, bytes], reason: str) -> None:
     reader = ApartReader(limits)
-    assert reader.read(*file).skipped == (SkippedDocument(file[0], reason),)
+    assert reader.read(*file).skipped == (SkippedDocument(file[0], reason, (file[0],)),)
     assert len(reader.read("b.txt", b"A bell.").documents) == 1
 
 
