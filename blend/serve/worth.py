@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from blend.select import make_selector
@@ -46,11 +47,9 @@ def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, 
     if config.ratio >= 1:
         return "everything is recomputed"
     library = blender.library(layout.kept_behind)
-    held = sum(
-        rows
-        for chunk, rows in stored
-        if any(library.key(one) in blender.store for one in library.wanted([chunk], isolated=True))
-    )
+    keys = {chunk: [library.key(one) for one in library.wanted([chunk], isolated=True)] for chunk, _ in stored}
+    readable = blender.store.readable(chain.from_iterable(keys.values()))
+    held = sum(rows for chunk, rows in stored if not readable.isdisjoint(keys[chunk]))
     cost = least_gain + _question_rows(blender, layout, config)
     if held * (1 - config.ratio) > cost:
         return ""

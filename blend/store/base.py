@@ -279,10 +279,17 @@ class ChunkStore:
         Where several places are one store, the far one alone is asked: a copy that one machine has is no entry for the others.
         Raises `StoreError` when the store cannot be read.
         """
+        return self._usable(keys, self.backend.stored)
+
+    def readable(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """The same of entries that can be read from here, wherever they lie: what a prompt may be made of."""
+        return self._usable(keys, self.backend.open_many)
+
+    def _usable(self, keys: Iterable[ChunkKey], opening: _Opening) -> set[ChunkKey]:
         wanted, found = list(dict.fromkeys(keys)), set[ChunkKey]()
         for begin in range(0, len(wanted), _AT_ONCE):
             batch = wanted[begin : begin + _AT_ONCE]
-            for key, reader in zip(batch, self._opened_many(batch, self.backend.stored), strict=True):
+            for key, reader in zip(batch, self._opened_many(batch, opening), strict=True):
                 if isinstance(reader, ChunkReader):
                     found.add(key)
                     reader.close()

@@ -45,8 +45,10 @@ class Reader:
     """A store's, which calls before each layer."""
 
     def __init__(self, reader: ChunkReader, before: Callable[[int], None]) -> None:
-        self.tokens, self.layers, self.start, self.still = reader.tokens, reader.layers, reader.start, reader.still
         self._reader, self._before, self.closed = reader, before, False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._reader, name)
 
     def read_into(self, index: int, keys_out: object, values_out: object) -> None:
         self._before(index)
@@ -96,7 +98,7 @@ def running(engine: EmbeddedEngine) -> Answer:
     return answer
 
 
-@pytest.mark.parametrize("call", ["open", "open_many", "read"])
+@pytest.mark.parametrize("call", ["readable", "open_many", "read"])
 def test_an_answer_goes_on_while_another_prompts_caches_are_loaded(
     call: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def test_a_copy_is_no_entry_and_is_given_back_as_it_is(opened, key, cache, tmp_p
     far.delete(key(1))
     assert store.held([key(1), key(2), key(3)]) == {key(2)}
     assert key(1) not in store
+    assert store.readable([key(1), key(2), key(3)]) == {key(1), key(2)}
     store.open(key(1)).close()  # an answer uses it all the same
     assert store.restore([key(1), key(3)]) == {key(1)}
     assert file.read_bytes() == before
