@@ -63,7 +63,7 @@ def test_who_is_given_up_leaves_the_queue_wherever_it_stands(make_engine: Callab
 
 
 def test_the_most_urgent_is_next_though_there_is_room_for_all(make_engine: Callable[..., EmbeddedEngine]) -> None:
-    """Also before those that came while another prompt is prefilled."""
+    """Also before those that came while another prompt is prefilled, but for one that may be loading already."""
     engine, order = make_engine(most_running=8, pass_rows=18), list[str]()
     running = Held(engine, make_layout())
     long = PromptLayout(make_layout().prefix, (), tuple(range(3, 93)))
@@ -82,7 +82,10 @@ def test_the_most_urgent_is_next_though_there_is_room_for_all(make_engine: Calla
     running.let_go()
     for answer in answers:
         answer.wait()
-    assert list(dict.fromkeys(order)) == ["long", "urgent", "first", "second"]
+    found = list(dict.fromkeys(order))
+    assert found[0] == "long"
+    assert found.index("urgent") < found.index("second")
+    assert found.index("first") < found.index("second")
 
 
 def test_tenants_take_turns(make_engine: Callable[..., EmbeddedEngine]) -> None:
