@@ -13,6 +13,7 @@ from blend.chunks.open_library import Variant
 from blend.config import BlendConfig
 from blend.filling import Filler, run_steps
 from blend.model.rows import RowRequest, Steps
+from blend.recompute import MostRows
 from blend.store.base import ChunkStore
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, PromptLayout, Selection
@@ -113,13 +114,13 @@ class Blender(Filler):
         config: BlendConfig | None = None,
         room: int = 256,
         watch: Stopwatch | None = None,
-        most_rows: int | None = None,
+        most_rows: MostRows | None = None,
         known: ChunkCache | None = None,
     ) -> Steps[Blend]:
         """`prefill` for a scheduler: yields rows for `Decoder.prefill`, is sent their logits, ends with the `Blend`.
 
         The rows may run in one pass with rows of other prompts, whose answers then need not wait; nor need they where it yields
-        a `Resume`. most_rows: of a piece; stored layers are then in place before the first that reads them. known: KV of the
+        a `Resume`. most_rows: see there; stored layers are then in place before the first that reads them. known: KV of the
         prefix, or of its first rows, where that is at hand; the rest is computed first. An `EntryDamagedError` that running the
         rows raised is to be thrown in. Close it when it is given up, which may wait for the store too. Raises as `prefill`.
         """

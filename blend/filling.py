@@ -20,7 +20,7 @@ from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.row_decoder import check_ids
 from blend.model.rows import Resume, RowRequest, Steps
-from blend.recompute import make_plan, recompute
+from blend.recompute import MostRows, make_plan, recompute
 from blend.select import make_selector
 from blend.select.controls import All
 from blend.store import open_store
@@ -138,7 +138,7 @@ class Filler:
         config: BlendConfig,
         room: int,
         watch: Stopwatch,
-        most_rows: int | None = None,
+        most_rows: MostRows | None = None,
         known: ChunkCache | None = None,
         new_cache: NewCache | None = None,
     ) -> Steps[Filled]:
@@ -182,7 +182,7 @@ class Filler:
         config: BlendConfig,
         *,
         watch: Stopwatch,
-        most_rows: int | None,
+        most_rows: MostRows | None,
         corrected: bool,
     ) -> Steps[Filled]:
         """Put the stored chunks in place, with or without the KV correction, and recompute."""

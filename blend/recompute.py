@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +20,10 @@ from blend.types import PromptLayout, Selection
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
     from blend.model.row_decoder import RowDecoder
+
+
+MostRows = int | Callable[[], int]
+"""Rows of a piece at most, or what says so before each."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def make_plan(
 
 
 def recompute(
-    decoder: RowDecoder, cache: BlendedCache, plan: Plan, *, watch: Stopwatch, most_rows: int | None = None
+    decoder: RowDecoder, cache: BlendedCache, plan: Plan, *, watch: Stopwatch, most_rows: MostRows | None = None
 ) -> Steps[tuple[torch.Tensor, Selection]]:
     """Fill `cache` with fresh KV of the selected rows; next-token logits `[1, vocab]` and the selection made.
 
@@ -130,12 +134,15 @@ def recompute(
     return logits, Selection(choice.rows, choice.rows_per_layer(depth), scores).behind(before)
 
 
-def _pieces(rows: torch.Tensor, most: int | None) -> Sequence[torch.Tensor]:
-    return torch.split(rows, most or rows.shape[0]) if rows.shape[0] else ()
+def _pieces(rows: torch.Tensor, most: MostRows | None) -> Iterator[torch.Tensor]:
+    while rows.shape[0]:
+        piece = rows[: most() if callable(most) else most]
+        yield piece
+        rows = rows[piece.shape[0] :]
 
 
 def _asked(
-    decoder: RowDecoder, cache: BlendedCache, plan: Plan, score: QueryScore, most_rows: int | None
+    decoder: RowDecoder, cache: BlendedCache, plan: Plan, score: QueryScore, most_rows: MostRows | None
 ) -> Steps[torch.Tensor]:
     """The question's attention, as `query_attention` gives it; in pieces its rows are run beside other prompts' rows too.
 

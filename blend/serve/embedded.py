@@ -295,8 +295,8 @@ class EmbeddedEngine:
 
     def _prepare(self, job: Job, rows: int) -> None:
         if not job.begun:
-            job.begin(rows, self._loads)
-        job.prepare()
+            job.begin(self._loads)
+        job.prepare(rows)
         if job.ended:
             self._lack(job)
 

@@ -86,9 +86,9 @@ class Job:
         late = self.work.deadline_s is not None and self.age_s > self.work.deadline_s
         return "deadline" if late and self.blend is None else None
 
-    def begin(self, most_rows: int, beside: Beside) -> None:
-        """Take up its prefill, in pieces of so many rows."""
-        self._waited_s, self._most_rows = self.age_s, most_rows
+    def begin(self, beside: Beside) -> None:
+        """Take up its prefill."""
+        self._waited_s = self.age_s
         self._found = self._find()
         self._prefill = Stepper(self._prefilling(), beside)
 
@@ -112,9 +112,13 @@ class Job:
             rows = len(mine.layout.prefix)
         return rows > mine.layout.rows_of_home
 
-    def prepare(self) -> None:
-        """Go on as far as nothing is waited for; then there is a `piece`, unless it has ended or waits."""
+    def prepare(self, most_rows: int) -> None:
+        """Go on as far as nothing is waited for; then there is a `piece`, unless it has ended or waits.
+
+        most_rows: of those pieces that are cut from now on.
+        """
         assert self._prefill is not None
+        self._most_rows = most_rows
         self.piece = self._prefill.rows()
         self._look()
 
@@ -166,7 +170,7 @@ class Job:
             config=self._config,
             room=self.work.sampling.max_tokens,
             watch=self._watch,
-            most_rows=self._most_rows,
+            most_rows=lambda: self._most_rows,
             known=self._known,
         )
 

@@ -13,6 +13,7 @@ from engines import FEW, Answer, alone, ask, layouts
 from models import LAYERS
 
 from blend.errors import EntryDamagedError, StoreError
+from blend.model.rows import RowRequest
 from blend.serve import encoding
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.engine import Ended, Sampling, Started, Token, Work
@@ -115,6 +116,27 @@ def test_an_answer_goes_on_while_another_prompts_caches_are_loaded(
     assert other.wait().tokens == expected
     assert all(other.started.hits)
     assert answer.wait().tokens == ask(engine, RUNNING, LONG, full=True).wait().tokens
+
+
+def test_a_prompt_that_was_alone_when_it_began_to_load_runs_in_small_pieces_beside_an_answer(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, gate, layout = make_engine(most_running=4, pass_rows=20), Gate(), make_layout(suffix=60)
+    cache_chunks(engine._blender, layout)
+    slow(engine, monkeypatch, "read", gate)
+    other = ask(engine, layout)
+    gate.wait()
+    answer, passes, run = running(engine), list[int](), engine._decoder.driver.run
+
+    def counted(requests: Sequence[RowRequest], **more: object) -> object:
+        passes.append(sum(request.positions.shape[0] for request in requests))
+        return run(requests, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine._decoder.driver, "run", counted)
+    gate.open()
+    assert other.wait().tokens
+    assert not answer.done.is_set()
+    assert max(passes) == 16 + 1
 
 
 @pytest.mark.parametrize("call", ["put", "held"])
