@@ -224,7 +224,7 @@ class Filler:
         Raises `StoreError` when the store cannot be written.
         """
         self.library(layout.kept_behind).compute(missing)
-        return len({wanted.chunk for wanted in missing})
+        return len({one.chunk for one in missing})
 
 
 def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) -> _Result:

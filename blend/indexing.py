@@ -97,7 +97,7 @@ class OtherCorpora:
         if not gone:
             return frozenset()
         libraries = (self.library, *self._libraries.values())
-        keys = {library.key(one) for library in libraries for one in library.wanted(gone, isolated=True)}
+        keys = {library.key(one) for library in libraries for one in library.variants(gone, isolated=True)}
         return frozenset(keys.difference(self.used))
 
     @cached_property
@@ -142,10 +142,10 @@ class CorpusChange:
 
 
 class Prepared(NamedTuple):
-    """A corpus whose index holds what it is to hold. wanted: the caches that it should have; missing: those to compute."""
+    """A corpus whose index holds what it is to hold. variants: the caches that it should have; missing: those to compute."""
 
     library: ChunkLibrary
-    wanted: list[Variant]
+    variants: list[Variant]
     missing: list[Variant]
     update: IndexUpdate
 
@@ -183,10 +183,10 @@ def prepare(change: CorpusChange, *, quick: bool = False, progress: Progress = n
     """
     update = write_index(change, progress)
     library = decide(change, quick=quick)
-    wanted = library.quickest(change.ids) if quick else library.wanted(change.ids)
-    lacking = library.lacking(wanted)
+    variants = library.quickest(change.ids) if quick else library.variants(change.ids)
+    lacking = library.lacking(variants)
     restored = library.restored(lacking)
-    return Prepared(library, wanted, [one for one in lacking if one not in restored], update)
+    return Prepared(library, variants, [one for one in lacking if one not in restored], update)
 
 
 def write_index(change: CorpusChange, progress: Progress = no_progress) -> IndexUpdate:
@@ -220,7 +220,7 @@ def _sources(library: ChunkLibrary, change: CorpusChange) -> dict[str, dict[str,
     """Which document each cache is of, by namespaces; of several with the same chunk one."""
     documents = {change.corpus.token_ids(chunk): chunk.document_id for chunk in change.chunks}
     found: dict[str, dict[str, str]] = {library.isolated.identity.namespace: {}}
-    for one in library.wanted(change.ids, isolated=True):
+    for one in library.variants(change.ids, isolated=True):
         key = library.key(one)
         found.setdefault(key.namespace, {})[key.digest] = documents[one.chunk]
     return found

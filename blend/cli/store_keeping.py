@@ -107,24 +107,24 @@ def _corpora(store: Path, caches: ChunkStore) -> set[str]:
 
 
 @click.command("pin")
-@click.argument("wanted", nargs=-1, required=True)
+@click.argument("names", nargs=-1, required=True)
 @options.store_option
 @options.store_key_option
-def pin(wanted: tuple[str, ...], store: Path, store_key: Path | None) -> None:
+def pin(names: tuple[str, ...], store: Path, store_key: Path | None) -> None:
     """Keep the caches of these documents, named as `ls` does, or with these digests: never pruned, never evicted from a disk.
 
     They are fetched to the disk of this machine. To remove the document removes them all the same.
     """
-    _pin(wanted, open_caches(store, store_key), on=True)
+    _pin(names, open_caches(store, store_key), on=True)
 
 
 @click.command("unpin")
-@click.argument("wanted", nargs=-1, required=True)
+@click.argument("names", nargs=-1, required=True)
 @options.store_option
 @options.store_key_option
-def unpin(wanted: tuple[str, ...], store: Path, store_key: Path | None) -> None:
+def unpin(names: tuple[str, ...], store: Path, store_key: Path | None) -> None:
     """Let them go again."""
-    _pin(wanted, open_caches(store, store_key), on=False)
+    _pin(names, open_caches(store, store_key), on=False)
 
 
 def _pin(wanted: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:

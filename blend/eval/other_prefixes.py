@@ -22,8 +22,8 @@ from blend.eval.metrics import kl_divergence
 from blend.model.full_prefill import full_prefill
 from blend.model.generate import generate, teacher_forced_logits
 from blend.prompt import PromptTemplate
-from blend.serve.ask import Message
 from blend.serve.chat import ChatTemplate, Passage, question_turns
+from blend.serve.request import Message
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:

@@ -76,7 +76,7 @@ def precompute_share(
     change.forget()
     update = _index(rag, change, progress)
     library = decide(change)
-    work = take_up(library, library.wanted(change.ids))
+    work = take_up(library, library.variants(change.ids))
     mine, begin = work.of(share), time.perf_counter()
     computed = (compute or compute_here)(work, mine, progress)
     seconds = time.perf_counter() - begin
@@ -97,7 +97,7 @@ def precompute_share(
         removed=update.removed if update else 0,
         computed=computed.caches,
         reused=sum(map(len, mine)) - computed.caches + (work.stored if share.number == 1 else 0),
-        evicted=len(library.lacking(work.wanted)) if found.last else 0,
+        evicted=len(library.lacking(work.variants)) if found.last else 0,
         tokens=computed.tokens,
         seconds=seconds,
         skipped=loaded.skipped,

@@ -10,7 +10,7 @@ from blend.config import PromptConfig
 from blend.errors import PromptError
 from blend.plain_text import TextTokenizer
 from blend.prompt import Parts
-from blend.serve.ask import Message, Role
+from blend.serve.request import Message, Role
 from blend.types import Part, PromptLayout
 
 # Private-use characters stand for what users wrote while the template is applied: no template contains or changes them.

@@ -157,12 +157,12 @@ class EmbeddedEngine:
         """Whether its thread runs, and no fault has ended its work."""
         return not self._failed and self._thread.is_alive()
 
-    def encode(self, library: ChunkLibrary, wanted: Sequence[Variant], on_done: OnDone) -> Encoding:
+    def encode(self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone) -> Encoding:
         """Compute and store these caches in small pieces, beside answers and when there are none; see `Encoding`."""
         with self._changed:
             self._require_open()
             self._wake()
-            return self._encodings.add(library, wanted, on_done)
+            return self._encodings.add(library, variants, on_done)
 
     def forget(self, tenant: str) -> None:
         """Let go of all that is kept in memory of this tenant's prompts."""

@@ -188,7 +188,7 @@ class Engine(Protocol):
         """Whether answers can still come."""
         ...
 
-    def encode(self, library: ChunkLibrary, wanted: Sequence[Variant], on_done: OnDone) -> Computing:
+    def encode(self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone) -> Computing:
         """Compute and store these caches beside the answers, or when there are none."""
         ...
 

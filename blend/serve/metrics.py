@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from blend.serve.ask import Opened
 from blend.serve.engine import BLENDED_BEFORE, IN_MEMORY, EndReason, Holding
+from blend.serve.request import Opened
 from blend.store.backend import MemoryStats
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80, 160, 640)

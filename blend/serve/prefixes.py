@@ -72,21 +72,21 @@ class Prefixes:
 
     def keep(self, owner: str, ids: Sequence[int], cache: BlendedCache) -> None:
         """Take in the exact KV of these tokens, the first rows of `cache`, unless they are more than the budget."""
-        wanted = tuple(ids)
-        if self._too_large(cache, len(wanted)):
+        tokens = tuple(ids)
+        if self._too_large(cache, len(tokens)):
             return
         with self._lock:
-            path = self._path(owner, wanted)
+            path = self._path(owner, tokens)
             done = sum(count for _, count in path)
-            if done == len(wanted):
+            if done == len(tokens):
                 return
             parent = self._split(*path[-1]) if path else self._trees.setdefault(owner, _Node((), None))
-            node = _Node(wanted[done:], parent)
-            node.cache = _rows(cache, done, len(wanted))
-            parent.children[wanted[done]] = node
+            node = _Node(tokens[done:], parent)
+            node.cache = _rows(cache, done, len(tokens))
+            parent.children[tokens[done]] = node
             self._nodes[node] = None
             self._nbytes += node.cache.nbytes
-            self._path(owner, wanted)  # those above are now the more recently used
+            self._path(owner, tokens)  # those above are now the more recently used
             self._shrink()
 
     def keep_conversation(self, owner: str, ids: Sequence[int], cache: BlendedCache, exact: int) -> None:

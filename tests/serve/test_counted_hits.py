@@ -46,7 +46,7 @@ def test_what_is_verified_or_calibrated_on_is_no_hit(blender: Blender) -> None:
     layout = make_layout()
     library = blender.library(layout.prefix)
     library.compute(library.missing(layout.chunks))
-    keys = [library.key(one) for one in library.wanted(layout.chunks)]
+    keys = [library.key(one) for one in library.variants(layout.chunks)]
     assert [verify_entry(blender.store, cache_name(key)) for key in keys] == [""] * len(keys)
     blender.calibrate(layout.prefix, layout.chunks)
     assert counted(blender) == 0

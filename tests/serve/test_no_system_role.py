@@ -9,7 +9,7 @@ import pytest
 from rooms import FEW, QUESTION, Told, ask, make_rag, serving
 
 from blend.prompt import render_chunk
-from blend.serve.ask import Ask, GivenDocument, Message
+from blend.serve.request import AnswerRequest, GivenDocument, Message
 from blend.serve.service import Service
 
 NO_SYSTEM_ROLE = (
@@ -51,7 +51,7 @@ def _four_ways(service: Service) -> None:
     asked = config.question.replace("{question}", QUESTION)
     pasted = config.instruction + "".join(map(render_chunk, chunks)) + asked
     told = Told()
-    service.submit(Ask((Message("user", f"{config.system}\n\n{pasted}"),), sampling=FEW), told)
+    service.submit(AnswerRequest((Message("user", f"{config.system}\n\n{pasted}"),), sampling=FEW), told)
     assert told.done.wait(60)
     assert [(source.kind, source.id) for source in told.opened.sources] == [("pasted", chunk.id) for chunk in chunks]
     assert told.text == retrieved.text

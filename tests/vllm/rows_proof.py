@@ -206,8 +206,8 @@ class Proof:
         """A prompt of which one entry is not what was written."""
         layout = self.layouts[3]
         library = self.blender.library(layout.prefix)
-        wanted = library.wanted([layout.chunks[1]])[-1]
-        entry = next((folder / "store").rglob(f"{library.key(wanted).digest}*"))
+        variants = library.variants([layout.chunks[1]])[-1]
+        entry = next((folder / "store").rglob(f"{library.key(variants).digest}*"))
         content = bytearray(entry.read_bytes())
         content[-1000] ^= 255
         entry.write_bytes(content)

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from blend.integrations.vllm.questions import asked
+from blend.integrations.vllm.questions import answer_request
 from blend.integrations.vllm.shelf import NoRoomError, Shelf
 from blend.integrations.vllm.wire import Message
-from blend.serve.ask import Closed, Opened, Refused, Reply
 from blend.serve.door.answers import own
 from blend.serve.door.errors import failure_of
 from blend.serve.door.hall import DoorLimits
 from blend.serve.engine import Handle, QueueFullError, Sampling
 from blend.serve.faults import log_error
+from blend.serve.request import Closed, Opened, Refused, Reply
 
 if TYPE_CHECKING:
     from blend.blender import Blend
@@ -48,7 +48,7 @@ class Desk:
         question = Question(self.shelf, tell)
         try:
             self.service.engine.require_room()  # who is left to vLLM must not cost a search first
-            prepared = self.service.prepare(asked(part, self.service.corpora(""), self._limits))
+            prepared = self.service.prepare(answer_request(part, self.service.corpora(""), self._limits))
         except QueueFullError:
             question.give_up("busy")
             return question

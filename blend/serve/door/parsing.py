@@ -8,12 +8,12 @@ from pydantic import ValidationError
 
 from blend.corpora import in_words
 from blend.limits import shown
-from blend.serve.ask import Ask, GivenDocument, Message
 from blend.serve.door.errors import refuse
 from blend.serve.door.fields import IN_MESSAGES, UNSUPPORTED, body_of, mistake, without
 from blend.serve.door.hall import DoorLimits
 from blend.serve.door.schemas import ChatBody, Common, CompletionBody, DocumentBody, OwnBody, UploadBody
 from blend.serve.engine import Sampling
+from blend.serve.request import AnswerRequest, GivenDocument, Message
 
 _CORPUS = "+corpus"
 _NO_MODEL, _NO_CORPUS = "model_not_found", "corpus_not_found"
@@ -57,7 +57,7 @@ def _message(number: int, message: Any) -> Any:
     return without(message, IN_MESSAGES, f"messages[{number}].") if isinstance(message, dict) else message
 
 
-def ask_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLimits) -> Ask:
+def request_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLimits) -> AnswerRequest:
     """The question in words of no protocol. Raises `DoorError`, or `ConfigError` for a sampling that is none."""
     _check_together(body)
     own = body.kvblend or OwnBody()
@@ -73,7 +73,7 @@ def ask_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLimits
         logprobs=body.wanted_logprobs,
         ignore_eos=bool(body.ignore_eos),
     )
-    return Ask(
+    return AnswerRequest(
         messages=_messages(body),
         prompt=body.prompt if isinstance(body, CompletionBody) else None,
         tenant=offered.tenant,
