@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blend.chunks.deciding import remove_spare
-from blend.chunks.likeness import leave_probe
+from blend.chunks.probe import leave_probe
 from blend.chunks.work import close
 from blend.config import CorpusConfig
 from blend.indexing import Corpus, CorpusChange, plan, prepare

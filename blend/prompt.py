@@ -81,7 +81,7 @@ class PromptTemplate:
         if self._undated is None:
             return PromptLayout(self.prefix, tuple(chunks), suffix)
         today = tuple(self._text.join(self._around_chunks()[0]))
-        return PromptLayout(today, tuple(chunks), suffix, home=self.prefix)
+        return PromptLayout(today, tuple(chunks), suffix, canonical_prefix=self.prefix)
 
     def chunk_ids(self, chunk: TextChunk) -> tuple[int, ...]:
         """Token ids of one chunk as it stands in every prompt."""

@@ -45,7 +45,7 @@ class Plan:
     budget: int
     selector: Selector
 
-    def exact(self, computed: torch.Tensor) -> int:
+    def exact_rows(self, computed: torch.Tensor) -> int:
         """How many of the prompt's first rows are what full prefill gives, if the known rows of the prefix are.
 
         computed: positions of the rows that were computed in every layer, `[rows]`.

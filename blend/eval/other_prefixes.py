@@ -86,8 +86,8 @@ class OtherPrefixes:
         true = teacher_forced_logits(full_prefill(self._decoder, layout), answer)
         found = {}
         for name, config in METHODS.items():
-            mine = replace(layout, home=None) if "own" in name else layout
-            if mine.home is None and not own:
+            mine = replace(layout, canonical_prefix=None) if "own" in name else layout
+            if mine.canonical_prefix is None and not own:
                 continue
             self._cache(mine, config)
             blend = self._blender.prefill(mine, config=config)

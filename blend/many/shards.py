@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.deciding import remove_spare
-from blend.chunks.likeness import leave_probe
+from blend.chunks.probe import leave_probe
 from blend.chunks.work import Pass, Share, Work, close, finish, take_up, tokens_of
 from blend.corpora import make_folder
 from blend.errors import StoreChangedError

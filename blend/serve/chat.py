@@ -40,15 +40,15 @@ class Turn(NamedTuple):
 
 
 class ChatTemplate:
-    """Puts conversations into prompts. home: the prefix that the caches of passages are kept behind.
+    """Puts conversations into prompts. canonical_prefix: the one that the caches of passages are kept behind.
 
     Raises `PromptError` for None: a decoder without a tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, home: tuple[int, ...]) -> None:
+    def __init__(self, tokenizer: Any, canonical_prefix: tuple[int, ...]) -> None:
         if tokenizer is None:
             raise PromptError("this decoder has no tokenizer, so it cannot be asked in words")
-        self._tokenizer, self._text, self._home = tokenizer, TextTokenizer(tokenizer), home
+        self._tokenizer, self._text, self._canonical_prefix = tokenizer, TextTokenizer(tokenizer), canonical_prefix
 
     def layout(self, turns: Sequence[Turn], arguments: Mapping[str, Any] = DIRECT) -> PromptLayout:
         """Token ids of a conversation, ready for its answer. Raises `PromptError` for one that the template refuses.
@@ -151,12 +151,12 @@ class ChatTemplate:
             if behind:
                 plain.add(len(chunks))
                 chunks.append(behind)
-        return PromptLayout(texts[0], tuple(chunks), texts[-1], frozenset(plain), parts, self._home)
+        return PromptLayout(texts[0], tuple(chunks), texts[-1], frozenset(plain), parts, self._canonical_prefix)
 
     def _plain(self, ids: tuple[int, ...]) -> PromptLayout:
         if len(ids) < 2:
             raise PromptError("the prompt is empty; ask something")
-        return PromptLayout(ids[:-1], (), ids[-1:], home=self._home)
+        return PromptLayout(ids[:-1], (), ids[-1:], canonical_prefix=self._canonical_prefix)
 
 
 def question_turns(

@@ -20,7 +20,7 @@ from blend.serve.sampling import Sampler
 from blend.serve.started import declined, started
 from blend.serve.worth import LEAST, reason_against, why_nothing_is_left
 from blend.timing import Stopwatch
-from blend.types import alike
+from blend.types import common_length
 
 if TYPE_CHECKING:
     from blend.blender import Blend, Blender
@@ -107,10 +107,10 @@ class Job:
         mine, others = self.work, other.work
         if mine.cold or mine.tenant != others.tenant:
             return False
-        rows = alike(mine.layout.token_ids, others.layout.token_ids)
+        rows = common_length(mine.layout.token_ids, others.layout.token_ids)
         if len(mine.layout.prefix) < rows <= _exact_anyway(mine.layout):
             rows = len(mine.layout.prefix)
-        return rows > mine.layout.rows_of_home
+        return rows > mine.layout.shared_prefix_rows
 
     def prepare(self, most_rows: int) -> None:
         """Go on as far as nothing is waited for; then there is a `piece`, unless it has ended or waits.
@@ -191,14 +191,14 @@ class Job:
         layout = self.work.layout
         if self.work.cold:
             return None
-        has = layout.rows_of_home
+        has = layout.shared_prefix_rows
         exactly = self.work.full and self.work.reason == ASKED_FOR
         found = self._prefixes.find(self.work.tenant, layout.token_ids, blended=not exactly)
         if found is not None and len(layout.prefix) < found.known.tokens <= _exact_anyway(layout):
             found = found.first(len(layout.prefix))
         found = found if found is not None and found.known.tokens > has else None
         self._reused = found.known.tokens if found is not None else has
-        self._inexact = found.known.tokens - found.exact if found is not None else 0
+        self._inexact = found.known.tokens - found.exact_rows if found is not None else 0
         return found
 
     @property
@@ -280,7 +280,7 @@ class Job:
     def _exact(self) -> int:
         """How many of the prompt's first rows are what full prefill gives."""
         assert self.blend is not None
-        return self._reused - self._inexact if self._inexact else self.blend.exact
+        return self._reused - self._inexact if self._inexact else self.blend.exact_rows
 
     def _next(self, logits: torch.Tensor) -> None:
         assert self._sampler is not None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.model import mapped
-from blend.types import ChunkCache, alike
+from blend.types import ChunkCache, common_length
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
@@ -27,14 +27,14 @@ Tokens = tuple[int, ...]
 
 
 class Found(NamedTuple):
-    """KV of a prompt's first rows; exact: how many of them, from the first on, are what full prefill gives."""
+    """KV of a prompt's first rows; exact_rows: how many of them, from the first on, are what full prefill gives."""
 
     known: ChunkCache
-    exact: int
+    exact_rows: int
 
     def first(self, rows: int) -> Found:
         """So many rows of it."""
-        return Found(self.known.rows(0, rows), min(rows, self.exact))
+        return Found(self.known.rows(0, rows), min(rows, self.exact_rows))
 
 
 class Prefixes:
@@ -67,7 +67,7 @@ class Prefixes:
             path = self._path(owner, ids[:-1])
             exact = sum(count for _, count in path)
             if told is not None and told.known.tokens > exact:
-                return Found(told.known, told.exact)
+                return Found(told.known, told.exact_rows)
             return Found(_joined([node.kv(count) for node, count in path]), exact) if exact else None
 
     def keep(self, owner: str, ids: Sequence[int], cache: BlendedCache) -> None:
@@ -137,7 +137,7 @@ class Prefixes:
         while node is not None and at < len(ids):
             node = node.children.get(ids[at])
             if node is not None:
-                count = alike(node.ids, ids[at:])
+                count = common_length(node.ids, ids[at:])
                 path.append((node, count))
                 at += count
                 if count < len(node.ids):
@@ -178,7 +178,7 @@ class Prefixes:
 
 class _Conversation(NamedTuple):
     known: ChunkCache
-    exact: int
+    exact_rows: int
     length: int
     used: int
 

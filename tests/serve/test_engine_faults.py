@@ -231,7 +231,7 @@ def test_damage_that_shows_while_rows_run_is_computed_again(tmp_path: Path) -> N
         Blender(decoder("llama"), open_store(tmp_path, codec="native"), BlendConfig(ratio=0.3)),
         make_layout(),
     )
-    behind = PromptLayout((*layout.prefix, 7, 7, 7), layout.chunks, layout.suffix, home=layout.prefix)
+    behind = PromptLayout((*layout.prefix, 7, 7, 7), layout.chunks, layout.suffix, canonical_prefix=layout.prefix)
     library = blender.library(layout.prefix)
     library.compute(library.missing(layout.chunks))
     for path in (tmp_path / "objects").rglob("*.safetensors"):

@@ -31,7 +31,7 @@ from vllm.inputs import TokensPrompt
 
 from blend.blender import Blend, Blender
 from blend.chunks.deciding import with_surrogate
-from blend.chunks.likeness import leave_probe
+from blend.chunks.probe import leave_probe
 from blend.config import BlendConfig
 from blend.integrations.vllm.rows_blender import RowBlender
 from blend.integrations.vllm.rows_cache import Place

@@ -187,7 +187,14 @@ def salt_of(prepared: Prepared, blend: Blend, generation: str) -> str:
     """Names everything that a blended prompt's KV depends on, so that vLLM's prefix cache shares it with its like alone."""
     layout, rag = prepared.work.layout, prepared.rag
     told = [
-        (layout.prefix, layout.chunks, layout.suffix, sorted(layout.plain), sorted(layout.parts.items()), layout.home),
+        (
+            layout.prefix,
+            layout.chunks,
+            layout.suffix,
+            sorted(layout.plain),
+            sorted(layout.parts.items()),
+            layout.canonical_prefix,
+        ),
         (
             rag.corpus_config.name,
             rag.blender.config.plain(),
