@@ -10,8 +10,9 @@ from blend.corpora import in_words
 from blend.limits import shown
 from blend.serve.ask import Ask, GivenDocument, Message
 from blend.serve.door.errors import refuse
-from blend.serve.door.fields import IN_MESSAGES, UNSUPPORTED, body_of, mistake, without
+from blend.serve.door.fields import IN_MESSAGES, UNSUPPORTED, body_of, without
 from blend.serve.door.hall import DoorLimits
+from blend.serve.door.mistakes import mistake
 from blend.serve.door.schemas import ChatBody, Common, CompletionBody, DocumentBody, OwnBody, UploadBody
 from blend.serve.engine import Sampling
 
@@ -50,7 +51,7 @@ def read_body(raw: bytes, kind: type[BodyT], limits: DoorLimits) -> BodyT:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise mistake(error, kind) from None
+        raise mistake(error) from None
 
 
 def _message(number: int, message: Any) -> Any:
@@ -133,7 +134,7 @@ def uploads_of(raw: bytes) -> UploadBody:
     try:
         body = UploadBody.model_validate(body_of(raw))
     except ValidationError as error:
-        raise mistake(error, UploadBody) from None
+        raise mistake(error) from None
     for number, one in enumerate(body.documents):
         if one.text is None:
             raise refuse(
