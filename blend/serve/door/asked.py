@@ -45,7 +45,7 @@ def read_body(raw: bytes, kind: type[BodyT], limits: DoorLimits) -> BodyT:
         ("documents", own if isinstance(own, dict) else {}, limits.documents),
     ):
         if isinstance(held := holder.get(name), list) and len(held) > most:
-            raise refuse(f"{len(held):,} {name} are more than {most:,}, all that a request may bring", name)
+            raise refuse(f"{len(held):,} {name} are more than {most:,}, all that a request may bring; send fewer", name)
     if isinstance(messages := values.get("messages"), list):
         values["messages"] = [_message(number, one) for number, one in enumerate(messages)]
     try:
@@ -144,12 +144,15 @@ def uploads_of(raw: bytes) -> UploadBody:
 
 
 def _document(number: int, document: DocumentBody) -> GivenDocument:
-    if (document.text is None) == (document.id is None):
-        raise refuse(f"documents[{number}] needs a text, or the id of a document that is known", f"documents[{number}]")
+    place = f"documents[{number}]"
+    if document.text is not None and document.id is not None:
+        raise refuse(f"{place} has a text and an id; give the text, or the id of a document that is known", place)
+    if document.text is None and document.id is None:
+        raise refuse(f"{place} needs a text, or the id of a document that is known", place)
     if document.text is not None and not document.text.strip():
-        raise refuse(f"documents[{number}].text is empty", f"documents[{number}].text")
+        raise refuse(f"{place}.text is empty; give a text, or leave the document out", f"{place}.text")
     if document.id is not None and document.title is not None:
-        raise refuse(f"documents[{number}] is known by its id; it has its title there", f"documents[{number}].title")
+        raise refuse(f"{place} is known by its id and has its title there; leave title out", f"{place}.title")
     return GivenDocument(document.text or "", document.title or "", document.id or "")
 
 

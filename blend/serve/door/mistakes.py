@@ -22,7 +22,6 @@ EXAMPLES: Mapping[type[BaseModel], str] = {
 }
 """Of each object that may stand in a body."""
 _OF_CLASS = {kind.__name__: example for kind, example in EXAMPLES.items()}
-_OTHERWISE = "cannot be taken as it is; leave it out, or see docs/serving.md"
 
 Context = Mapping[str, Any]
 _WORDS: Mapping[str, Callable[[Context], str]] = {
@@ -57,9 +56,13 @@ def mistake(error: ValidationError) -> DoorError:
         return refuse(f"unknown field {param}; leave it out", param, "unknown_parameter")
     if first["type"] == "missing":
         return refuse(f"{param} is missing", param, "missing_required_parameter")
-    words = _WORDS.get(first["type"], lambda _: _OTHERWISE)(first.get("ctx", {}))
+    words = _WORDS.get(first["type"], _otherwise)(first.get("ctx", {}))
     separator = ": " if first["type"] == "value_error" else " "
     return refuse(f"{param}{separator}{words}", param)
+
+
+def _otherwise(context: Context) -> str:
+    return "cannot be taken as it is; leave it out, or see docs/serving.md"
 
 
 def _place(location: tuple[int | str, ...]) -> str:
