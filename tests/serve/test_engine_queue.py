@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -10,38 +9,13 @@ from typing import Any
 
 import pytest
 from cases import make_layout
-from engines import FEW, Answer
+from engines import FEW, LONG, Answer, Held
 
 from blend.serve import waiting
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Ended, QueueFullError, Sampling, Work
+from blend.serve.engine import Ended, QueueFullError, Work
 from blend.serve.waiting import Waiting
 from blend.types import PromptLayout
-
-LONG = Sampling(max_tokens=300, ignore_eos=True)
-
-
-class Held:
-    """An answer with which the engine stands still, until it is let go on to the next token or altogether."""
-
-    def __init__(self, engine: EmbeddedEngine, layout: PromptLayout, sampling: Sampling = LONG) -> None:
-        self._stands, self._goes_on, self._free = threading.Semaphore(0), threading.Semaphore(0), False
-        self.answer = Answer(self._stand)
-        engine.submit(Work(layout, sampling), self.answer)
-        assert self._stands.acquire(timeout=60)
-
-    def _stand(self) -> None:
-        if self.answer.tokens and not self._free:
-            self._stands.release()
-            assert self._goes_on.acquire(timeout=60)
-
-    def step(self) -> None:
-        self._goes_on.release()
-        assert self._stands.acquire(timeout=60)
-
-    def let_go(self) -> None:
-        self._free = True
-        self._goes_on.release()
 
 
 def test_who_is_given_up_leaves_the_queue_wherever_it_stands(make_engine: Callable[..., EmbeddedEngine]) -> None:
