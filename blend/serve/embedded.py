@@ -144,7 +144,7 @@ class EmbeddedEngine:
         with self._changed:
             used = sum(map(self._bytes, self._running))
             counts = len(self._running), len(self._waiting), used, self._kv_budget
-        return Holding(*counts, self._prefixes.nbytes, len(self._encodings))
+        return Holding(*counts, self._prefixes.nbytes, len(self._encodings), self._prefixes.evictions)
 
     @property
     def alive(self) -> bool:
