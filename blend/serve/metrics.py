@@ -40,7 +40,7 @@ class StoreFigures(NamedTuple):
     @classmethod
     def of(cls, stores: Sequence[ChunkStore]) -> StoreFigures:
         """Those of these stores."""
-        hits = [store.hits for store in stores if store.hits is not None]
+        hits = [store.tier_hits for store in stores if store.tier_hits is not None]
         memory = next((store.memory for store in stores if store.memory is not None), None)
         together = TierHits(*map(sum, zip(*hits, strict=True))) if hits else None
         return cls(memory, together, sum(store.evictions for store in stores))

@@ -136,7 +136,7 @@ class Backend(ABC):
         return None
 
     @property
-    def hits(self) -> TierHits | None:
+    def tier_hits(self) -> TierHits | None:
         """Since this was made, where there are tiers; those of a tier of memory are apart."""
         return None
 

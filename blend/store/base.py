@@ -136,9 +136,9 @@ class ChunkStore:
         return self.backend.memory
 
     @property
-    def hits(self) -> TierHits | None:
+    def tier_hits(self) -> TierHits | None:
         """By tier, tiers of memory apart; None for a store without tiers."""
-        return self.backend.hits
+        return self.backend.tier_hits
 
     @property
     def evictions(self) -> int:

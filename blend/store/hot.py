@@ -108,9 +108,9 @@ class HotBackend(Backend):
         return self._memory.stats
 
     @property
-    def hits(self) -> TierHits | None:
+    def tier_hits(self) -> TierHits | None:
         """Of the tiers below."""
-        return self.below.hits
+        return self.below.tier_hits
 
     @property
     def evictions(self) -> int:

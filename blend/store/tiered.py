@@ -57,8 +57,8 @@ class TieredBackend(Backend):
         self._generation: tuple[float, bytes | None] = (float("-inf"), None)
 
     @property
-    def hits(self) -> TierHits:
-        """See `Backend.hits`."""
+    def tier_hits(self) -> TierHits:
+        """See `Backend.tier_hits`."""
         return self._search.hits
 
     @property

@@ -185,7 +185,7 @@ def test_a_tier_of_memory_counts_for_itself() -> None:
 
 def test_what_was_found_in_the_tiers_of_shared_stores_and_what_had_to_go() -> None:
     def store(hits: TierHits | None, evictions: int) -> Any:
-        return SimpleNamespace(hits=hits, evictions=evictions, memory=None)
+        return SimpleNamespace(tier_hits=hits, evictions=evictions, memory=None)
 
     stores = [store(TierHits(1, 2, 3, 4, 50), 6), store(TierHits(10, 20, 30, 40, 500), 60), store(None, 600)]
     page = Metrics().page(Holding(0, 0, 0, 1, prefix_evictions=7), StoreFigures.of(stores)).decode()

@@ -49,7 +49,7 @@ def test_a_full_store_is_not_listed_for_every_put(tmp_path, key, cache, size, li
     assert len(listings) <= 60 // 4
     assert numbers(store, key, 100) == list(range(60, 100))
     assert store.evictions == 60
-    assert store.hits is None, "there is one place alone"
+    assert store.tier_hits is None, "there is one place alone"
 
 
 def test_nor_where_entries_are_replaced(tmp_path, key, cache, size, listings):
