@@ -40,7 +40,7 @@ class Found(NamedTuple):
 class Prefixes:
     """Of many owners, within `budget` bytes together; what was not used for longest goes. Threads may share it.
 
-    An owner's rows serve nobody else.
+    An owner's rows serve nobody else. evictions: beginnings and conversations that went for want of room.
     """
 
     def __init__(self, budget: int) -> None:
@@ -49,7 +49,7 @@ class Prefixes:
         self._trees: dict[str, _Node] = {}
         self._nodes: OrderedDict[_Node, None] = OrderedDict()  # the least recently used first, children before parents
         self._conversations: OrderedDict[tuple[str, bytes], _Conversation] = OrderedDict()
-        self._nbytes = 0
+        self._nbytes = self.evictions = 0
         self._clock = itertools.count()
 
     @property
@@ -174,6 +174,7 @@ class Prefixes:
                 self._nbytes -= leaf.cache.nbytes
             else:
                 return
+            self.evictions += 1
 
 
 class _Conversation(NamedTuple):

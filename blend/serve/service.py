@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.errors import PromptError
+from blend.errors import PromptError, StoreError
 from blend.serve.budgets import LEARN_BUDGET
 from blend.serve.chat import DIRECT, question_turns
 from blend.serve.conversation import Conversation, OnReply
@@ -24,7 +24,7 @@ from blend.serve.room import Cited, Room, kept_corpora, room_root
 
 if TYPE_CHECKING:
     from blend.rag import Rag
-    from blend.store.backend import MemoryStats
+    from blend.store import ChunkStore
     from blend.types import PromptLayout
 
 _LOOK_S = 0.5
@@ -117,9 +117,15 @@ class Service:
         return self.engine.alive
 
     @property
-    def memory(self) -> MemoryStats | None:
-        """Of the chunk caches that are kept in memory; None where none are."""
-        return self._rag.store.memory
+    def stores(self) -> list[ChunkStore]:
+        """The server's, and those of tenants who have come, as far as they can be opened; may take a while."""
+        with self._lock:
+            rooms = list(self._rooms.values())
+        found: list[ChunkStore] = []
+        for room in rooms:
+            with suppress(StoreError):
+                found.append(room.rag().store)
+        return found
 
     def corpora(self, tenant: str) -> tuple[str, ...]:
         """Names of a tenant's corpora; "" is the one without a name."""

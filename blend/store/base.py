@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from blend.errors import EntryDamagedError
 from blend.store.artifacts import MOST_BYTES, pack_artifact, pack_description, read_descriptions, unpack_artifact
-from blend.store.backend import CACHES, Backend, Blob, MemoryStats, close_all
+from blend.store.backend import CACHES, Backend, Blob, MemoryStats, TierHits, close_all
 from blend.store.codec import Codec
 from blend.store.key_check import is_sealed_with, leave_key_check, require_its_key
 from blend.store.names import ARTIFACTS, GENERATION, artifact_name, cache_name, caches_of, description_name, key_of
@@ -134,6 +134,16 @@ class ChunkStore:
     def memory(self) -> MemoryStats | None:
         """What the tier of memory does and holds; None without one."""
         return self.backend.memory
+
+    @property
+    def tier_hits(self) -> TierHits | None:
+        """By tier, tiers of memory apart; None for a store without tiers."""
+        return self.backend.tier_hits
+
+    @property
+    def evictions(self) -> int:
+        """Caches that went for want of room since this was opened, tiers of memory apart."""
+        return self.backend.evictions
 
     def put(self, key: ChunkKey, cache: ChunkCache) -> None:
         """Write an entry, replacing one of the same key; a reader sees either nothing, the old or the new one.

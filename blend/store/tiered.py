@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreUnreachableError
 from blend.store.ahead import Ahead
-from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored
+from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored, TierHits
 from blend.store.breaker import Told
 from blend.store.fetchers import Fetchers
 from blend.store.names import GENERATION, INDEXES
 from blend.store.patience import Patience
 from blend.store.sealed import Look
-from blend.store.search import Found, Search, TierHits
+from blend.store.search import Found, Search
 from blend.store.tier import Authority, Nearer
 
 FETCHERS = 16
@@ -57,9 +57,14 @@ class TieredBackend(Backend):
         self._generation: tuple[float, bytes | None] = (float("-inf"), None)
 
     @property
-    def hits(self) -> TierHits:
-        """Since this was made."""
+    def tier_hits(self) -> TierHits:
+        """See `Backend.tier_hits`."""
         return self._search.hits
+
+    @property
+    def evictions(self) -> int:
+        """Of all tiers."""
+        return sum(tier.evictions for tier in self.tiers if tier is not None)
 
     def open(self, name: str, head: int) -> Blob | None:
         """See `open_many`."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases import make_layout
+from corrections import by_formula
 from dense_reference import assert_close, dense_prefill
 from models import decoder, eager_model
 
@@ -153,7 +154,7 @@ def test_the_first_place_has_a_map_of_its_own_towards_the_isolated_cache(name: s
     plain, mapped = first_chunk(blender, UNCORRECTED), first_chunk(blender, REUSE)
     for part, turn, old, new in zip(found.layers, blender.decoder.rotations, plain, mapped, strict=True):
         still, there = rows_of(*old, turn, rows), rows_of(*new, turn, rows)
-        assert_close(there, still if part is None else still + part.predict(still, features))
+        assert_close(there, still if part is None else still + by_formula(part, still, features))
     for contextual in (False, True):
         assert blender.correction(LAYOUT.prefix, contextual=contextual) is not None
 

@@ -69,9 +69,11 @@ def test_what_was_used_last_stays_within_the_budget() -> None:
     for ids in (first, second, third):
         prefixes.keep("", ids, cache_of(ids))
     assert prefixes.nbytes == ROW * 10
+    assert prefixes.evictions == 0
     check(prefixes, "", (*first, 0), 4)
     prefixes.keep("", (8, 8), cache_of((8, 8)))
     assert prefixes.nbytes <= ROW * 10
+    assert prefixes.evictions == 1
     check(prefixes, "", (*first, 0), 4)
     check(prefixes, "", (*second, 0), 2)  # its end went, its beginning is the first one's too
     prefixes.keep("", tuple(range(20, 40)), cache_of(tuple(range(20, 40))))

@@ -15,10 +15,10 @@ from _soak_tiers import Soak
 from _wire import FAULTS, Proxy
 from blend.errors import ConfigError, EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store import Patience, open_store
+from blend.store.backend import TierHits
 from blend.store.disk import DiskBackend
 from blend.store.seal import make_seal
 from blend.store.sealed import looker
-from blend.store.search import TierHits
 from blend.store.tiered import TieredBackend, Tiers
 
 QUICK = Patience(connect_s=1.0, answer_s=1.5, pause_s=60.0)
@@ -74,7 +74,7 @@ def assert_same(found, cache):
 
 def settled(store):
     assert store.backend.wait(30)
-    return store.backend.hits
+    return store.backend.tier_hits
 
 
 def test_the_nearest_tier_that_has_it_and_all_of_them_afterwards(make, key, cache):
@@ -89,11 +89,12 @@ def test_the_nearest_tier_that_has_it_and_all_of_them_afterwards(make, key, cach
     assert settled(two) == TierHits(0, 0, 1, 0, nbytes)
     three = make("three")
     read(three, key(1))
-    assert settled(three) == TierHits(0, 1, 0, 0, nbytes)
+    assert settled(three) == three.tier_hits == TierHits(0, 1, 0, 0, nbytes)
+    assert three.evictions == 0
     content = [tier.read(next(iter(tier.names("objects/")))[0], 1 << 20) for tier in three.backend.tiers]
     assert content[0] == content[1] == content[2]  # as they are
     assert three.open(key(2)) is None
-    assert three.backend.hits.missing == 1
+    assert three.backend.tier_hits.missing == 1
 
 
 def test_many_readers_of_one_entry_fetch_it_once(make, key, cache):
@@ -219,7 +220,7 @@ def test_a_full_redis_is_told_once_and_goes_on_being_read(key, cache, tmp_path, 
     assert "is full" in line
     assert "volatile-lru" in line
     assert_same(read(store, key(0)), cache(0, tokens=400))
-    assert store.backend.hits.hot == 1
+    assert store.backend.tier_hits.hot == 1
     assert_same(read(store, key(29)), cache(29, tokens=400))
     assert len(caplog.records) == 1
 
