@@ -40,15 +40,15 @@ class Turn(NamedTuple):
 
 
 class ChatTemplate:
-    """Puts conversations into prompts. home: the prefix that the caches of passages are kept behind.
+    """Puts conversations into prompts. canonical_prefix: the one that the caches of passages are kept behind.
 
     Raises `PromptError` for None: a decoder without a tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, home: tuple[int, ...]) -> None:
+    def __init__(self, tokenizer: Any, canonical_prefix: tuple[int, ...]) -> None:
         if tokenizer is None:
             raise PromptError("this decoder has no tokenizer, so it cannot be asked in words")
-        self._tokenizer, self._text, self._canonical_prefix = tokenizer, TextTokenizer(tokenizer), home
+        self._tokenizer, self._text, self._canonical_prefix = tokenizer, TextTokenizer(tokenizer), canonical_prefix
 
     def layout(self, turns: Sequence[Turn], arguments: Mapping[str, Any] = DIRECT) -> PromptLayout:
         """Token ids of a conversation, ready for its answer. Raises `PromptError` for one that the template refuses.
