@@ -19,32 +19,53 @@ from blend.store.names import INDEXES
 from retrieval.errors import IndexMissingError
 from retrieval.generations import Generation, generation_files, read_generation, write_generation, write_lock
 
-LEASE_S, ASLEEP_S, WAIT_S = 1.5, 0.15, 6.0
+LEASE_S, ASLEEP_S, WAIT_S = 2.0, 0.5, 8.0
 _PLACE = f"{INDEXES}_/"
 _MANIFEST = _PLACE + "manifest.json"
 
 
 def publish(scene: Scene) -> None:
-    """A precompute replaces the corpus, for the one that it began with."""
+    """A precompute replaces the corpus, for the one that it began with; now and then another machine is quicker."""
     sharing, root = scene.machine.sharing, scene.machine.root
     if sharing is None or root is None:
         return
-    directory = index_dir(root, "")
-    before, known = scene.witness.backend.read(_MANIFEST, MOST), _known(root)
+    sharing.refresh(now=True)
+    was = sharing.begun_with("")
+    if scene.draws.random() < 0.3:
+        _put(scene, _generation(scene, root / "another"))
+    now = scene.witness.backend.read(_MANIFEST, MOST)
+    if was is None:
+        scene.unpublished.add(root)
+    contents = _generation(scene, index_dir(root, ""))
+    too_late = now is not None and now not in (was, contents[_MANIFEST])
+    try:
+        with scene.ledger.writing(contents):
+            sharing.publish("", was)
+    except StoreChangedError:
+        scene.counts["corpora that another machine had changed"] += 1
+        if scene.well and not too_late:
+            raise Wrong("a corpus was refused though nobody else has published one") from None
+        return
+    scene.unpublished.discard(root)
+    if too_late:
+        raise Wrong("a corpus was published over that of another machine")
+
+
+def _generation(scene: Scene, directory: Path) -> dict[str, bytes]:
+    """One of some that becomes the current one there, as it is to be published."""
     number = scene.draws.randrange(8)
     with write_lock(directory):
         write_generation(directory, Generation("soak", 1, b"chunks %d" % number, b"vectors %d" % number))
     manifest, files = generation_files(directory)
     contents = {_PLACE + name: path.read_bytes() for name, path in files.items()}
-    try:
-        scene.unpublished.add(root)
-        with scene.ledger.writing({**contents, _MANIFEST: scene.sealed(_MANIFEST, manifest)}):
-            sharing.publish("")
-        scene.unpublished.discard(root)
-    except StoreChangedError:
-        scene.counts["corpora that another machine had changed"] += 1
-        if scene.well and known == before:
-            raise Wrong("a corpus was refused though nobody else has published one") from None
+    return {**contents, _MANIFEST: scene.sealed(_MANIFEST, manifest)}
+
+
+def _put(scene: Scene, contents: dict[str, bytes]) -> None:
+    """By another machine."""
+    with scene.ledger.writing(contents):
+        for name, content in contents.items():
+            scene.witness.backend.put(name, [content])
 
 
 def fetch(scene: Scene) -> None:
@@ -56,7 +77,7 @@ def fetch(scene: Scene) -> None:
     try:
         generation = read_generation(index_dir(root, ""))
     except IndexMissingError:
-        if _known(root) is not None:
+        if sharing.begun_with(""):
             raise Wrong("the index that was fetched is gone") from None
         return
     manifest, files = generation_files(index_dir(root, ""))
@@ -64,11 +85,6 @@ def fetch(scene: Scene) -> None:
     may_be_older.require_known(_MANIFEST, scene.sealed(_MANIFEST, manifest))
     if generation.chunks.split()[1] != generation.vectors.split()[1] or len(files) != 2:
         raise Wrong("an index is of two generations")
-
-
-def _known(root: Path) -> bytes | None:
-    path = root / "shared" / "_.manifest"
-    return path.read_bytes() if path.exists() else None
 
 
 def under_the_lease(scene: Scene) -> None:
@@ -106,7 +122,7 @@ def _asleep() -> Iterator[None]:
 ALL_STEPS = (
     *_soak_caches.STEPS,
     *_soak_named.STEPS,
-    Step(publish, 9, 2),
+    Step(publish, 14, 2),
     Step(fetch, 5, 2),
     Step(under_the_lease, 16),
     Step(lease_stolen, 16),

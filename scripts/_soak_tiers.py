@@ -211,8 +211,9 @@ class Soak:
 
     def _judge(self, names: list[str]) -> None:
         """The bucket holds what it may; that is what it holds from then on."""
-        for name in names:
-            content, may = self._witness.backend.read(name, MOST), self._ledger.may(name)
+        far = self._witness.backend.tiers.far  # type: ignore[attr-defined]
+        for name, blob in zip(names, far.open_many(names, MOST), strict=True):
+            content, may = None if blob is None else bytes(blob.head), self._ledger.may(name)
             if content not in may:
                 what = "is gone" if content is None else "is there" if may == {None} else "is not what was put"
                 raise Wrong(f"{name} {what}")
