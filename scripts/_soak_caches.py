@@ -16,7 +16,12 @@ from blend.store.pins import PINNED, pin
 
 def put(scene: Scene) -> None:
     """An entry."""
-    number, name, content = scene.entry()
+    put_one(scene, scene.draws.randrange(KEYS))
+
+
+def put_one(scene: Scene, number: int) -> None:
+    """That entry."""
+    name, content = entry(number, scene.secret)
     with scene.ledger.writing({name: content}):
         scene.store.put(key(number), kv(number))
 
@@ -25,6 +30,13 @@ def read(scene: Scene) -> None:
     """An entry, its layers in any order."""
     number, name, _ = scene.entry()
     _judge(scene, number, name, scene.store.open(key(number)))
+
+
+def put_missing(scene: Scene) -> None:
+    """What is not there."""
+    for number in range(KEYS):
+        if not scene.ledger.is_there(entry(number, scene.secret)[0]):
+            put_one(scene, number)
 
 
 def read_many(scene: Scene) -> None:
@@ -139,7 +151,7 @@ def forget_copies(scene: Scene) -> None:
 
 DELETE = 3  # is it there, away with it; and from the server in memory
 STEPS = (
-    Step(put, 3, 4),
+    Step(put, 3, 6),
     Step(read, 3, 4),
     Step(read_many, 5, 4),
     Step(prefetch, 5, 2),

@@ -17,7 +17,7 @@ from blend.store import ChunkStore, Patience
 if TYPE_CHECKING:
     import redis
 
-PATIENCE = Patience(connect_s=0.2, answer_s=0.4)
+PATIENCE = Patience(connect_s=0.3, answer_s=0.6)
 """Short waits, so that faults cost little; the rest of 15 seconds is that of every store."""
 
 LATE = {"nearly late": 0.85 * PATIENCE.answer_s, "late": 1.15 * PATIENCE.answer_s}

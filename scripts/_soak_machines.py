@@ -22,7 +22,7 @@ from blend.types import CacheIdentity, ChunkCache, ChunkKey
 
 KEYS = 16
 _LARGE_EVERY = 5  # larger than what comes along when an entry is opened
-_BUDGET = 500_000  # of a disk: about half of all
+_BUDGET = 200_000  # of a disk: about half of all
 _IDENTITY = CacheIdentity("soak", "float32", (1, 2, 3))
 
 
@@ -74,7 +74,7 @@ def key(number: int) -> ChunkKey:
 def kv(number: int) -> ChunkCache:
     """What belongs under it."""
     source = torch.Generator().manual_seed(number)
-    shape = (1, 100, 96) if number % _LARGE_EVERY == 0 else (1, 4 + number, 8)
+    shape = (1, 80, 64) if number % _LARGE_EVERY == 0 else (1, 4 + number, 8)
     pairs = [torch.randn(2, *shape, generator=source) for _ in range(2)]
     return ChunkCache(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs), number)
 

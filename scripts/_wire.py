@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 FAULTS = ("refused", "hanging", "slow", "cut", "wrong bytes")
-_CHUNK, _DROP = 4096, 64
+_CHUNK, _DROP = 1 << 16, 64
 
 
 class _Fault:
@@ -26,10 +26,10 @@ class _Fault:
 
 
 class _Talk:
-    """One connection. asked_at: since when an answer is owed; None where none is."""
+    """One connection. asked_at: when the last request came. owed: whether no byte of its answer has come."""
 
     def __init__(self, left: int) -> None:
-        self.asked_at: float | None = None
+        self.asked_at, self.owed = time.monotonic(), False
         self.left = left  # bytes until it is cut
 
 
@@ -39,7 +39,7 @@ class Proxy:
     Setting one ends all connections, unless it is one of `delays`: kind -> seconds that every answer is held back. What goes
     wrong goes wrong on the way back, since a server checks what it is sent.
 
-    slowest_s: what the server itself took for an answer.
+    slowest_s: what the server itself took for an answer, until it was taken.
     """
 
     def __init__(self, upstream: int, seed: int = 0, delays: Mapping[str, float] | None = None) -> None:
@@ -119,9 +119,11 @@ class Proxy:
     def _ask(self, near: socket.socket, far: socket.socket, talk: _Talk) -> None:
         with suppress(OSError):
             while data := near.recv(_CHUNK):
-                talk.asked_at = talk.asked_at or time.monotonic()
+                if not talk.owed:
+                    talk.asked_at, talk.owed = time.monotonic(), True
                 far.sendall(data)
-        self._waited(talk)  # for nothing, if at all
+        if talk.owed:
+            self._took(talk)
         _reset(near)
         _reset(far)
 
@@ -129,26 +131,27 @@ class Proxy:
         with suppress(OSError):
             while data := far.recv(_CHUNK):
                 now = self._now
-                if self._waited(talk):
-                    self._hold_back(now)
+                self._took(talk)
+                if talk.owed:
+                    talk.owed = False
+                    self._hold_back(now, talk)
                 data = self._spoilt(data, near, now, talk)
                 near.sendall(data)
+                if not now.kind:
+                    self._took(talk)  # who asked was slow to take it
                 if now.kind == "cut" and talk.left <= 0:
                     break
         _reset(far)
         _reset(near)
 
-    def _waited(self, talk: _Talk) -> bool:
-        """Whether an answer was owed until now."""
-        asked_at, talk.asked_at = talk.asked_at, None
-        if asked_at is not None:
-            self.slowest_s = max(self.slowest_s, time.monotonic() - asked_at)
-        return asked_at is not None
+    def _took(self, talk: _Talk) -> None:
+        self.slowest_s = max(self.slowest_s, time.monotonic() - talk.asked_at)
 
-    def _hold_back(self, now: _Fault) -> None:
+    def _hold_back(self, now: _Fault, talk: _Talk) -> None:
         if now.kind in self._delays:
             now.met += 1
             time.sleep(self._delays[now.kind])
+            talk.asked_at += self._delays[now.kind]
 
     def _spoilt(self, data: bytes, near: socket.socket, now: _Fault, talk: _Talk) -> bytes:
         """What is sent of `data`, as the fault has it."""

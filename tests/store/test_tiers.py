@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 
@@ -11,7 +10,6 @@ import servers
 import torch
 from far_stores import failing_bucket, tell_bucket
 
-from _soak_tiers import Soak
 from _wire import FAULTS, Proxy
 from blend.errors import ConfigError, EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store import Patience, open_store
@@ -358,19 +356,3 @@ def test_a_redis_that_evicts_evicts_caches_alone(key, cache, tmp_path):
         if reader is not None:
             with reader:
                 assert torch.equal(reader.layer(1)[0], cache(number, tokens=300).keys[1])
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_faults_at_random_over_all_tiers(seed, tmp_path, monkeypatch):
-    for name, value in servers.s3_environment(servers.s3().port).items():
-        monkeypatch.setenv(name, value)
-    servers.redis_port()
-    logging.getLogger("kvblend.store").setLevel(logging.WARNING)
-    soak = Soak(seed, tmp_path)
-    try:
-        soak.run(30)
-    finally:
-        soak.close()
-    assert soak.met.total() >= 30
-    assert soak.counts["layers compared"] > 50
-    assert soak.counts["names compared with the bucket"] > 50
