@@ -63,16 +63,15 @@ def prune(store: Path, store_key: Path | None, older_than: float | None, unused:
 
 def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bool) -> Iterator[list[Listed]]:
     """What goes of these: a precompute or a pin may have come since they were listed, and comes between two batches."""
-    from blend.store.pins import pinned
+    from blend.store.pins import still_pinned
     from blend.store.sources import key_of
 
     for begin in range(0, len(going), _AT_ONCE):
         with caches.writing():
             documents = _told(store, caches, unused=unused).documents if unused else {}
-            pins = pinned(caches.backend)
-            batch = [
-                one for one in going[begin : begin + _AT_ONCE] if one.digest not in documents and one.digest not in pins
-            ]
+            batch = [one for one in going[begin : begin + _AT_ONCE] if one.digest not in documents]
+            pins = still_pinned(caches.backend, [one.digest for one in batch])
+            batch = [one for one in batch if one.digest not in pins]
             for one in batch:
                 caches.delete(key_of(one.namespace, one.digest))
         yield batch

@@ -15,7 +15,7 @@ from blend.store.backend import CACHES, Backend, Blob, MemoryStats, TierHits, cl
 from blend.store.codec import Codec
 from blend.store.key_check import is_sealed_with, leave_key_check, require_its_key
 from blend.store.names import ARTIFACTS, GENERATION, artifact_name, cache_name, caches_of, description_name, key_of
-from blend.store.pins import pinned
+from blend.store.pins import pinned, still_pinned
 from blend.store.reader import HEAD, ChunkReader, KnownEntry, damaged, read_header
 from blend.store.seal import Seal, Unsealed
 from blend.types import ChunkCache, ChunkKey
@@ -177,6 +177,8 @@ class ChunkStore:
         """Delete the entries of `namespace` that are neither in `keep` nor pinned; returns how many went."""
         wanted, pins = set(keep), pinned(self.backend)
         gone = [key for key in self.keys(namespace) if key not in wanted and key.digest not in pins]
+        pins = still_pinned(self.backend, [key.digest for key in gone])
+        gone = [key for key in gone if key.digest not in pins]
         for key in gone:
             self.delete(key)
         return len(gone)
