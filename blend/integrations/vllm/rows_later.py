@@ -1,6 +1,7 @@
 """What prompts lacked in the store, computed when running answers do not wait for it, and stored beside the engine's thread.
 
-While answers run, a piece of a few rows goes between some of the engine's steps; when none run, several at a time.
+A piece of a few rows goes with some of the engine's steps while answers run, and with every one while none do: whoever comes
+then waits for one piece at most.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ if TYPE_CHECKING:
     from blend.types import PromptLayout
 
 CPU_ROWS, GPU_ROWS = 32, 256
-"""Of a piece: about as long as a step that decodes a few answers takes, where rows are computed and weights are read."""
+"""Of a piece: meant to take about as long as a step that decodes a few answers does; measured on a CPU alone."""
 TURN = 4  # while answers run, one step in so many waits for a piece, as in `blend serve`
-PIECES_ALONE = 8  # one after another while nothing runs: a request that comes meanwhile waits for them
 _WAIT_S = 0.01  # for the store, while nothing runs, so that the engine does not go round in vain
 
 _LOG = logging.getLogger("vllm.kvblend")
@@ -66,17 +66,16 @@ class Later:
             self._encodings.remember(lambda: self._allowed(lacked))
 
     def run(self, *, alone: bool) -> None:
-        """A step of the engine begins. alone: no request computes anything in it."""
+        """A step of the engine: a piece of the next cache, if it is time for one. alone: no request computes anything in it."""
         self._turn += 1
         if not alone and self._turn % TURN:
             return
-        for _ in range(PIECES_ALONE if alone else 1):
-            self._news.clear()
-            encoding = self._encodings.first()
-            if encoding is not None and encoding.ready():
-                self._piece(encoding)
-            elif not (alone and len(self) and self._news.wait(_WAIT_S)):
-                return
+        self._news.clear()
+        encoding = self._encodings.first()
+        if encoding is not None and encoding.ready():
+            self._piece(encoding)
+        elif alone and len(self):
+            self._news.wait(_WAIT_S)
 
     def close(self) -> None:
         """Compute no more of them, and end."""

@@ -19,7 +19,9 @@ from blend.plan.sizes import entry_bytes
 from blend.serve.budgets import LEARN_BUDGET
 from blend.serve.passages.learned import Learned
 from blend.serve.removed import removed_from
+from blend.sharing import published
 from blend.store.pins import pinned
+from blend.store.replica import root_of
 from blend.store.sources import read_sources
 from blend.types import ChunkKey
 
@@ -79,7 +81,8 @@ class LearnedTexts:
             raise StoreError(
                 f"{told.unread[0]}, the note of a corpus's caches, cannot be read: nothing more is learned"
             )
-        for name in sorted(set(corpora(self._root)) - told.corpora):
+        held = set(corpora(self._root)) if root_of(self._root) is None else published(self._store)
+        for name in sorted(held - told.corpora):
             raise StoreError(
                 f"the store says nowhere which caches the corpus ({in_words(name)}) uses: nothing more is learned; "
                 "run `blend precompute` for it again"
