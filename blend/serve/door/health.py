@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
 from blend.serve.door.auth import operator
 from blend.serve.door.errors import DoorError, json_response
 from blend.serve.door.hall import hall_of
+from blend.serve.prompt_metrics import CONTENT_TYPE
 
 
 async def health(request: Request) -> Response:
@@ -35,4 +35,4 @@ async def metrics(request: Request) -> Response:
         page = hall.metrics.page()
     else:
         page = hall.metrics.page(service.engine.holding(), service.room("").rag().store.memory)
-    return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
+    return Response(page, headers={"content-type": CONTENT_TYPE})
