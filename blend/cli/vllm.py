@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -14,8 +15,11 @@ from blend.cli.values import NAME, number
 from blend.errors import ConfigError
 from blend.serve.budgets import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 
+if TYPE_CHECKING:
+    from blend.integrations.vllm.metrics import MetricsPage
+
 F = TypeVar("F", bound=Callable[..., Any])
-_EXTRA = ("starlette", "pydantic")
+_EXTRA = ("starlette", "pydantic", "prometheus_client")
 _SOCKET = "@kvblend"
 _ANSWERS_S = 5.0  # a process that is asked for its status
 
@@ -40,6 +44,12 @@ def _gigabytes(name: str, words: str, default: int) -> Callable[[F], F]:
     "--status",
     is_flag=True,
     help="Print what the process at --socket holds, as one JSON object, and end: with 0 where it answers, else with 1.",
+)
+@click.option(
+    "--metrics",
+    type=NAME,
+    metavar="HOST:PORT",
+    help="Serve Prometheus metrics at http://HOST:PORT/metrics; HOST is an address of this machine alone, such as 127.0.0.1.",
 )
 @_gigabytes("held_budget", "Shared memory for blended prompts that vLLM answers.", KV_BUDGET)
 @click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")
@@ -71,12 +81,14 @@ def command(**given: Any) -> None:
         raise ConfigError(f"blending for vLLM needs {', '.join(lacking)}: pip install 'kvblend[serve]'")
     opening.check(given)
     from blend.integrations.vllm import wire
+    from blend.integrations.vllm.metrics import MetricsPage
 
-    place = wire.bind(given["socket"])
-    try:
-        _serve(given, place)
-    finally:
-        wire.close(place, given["socket"])
+    with MetricsPage.at(given["metrics"]) if given["metrics"] else nullcontext() as page:
+        place = wire.bind(given["socket"])
+        try:
+            _serve(given, place, page)
+        finally:
+            wire.close(place, given["socket"])
 
 
 def _status(socket: str) -> None:
@@ -95,7 +107,7 @@ def _status(socket: str) -> None:
     say(json.dumps(told))
 
 
-def _serve(given: dict[str, Any], place: Any) -> None:
+def _serve(given: dict[str, Any], place: Any, page: MetricsPage | None) -> None:
     import sys
 
     from blend.cli.console import note, say
@@ -112,7 +124,10 @@ def _serve(given: dict[str, Any], place: Any) -> None:
         service.warm_up()
         shelf = Shelf(round(given["held_budget"] * 1e9))
         desk = Desk(service, shelf, DoorLimits(top_k=given["top_k"]))
-        server = PrefillServer(desk, shelf, place)
+        server = PrefillServer(desk, shelf, place, desk.metrics)
+        if page is not None:
+            page.serve(desk.page)
+            say(f"Metrics at {page.url}")
         for number_ in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number_, lambda *_: server.stop())
         say(f"Ready at {given['socket']}")

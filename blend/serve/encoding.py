@@ -138,10 +138,11 @@ class Encodings:
     """The caches that an engine is to compute, in the order in which they were called for. Threads may share it.
 
     beside: where the store is waited for, in one thread: an engine has one of them under way. most_rows: of a piece.
+    on_remembered: told of each that a prompt lacked.
     """
 
-    def __init__(self, beside: Beside, most_rows: int) -> None:
-        self._beside, self._most_rows = beside, most_rows
+    def __init__(self, beside: Beside, most_rows: int, on_remembered: OnDone = nobody_waits) -> None:
+        self._beside, self._most_rows, self._on_remembered = beside, most_rows, on_remembered
         self._lock = threading.Lock()
         self._queue: deque[Encoding] = deque()
         self._asking = 0
@@ -165,6 +166,12 @@ class Encodings:
                 self._queue.append(encoding)
         return encoding
 
+    def keys(self, store: ChunkStore) -> set[ChunkKey]:
+        """Where this store is to keep those that are left."""
+        found: set[ChunkKey] = set()
+        with self._lock:
+            return found.union(*(one.keys(store) for one in self._queue))
+
     def remember(self, lacking: Lacking) -> None:
         """Have those computed that a prompt lacked and nobody has called for yet; while the store is out of reach, none."""
         with self._lock:
@@ -175,12 +182,12 @@ class Encodings:
         try:
             with suppress(StoreError):
                 library, missing = lacking()
+                queued = self.keys(library.store)
                 with self._lock:
-                    queued: set[ChunkKey] = set().union(*(one.keys(library.store) for one in self._queue))
                     room = sum(map(len, self._queue)) < MOST_LACKING
                 new = [one for one in missing if library.key(one) not in queued]
                 if new and room:
-                    self.add(library, new, nobody_waits)
+                    self.add(library, new, self._on_remembered)
         finally:
             with self._lock:
                 self._asking -= 1

@@ -1,96 +1,33 @@
-"""What operators watch: vLLM's metrics under its names without its prefix, and what only blending has.
-
-All begin with `kvblend_`, but those of the process, which have their usual names. Counters and histograms are written by the
-door and the service as things happen, from any thread; gauges are read off the engine when somebody scrapes.
-"""
+"""What operators watch of `blend serve`: what `prompt_metrics` has, and its answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from blend.serve.engine import BLENDED_BEFORE, IN_MEMORY, EndReason, Holding
+from blend.serve.engine import EndReason
+from blend.serve.prompt_metrics import WAITS, PromptMetrics
 from blend.serve.request import Opened
-from blend.store.backend import MemoryStats, TierHits
 
-if TYPE_CHECKING:
-    from blend.store import ChunkStore
-
-_TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _GAP = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
-_MOST_REASONS = 32  # a label with ever new values would grow for ever
 
 
-class StoreFigures(NamedTuple):
-    """What stores say of themselves.
-
-    memory: of the tier of chunk caches in memory, which they share; None without one. hits: in the tiers of shared stores, all
-    stores together; None where none is shared. evictions: caches that went for want of room in a store.
-    """
-
-    memory: MemoryStats | None = None
-    hits: TierHits | None = None
-    evictions: int = 0
-
-    @classmethod
-    def of(cls, stores: Sequence[ChunkStore]) -> StoreFigures:
-        """Those of these stores."""
-        hits = [store.tier_hits for store in stores if store.tier_hits is not None]
-        memory = next((store.memory for store in stores if store.memory is not None), None)
-        together = TierHits(*map(sum, zip(*hits, strict=True))) if hits else None
-        return cls(memory, together, sum(store.evictions for store in stores))
-
-
-class Metrics:
-    """The metrics of one server, in a registry of their own."""
+class Metrics(PromptMetrics):
+    """The metrics of one server; the door and the service write them."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
-        self._gap = self._histogram("inter_token_latency_seconds", "Between two tokens of one answer.", _GAP)
-        self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
-        self._queue = self._histogram("request_queue_time_seconds", "From arrival to when work on it began.", _TTFT)
-        self._running = self._gauge("num_requests_running", "Answers that are being computed.")
-        self._waiting = self._gauge("num_requests_waiting", "Prompts that wait for room.")
-        self._kv = self._gauge("kv_cache_usage_perc", "Share of the KV memory that is reserved; 1 is all of it.")
-        self._prefixes = self._gauge("prefix_bytes", "KV of how earlier prompts began, in memory.")
-        self._chunks = self._gauge("chunk_memory_bytes", "Chunk caches in memory, those in use included.")
-        self._encoding = self._gauge("num_chunk_caches_waiting", "Chunk caches that are still to be computed.")
-        self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
-        self._generated = self._counter("generation_tokens", "Tokens of answers.")
-        self._success = self._counter("request_success", "Answers that ended, by how.", "finished_reason")
-        self._computed = self._counter("rows_recomputed", "Rows of prompts that were computed in every layer.")
-        self._rows = self._counter("rows_prompt", "Rows of prompts.")
-        self._reused = self._counter("prefix_rows_reused", "Rows taken over from earlier prompts that begin alike.")
-        self._tiers = _Tiers()
-        self.registry.register(self._tiers)
-        ProcessCollector(registry=self.registry)
-        self._misses = self._counter("chunk_misses", "Chunks that had to be computed.")
-        self._loaded = self._counter("bytes_loaded", "Bytes of chunk caches read.")
-        self._fallbacks = self._counter("fallbacks", "Prompts for which nothing was blended, by why.", "reason")
-        self._http = self._counter("http_requests", "Requests by route and status.", "path", "status")
-        self._errors = self._counter("errors", "Requests that failed, by kind of error.", "kind")
-        self._reasons: set[str] = set()
+        super().__init__()
+        self._ttft = self.histogram("time_to_first_token_seconds", "From arrival to the first token.", WAITS)
+        self._gap = self.histogram("inter_token_latency_seconds", "Between two tokens of one answer.", _GAP)
+        self._whole = self.histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
+        self._generated = self.counter("generation_tokens", "Tokens of answers.")
+        self._success = self.counter("request_success", "Answers that ended, by how.", "finished_reason")
+        self._http = self.counter("http_requests", "Requests by route and status.", "path", "status")
 
     def opened(self, opened: Opened, seconds: float) -> None:
         """The first token of an answer came so many seconds after its request."""
-        figures = opened.figures
         self._ttft.observe(seconds)
-        self._queue.observe(figures.waited_s)
-        self._prompt.inc(opened.prompt_tokens)
-        self._rows.inc(figures.rows)
-        self._computed.inc(figures.rows_computed)
-        self._reused.inc(figures.rows_reused)
-        self._tiers.hits += figures.hits
-        self._misses.inc(figures.chunks - figures.hits)
-        self._loaded.inc(figures.bytes_loaded)
-        if figures.reason not in ("", IN_MEMORY, BLENDED_BEFORE):
-            self._fallbacks.labels(self._bounded(figures.reason)).inc()
+        self.begun(opened)
 
     def gaps(self, seconds: Iterable[float]) -> None:
         """Tokens of an answer came, each so many seconds after the one before it."""
@@ -103,71 +40,6 @@ class Metrics:
         self._success.labels(reason).inc()
         self._whole.observe(seconds)
 
-    def refused(self, kind: str) -> None:
-        """A request failed. kind: the code of its error."""
-        self._errors.labels(kind).inc()
-
     def responded(self, route: str, status: int) -> None:
         """A response was given. route: as the application knows it, never as a client wrote it."""
         self._http.labels(route, str(status)).inc()
-
-    def page(self, holding: Holding | None = None, stores: StoreFigures | None = None) -> bytes:
-        """All of it in Prometheus' text format. holding: of the engine, None where there is none yet."""
-        stores = stores or StoreFigures()
-        memory = stores.memory
-        self._tiers.stores, self._tiers.holding = stores, holding
-        if holding is not None:
-            self._running.set(holding.running)
-            self._waiting.set(holding.waiting)
-            self._kv.set(holding.kv_bytes / max(1, holding.kv_budget))
-            self._prefixes.set(holding.prefix_bytes)
-            self._encoding.set(holding.encoding)
-        self._chunks.set(0 if memory is None else memory.nbytes)
-        return generate_latest(self.registry)
-
-    def _bounded(self, reason: str) -> str:
-        if len(self._reasons) < _MOST_REASONS:
-            self._reasons.add(reason)
-        return reason if reason in self._reasons else "other"
-
-    def _counter(self, name: str, words: str, *labels: str) -> Counter:
-        return Counter(f"kvblend_{name}", words, labels, registry=self.registry)
-
-    def _gauge(self, name: str, words: str) -> Gauge:
-        return Gauge(f"kvblend_{name}", words, registry=self.registry)
-
-    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"kvblend_{name}", words, registry=self.registry, buckets=buckets)
-
-
-class _Tiers(Collector):
-    """Hits by where the caches were, and evictions. A tier of memory counts for itself, and what went past it."""
-
-    def __init__(self) -> None:
-        self.hits = 0  # of a store without such a tier
-        self.stores = StoreFigures()
-        self.holding: Holding | None = None
-
-    def collect(self) -> Iterator[Metric]:
-        """As they are now."""
-        memory, found, evictions = self.stores
-        store, held = (self.hits, 0) if memory is None else (memory.misses, memory.hits)
-        yield _counted("chunk_hits", "Chunks whose cache was there, by where.", {"store": store, "memory": held})
-        gone = {"memory": 0 if memory is None else memory.evictions, "store": evictions}
-        gone["prefixes"] = 0 if self.holding is None else self.holding.prefix_evictions
-        yield _counted("evictions", "What had to go for want of room: chunk caches, or how prompts begin.", gone)
-        if found is not None:
-            where = {"disk": found.local, "hot": found.hot, "far": found.far, "none": found.missing}
-            yield _counted(
-                "store_lookups", "Entries looked for in the tiers of a shared store, by where they were.", where
-            )
-            yield CounterMetricFamily(
-                "kvblend_store_fetched_bytes", "Bytes that came from other machines.", found.fetched_bytes
-            )
-
-
-def _counted(name: str, words: str, counts: Mapping[str, int]) -> Metric:
-    found = CounterMetricFamily(f"kvblend_{name}", words, labels=["tier"])
-    for tier, count in counts.items():
-        found.add_metric([tier], count)
-    return found

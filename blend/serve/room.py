@@ -178,7 +178,7 @@ class Room:
     def learn(self, corpus: str, cited: Sequence[Cited]) -> bool:
         """Whether these passages may be stored; those that go for them are removed from the store.
 
-        Chunks of the tenant's corpora always may.
+        Chunks of the tenant's corpora always may, and passages that need more than the whole budget together never.
         """
         new = [one for one in cited if one.brought]
         if not new:
@@ -186,23 +186,26 @@ class Room:
         if self.learned is None:
             return False
         with suppress(StoreError):  # gone since it was looked at
-            self._note(corpus, new, self.learned)
-            return True
+            return self._note(corpus, new, self.learned)
         return False
 
-    def _note(self, corpus: str, new: Sequence[Cited], learned: Learned) -> None:
+    def _note(self, corpus: str, new: Sequence[Cited], learned: Learned) -> bool:
         chunks = [one.passage.part.whole if one.passage.part else one.passage.ids for one in new]
-        self.enter(corpus, chunks, learned)
+        fits = self.enter(corpus, chunks, learned)
         if not corpus:
             self.heard.add(chunks)
+        return fits
 
     @property
     def token_bytes(self) -> int:
         """Of a cache, as a codec of 16 bits a value keeps it."""
         return sum(layer.width for layer in self._rags[""].decoder.rotations) * 2
 
-    def enter(self, corpus: str, chunks: Sequence[Tokens], learned: Learned) -> None:
-        """Note the caches of these chunks as used, and remove what goes for them. Raises `StoreError`."""
+    def enter(self, corpus: str, chunks: Sequence[Tokens], learned: Learned) -> bool:
+        """Note the caches of these chunks as used, and remove what goes for them; whether none of their own goes.
+
+        Raises `StoreError`.
+        """
         rag = self.rag(corpus)
         library = rag.blender.library(rag.template.prefix)
         keys = {library.key(one): len(one.chunk) * self.token_bytes for one in library.variants(chunks)}
@@ -216,6 +219,7 @@ class Room:
                     rag.store.delete(key)
             if gone or not known:  # the order alone is not worth a file for every question
                 learned.save()
+        return not keys.keys() & set(gone)
 
     def _in_use(self) -> set[Any]:
         """Keys of everything that the corpora hold."""

@@ -137,3 +137,11 @@ def test_documents_decide_for_themselves(tmp_path: Path, model: Path) -> None:
         tell(service, texts(5))
         rag = service.room("").rag()
         assert not rag.blender.library(rag.template.prefix).surrogate
+
+
+def test_texts_that_are_larger_than_the_budget_leave_nothing(tmp_path: Path, model: Path) -> None:
+    with serving(tmp_path / "store", model, learn_budget=20_000) as service:
+        room = service.room("")
+        tell(service, texts(3))
+        assert room.token_bytes * 100 > 20_000, "a text needs more"
+        assert service.room("").rag().store.stats().entries == 0

@@ -35,6 +35,7 @@ from blend.chunks.probe import leave_probe
 from blend.config import BlendConfig
 from blend.integrations.vllm.rows_blender import RowBlender
 from blend.integrations.vllm.rows_cache import Place
+from blend.integrations.vllm.rows_learned import LearnedTexts
 from blend.integrations.vllm.rows_stage import row_blender
 from blend.integrations.vllm.rows_ticket import ticket_of
 from blend.integrations.vllm.signature import Signer
@@ -94,16 +95,27 @@ class Proof:
                 kv_role="kv_consumer",
                 kv_load_failure_policy="recompute",
                 kv_connector_module_path="rows_connector",
-                kv_connector_extra_config={"stage": "rows", "store": str(folder / "store"), **SETTINGS},
+                kv_connector_extra_config={
+                    "stage": "rows",
+                    "store": str(folder / "store"),
+                    "learn": False,
+                    **SETTINGS,
+                },
             ),
         )
         self.rows = STAGES[0].blender
 
-    def decoded(self, tickets: bool, salt: str, some: list[PromptLayout] | None = None) -> list[list[int]]:
-        """Greedy tokens of every prompt, or of some, by vLLM, blended or plain."""
+    def decoded(
+        self, tickets: bool, salt: str, some: list[PromptLayout] | None = None, brought: bool = False
+    ) -> list[list[int]]:
+        """Greedy tokens of every prompt, or of some, by vLLM, blended or plain. brought: by a client, with all their chunks."""
         layouts = some or self.layouts
         signer = Signer.of(self.llm.llm_engine.vllm_config)
-        told = [signer.signed(ticket_of(layout), f"{salt}{number}") for number, layout in enumerate(layouts)]
+        texts = [range(len(layout.chunks)) if brought else () for layout in layouts]
+        told = [
+            signer.signed(ticket_of(layout, "", mine), f"{salt}{number}")
+            for number, (layout, mine) in enumerate(zip(layouts, texts, strict=True))
+        ]
         extra = [{"kv_transfer_params": one} if tickets else None for one in told]
         given = self.llm.generate(
             [
@@ -182,25 +194,62 @@ class Proof:
         rows = STAGES[0].blender
         full = self.blender.prefill(layout, config=replace(config, ratio=1.0))
         first = rows.blend(layout, spare(layout))
-        rests = sum(1 for _ in iter(rows.rest, False))
+        before = self.lacking(layout)
+        while len(rows.later):
+            rows.later.run(alone=True)
         mine, again = self.blender.prefill(layout, config=config), rows.blend(layout, spare(layout))
         return {
             "nothing there": not any(first.placed.hits),
             "full": self._apart(full, first.cache),
-            "computed": rests,
+            "computed": before - self.lacking(layout),
             "hits": all(mine.hits) and all(again.placed.hits),
             "then": self._apart(mine, again.cache),
         }
 
+    def lacking(self, layout: PromptLayout) -> int:
+        """How many caches of a prompt's chunks the store lacks."""
+        return len(self.blender.library(layout.prefix).missing(layout.chunks))
+
+    def idle(self) -> int:
+        """The engine's own loop until it has nothing to do; how many steps."""
+        core, steps = self.llm.llm_engine.engine_core.engine_core, 0
+        while core.scheduler.has_requests():
+            core.step_fn()
+            steps += 1
+        return steps
+
     def learnt(self) -> dict[str, Any]:
-        """A prompt of unknown chunks through the engine alone: what it lacks is stored in the steps that decode its answer."""
+        """A prompt of unknown chunks through the engine alone: what it lacks is stored while that is idle."""
         layout = prompt(401)
         self.configured()
-        library = self.blender.library(layout.prefix)
-        before = len(library.missing(layout.chunks))
+        before = self.lacking(layout)
         full = greedy(self.decoder, self.blender.prefill(layout, config=BlendConfig(ratio=1.0)))
         answer = self.decoded(True, "learnt", [layout])[0]
-        return {"before": before, "after": len(library.missing(layout.chunks)), "full": answer == full}
+        during = self.lacking(layout)
+        steps = self.idle()
+        after, again = self.lacking(layout), self.idle()
+        return {
+            "before": before,
+            "during": during,
+            "after": after,
+            "full": answer == full,
+            "steps": steps,
+            "again": again,
+        }
+
+    def brought(self, folder: Path) -> dict[str, Any]:
+        """Chunks that came with the request: as the engine was told, which is to learn nothing, and within a budget."""
+        layout, found = prompt(417), dict[str, Any]()
+        STAGES[0].blender = self.rows
+        self.decoded(True, "off", [layout], brought=True)
+        self.idle()
+        found["before"], found["off"] = len(layout.chunks), self.lacking(layout)
+        learned = LearnedTexts(self.store, folder / "store", 10**9)
+        STAGES[0].blender = RowBlender(self.rows.decoder, self.store, self.blender.config, learned)
+        self.decoded(True, "on", [layout], brought=True)
+        self.idle()
+        found["on"] = self.lacking(layout)
+        return found
 
     def damaged(self, folder: Path) -> dict[str, Any]:
         """A prompt of which one entry is not what was written."""
@@ -250,6 +299,7 @@ def main() -> None:
         "encoded": proof.encoded(),
         "unknown": proof.unknown(),
         "learnt": proof.learnt(),
+        "brought": proof.brought(folder),
         "damaged": proof.damaged(folder),
         "blended differs": [a != b for a, b in zip(proof.decoded(True, "e"), plain, strict=True)],
     }

@@ -44,7 +44,8 @@ class Prefill:
     def __init__(self, service: Service, shelf: Shelf, name: str = "") -> None:
         self.service, self.shelf, self.socket = service, shelf, name or f"@kvblend-test-{secrets.token_hex(4)}"
         self._place = wire.bind(self.socket)
-        self.server = PrefillServer(Desk(service, shelf), shelf, self._place)
+        self.desk = Desk(service, shelf)
+        self.server = PrefillServer(self.desk, shelf, self._place, self.desk.metrics)
         self._thread = threading.Thread(target=self.server.serve_until_stopped)
         self._thread.start()
 
@@ -56,6 +57,11 @@ class Prefill:
                 return
             time.sleep(0.02)
         raise AssertionError("it goes on")
+
+    def counted(self, name: str) -> float:
+        """A metric without its prefix; 0 where there is none yet."""
+        lines = self.desk.page().decode().splitlines()
+        return next((float(one.rpartition(" ")[2]) for one in lines if one.startswith(f"kvblend_{name} ")), 0.0)
 
     def stop(self) -> None:
         self.server.stop()
@@ -177,6 +183,24 @@ def test_documents_become_token_ids_a_ticket_and_a_salt(client: Client, prefill:
     assert client.asked(BODY)["cache_salt"] != body["cache_salt"]  # a generation of its own
 
 
+def test_operators_see_what_became_of_prompts(client: Client, prefill: Prefill) -> None:
+    names = ("prompts_blended_total", "rows_prompt_total", "rows_recomputed_total", "handover_seconds_count")
+    warm(client, prefill)
+    before = [prefill.counted(name) for name in names]
+    held = prefill.counted("handed_over_bytes_total")
+    figures = client.post(BODY).json()["kvblend"]["figures"]
+    grown = [prefill.counted(name) - was for name, was in zip(names, before, strict=True)]
+    assert grown == [1, figures["rows"], figures["rows_computed"], 1]
+    assert prefill.counted("handed_over_bytes_total") > held
+    prefill.idle()
+    assert prefill.counted("held_prompts") == prefill.counted("held_bytes") == 0
+    full = client.post({**BODY, "kvblend": {"method": "full"}}).json()["kvblend"]["figures"]
+    assert (full["method"], full["reason"]) == ("full", ""), "as was asked for"
+    assert prefill.counted("prompts_blended_total") == before[0] + 1
+    assert client.post({**BODY, "model": "tiny+corpus:nowhere"}).status_code == 404
+    assert prefill.counted('errors_total{kind="model_not_found"}') == 1
+
+
 def test_from_another_machine(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = tmp_path / "key"
     key.write_text("a key of at least sixteen bytes")
@@ -282,6 +306,7 @@ def test_a_full_shelf_leaves_it_to_vllm(service: Service, monkeypatch: pytest.Mo
     told = Client(application(service)).post(BODY).json()
     assert told["asked"]["kv_transfer_params"].keys() == {"prompt_token_ids"}
     assert told["kvblend"]["figures"]["reason"] == "busy"
+    assert found.counted('fallbacks_total{reason="busy"}') == 1
     found.stop()
 
 

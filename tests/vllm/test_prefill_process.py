@@ -21,6 +21,7 @@ import pytest
 from blend.errors import ConfigError
 from blend.integrations.vllm import network, prefill, wire
 from blend.integrations.vllm.desk import CHECKED_ROWS, Desk
+from blend.integrations.vllm.metrics import PrefillMetrics
 from blend.integrations.vllm.prefill import PrefillServer
 from blend.integrations.vllm.shelf import NoRoomError, Shelf
 from blend.serve.engine import QueueFullError
@@ -155,7 +156,7 @@ def test_who_is_left_to_vllm_costs_no_search() -> None:
         raise QueueFullError(3, 1.0)
 
     desk = Desk.__new__(Desk)
-    desk.shelf = Shelf(1 << 20)
+    desk.shelf, desk.metrics = Shelf(1 << 20), PrefillMetrics()
     engine = SimpleNamespace(require_room=require_room)
     desk.service = SimpleNamespace(engine=engine, prepare=lambda ask: pytest.fail("searched"))  # type: ignore[assignment]
     told: list[Any] = []

@@ -85,10 +85,20 @@ def test_what_the_store_lacks_is_computed_at_once_and_kept_later(proof: dict[str
     assert found["then"] < CLOSE
 
 
-def test_the_engine_stores_in_later_steps_what_a_prompt_lacked(proof: dict[str, Any]) -> None:
-    assert proof["learnt"]["before"] >= 3
-    assert proof["learnt"]["after"] == 0
-    assert proof["learnt"]["full"]
+def test_an_idle_engine_stores_what_a_prompt_lacked_and_then_rests(proof: dict[str, Any]) -> None:
+    found = proof["learnt"]
+    assert found["full"]
+    assert found["before"] >= 3
+    assert found["before"] >= found["during"] > 0, "while the answer ran a few rows were computed at a time"
+    assert found["after"] == 0
+    assert found["steps"] > 0
+    assert found["again"] == 0
+
+
+def test_texts_of_clients_are_stored_only_where_learning_is_on(proof: dict[str, Any]) -> None:
+    found = proof["brought"]
+    assert found["off"] >= found["before"]
+    assert found["on"] == 0
 
 
 def test_a_damaged_entry_is_told_and_computed(proof: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from blend.errors import StoreError
 from blend.integrations.vllm.gate import Gate, Rewritten
 from blend.integrations.vllm.local import LocalPrompts
 from blend.integrations.vllm.questions import part_of
-from blend.integrations.vllm.rows_ticket import told_by
+from blend.integrations.vllm.rows_ticket import Told, told_by
 from blend.serve.door.errors import DoorError
 from blend.serve.outage import StoreWatch
 from blend.store import open_store
@@ -54,7 +54,7 @@ def test_documents_become_a_ticket_and_a_salt(tokenizer: Any) -> None:
     layout, found = prompt.layout, asked(tokenizer, given)
     transfer = found.body["kv_transfer_params"]
     assert transfer["prompt_token_ids"] == list(layout.token_ids)
-    assert told_by(transfer["kvblend"]["ticket"], layout.token_ids) == (layout, "")
+    assert told_by(transfer["kvblend"]["ticket"], layout.token_ids) == Told(layout, "", frozenset({0, 1, 2}))
     assert "documents" not in found.body
     assert found.told is not None
     assert found.told["figures"] == {"method": "rows"}

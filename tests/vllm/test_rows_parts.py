@@ -14,7 +14,7 @@ from blend.integrations.vllm.contract import Load, ModelRefusedError
 from blend.integrations.vllm.rows_identity import Fingerprints
 from blend.integrations.vllm.rows_rope import from_table
 from blend.integrations.vllm.rows_scratch import Scratch, block_dimension
-from blend.integrations.vllm.rows_ticket import ticket_of, told_by
+from blend.integrations.vllm.rows_ticket import Told, ticket_of, told_by
 from blend.integrations.vllm.stages import Stages, is_apart, name_of, rows_options
 from blend.types import Part, PromptLayout
 
@@ -30,13 +30,15 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_ticket_and_the_tokens_are_the_layout(name: str) -> None:
     layout = LAYOUTS[name]
-    assert told_by(ticket_of(layout), layout.token_ids) == (layout, "")
-    assert told_by(ticket_of(layout, "towns"), layout.token_ids) == (layout, "towns")
+    assert told_by(ticket_of(layout), layout.token_ids) == Told(layout)
+    brought = range(len(layout.chunks))
+    told = told_by(ticket_of(layout, "towns", brought), layout.token_ids)
+    assert told == Told(layout, "towns", frozenset(brought))
 
 
 NO_TICKETS = (
     *("", "{}", "[]", "7", '{"prefix":2,"chunks":[99]}', '{"prefix":-1,"chunks":[1]}'),
-    *('{"prefix":1,"chunks":[1],"corpus":"../x"}', "f" * 32),
+    *('{"prefix":1,"chunks":[1],"corpus":"../x"}', '{"prefix":1,"chunks":[1],"brought":[1]}', "f" * 32),
 )
 
 
@@ -100,18 +102,19 @@ def test_what_vllm_changes_about_a_model_keeps_its_caches_apart() -> None:
 class Filling:
     """A stage that remembers."""
 
-    apart, options = False, frozenset({"store"})
+    apart, options, unfinished = False, frozenset({"store"}), True
 
     def __init__(self, site: Any, options: Mapping[str, Any]) -> None:
         self.filled: list[str] = []
+        self.rested: list[bool] = []
         self.given = dict(options)
         MADE.append(self)
 
     def fill(self, load: Load) -> None:
         self.filled.append(load.ticket)
 
-    def rest(self) -> None:
-        pass
+    def rest(self, *, alone: bool) -> None:
+        self.rested.append(alone)
 
     def close(self) -> None:
         pass
@@ -156,7 +159,10 @@ def test_each_ticket_finds_its_stage_and_the_server_learns_that_there_are_two() 
         assert rows_options(site().config) is None, "another engine's"
         for ticket in (NAME, LAYOUT):
             stages.start(load(ticket))
+        stages.rest(alone=True)
+        assert stages.unfinished
         stages.close()
+        assert [one.rested for one in MADE] == [[], [True]], "what is filled beside the batch has nothing to put off"
         assert [one.filled for one in MADE] == [[NAME], [LAYOUT]]
         assert [one.given for one in MADE] == [{"socket": "@s"}, {"store": "s"}]
         assert stages.done() == ({NAME[:4]}, set(), set())

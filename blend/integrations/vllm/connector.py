@@ -27,20 +27,22 @@ from blend.integrations.vllm.stages import Stages, is_apart, stages_of
 
 @dataclass
 class StepLoads(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Loads that begin in one step, from the scheduler to the workers."""
+    """Loads that begin in one step, from the scheduler to the workers. alone: no request computes anything in it."""
 
     loads: tuple[Load, ...] = ()
+    alone: bool = False
 
 
 @dataclass
-class FailedLoads(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Requests whose load failed in one step, from a worker to the scheduler."""
+class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Of one step, from a worker to the scheduler: requests whose load failed; whether there is work left for idle steps."""
 
-    requests: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    unfinished: bool = False
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> FailedLoads:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """Of several workers: what failed in one has failed."""
-        return FailedLoads(self.requests | other.requests)
+        return WorkerNews(self.failed | other.failed, self.unfinished or other.unfinished)
 
 
 class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
@@ -60,6 +62,9 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
         self._stages: Stages | None = None
         self._failed: set[str] = set()
         self._bad: set[int] = set()
+        self._unfinished = (
+            False  # in the scheduler as the worker last told, in the worker as the scheduler was last told
+        )
 
     # In the scheduler.
 
@@ -74,13 +79,21 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepLoads:
         """What the workers are to do in this step."""
-        return StepLoads(self._offers.taken())
+        return StepLoads(self._offers.taken(), alone=scheduler_output.total_num_scheduled_tokens == 0)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers did."""
         told = connector_output.kv_connector_worker_meta
-        if isinstance(told, FailedLoads):
-            self._offers.failed(told.requests)
+        if isinstance(told, WorkerNews):
+            self._offers.failed(told.failed)
+            self._unfinished = told.unfinished
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine is to go on with its steps when all requests have ended: their chunks are yet to be stored.
+
+        Not where the engine may be put to sleep: its weights may be gone when no request is there.
+        """
+        return self._unfinished and not self._vllm_config.model_config.enable_sleep_mode
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Blocks may go at once: nothing is taken out of them."""
@@ -105,7 +118,7 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
         for load in told.loads:
             self._stages.start(load)
         if not told.loads:
-            self._stages.rest()
+            self._stages.rest(alone=told.alone)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Nothing is ever sent; requests whose load beside the batch has ended, well or not."""
@@ -119,9 +132,11 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
         """Blocks of the failed ones among them."""
         return self._bad
 
-    def build_connector_worker_meta(self) -> FailedLoads | None:
+    def build_connector_worker_meta(self) -> WorkerNews | None:
         """The failed ones themselves, for the scheduler to remember: else it would ask for them again without end."""
-        return FailedLoads(self._failed) if self._failed else None
+        before, self._unfinished = self._unfinished, self._stages is not None and self._stages.unfinished
+        news = self._failed or before != self._unfinished
+        return WorkerNews(self._failed, self._unfinished) if news else None
 
     def shutdown(self) -> None:
         """The process ends."""

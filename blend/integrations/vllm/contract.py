@@ -87,8 +87,16 @@ class Stage(Protocol):
         whatever it has written by then is not used.
         """
 
-    def rest(self) -> None:
-        """A step of the engine begins in which nothing is loaded: there is time for what can wait. Not called where `apart`."""
+    def rest(self, *, alone: bool) -> None:
+        """A step of the engine begins in which nothing is loaded: there is time for what can wait. Not called where `apart`.
+
+        alone: no request computes anything in this step; otherwise running answers wait for what is done here.
+        """
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether `rest` has more to do: the engine then goes on with its steps when all requests have ended."""
+        ...
 
     def close(self) -> None:
         """The worker process ends."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from blend.integrations.vllm.metrics import PrefillMetrics
 from blend.integrations.vllm.questions import answer_request
 from blend.integrations.vllm.shelf import NoRoomError, Shelf
 from blend.integrations.vllm.wire import Message
@@ -20,6 +21,7 @@ from blend.serve.door.hall import DoorLimits
 from blend.serve.engine import Handle, QueueFullError, Sampling
 from blend.serve.faults import log_error
 from blend.serve.request import Closed, Opened, Refused, Reply
+from blend.serve.store_metrics import StoreFigures
 
 if TYPE_CHECKING:
     from blend.blender import Blend
@@ -31,10 +33,20 @@ Tell = Callable[[Message], None]
 
 
 class Desk:
-    """Takes questions for `service`, and puts what was blended on `shelf`. Threads may share it."""
+    """Takes questions for `service`, and puts what was blended on `shelf`. Threads may share it.
 
-    def __init__(self, service: Service, shelf: Shelf, limits: DoorLimits | None = None) -> None:
+    metrics: what came of them.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        shelf: Shelf,
+        limits: DoorLimits | None = None,
+        metrics: PrefillMetrics | None = None,
+    ) -> None:
         self.service, self.shelf, self._limits = service, shelf, limits or DoorLimits()
+        self.metrics = metrics or PrefillMetrics()
         decoder = service.room("").rag().decoder
         self._decoder = decoder
         self._row_bytes = sum(layer.width for layer in decoder.rotations) * decoder.dtype.itemsize
@@ -45,7 +57,7 @@ class Desk:
         It is told the prompt, and then one of: "ready" with a ticket; "plain", for vLLM's own prefill, with what there is to
         say of it; "pass" where kvblend has no part in the prompt; "error".
         """
-        question = Question(self.shelf, tell)
+        question = Question(self.shelf, tell, self.metrics)
         try:
             self.service.engine.require_room()  # who is left to vLLM must not cost a search first
             prepared = self.service.prepare(answer_request(part, self.service.corpora(""), self._limits))
@@ -56,6 +68,7 @@ class Desk:
             failure = failure_of(error)
             if failure.status >= 500:
                 log_error(error, "")
+            self.metrics.refused(failure.code)
             tell({"error": [failure.status, failure.message, failure.code, failure.param]})
             return question
         if not prepared.cited:
@@ -84,6 +97,11 @@ class Desk:
         except Exception as error:
             log_error(error, "")
             question.give_up("failed")
+
+    def page(self) -> bytes:
+        """What operators watch, in Prometheus' text format."""
+        self.metrics.holds(len(self.shelf), self.shelf.nbytes, self.shelf.budget)
+        return self.metrics.page(self.service.engine.holding(), StoreFigures.of(self.service.stores))
 
     def check(self, number: int) -> Message:
         """A prompt by which this model is compared with vLLM's: exact KV of it, and KV that is wrong.
@@ -115,8 +133,8 @@ class Desk:
 class Question:
     """One question; `release` when nobody waits for it any more, or vLLM has finished with it."""
 
-    def __init__(self, shelf: Shelf, tell: Tell) -> None:
-        self._shelf, self._tell = shelf, tell
+    def __init__(self, shelf: Shelf, tell: Tell, metrics: PrefillMetrics) -> None:
+        self._shelf, self._tell, self._metrics = shelf, tell, metrics
         self._lock = threading.Lock()
         self._handle: Handle | None = None
         self._ticket, self._salt, self._released, self._ended = "", "", False, False
@@ -145,8 +163,10 @@ class Question:
         """What the engine says."""
         if isinstance(reply, Opened):
             self._opened = reply
+            self._metrics.begun(reply)
         elif isinstance(reply, Refused):
             log_error(reply.error, "")
+            self._metrics.refused(failure_of(reply.error).code)
             self.give_up("failed")
         elif isinstance(reply, Closed):
             self._close(reply)
@@ -155,15 +175,20 @@ class Question:
         if self._opened is None:
             self.give_up(reply.reason)
             return
-        told = own(self._opened)
+        told, figures = own(self._opened), self._opened.figures
         if self._ticket:
+            self._metrics.handed_over(self._shelf.size(self._ticket), figures.ttft_s)
             self._end({"ready": {"ticket": self._ticket, "salt": self._salt}, "told": told})
-        else:
-            told["figures"]["reason"] = told["figures"]["reason"] or "busy"
-            self._end({"plain": told["figures"]["reason"], "told": told})
+            return
+        if not figures.reason and figures.method == "blend":  # there was no room for it, or nobody waited any more
+            told["figures"]["reason"] = "busy"
+            self._metrics.fell_back("busy")
+        self._end({"plain": told["figures"]["reason"], "told": told})
 
     def give_up(self, reason: str) -> None:
         """VLLM computes it all."""
+        if not self._ended and reason != "cancelled":
+            self._metrics.fell_back(reason)
         self._end({"plain": reason, "told": {}})
 
     def _end(self, message: Message) -> None:

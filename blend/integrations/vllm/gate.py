@@ -154,7 +154,7 @@ class Gate:
         told = {"sources": list(found.sources), "figures": figures}
         if found.reason:
             return Rewritten(with_ids(plain, list(found.layout.token_ids), path) if wanted else plain, told)
-        ready = ready_for(found.layout, found.corpus, found.generation)
+        ready = ready_for(found.layout, found.corpus, found.generation, found.brought)
         return Rewritten(blended(plain, list(found.layout.token_ids), ready, path, self._signer), told)
 
     async def _alone(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:

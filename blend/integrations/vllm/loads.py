@@ -46,15 +46,20 @@ class Loads:
         else:
             self._do(load)
 
-    def rest(self) -> None:
-        """A step without loads begins."""
+    def rest(self, *, alone: bool) -> None:
+        """A step without loads begins. alone: without requests too."""
         if self.apart:
             return
         try:
             with torch.inference_mode():
-                self._stage.rest()
+                self._stage.rest(alone=alone)
         except Exception:  # no request waits for it
             _LOG.warning("kvblend: what was put off could not be done", exc_info=True)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether `rest` has more to do."""
+        return not self.apart and self._stage.unfinished
 
     def done(self) -> Done:
         """What has ended since the last call."""

@@ -38,7 +38,7 @@ class _Reader(NamedTuple):
 class LocalPrompt(NamedTuple):
     """A prompt. corpus: whose chunks are in it. sources: what its reply is to say of its passages. generation: of the store.
 
-    reason: why it must not be blended; "" where it may be.
+    reason: why it must not be blended; "" where it may be. brought: places of its chunks whose text came with the request.
     """
 
     layout: PromptLayout
@@ -46,6 +46,7 @@ class LocalPrompt(NamedTuple):
     sources: tuple[dict[str, Any], ...] = ()
     generation: str = ""
     reason: str = ""
+    brought: frozenset[int] = frozenset()
 
 
 class LocalPrompts:
@@ -73,7 +74,7 @@ class LocalPrompts:
         if not cited:
             return None
         reason = ASKED_FOR if request.method == "full" else reason
-        return LocalPrompt(layout, corpus, tuple(_told(cited)), generation, reason)
+        return LocalPrompt(layout, corpus, tuple(_told(cited)), generation, reason, _brought(layout, cited))
 
     def _reason(self, room: Room) -> tuple[str, str]:
         """Why nothing can be blended now, and otherwise the store's generation, before anything of it is read."""
@@ -96,6 +97,11 @@ class LocalPrompts:
                 rag.take_embedder_of_index()
             self._room = Room(rag, 0)
         return self._room
+
+
+def _brought(layout: PromptLayout, cited: Sequence[Cited]) -> frozenset[int]:
+    places = [place for place in range(len(layout.chunks)) if place not in layout.plain]
+    return frozenset(place for place, one in zip(places, cited, strict=True) if one.brought)
 
 
 def _told(cited: Sequence[Cited]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ import threading
 
 from blend.integrations.vllm import wire
 from blend.integrations.vllm.desk import CHECKED_ROWS, Desk
+from blend.integrations.vllm.metrics import PrefillMetrics
 from blend.integrations.vllm.shelf import NoRoomError, Shelf, bytes_of
 from blend.serve.faults import log_error
 
@@ -26,10 +27,11 @@ _OTHER_FILES = 128
 
 
 class PrefillServer:
-    """Serves connections in threads of their own until `stop`. place: a bound socket."""
+    """Serves connections in threads of their own until `stop`. place: a bound socket. metrics: those of `desk`."""
 
-    def __init__(self, desk: Desk, shelf: Shelf, place: socket.socket) -> None:
+    def __init__(self, desk: Desk, shelf: Shelf, place: socket.socket, metrics: PrefillMetrics | None = None) -> None:
         self._desk, self._shelf, self._place = desk, shelf, place
+        self._metrics = metrics or PrefillMetrics()
         self._stopping = threading.Event()
         self._room = threading.BoundedSemaphore(most_connections())
         self._told = set[str]()
@@ -129,6 +131,7 @@ class PrefillServer:
 
     def _attach(self, sock: socket.socket, ticket: str) -> None:
         found = self._shelf.get(ticket)
+        self._metrics.fetched(held=found is not None)
         if found is None:
             wire.send(sock, {"held": None})
             return
@@ -141,6 +144,7 @@ class PrefillServer:
     def _send(self, sock: socket.socket, message: wire.Message) -> None:
         """The KV itself, to another machine: of some rows, and of the heads that are one process's share."""
         found = self._shelf.get(str(message["send"]))
+        self._metrics.fetched(held=found is not None)
         if found is None:
             wire.send(sock, {"held": None})
             return

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections.abc import Collection
 from functools import partial
 
 import torch
 
-from blend.chunks.open_library import Variant
 from blend.config import BlendConfig
-from blend.errors import StoreError
 from blend.filling import Filled, Filler, run_steps
 from blend.integrations.vllm.rows_cache import PagedCache, Place
 from blend.integrations.vllm.rows_decoder import PagedDecoder
+from blend.integrations.vllm.rows_later import Lacking, Later
+from blend.integrations.vllm.rows_learned import LearnedTexts
 from blend.model.rows import RowRequest
 from blend.store.base import ChunkStore
 from blend.timing import Stopwatch
 from blend.types import PromptLayout
 
-_MOST_MISSING = 256  # caches remembered, to be computed when there is time
-
 _LOG = logging.getLogger("vllm.kvblend")
 
 
 class RowBlender:
-    """Blended prefill into blocks. decoder: the worker's model. store, config: as `Blender` has them."""
+    """Blended prefill into blocks. decoder: the worker's model. store, config: as `Blender` has them.
 
-    def __init__(self, decoder: PagedDecoder, store: ChunkStore, config: BlendConfig) -> None:
+    learned: which caches of texts that clients bring are stored; by default none is. later: what prompts lacked.
+    """
+
+    def __init__(
+        self, decoder: PagedDecoder, store: ChunkStore, config: BlendConfig, learned: LearnedTexts | None = None
+    ) -> None:
         self.decoder, self.store, self.config = decoder, store, config
         self._fillers: dict[str, Filler] = {}
-        self._missing: deque[tuple[Filler, PromptLayout, Variant]] = deque(maxlen=_MOST_MISSING)
+        self.later = Later(decoder, learned)
 
     def filler(self, corpus: str = "") -> Filler:
         """With the surrogate context and the KV corrections of this corpus."""
@@ -38,10 +41,13 @@ class RowBlender:
             self._fillers[corpus] = Filler(self.decoder, self.store, self.config, corpus=corpus)
         return self._fillers[corpus]
 
-    def blend(self, layout: PromptLayout, place: Place, corpus: str = "") -> Filled:
+    def blend(
+        self, layout: PromptLayout, place: Place, corpus: str = "", brought: Collection[int] = frozenset()
+    ) -> Filled:
         """Write blended KV to the rows of `place`; its blocks have room for the whole prompt. Raises as `Filler.fill`.
 
-        The logits are empty: vLLM runs the last row itself. What the store lacked is remembered for `rest`.
+        The logits are empty: vLLM runs the last row itself. What the store lacked is left to `later`; brought: places of
+        chunks whose text came with the request.
         """
         nothing = torch.empty((1, 0), device=self.decoder.device)
 
@@ -62,7 +68,7 @@ class RowBlender:
         self.decoder.settle(filled.cache)
         for line in (*filled.placed.opened.problems, *filled.problems, *filled.notes):
             _LOG.warning("kvblend: %s", line)
-        self._missing.extend((filler, layout, one) for one in filled.placed.opened.missing)
+        self.later.remember(Lacking(filler, layout, filled.placed.opened.missing, brought))
         return filled
 
     def compute(self, layout: PromptLayout, place: Place) -> None:
@@ -71,14 +77,3 @@ class RowBlender:
         if rows.shape[0]:
             ids = torch.tensor([layout.token_ids], device=self.decoder.device)[:, rows]
             self.decoder.run_rows(RowRequest(ids, rows, self.decoder.cache_in(place, layout.rows)))
-
-    def rest(self) -> bool:
-        """Compute and store one of the caches that prompts lacked; whether there was one. For when no request waits."""
-        if not self._missing:
-            return False
-        filler, layout, wanted = self._missing.popleft()
-        try:
-            filler.keep(layout, filler.library(layout.kept_behind).lacking([wanted]))
-        except StoreError as error:
-            _LOG.warning("kvblend: %s", error)
-        return True

@@ -19,6 +19,7 @@ from blend.integrations.vllm.rows_check import admitted, refusal
 from blend.integrations.vllm.rows_decoder import Facts
 from blend.integrations.vllm.rows_find import model_of
 from blend.integrations.vllm.rows_identity import fingerprints
+from blend.integrations.vllm.rows_learned import LearnedTexts, learn_budget
 from blend.integrations.vllm.rows_ticket import told_by
 from blend.rag import Rag
 
@@ -32,12 +33,12 @@ class RecomputedRows:
     """A `Stage`, see the contract. A ticket says where a prompt's segments end, see `rows_ticket`.
 
     options: "store", as of `Rag`; "ratio", "selector", "surrogate", "correction" as in `BlendConfig`; "codec" as in
-    `CorpusConfig`; "chunk_tokens", "embedder" and "top_k" are the middleware's. Raises `ValueError`, in one line, for a
-    model that cannot be driven over rows.
+    `CorpusConfig`; "learn" and "learn_budget", in GB, as `blend vllm` has them; "chunk_tokens", "embedder" and "top_k" are
+    the middleware's. Raises `ValueError`, in one line, for a model that cannot be driven over rows.
     """
 
     apart = False
-    options = frozenset({"store", *_CONFIG}) | CORPUS_OPTIONS
+    options = frozenset({"store", "learn", "learn_budget", *_CONFIG}) | CORPUS_OPTIONS
 
     def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
         self.blender = row_blender(site, model_of(site.layers), options)
@@ -45,27 +46,34 @@ class RecomputedRows:
     def fill(self, load: Load) -> None:
         """See `Stage`."""
         try:
-            layout, corpus = told_by(load.ticket, load.token_ids)
+            layout, corpus, brought = told_by(load.ticket, load.token_ids)
             place = Place(load.blocks, load.start, load.stop)
             if load.start < layout.context.stop:
-                self.blender.blend(layout, place, corpus)
+                self.blender.blend(layout, place, corpus, brought)
             else:  # all that could be reused is in vLLM's cache
                 self.blender.compute(layout, place)
         except (BlendError, ValueError) as error:
             raise LoadFailedError(str(error)) from error
 
-    def rest(self) -> None:
-        """One of the caches that earlier prompts lacked is computed, and stored for the next."""
-        self.blender.rest()
+    def rest(self, *, alone: bool) -> None:
+        """Some of what earlier prompts lacked is computed, to be stored for the next."""
+        self.blender.later.run(alone=alone)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is more of that."""
+        return len(self.blender.later) > 0
 
     def close(self) -> None:
-        """Nothing is held but memory."""
+        """What is not computed by now is another time."""
+        self.blender.later.close()
 
 
 def row_blender(site: Site, model: Any, options: Mapping[str, Any]) -> RowBlender:
     """What fills blocks with this worker's model; options and errors as `RecomputedRows` says."""
     if "store" not in options:
         raise ValueError("kvblend: stage rows needs the option store, as of blend precompute")
+    budget = learn_budget(options)
     try:
         if why := refusal(site):
             raise ValueError(f"because {why}")
@@ -77,12 +85,13 @@ def row_blender(site: Site, model: Any, options: Mapping[str, Any]) -> RowBlende
         ) from error
     try:
         config = BlendConfig(**{name: options[name] for name in _CONFIG if name in options})
-        store = Rag(str(options["store"]), blend=config, corpus=corpus_config(options)).store
+        rag = Rag(str(options["store"]), blend=config, corpus=corpus_config(options))
+        store, learned = rag.store, LearnedTexts(rag.store, rag.root, budget)
     except BlendError as error:
         raise ValueError(f"kvblend: {error}") from error
     shared = own.named(prints.shared)
     decoder = shared if gives_same_kv(store, shared) else own
-    return RowBlender(decoder, store, config)
+    return RowBlender(decoder, store, config, learned)
 
 
 def _facts(site: Site, fingerprint: str) -> Facts:

@@ -1,9 +1,9 @@
-"""A prompt's layout as a ticket: the lengths of its segments, which with the token ids say all of it, and its corpus."""
+"""A prompt's layout as a ticket: the lengths of its segments, which with the token ids say all of it, and whose these are."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ from blend.errors import ConfigError
 from blend.types import Part, PromptLayout
 
 
-def ticket_of(layout: PromptLayout, corpus: str = "") -> str:
-    """Of a prompt that a stage is to blend. corpus: whose surrogate context and KV corrections are used."""
+def ticket_of(layout: PromptLayout, corpus: str = "", brought: Collection[int] = ()) -> str:
+    """Of a prompt that a stage is to blend. corpus, brought: see `Told`."""
     told: dict[str, Any] = {"prefix": len(layout.prefix), "chunks": [len(chunk) for chunk in layout.chunks]}
     if layout.plain:
         told["plain"] = sorted(layout.plain)
@@ -24,15 +24,19 @@ def ticket_of(layout: PromptLayout, corpus: str = "") -> str:
         told["canonical_prefix"] = layout.canonical_prefix
     if corpus:
         told["corpus"] = corpus
+    if brought:
+        told["brought"] = sorted(brought)
     return json.dumps(told, separators=(",", ":"))
 
 
-def ready_for(layout: PromptLayout, corpus: str = "", generation: str = "") -> dict[str, str]:
+def ready_for(
+    layout: PromptLayout, corpus: str = "", generation: str = "", brought: Collection[int] = ()
+) -> dict[str, str]:
     """What a request for this prompt carries.
 
-    generation: of the store. salt: of vLLM's prefix cache, so that only the same blend shares its blocks.
+    generation: of the store. brought: see `Told`. salt: of vLLM's prefix cache, so that only the same blend shares its blocks.
     """
-    ticket = ticket_of(layout, corpus)
+    ticket = ticket_of(layout, corpus, brought)
     told = f"rows {ticket} {layout.token_ids} {generation}"
     return {"ticket": ticket, "salt": sha256(told.encode()).hexdigest()}
 
@@ -43,10 +47,14 @@ def is_layout(ticket: str) -> bool:
 
 
 class Told(NamedTuple):
-    """What a ticket says of a prompt."""
+    """What a ticket says of a prompt.
+
+    corpus: whose surrogate context and KV corrections are used. brought: places of its chunks whose text came with the request.
+    """
 
     layout: PromptLayout
-    corpus: str
+    corpus: str = ""
+    brought: frozenset[int] = frozenset()
 
 
 def told_by(ticket: str, token_ids: Sequence[int]) -> Told:
@@ -63,7 +71,10 @@ def told_by(ticket: str, token_ids: Sequence[int]) -> Told:
         canonical_prefix = tuple(told["canonical_prefix"]) if "canonical_prefix" in told else None
         corpus = told.get("corpus", "")
         check_corpus_name(corpus)
+        brought = frozenset(told.get("brought", ()))
+        if not brought <= set(range(len(chunks))):
+            raise ValueError
     except (ValueError, KeyError, TypeError, ConfigError):
         raise ValueError("the ticket describes no prompt of these tokens") from None
     plain = frozenset(told.get("plain", ()))
-    return Told(PromptLayout(ids[: cuts[0]], chunks, ids[cuts[-1] :], plain, parts, canonical_prefix), corpus)
+    return Told(PromptLayout(ids[: cuts[0]], chunks, ids[cuts[-1] :], plain, parts, canonical_prefix), corpus, brought)

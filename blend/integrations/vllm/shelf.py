@@ -133,6 +133,12 @@ class Shelf:
             found = self._held.get(ticket)
             return None if found is None else (os.dup(found[0]), found[1])
 
+    def size(self, ticket: str) -> int:
+        """Bytes of the piece; 0 for a ticket that is not valid."""
+        with self._lock:
+            found = self._held.get(ticket)
+            return 0 if found is None else found[1].nbytes
+
     def release(self, ticket: str) -> None:
         """Hold it no longer; vLLM's workers that read it at this moment finish undisturbed."""
         with self._lock:

@@ -71,12 +71,12 @@ def _is_apart(stages: Mapping[str, MakeStage], options: Mapping[str, Any], name:
 class _Lacking:
     """Stands where a worker has no stage for a ticket: vLLM computes its rows."""
 
-    apart, options = False, frozenset[str]()
+    apart, options, unfinished = False, frozenset[str](), False
 
     def fill(self, load: Load) -> None:
         raise LoadFailedError(f"stage {name_of(load.ticket)}, which a ticket is for, is not there")
 
-    def rest(self) -> None:
+    def rest(self, *, alone: bool) -> None:
         pass
 
     def close(self) -> None:
@@ -110,10 +110,15 @@ class Stages:
         """Have its blocks filled, now or beside, by the stage that its ticket is for; a stage that there is not fails."""
         self._loads[name_of(load.ticket)].start(load)
 
-    def rest(self) -> None:
-        """A step without loads begins."""
+    def rest(self, *, alone: bool) -> None:
+        """A step without loads begins. alone: without requests too."""
         for one in self._loads.values():
-            one.rest()
+            one.rest(alone=alone)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether `rest` has more to do."""
+        return any(one.unfinished for one in self._loads.values())
 
     def done(self) -> Done:
         """What has ended since the last call. requests: of what was filled beside the batch alone, as vLLM counts them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,7 +11,8 @@ from starlette.responses import Response
 from blend.serve.door.auth import operator
 from blend.serve.door.errors import DoorError, json_response
 from blend.serve.door.hall import hall_of
-from blend.serve.metrics import StoreFigures
+from blend.serve.prompt_metrics import CONTENT_TYPE
+from blend.serve.store_metrics import StoreFigures
 
 if TYPE_CHECKING:
     from blend.serve.engine import Holding
@@ -40,7 +40,7 @@ async def metrics(request: Request) -> Response:
     operator(request)
     hall = hall_of(request)
     page = await run_in_threadpool(lambda: hall.metrics.page(*_figures(hall.service)))
-    return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
+    return Response(page, headers={"content-type": CONTENT_TYPE})
 
 
 def _figures(service: Service | None) -> tuple[Holding | None, StoreFigures]:
