@@ -28,8 +28,8 @@ class Blend:
     """A finished prefill.
 
     cache: KV of the whole prompt, ready for decoding. logits: of the next token, `[1, vocab]`. first_token: their argmax.
-    hits: which chunks came out of the store, False for ordinary text. exact: of so many of the first rows the KV is what full
-    prefill gives. missing: caches that it should have held. problems: one line for every chunk's
+    hits: which chunks came out of the store, False for ordinary text. exact_rows: of so many of the first rows the KV is what
+    full prefill gives. missing: caches that it should have held. problems: one line for every chunk's
     entry that had to be refused. artifact_problems: the same for surrogate context and KV corrections, without which it was
     then blended. correction_fits: False where the KV corrections were left out for this prompt, and more rows recomputed.
     notes: what was done otherwise than configured, a line each. stages: seconds per stage. ttft_s: seconds from the call to
@@ -43,7 +43,7 @@ class Blend:
     first_token: int
     selection: Selection
     hits: tuple[bool, ...]
-    exact: int
+    exact_rows: int
     missing: tuple[Variant, ...]
     problems: tuple[str, ...]
     artifact_problems: tuple[str, ...]
@@ -138,7 +138,7 @@ class Blender(Filler):
             first_token=first_token,
             selection=filled.selection,
             hits=filled.placed.hits,
-            exact=filled.exact,
+            exact_rows=filled.exact_rows,
             missing=opened.missing,
             problems=opened.problems,
             artifact_problems=filled.problems,

@@ -16,6 +16,11 @@ Every message is one line that names what is wrong and what to do about it. `exi
 """
 
 
+def first_line(error: BaseException) -> str:
+    """What went wrong, in one line: a library's message may have many, or none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class BlendError(Exception):
     """Base of every error that a user can cause or mend."""
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import time
 import uuid
 import zlib
@@ -18,6 +19,15 @@ from pathlib import Path
 STALE_AFTER_S = 3600.0
 _HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
 _NAME = re.compile(r"\.(?P<host>[0-9a-f]{8})-(?P<pid>[0-9]+)-\w+\.tmp")
+
+
+def cache_root() -> Path:
+    """Where fetched files are kept: `$KVBLEND_CACHE`, or `kvblend` in the user's cache directory of the platform."""
+    if chosen := os.environ.get("KVBLEND_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "kvblend"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvblend"
 
 
 def _temporary_name() -> str:

@@ -46,7 +46,7 @@ class Filled(NamedTuple):
     """A prompt put together and recomputed.
 
     logits: what was sent for the last rows. fits: whether the KV correction did no harm to the rows where that shows. problems:
-    a line for every artifact that had to be refused. exact, notes: see `Blend`.
+    a line for every artifact that had to be refused. exact_rows, notes: see `Blend`.
     """
 
     cache: BlendedCache
@@ -55,7 +55,7 @@ class Filled(NamedTuple):
     fits: bool
     problems: tuple[str, ...]
     placed: Placed
-    exact: int
+    exact_rows: int
     notes: tuple[str, ...] = ()
 
 
@@ -154,10 +154,10 @@ class Filler:
         if _asks_store(layout):
             yield Resume.BESIDE
         library = self._library_of(layout)
-        if known is None and layout.rows_of_home:
+        if known is None and layout.shared_prefix_rows:
             if not library.isolated.has_prefix:
                 yield Resume.TURN
-            known = library.isolated.prefix.rows(0, layout.rows_of_home)
+            known = library.isolated.prefix.rows(0, layout.shared_prefix_rows)
         known = known or self.decoder.no_rows()
         make = partial(new_cache or self.decoder.new_cache, layout.rows + room)
         run = partial(self._pass, layout, known, make, watch=watch, most_rows=most_rows)
@@ -210,7 +210,13 @@ class Filler:
                 found_rows = recompute(self.decoder, assembly.cache, plan, watch=watch, most_rows=most_rows)
                 logits, selection = yield from found_rows
         return Filled(
-            assembly.cache, logits, selection, check.score() >= 0, found.problems, placed, plan.exact(selection.rows)
+            assembly.cache,
+            logits,
+            selection,
+            check.score() >= 0,
+            found.problems,
+            placed,
+            plan.exact_rows(selection.rows),
         )
 
     def corrections(self, placed: Placed) -> Corrections:
@@ -224,7 +230,7 @@ class Filler:
         Raises `StoreError` when the store cannot be written.
         """
         self.library(layout.kept_behind).compute(missing)
-        return len({wanted.chunk for wanted in missing})
+        return len({one.chunk for one in missing})
 
 
 def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) -> _Result:

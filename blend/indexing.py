@@ -18,7 +18,7 @@ from blend.chunks.library import ChunkLibrary
 from blend.chunks.open_library import Tokens, Variant
 from blend.config import CorpusConfig
 from blend.prompt import PromptTemplate, render_chunk
-from blend.sharing import publish_index
+from blend.sharing import begun_with, publish_index
 from blend.store.base import ChunkStore
 from blend.store.sources import write_sources
 from blend.timing import Progress, no_progress
@@ -97,7 +97,7 @@ class OtherCorpora:
         if not gone:
             return frozenset()
         libraries = (self.library, *self._libraries.values())
-        keys = {library.key(one) for library in libraries for one in library.wanted(gone, isolated=True)}
+        keys = {library.key(one) for library in libraries for one in library.variants(gone, isolated=True)}
         return frozenset(keys.difference(self.used))
 
     @cached_property
@@ -113,7 +113,7 @@ class CorpusChange:
     """Chunks that a corpus is to hold, before anything is written.
 
     library: the corpus's caches before. ids: token ids of the chunks, each once. gone: those that the corpus holds now and is
-    not to hold any more.
+    not to hold any more. began: what all who share the store had then, see `Sharing.begun_with`.
     """
 
     corpus: Corpus
@@ -121,6 +121,7 @@ class CorpusChange:
     chunks: tuple[Chunk, ...]
     ids: tuple[Tokens, ...]
     gone: tuple[Tokens, ...]
+    began: bytes | None = None
 
     def forget(self) -> None:
         """Remove the caches of what is gone. Raises `StoreError` when the store cannot be written."""
@@ -142,10 +143,10 @@ class CorpusChange:
 
 
 class Prepared(NamedTuple):
-    """A corpus whose index holds what it is to hold. wanted: the caches that it should have; missing: those to compute."""
+    """A corpus whose index holds what it is to hold. variants: the caches that it should have; missing: those to compute."""
 
     library: ChunkLibrary
-    wanted: list[Variant]
+    variants: list[Variant]
     missing: list[Variant]
     update: IndexUpdate
 
@@ -163,6 +164,7 @@ def plan(
     stays: told the id of a document; without it none do, but what is `unread`: that is there, and could not be read now.
     Raises `RetrievalError` when documents cannot be divided, or when some are to stay and the index cannot be read.
     """
+    began = begun_with(corpus.index_dir, corpus.store)
     held = _held(corpus.index_dir, required=stays is not None)
     stay = [says for says in (stays, unread) if says is not None]
     given = {document.id for document in documents}
@@ -172,7 +174,7 @@ def plan(
     chunks = (*kept, *divided(documents, corpus.template, corpus.config, progress))
     ids = dict.fromkeys(map(corpus.token_ids, chunks))
     gone = dict.fromkeys(ids_of for chunk in held if (ids_of := corpus.token_ids(chunk)) not in ids)
-    return CorpusChange(corpus, corpus.library(), chunks, tuple(ids), tuple(gone))
+    return CorpusChange(corpus, corpus.library(), chunks, tuple(ids), tuple(gone), began)
 
 
 def prepare(change: CorpusChange, *, quick: bool = False, progress: Progress = no_progress) -> Prepared:
@@ -183,10 +185,10 @@ def prepare(change: CorpusChange, *, quick: bool = False, progress: Progress = n
     """
     update = write_index(change, progress)
     library = decide(change, quick=quick)
-    wanted = library.quickest(change.ids) if quick else library.wanted(change.ids)
-    lacking = library.lacking(wanted)
+    variants = library.quickest(change.ids) if quick else library.variants(change.ids)
+    lacking = library.lacking(variants)
     restored = library.restored(lacking)
-    return Prepared(library, wanted, [one for one in lacking if one not in restored], update)
+    return Prepared(library, variants, [one for one in lacking if one not in restored], update)
 
 
 def write_index(change: CorpusChange, progress: Progress = no_progress) -> IndexUpdate:
@@ -195,7 +197,7 @@ def write_index(change: CorpusChange, progress: Progress = no_progress) -> Index
     Raises `RetrievalError` when it cannot be written, `StoreError` when the store cannot, or another machine has changed it.
     """
     update = update_index(change.corpus.index_dir, change.chunks, change.corpus.embedder, progress)
-    publish_index(change.corpus.index_dir, change.corpus.store)
+    publish_index(change.corpus.index_dir, change.corpus.store, change.began)
     return update
 
 
@@ -220,7 +222,7 @@ def _sources(library: ChunkLibrary, change: CorpusChange) -> dict[str, dict[str,
     """Which document each cache is of, by namespaces; of several with the same chunk one."""
     documents = {change.corpus.token_ids(chunk): chunk.document_id for chunk in change.chunks}
     found: dict[str, dict[str, str]] = {library.isolated.identity.namespace: {}}
-    for one in library.wanted(change.ids, isolated=True):
+    for one in library.variants(change.ids, isolated=True):
         key = library.key(one)
         found.setdefault(key.namespace, {})[key.digest] = documents[one.chunk]
     return found

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blend.chunks.deciding import remove_spare
-from blend.chunks.likeness import leave_probe
+from blend.chunks.probe import leave_probe
 from blend.chunks.work import close
 from blend.config import CorpusConfig
 from blend.indexing import Corpus, CorpusChange, plan, prepare
@@ -106,7 +106,7 @@ def precompute(
     corpus = Corpus(decoder, template, embedder, store, index_dir, config, others or {})
     change = planned(corpus, loaded, add=add, progress=progress)
     change.forget()  # before the index forgets them; only its own entries go, a report's stay
-    library, wanted, missing, update = prepare(change, quick=quick, progress=progress)
+    library, variants, missing, update = prepare(change, quick=quick, progress=progress)
     begin = time.perf_counter()
     tokens = library.compute(missing, progress)
     leave_probe(store, decoder)
@@ -121,8 +121,8 @@ def precompute(
         added=update.added,
         removed=update.removed,
         computed=len(missing),
-        reused=len(wanted) - len(missing),
-        evicted=len(library.lacking(wanted)),
+        reused=len(variants) - len(missing),
+        evicted=len(library.lacking(variants)),
         tokens=tokens,
         seconds=seconds,
         skipped=loaded.skipped,

@@ -40,6 +40,24 @@ class TextChunk(Protocol):
         ...
 
 
+def apply_chat_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
+    """A conversation, ready for its answer, in the model's own words, or as a transcript where it knows none.
+
+    All prompts are made here, those of the command line and of a server, so that the same question has the same token ids.
+    arguments: for the template. Raises whatever the template's author raises.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return (tokenizer.bos_token or "") + _transcript(messages)
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments))
+
+
+def _transcript(messages: Sequence[Mapping[str, str]]) -> str:
+    """For a model that was trained on text alone: paragraphs, each answer on a line of its own, and the next one begun."""
+    before = {"assistant": "\nAnswer: "}
+    said = (before.get(message["role"], "\n\n") + message["content"].strip() for message in messages)
+    return "".join(said).removeprefix("\n\n") + "\nAnswer:"
+
+
 def render_chunk(chunk: TextChunk) -> str:
     """A chunk as it stands in the prompt: its title on a line, its text, a blank line."""
     title = f"{chunk.title}\n" if chunk.title else ""
@@ -49,7 +67,7 @@ def render_chunk(chunk: TextChunk) -> str:
 class PromptTemplate:
     """Turns a question and chunks into a `PromptLayout`.
 
-    tokenizer: a HuggingFace tokenizer; without a chat template the prompt is plain text. Raises `PromptError` for None: a
+    tokenizer: a HuggingFace tokenizer; without a chat template the prompt is a transcript. Raises `PromptError` for None: a
     decoder without a tokenizer takes a `PromptLayout` of token ids.
 
     prefix: what the caches of chunks are kept behind. Where the chat template writes today's date into prompts (those of
@@ -81,7 +99,7 @@ class PromptTemplate:
         if self._undated is None:
             return PromptLayout(self.prefix, tuple(chunks), suffix)
         today = tuple(self._text.join(self._around_chunks()[0]))
-        return PromptLayout(today, tuple(chunks), suffix, home=self.prefix)
+        return PromptLayout(today, tuple(chunks), suffix, canonical_prefix=self.prefix)
 
     def chunk_ids(self, chunk: TextChunk) -> tuple[int, ...]:
         """Token ids of one chunk as it stands in every prompt."""
@@ -97,17 +115,12 @@ class PromptTemplate:
 
     def _around_chunks(self, template: str | None = None) -> tuple[Parts, Parts]:
         """What stands before the chunks, and what stands after the question. template: instead of the tokenizer's own."""
-        if getattr(self._tokenizer, "chat_template", None):
-            return self._split_template({} if template is None else {"chat_template": template})
-        bos = self._tokenizer.bos_token or ""
-        return [(bos, True), (f"{self.config.system}\n\n{self.config.instruction}", False)], [("\nAnswer:", True)]
-
-    def _split_template(self, template: Mapping[str, str]) -> tuple[Parts, Parts]:
+        chosen = {} if template is None else {"chat_template": template}
         user, text = f"{_INSTRUCTION}{_CHUNKS}", ""
         with suppress(Exception):  # whatever the template's author raises
-            text = self._apply([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}], template)
+            text = self._apply([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}], chosen)
         if _SYSTEM not in text:  # some know no system role, or drop what it says: it then opens the user's turn
-            text = self._apply([{"role": "user", "content": f"{_SYSTEM}\n\n{user}"}], template)
+            text = self._apply([{"role": "user", "content": f"{_SYSTEM}\n\n{user}"}], chosen)
         before, mark, after = text.partition(_CHUNKS)
         if not mark:
             raise PromptError(
@@ -119,11 +132,7 @@ class PromptTemplate:
 
     def _apply(self, messages: list[dict[str, str]], template: Mapping[str, str]) -> str:
         # Reasoning models answer directly: a chain of thought in front would be measured as the answer.
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False, **template
-            )
-        )
+        return apply_chat_template(self._tokenizer, messages, enable_thinking=False, **template)
 
 
 def _on_any_day(template: Any) -> str | None:

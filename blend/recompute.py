@@ -13,7 +13,7 @@ from blend.model.rows import Narrowing, Resume, RowRequest, Steps
 from blend.select import All, Evidence, Nothing, QueryScore, Selector, Step
 from blend.select.base import KV
 from blend.select.contract import needs_of, rows_of
-from blend.select.evidence import Asked, true_weight
+from blend.select.evidence import QueryAttention, true_weight
 from blend.timing import Stopwatch
 from blend.types import PromptLayout, Selection
 
@@ -45,7 +45,7 @@ class Plan:
     budget: int
     selector: Selector
 
-    def exact(self, computed: torch.Tensor) -> int:
+    def exact_rows(self, computed: torch.Tensor) -> int:
         """How many of the prompt's first rows are what full prefill gives, if the known rows of the prefix are.
 
         computed: positions of the rows that were computed in every layer, `[rows]`.
@@ -119,18 +119,18 @@ def recompute(
                 layer.settle()
     yield Resume.HERE
     with watch.stage("select"):
-        asked = (yield from _asked(decoder, cache, plan, needs.query, most_rows)) if needs.query else None
+        attention = (yield from _query_attention(decoder, cache, plan, needs.query, most_rows)) if needs.query else None
         if needs.truth:
             yield Resume.TURN
         truth = true_weight(decoder, cache, plan.layout) if needs.truth else None
-    choice = _Choice(plan, cache, asked, truth, watch, with_prefix=not asks)
+    choice = _Choice(plan, cache, attention, truth, watch, with_prefix=not asks)
     for step in (s for s in needs.steps if s.layer == 0):
         choice.narrow(step, None)
     narrowings = tuple(Narrowing(step.layer, partial(_narrow, choice, step)) for step in needs.steps if step.layer > 0)
     with watch.stage("recompute"):
         for piece in _pieces(choice.rows, None if narrowings else most_rows):
             logits = yield RowRequest(ids[piece][None], piece, cache, narrowings)
-    scores = asked.sum(0) if asked is not None else None
+    scores = attention.sum(0) if attention is not None else None
     return logits, Selection(choice.rows, choice.rows_per_layer(depth), scores).behind(before)
 
 
@@ -141,7 +141,7 @@ def _pieces(rows: torch.Tensor, most: MostRows | None) -> Iterator[torch.Tensor]
         rows = rows[piece.shape[0] :]
 
 
-def _asked(
+def _query_attention(
     decoder: RowDecoder, cache: BlendedCache, plan: Plan, score: QueryScore, most_rows: MostRows | None
 ) -> Steps[torch.Tensor]:
     """The question's attention, as `query_attention` gives it; in pieces its rows are run beside other prompts' rows too.
@@ -150,14 +150,14 @@ def _asked(
     In the last layer a pass for KV shows the last of its rows alone: pieces that are looked at there have passes of their own.
     """
     uncached = plan.required[plan.required < plan.layout.context.stop]
-    asked = Asked(decoder, cache, plan.layout, score, uncached)
-    for piece in _pieces(asked.rows, most_rows):
-        if most_rows is None or asked.last_layer == len(decoder.layers) - 1:
+    scoring = QueryAttention(decoder, cache, plan.layout, score, uncached)
+    for piece in _pieces(scoring.rows, most_rows):
+        if most_rows is None or scoring.last_layer == len(decoder.layers) - 1:
             yield Resume.TURN
-            asked.watch(decoder, cache, piece)
+            scoring.watch(decoder, cache, piece)
         else:
-            yield RowRequest(asked.ids_of(piece), piece, cache, observe=asked.observe)
-    return asked.attention()
+            yield RowRequest(scoring.ids_of(piece), piece, cache, observe=scoring.observe)
+    return scoring.attention()
 
 
 class _Choice:
@@ -167,13 +167,13 @@ class _Choice:
         self,
         plan: Plan,
         cache: BlendedCache,
-        asked: torch.Tensor | None,
+        attention: torch.Tensor | None,
         truth: torch.Tensor | None,
         watch: Stopwatch,
         *,
         with_prefix: bool,
     ) -> None:
-        self._plan, self._cache, self._asked, self._truth, self._watch = plan, cache, asked, truth, watch
+        self._plan, self._cache, self._attention, self._truth, self._watch = plan, cache, attention, truth, watch
         self._candidates = plan.candidates
         self._always = torch.cat((plan.ahead, plan.required)) if with_prefix else plan.required
         self.rows = torch.cat((plan.candidates, self._always)).sort().values
@@ -200,7 +200,7 @@ class _Choice:
             layer=step.layer,
             fresh=_at(fresh, torch.searchsorted(self.rows, candidates)) if fresh else None,
             stored=_at(self._cache.view(step.layer), candidates) if fresh else None,
-            query_attention=self._asked[:, candidates] if self._asked is not None else None,
+            query_attention=self._attention[:, candidates] if self._attention is not None else None,
             truth=self._truth[candidates] if self._truth is not None else None,
         )
 

@@ -84,20 +84,33 @@ class Sharing:
             raise StoreError(f"the index of {store.backend.place} cannot be fetched: {error}") from None
         self._learn(corpus, raw)
 
-    def publish(self, corpus: str) -> None:
-        """What the corpus's index here is becomes what all have.
+    def begun_with(self, corpus: str) -> bytes | None:
+        """What `publish` is to replace: to be asked before the index here is looked at, which a `refresh` may change."""
+        return self._known(corpus or UNNAMED)
 
-        Raises `StoreChangedError` when another machine has published one since this one began, `StoreError` when the store
-        cannot be written; the next `refresh` then brings what all have.
+    def publish(self, corpus: str, was: bytes | None) -> None:
+        """What the corpus's index here is becomes what all have, in place of what it was when the change of it began.
+
+        was: of `begun_with`. Raises `StoreChangedError` when another machine has published one since, `StoreError` when the
+        store cannot be written; the next `refresh` then brings what all have, if there is any.
         """
         if not self.shared:
             return
         name = corpus or UNNAMED
+        try:
+            self._publish(corpus, name, was)
+        except StoreError:
+            with suppress(StoreError):
+                if self._known(name) is not None:
+                    self._learn(name, b"")  # what is here is not what all have
+            raise
+
+    def _publish(self, corpus: str, name: str, was: bytes | None) -> None:
         place, store = f"{INDEXES}{name}/", self._store()
         manifest, files = generation_files(index_dir(self._root, corpus))
         raw, content = store.read_manifest(place + _MANIFEST)
         if content != manifest:
-            changed = raw is not None and raw != self._known(name)
+            changed = raw is not None and raw != was
             for file, path in () if changed else files.items():
                 store.backend.put(place + file, [path.read_bytes()])
             if changed or not store.swap_manifest(place + _MANIFEST, manifest, raw):
@@ -158,11 +171,22 @@ class Sharing:
             ) from None
 
 
-def publish_index(directory: Path, store: ChunkStore) -> None:
+def begun_with(directory: Path, store: ChunkStore) -> bytes | None:
+    """`Sharing.begun_with` for the index in a directory of a store; None where nothing is shared."""
+    sharing, corpus = _sharing_of(directory, store)
+    return sharing.begun_with(corpus)
+
+
+def publish_index(directory: Path, store: ChunkStore, was: bytes | None) -> None:
     """`Sharing.publish` for the index in a directory of a store; nothing where nothing is shared."""
+    sharing, corpus = _sharing_of(directory, store)
+    sharing.publish(corpus, was)
+
+
+def _sharing_of(directory: Path, store: ChunkStore) -> tuple[Sharing, str]:
     named = directory.parent.parent.name == "corpora"
     root = directory.parent.parent.parent if named else directory.parent
-    Sharing(root, lambda: store).publish(directory.parent.name if named else "")
+    return Sharing(root, lambda: store), directory.parent.name if named else ""
 
 
 def published(store: ChunkStore) -> set[str]:

@@ -30,7 +30,7 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
-def alike(some: Sequence[int], others: Sequence[int]) -> int:
+def common_length(some: Sequence[int], others: Sequence[int]) -> int:
     """How many tokens both begin with."""
     pairs = zip(some, others, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(some), len(others)))
@@ -50,8 +50,8 @@ class PromptLayout:
     Segments are tokenised one by one and joined as ids, so that a chunk has the same ids in every prompt.
 
     plain: places among `chunks` of ordinary text between them, which is computed always and stored never. parts: places that
-    hold only a part of a stored chunk. home: the prefix behind which the caches of the chunks are computed and kept, where that
-    is not `prefix` itself: many prompts with prefixes of their own then share them.
+    hold only a part of a stored chunk. canonical_prefix: the one behind which the chunks' caches are computed and kept, where
+    that is not `prefix` itself: many prompts with prefixes of their own then share them.
     """
 
     prefix: tuple[int, ...]
@@ -59,17 +59,17 @@ class PromptLayout:
     suffix: tuple[int, ...]
     plain: frozenset[int] = frozenset()
     parts: Mapping[int, Part] = field(default_factory=dict)
-    home: tuple[int, ...] | None = None
+    canonical_prefix: tuple[int, ...] | None = None
 
     @property
     def kept_behind(self) -> tuple[int, ...]:
         """The prefix that the chunks' caches are kept behind."""
-        return self.prefix if self.home is None else self.home
+        return self.prefix if self.canonical_prefix is None else self.canonical_prefix
 
     @cached_property
-    def rows_of_home(self) -> int:
-        """How many of the prefix's first tokens are those of `home` too, so that its KV serves for them."""
-        return alike(self.prefix, self.kept_behind)
+    def shared_prefix_rows(self) -> int:
+        """How many of the prefix's first tokens are those of the canonical one too, so that its KV serves for them."""
+        return common_length(self.prefix, self.kept_behind)
 
     @property
     def stored(self) -> tuple[tuple[int, ...] | None, ...]:
@@ -82,7 +82,7 @@ class PromptLayout:
     @property
     def exact_first(self) -> bool:
         """Whether a chunk's isolated cache is exact in the first place: it was computed behind these very tokens."""
-        return self.home in (None, self.prefix) and 0 not in self.plain and 0 not in self.parts
+        return self.canonical_prefix in (None, self.prefix) and 0 not in self.plain and 0 not in self.parts
 
     def all_plain(self) -> PromptLayout:
         """The same prompt with nothing to be taken from the store."""

@@ -1,7 +1,8 @@
 """An S3 server on loopback, a process of its own: requests one after another, as conditional puts need.
 
 python _s3_server.py BUCKET...   prints its port. A file named in KVBLEND_S3_FAULT says what it does wrong: "stale" answers
-listings as they were at first, "full" refuses puts, "busy" asks to come again.
+listings as they were at first, "full" refuses puts, "busy" asks to come again; "full 1234" does it to those
+alone who came by that port, of a proxy. Every request that this was done to is a byte in the file `met` beside it.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ class OneAtATime:
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         with self._lock:
-            fault = self._fault.read_text() if self._fault is not None and self._fault.exists() else ""
+            fault = self._wrong_with(environ)
             if fault == "full" and environ["REQUEST_METHOD"] in ("PUT", "POST"):
+                self._met()
                 return _refused(environ, start, "507 Insufficient Storage", b"InsufficientStorage")
             if fault == "busy":
+                self._met()
                 return _refused(environ, start, "503 Slow Down", b"SlowDown")
             query = environ.get("QUERY_STRING", "")
             if "list-type=2" in query:
@@ -41,6 +44,7 @@ class OneAtATime:
 
     def _listed(self, environ: dict[str, Any], start: Callable[..., Any], query: str, *, stale: bool) -> list[bytes]:
         if stale and query in self._listings:
+            self._met()
             status, headers, body = self._listings[query]
             start(status, headers)
             return [body]
@@ -49,6 +53,16 @@ class OneAtATime:
         self._listings.setdefault(query, (seen[0], seen[1], body))
         start(*seen)
         return [body]
+
+    def _wrong_with(self, environ: dict[str, Any]) -> str:
+        fault = self._fault.read_text() if self._fault is not None and self._fault.exists() else ""
+        kind, _, port = fault.partition(" ")
+        return kind if not port or environ["HTTP_HOST"].endswith(f":{port}") else ""
+
+    def _met(self) -> None:
+        assert self._fault is not None
+        with self._fault.with_name("met").open("ab") as file:
+            file.write(b".")
 
 
 def _refused(environ: dict[str, Any], start: Callable[..., Any], status: str, code: bytes) -> list[bytes]:

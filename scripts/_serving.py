@@ -17,7 +17,7 @@ from _serving_corpus import Corpus, Passage
 Draws = np.random.Generator
 
 
-class Asked(NamedTuple):
+class TimedQuestion(NamedTuple):
     """A question, the passages that it is to be answered from, and when it comes: seconds after the first moment."""
 
     at_s: float
@@ -54,26 +54,26 @@ class Traffic:
     context_tokens: int
     exponent: float
 
-    def times(self, times: Sequence[float] | NDArray[np.float64], draws: Draws) -> list[Asked]:
+    def times(self, times: Sequence[float] | NDArray[np.float64], draws: Draws) -> list[TimedQuestion]:
         """One question for each time."""
         chances = zipf(len(self.corpus.passages), self.exponent)
         return [self._one(float(time), chances, draws) for time in times]
 
-    def poisson(self, rate: float, seconds: float, seed: Sequence[int]) -> list[Asked]:
+    def poisson(self, rate: float, seconds: float, seed: Sequence[int]) -> list[TimedQuestion]:
         """Questions that come at `rate` a second."""
         draws = np.random.default_rng(seed)
         return self.times(arrivals(rate, seconds, draws), draws)
 
-    def at_once(self, count: int, seed: Sequence[int]) -> list[Asked]:
+    def at_once(self, count: int, seed: Sequence[int]) -> list[TimedQuestion]:
         """So many questions that all come in the first moment."""
         return self.times([0.0] * count, np.random.default_rng(seed))
 
-    def _one(self, time: float, chances: NDArray[np.float64], draws: Draws) -> Asked:
+    def _one(self, time: float, chances: NDArray[np.float64], draws: Draws) -> TimedQuestion:
         passages = self.corpus.passages
         # Exponential races (Efraimidis and Spirakis 2006) give the order in which they are drawn one after another.
         order = np.argsort(draws.exponential(size=len(passages)) / chances)
         question = self.corpus.questions[int(draws.integers(len(self.corpus.questions)))]
-        return Asked(time, question, _within([passages[int(i)] for i in order], self.context_tokens))
+        return TimedQuestion(time, question, _within([passages[int(i)] for i in order], self.context_tokens))
 
 
 def _within(passages: Sequence[Passage], tokens: int) -> tuple[Passage, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,8 +158,3 @@ def verdict(ours: Capacity, others: Mapping[str, Capacity], goal: float) -> str:
     times = ours.per_s / (found[best].per_s or math.inf)
     bound = "at least " if ours.at_least else "at most " if found[best].at_least else ""
     return f"{bound}{times:.2f} times {best}, goal {goal:g}: {'PASS' if times >= goal else 'FAIL'}"
-
-
-def longest_over_median(gaps: Sequence[float]) -> float | None:
-    """None without gaps."""
-    return max(gaps) / median(gaps) if gaps and median(gaps) > 0 else None

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from _serving import Asked
+from _serving import TimedQuestion
 
 # Every request has a connection of its own: none waits for another one's answer.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=16)
@@ -27,7 +27,7 @@ class Request:
     body: Mapping[str, Any]
 
 
-Words = Callable[[Asked], Request]
+Words = Callable[[TimedQuestion], Request]
 
 
 @dataclass
@@ -118,7 +118,7 @@ def _error(status: int, content: bytes) -> str:
         return f"{status}: {content[:200].decode(errors='replace')}"
 
 
-async def open_loop(url: str, plan: Sequence[Asked], words: Words, drain_s: float) -> list[Sample]:
+async def open_loop(url: str, plan: Sequence[TimedQuestion], words: Words, drain_s: float) -> list[Sample]:
     """Send every question at its time; wait for answers until `drain_s` after the last, and give the others up."""
     async with httpx.AsyncClient(base_url=url, limits=LIMITS, timeout=TIMEOUT, trust_env=False) as client:
         requests = [words(asked) for asked in plan]  # made before, so that sending takes no time
@@ -138,7 +138,7 @@ async def open_loop(url: str, plan: Sequence[Asked], words: Words, drain_s: floa
     return samples
 
 
-async def one_by_one(url: str, plan: Sequence[Asked], words: Words) -> list[Sample]:
+async def one_by_one(url: str, plan: Sequence[TimedQuestion], words: Words) -> list[Sample]:
     """Every question when the one before it is answered."""
     async with httpx.AsyncClient(base_url=url, limits=LIMITS, timeout=TIMEOUT, trust_env=False) as client:
         found = []

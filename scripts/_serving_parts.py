@@ -14,7 +14,7 @@ from statistics import median
 import httpx
 
 from _results import Row
-from _serving import Asked, Traffic
+from _serving import TimedQuestion, Traffic
 from _serving_corpus import project_environment
 from _serving_load import LIMITS, TIMEOUT, Request, Sample, Words, ask, open_loop
 
@@ -89,7 +89,7 @@ async def _all_run(tasks: Sequence[asyncio.Task[Sample]], samples: Sequence[Samp
 
 
 async def _one_after_another(
-    client: httpx.AsyncClient, plan: Sequence[Asked], words: Words, start: float
+    client: httpx.AsyncClient, plan: Sequence[TimedQuestion], words: Words, start: float
 ) -> list[Sample]:
     found = []
     for asked in plan:

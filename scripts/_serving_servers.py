@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from _serving import Asked
+from _serving import TimedQuestion
 from _serving_corpus import project_environment
 from _serving_load import Request, Words
 
@@ -65,13 +65,13 @@ def blend_server(
     """`blend serve` on a store, computing in float32; extra: more of its options, such as --full."""
     command = (sys.executable, *BLEND, "--store", str(store), "--model", str(model), *extra)
 
-    def words(asked: Asked) -> Request:
+    def words(asked: TimedQuestion) -> Request:
         return Request("/v1/chat/completions", {**chat(asked, way), **greedy(answer_tokens)})
 
     return Server(name, command, words, ready="/ready", environment=project_environment(threads))
 
 
-def chat(asked: Asked, way: Way) -> dict[str, Any]:
+def chat(asked: TimedQuestion, way: Way) -> dict[str, Any]:
     """A question with its passages as documents beside the message, or pasted into it."""
     if way == "documents":
         documents = [{"title": one.title, "text": one.text} for one in asked.passages]
@@ -97,7 +97,7 @@ def vllm_server(
     """
     layout = _layout(model)
 
-    def words(asked: Asked) -> Request:
+    def words(asked: TimedQuestion) -> Request:
         return Request("/v1/completions", {"prompt": list(layout(asked)), **greedy(answer_tokens)})
 
     return _vllm("vllm", _command(python, eager), model, longest, words, vllm_environment(python, threads))
@@ -126,7 +126,7 @@ def blended_vllm_server(
     )
     environment = vllm_environment(python, threads) | {"PYTHONPATH": project_environment(threads)["PYTHONPATH"]}
 
-    def words(asked: Asked) -> Request:
+    def words(asked: TimedQuestion) -> Request:
         return Request("/v1/chat/completions", {**chat(asked, way), **greedy(answer_tokens)})
 
     return _vllm("vllm + kvblend", (*_command(python, eager), *added), model, longest, words, environment)
@@ -179,7 +179,7 @@ class Running:
     model: str
     process: subprocess.Popen[str]
 
-    def words(self, asked: Asked) -> Request:
+    def words(self, asked: TimedQuestion) -> Request:
         """A question in the words that this server understands."""
         return self.named(self.server.words(asked))
 

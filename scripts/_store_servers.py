@@ -40,6 +40,13 @@ class S3(NamedTuple):
     port: int
     fault: Path
 
+    @property
+    def met(self) -> int:
+        """How many requests it has done wrong by, so far."""
+        with suppress(FileNotFoundError):
+            return self.fault.with_name("met").stat().st_size
+        return 0
+
 
 def s3_environment(port: int) -> dict[str, str]:
     """Where the server is and how it is entered, as S3's clients look for it."""

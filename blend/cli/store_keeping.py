@@ -63,16 +63,15 @@ def prune(store: Path, store_key: Path | None, older_than: float | None, unused:
 
 def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bool) -> Iterator[list[Listed]]:
     """What goes of these: a precompute or a pin may have come since they were listed, and comes between two batches."""
-    from blend.store.pins import pinned
+    from blend.store.pins import still_pinned
     from blend.store.sources import key_of
 
     for begin in range(0, len(going), _AT_ONCE):
         with caches.writing():
             documents = _told(store, caches, unused=unused).documents if unused else {}
-            pins = pinned(caches.backend)
-            batch = [
-                one for one in going[begin : begin + _AT_ONCE] if one.digest not in documents and one.digest not in pins
-            ]
+            batch = [one for one in going[begin : begin + _AT_ONCE] if one.digest not in documents]
+            pins = still_pinned(caches.backend, [one.digest for one in batch])
+            batch = [one for one in batch if one.digest not in pins]
             for one in batch:
                 caches.delete(key_of(one.namespace, one.digest))
         yield batch
@@ -107,24 +106,24 @@ def _corpora(store: Path, caches: ChunkStore) -> set[str]:
 
 
 @click.command("pin")
-@click.argument("wanted", nargs=-1, required=True)
+@click.argument("names", nargs=-1, required=True)
 @options.store_option
 @options.store_key_option
-def pin(wanted: tuple[str, ...], store: Path, store_key: Path | None) -> None:
+def pin(names: tuple[str, ...], store: Path, store_key: Path | None) -> None:
     """Keep the caches of these documents, named as `ls` does, or with these digests: never pruned, never evicted from a disk.
 
     They are fetched to the disk of this machine. To remove the document removes them all the same.
     """
-    _pin(wanted, open_caches(store, store_key), on=True)
+    _pin(names, open_caches(store, store_key), on=True)
 
 
 @click.command("unpin")
-@click.argument("wanted", nargs=-1, required=True)
+@click.argument("names", nargs=-1, required=True)
 @options.store_option
 @options.store_key_option
-def unpin(wanted: tuple[str, ...], store: Path, store_key: Path | None) -> None:
+def unpin(names: tuple[str, ...], store: Path, store_key: Path | None) -> None:
     """Let them go again."""
-    _pin(wanted, open_caches(store, store_key), on=False)
+    _pin(names, open_caches(store, store_key), on=False)
 
 
 def _pin(wanted: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:

@@ -97,7 +97,11 @@ class _StorePlace(_HomePlace):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """A `Path`, or the text of an address."""
-        return value if is_address(value) else super().convert(value, param, ctx)
+        try:
+            elsewhere = is_address(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+        return value if elsewhere else super().convert(value, param, ctx)
 
 
 SELECTOR = _Selector()

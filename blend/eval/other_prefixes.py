@@ -22,8 +22,8 @@ from blend.eval.metrics import kl_divergence
 from blend.model.full_prefill import full_prefill
 from blend.model.generate import generate, teacher_forced_logits
 from blend.prompt import PromptTemplate
-from blend.serve.ask import Message
 from blend.serve.chat import ChatTemplate, Passage, question_turns
+from blend.serve.request import Message
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ class OtherPrefixes:
         true = teacher_forced_logits(full_prefill(self._decoder, layout), answer)
         found = {}
         for name, config in METHODS.items():
-            mine = replace(layout, home=None) if "own" in name else layout
-            if mine.home is None and not own:
+            mine = replace(layout, canonical_prefix=None) if "own" in name else layout
+            if mine.canonical_prefix is None and not own:
                 continue
             self._cache(mine, config)
             blend = self._blender.prefill(mine, config=config)

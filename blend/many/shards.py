@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.deciding import remove_spare
-from blend.chunks.likeness import leave_probe
+from blend.chunks.probe import leave_probe
 from blend.chunks.work import Pass, Share, Work, close, finish, take_up, tokens_of
 from blend.corpora import make_folder
 from blend.errors import StoreChangedError
 from blend.indexing import Corpus, CorpusChange, decide, write_index
 from blend.precompute import Precomputed, note_rate, planned, unread_in
+from blend.sharing import begun_with
 from blend.timing import Progress, no_progress
 from retrieval.errors import IndexBusyError
 
@@ -76,7 +77,7 @@ def precompute_share(
     change.forget()
     update = _index(rag, change, progress)
     library = decide(change)
-    work = take_up(library, library.wanted(change.ids))
+    work = take_up(library, library.variants(change.ids))
     mine, begin = work.of(share), time.perf_counter()
     computed = (compute or compute_here)(work, mine, progress)
     seconds = time.perf_counter() - begin
@@ -84,7 +85,7 @@ def precompute_share(
         note_rate(library, computed.tokens, seconds)
     found = finish(work, share)
     if found.last:
-        update = update or write_index(change, progress)
+        update = update or write_index(_begun_now(change), progress)
         leave_probe(rag.store, rag.decoder)
         remove_spare(library, change.ids, change.keep)
         rag.calibrate(anew=work.mostly_new, progress=progress)
@@ -97,7 +98,7 @@ def precompute_share(
         removed=update.removed if update else 0,
         computed=computed.caches,
         reused=sum(map(len, mine)) - computed.caches + (work.stored if share.number == 1 else 0),
-        evicted=len(library.lacking(work.wanted)) if found.last else 0,
+        evicted=len(library.lacking(work.variants)) if found.last else 0,
         tokens=computed.tokens,
         seconds=seconds,
         skipped=loaded.skipped,
@@ -128,6 +129,11 @@ def _index(rag: Rag, change: CorpusChange, progress: Progress) -> IndexUpdate | 
     except StoreChangedError:  # one on another machine, over the same shared store, was quicker
         rag.refresh()
         return None
+
+
+def _begun_now(change: CorpusChange) -> CorpusChange:
+    """In place of what another share has published meanwhile: all are given the same documents."""
+    return replace(change, began=begun_with(change.corpus.index_dir, change.corpus.store))
 
 
 def _plan(rag: Rag, loaded: LoadedDocuments, add: bool, progress: Progress) -> CorpusChange:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from blend.config import MaskMode
-from blend.errors import ConfigError, UnsupportedModelError
+from blend.errors import ConfigError, UnsupportedModelError, first_line
 from blend.model.admission import LayerRotation, admit, longest_prompt
 from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache
@@ -238,12 +238,8 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def _unloadable(name: str, error: Exception) -> str:
     if Path(name).is_dir():
-        return f"{name} holds no causal language model that transformers can load ({_first_line(error)})"
+        return f"{name} holds no causal language model that transformers can load ({first_line(error)})"
     return (
-        f"cannot load model {name!r}: not a directory, and no hub answers for it ({_first_line(error)}); "
+        f"cannot load model {name!r}: not a directory, and no hub answers for it ({first_line(error)}); "
         "pass a model directory, a reachable HuggingFace id, or a catalog name (`blend models`)"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

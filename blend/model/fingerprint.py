@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import xxhash
 
-from blend.files import write_atomically
-from blend.weights import cache_root
+from blend.files import cache_root, write_atomically
 from blend.weights.files import checkpoint_files
 
 CACHED = ".kvblend-digests.json"

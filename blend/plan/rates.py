@@ -120,15 +120,15 @@ def _measure_codec(
         library = ChunkLibrary(decoder, open_store(folder, codec=codec), layout.prefix, batch_tokens)
         if surrogate:
             library = with_given_surrogate(library, random_ids(decoder.vocabulary, surrogate, 3))
-        wanted = library.wanted(chunks)
+        variants = library.variants(chunks)
 
         def rate(*, contextual: bool) -> float:
-            mine = [one for one in wanted if one.contextual == contextual]
+            mine = [one for one in variants if one.contextual == contextual]
             return total / timed(partial(library.compute, mine), decoder, *timing) if mine else 1.0
 
         isolated, contextual = rate(contextual=False), rate(contextual=True)
         library.compute(library.missing(layout.chunks))
-        stored = library.store.stats().nbytes / len(library.wanted(layout.chunks)) * len(layout.chunks)
+        stored = library.store.stats().nbytes / len(library.variants(layout.chunks)) * len(layout.chunks)
         return CodecRates(isolated, contextual, stored / timed(lambda: load(library, layout), decoder, *timing))
 
 

@@ -35,12 +35,12 @@ def query_attention(
     uncached: positions of context rows that hold nothing yet, int64 `[rows]`: they get no part in it. The suffix rows' KV is
     written, and written again by the recompute. Raises `ConfigError` for layers that the decoder does not have.
     """
-    asked = Asked(decoder, cache, layout, score, uncached)
-    asked.watch(decoder, cache, asked.rows)
-    return asked.attention()
+    scoring = QueryAttention(decoder, cache, layout, score, uncached)
+    scoring.watch(decoder, cache, scoring.rows)
+    return scoring.attention()
 
 
-class Asked:
+class QueryAttention:
     """`query_attention` for a scheduler: run the suffix with `observe`, at once or in ascending pieces; then `attention`.
 
     Each piece reads what those before it wrote, so a row's attention is what it is in one pass. Pieces are joined head by head:
@@ -109,8 +109,8 @@ def true_weight(decoder: RowDecoder, cache: BlendedCache, layout: PromptLayout) 
     suffix = slice(layout.context.stop, None)
 
     def observe(call: AttentionCall) -> None:
-        asked = replace(call, query=call.query[:, :, suffix], positions=call.positions[suffix])
-        mass.append(asked.mass()[0])
+        of_suffix = replace(call, query=call.query[:, :, suffix], positions=call.positions[suffix])
+        mass.append(of_suffix.mass()[0])
 
     every = torch.arange(layout.rows, device=decoder.device)
     decoder.watch_attention(torch.tensor([layout.token_ids], device=decoder.device), every, exact, observe)

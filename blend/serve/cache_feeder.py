@@ -68,7 +68,7 @@ class CacheFeeder:
         """The corpus has changed."""
         chunks, prepared = applied
         with self._changed:
-            stale = self._caches.replace(prepared.library, chunks, prepared.wanted, prepared.missing)
+            stale = self._caches.replace(prepared.library, chunks, prepared.variants, prepared.missing)
             self._settled = False
         if stale:  # not under the lock: who is told to stop may be waiting for it
             self.cancel()

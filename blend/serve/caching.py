@@ -34,9 +34,9 @@ class Finished:
         """Nothing to do."""
 
 
-def compute_here(library: ChunkLibrary, wanted: Sequence[Variant], on_done: OnDone) -> Computing:
+def compute_here(library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone) -> Computing:
     """One after another, in the caller's thread."""
-    for one in wanted:
+    for one in variants:
         try:
             library.compute([one])
         except Exception as error:  # as an engine does: one cache's failure is told and harms no other
@@ -76,18 +76,18 @@ class LackingCaches:
         self,
         library: ChunkLibrary,
         chunks: Mapping[str, frozenset[Tokens]],
-        wanted: Sequence[Variant],
+        variants: Sequence[Variant],
         missing: Sequence[Variant],
     ) -> bool:
-        """The corpus has changed. chunks: of each document. wanted, missing: caches, see `blend.indexing.Prepared`.
+        """The corpus has changed. chunks: of each document. variants, missing: caches, see `blend.indexing.Prepared`.
 
         Returns whether caches are under way that nobody wants any more.
         """
         of_chunk: dict[Tokens, list[Variant]] = {}
-        for one in wanted:
+        for one in variants:
             of_chunk.setdefault(one.chunk, []).append(one)
         self._ready = {name for name in self._ready if self._chunks[name] == chunks.get(name)}
-        self.library, self._chunks, self._all = library, dict(chunks), frozenset(wanted)
+        self.library, self._chunks, self._all = library, dict(chunks), frozenset(variants)
         self._of = {
             name: frozenset(one for ids in mine for one in of_chunk.get(ids, ())) for name, mine in chunks.items()
         }

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from blend.config import PromptConfig
 from blend.errors import PromptError
 from blend.plain_text import TextTokenizer
-from blend.prompt import Parts
-from blend.serve.ask import Message, Role
+from blend.prompt import Parts, apply_chat_template
+from blend.serve.request import Message, Role
 from blend.types import Part, PromptLayout
 
 # Private-use characters stand for what users wrote while the template is applied: no template contains or changes them.
@@ -40,15 +40,15 @@ class Turn(NamedTuple):
 
 
 class ChatTemplate:
-    """Puts conversations into prompts. home: the prefix that the caches of passages are kept behind.
+    """Puts conversations into prompts. canonical_prefix: the one that the caches of passages are kept behind.
 
     Raises `PromptError` for None: a decoder without a tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, home: tuple[int, ...]) -> None:
+    def __init__(self, tokenizer: Any, canonical_prefix: tuple[int, ...]) -> None:
         if tokenizer is None:
             raise PromptError("this decoder has no tokenizer, so it cannot be asked in words")
-        self._tokenizer, self._text, self._home = tokenizer, TextTokenizer(tokenizer), home
+        self._tokenizer, self._text, self._canonical_prefix = tokenizer, TextTokenizer(tokenizer), canonical_prefix
 
     def layout(self, turns: Sequence[Turn], arguments: Mapping[str, Any] = DIRECT) -> PromptLayout:
         """Token ids of a conversation, ready for its answer. Raises `PromptError` for one that the template refuses.
@@ -113,14 +113,8 @@ class ChatTemplate:
     def _apply(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] = DIRECT) -> str:
         if len(messages) > _MOST_MESSAGES:
             raise PromptError(f"the conversation has {len(messages)} messages; shorten it to {_MOST_MESSAGES}")
-        if not getattr(self._tokenizer, "chat_template", None):
-            # A model that knows no roles reads a transcript.
-            lines = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
-            return "\n\n".join([(self._tokenizer.bos_token or "") + lines[0], *lines[1:], "Assistant:"])
         try:
-            return str(
-                self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
-            )
+            return apply_chat_template(self._tokenizer, messages, **arguments)
         except Exception as error:  # whatever the template's author raises
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise PromptError(f"the model's chat template refuses these messages: {why}") from None
@@ -151,12 +145,12 @@ class ChatTemplate:
             if behind:
                 plain.add(len(chunks))
                 chunks.append(behind)
-        return PromptLayout(texts[0], tuple(chunks), texts[-1], frozenset(plain), parts, self._home)
+        return PromptLayout(texts[0], tuple(chunks), texts[-1], frozenset(plain), parts, self._canonical_prefix)
 
     def _plain(self, ids: tuple[int, ...]) -> PromptLayout:
         if len(ids) < 2:
             raise PromptError("the prompt is empty; ask something")
-        return PromptLayout(ids[:-1], (), ids[-1:], home=self._home)
+        return PromptLayout(ids[:-1], (), ids[-1:], canonical_prefix=self._canonical_prefix)
 
 
 def question_turns(

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from blend.serve.ask import (
-    Ask,
+from blend.serve.engine import ASKED_FOR, Ended, EndReason, Event, Failed, Handle, Sampling, Started, Token
+from blend.serve.outage import STORE_UNREACHABLE, StoreWatch
+from blend.serve.request import (
+    AnswerRequest,
     Closed,
     Delta,
     Figures,
@@ -19,8 +21,6 @@ from blend.serve.ask import (
     TokenText,
     TracedToken,
 )
-from blend.serve.engine import ASKED_FOR, Ended, EndReason, Event, Failed, Handle, Sampling, Started, Token
-from blend.serve.outage import STORE_UNREACHABLE, StoreWatch
 from blend.serve.text import Speaker
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Conversation:
     def __init__(
         self,
         rag: Rag,
-        ask: Ask,
+        request: AnswerRequest,
         sampling: Sampling,
         layout: PromptLayout,
         cited: Sequence[Cited],
@@ -50,9 +50,9 @@ class Conversation:
         self._handle: Handle | None = None
         self._cancelled = False
         self.before_s = before_s
-        self._decoder, self._ask, self._sampling, self._layout = rag.decoder, ask, sampling, layout
+        self._decoder, self._request, self._sampling, self._layout = rag.decoder, request, sampling, layout
         self._cited, self._on_reply, self._profile, self._watch = cited, on_reply, profile, watch
-        self._speaker = Speaker(rag.decoder.tokenizer, ask.stop)
+        self._speaker = Speaker(rag.decoder.tokenizer, request.stop)
         self._tokens, self._first, self._last = 0, 0.0, 0.0
         self._named: list[TokenText] = []
         self._gaps: list[float] = []

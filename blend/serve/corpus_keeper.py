@@ -84,7 +84,7 @@ class CorpusKeeper:
         self._known = {chunk.id: change.corpus.token_ids(chunk) for chunk in change.chunks}
         if before := removed_from(self._rag.store):
             library = prepared.library
-            before.wanted(map(library.key, library.wanted(change.ids, isolated=True)))
+            before.allow(map(library.key, library.variants(change.ids, isolated=True)))
         self._rag.store.advance()
         return Applied(_by_document(change), prepared)
 

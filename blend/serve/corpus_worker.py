@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from blend.errors import ConfigError, StoreError
+from blend.errors import ConfigError, StoreError, first_line
 from blend.serve.cache_feeder import CacheFeeder, Calibrate
 from blend.serve.caching import Compute, DocumentState
 from blend.serve.corpus_keeper import CorpusKeeper
-from blend.serve.reasons import first_line, log_failure, reason_of
+from blend.serve.reasons import log_failure, reason_of
 from blend.serve.spool import Spool
 from blend.serve.uploads import DocumentLimits, Upload, part_of, read
 from retrieval import Document

@@ -1,8 +1,7 @@
 """The embedded engine: many prompts on one decoder, scheduled pass by pass.
 
-Every pass takes the next row of all answers that run, and a piece of one prompt's prefill. So answers go on while prompts are
-blended, and what one answer's row costs alone is shared by all: a pass over few rows takes as long as reading the weights.
-Whatever may wait for a store is done beside the engine's thread.
+Here is who is let in and when, and the thread that goes from pass to pass; `schedule` says what a pass takes.
+Whatever may wait for a store is done beside that thread.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.errors import PromptError, StoreError
-from blend.model import mapped
 from blend.model.few_rows import MOST_ROWS
 from blend.model.threads import take_threads
 from blend.serve.beside import Beside
@@ -29,8 +27,11 @@ from blend.serve.engine import EngineFailedError, Event, Holding, QueueFullError
 from blend.serve.faults import log_error
 from blend.serve.job import Job
 from blend.serve.outage import STORE_UNREACHABLE
-from blend.serve.passes import OnPass, Taker, run_pass
+from blend.serve.passes import OnPass
+from blend.serve.prefill import may_gain_by
 from blend.serve.prefixes import Prefixes
+from blend.serve.schedule import Schedule
+from blend.serve.tidying import Tidying
 from blend.serve.waiting import Waiting
 from blend.serve.worth import LEAST
 
@@ -42,13 +43,6 @@ if TYPE_CHECKING:
 LOADING = 2  # prompts whose caches are loaded at a time
 LOOK_S = 0.05  # while all there is to do waits for the store, prompts that are given up are looked for so often
 GPU_ROWS = 1024
-ROWS_ALONE = 256
-TURN = 4  # while answers are decoded, one pass in so many computes a piece of a chunk's cache
-# While prompts are prefilled, one in so many does so in place of a prompt's piece. Were there none, a server for which prompts
-# always wait would compute what its store lost in every prompt, never store it, and be slower with each cache that it loses.
-TURN_AMONG_PROMPTS = 8
-# Seconds between two times that freed memory goes back to the system: .2 s for a gigabyte, in which no token is computed.
-TIDY_IDLE_S, TIDY_BUSY_S = 60.0, 600.0
 
 
 class EmbeddedEngine:
@@ -75,13 +69,13 @@ class EmbeddedEngine:
         remember: bool = True,
         on_pass: OnPass | None = None,
     ) -> None:
-        self._blender, self._least_gain, self._on_pass = blender, least_gain, on_pass
+        self._blender, self._least_gain = blender, least_gain
         self._blender_of = blender_of or (lambda tenant, corpus: blender)
-        self._decoder, self._remember = blender.decoder, remember
+        self._decoder = blender.decoder
         self._most_running = most_running
         if pass_rows is None:
             pass_rows = MOST_ROWS if self._decoder.device.type == "cpu" else GPU_ROWS
-        self._piece_rows, self._kv_budget = max(1, pass_rows - most_running), kv_budget
+        piece_rows, self._kv_budget = max(1, pass_rows - most_running), kv_budget
         width = sum(layer.width for layer in self._decoder.rotations)
         self._row_bytes = width * self._decoder.dtype.itemsize
         self._prefixes = Prefixes(prefix_budget)
@@ -91,11 +85,13 @@ class EmbeddedEngine:
         self._running: list[Job] = []
         self._loads = Beside("kvblend-loads", LOADING, self._wake)
         self._caches = Beside("kvblend-caches", 1, self._wake)
-        self._encodings = Encodings(self._caches, self._piece_rows)
+        self._encodings = Encodings(self._caches, piece_rows)
+        self._schedule = Schedule(
+            self._decoder, self._encodings, self._loads, piece_rows=piece_rows, remember=remember, on_pass=on_pass
+        )
+        self._tidying = Tidying()
         self._open = True
         self._failed = self._idle = self._news = False
-        self._passes = 0
-        self._tidied, self._untidy = time.monotonic(), False
         self._threads, self._begun = torch.get_num_threads(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name="kvblend-engine", daemon=True)
         self._thread.start()
@@ -118,9 +114,7 @@ class EmbeddedEngine:
             self._waiting.add(job)
             self._wake()
         if not work.full:
-            with suppress(
-                StoreError
-            ):  # it is for speed; whether the store can be read shows when the prompt's turn comes
+            with suppress(StoreError):  # it is for speed; that the store is away shows when the prompt's turn comes
                 blender.read_ahead(work.layout)
         return job
 
@@ -150,19 +144,19 @@ class EmbeddedEngine:
         with self._changed:
             used = sum(map(self._bytes, self._running))
             counts = len(self._running), len(self._waiting), used, self._kv_budget
-        return Holding(*counts, self._prefixes.nbytes, len(self._encodings))
+        return Holding(*counts, self._prefixes.nbytes, len(self._encodings), self._prefixes.evictions)
 
     @property
     def alive(self) -> bool:
         """Whether its thread runs, and no fault has ended its work."""
         return not self._failed and self._thread.is_alive()
 
-    def encode(self, library: ChunkLibrary, wanted: Sequence[Variant], on_done: OnDone) -> Encoding:
+    def encode(self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone) -> Encoding:
         """Compute and store these caches in small pieces, beside answers and when there are none; see `Encoding`."""
         with self._changed:
             self._require_open()
             self._wake()
-            return self._encodings.add(library, wanted, on_done)
+            return self._encodings.add(library, variants, on_done)
 
     def forget(self, tenant: str) -> None:
         """Let go of all that is kept in memory of this tenant's prompts."""
@@ -172,7 +166,7 @@ class EmbeddedEngine:
         """See `Engine.close`."""
         until = time.monotonic() + finish_s
         with self._changed:
-            self._open = False
+            self._open = self._schedule.remember = False
             self._changed.wait_for(lambda: not (self._running or self._waiting), max(0.0, until - time.monotonic()))
             self._most_running = 0  # the loop ends everything
             self._wake()
@@ -201,10 +195,10 @@ class EmbeddedEngine:
 
     def _turn(self) -> bool:
         """One pass, once there is something to do; whether to go on."""
-        self._tidy()
+        self._tidying.tidy(busy=bool(self._running))
         with self._changed:
             if not (self._waiting or self._running or self._encodings or self._closing):
-                self._changed.wait(TIDY_IDLE_S if self._untidy else None)
+                self._changed.wait(self._tidying.due_s)
             elif self._idle and not self._news:
                 self._changed.wait(LOOK_S)
             self._news = False
@@ -219,7 +213,9 @@ class EmbeddedEngine:
         if closing:
             return False
         with torch.inference_mode():
-            self._idle = not self._pass(jobs)
+            self._idle = not self._schedule.run(jobs)
+        if not self._idle:
+            self._tidying.used()
         self._leave()
         return True
 
@@ -241,12 +237,6 @@ class EmbeddedEngine:
         for encoding in encodings if self._failed else ():
             encoding.abandon(EngineFailedError())
 
-    def _tidy(self) -> None:
-        """Now and then freed memory goes back to the system, where it can be when nobody waits for a token."""
-        if self._untidy and time.monotonic() - self._tidied >= (TIDY_BUSY_S if self._running else TIDY_IDLE_S):
-            mapped.give_back()
-            self._tidied, self._untidy = time.monotonic(), False
-
     @property
     def _closing(self) -> bool:
         return self._most_running == 0
@@ -262,56 +252,6 @@ class EmbeddedEngine:
         self._waiting.admit(job)
         self._running.append(job)
 
-    def _pass(self, jobs: Sequence[Job]) -> bool:
-        """One row of every answer, and a piece of the first prompt that can be prefilled, or of a chunk's cache.
-
-        Whether there was anything to do but wait for the store.
-        """
-        for job in jobs:
-            if reason := job.given_up:
-                job.end(reason)
-        live = [job for job in jobs if not job.ended]
-        prefilling = next((job for job in live if job.blend is None and not job.waits), None)
-        if prefilling is not None:
-            alone = all(job is prefilling for job in live)  # nobody waits for the next token: larger pieces are quicker
-            rows = max(self._piece_rows, ROWS_ALONE) if alone else self._piece_rows
-            self._guarded(prefilling, lambda: self._prepare(prefilling, rows))
-        ready = prefilling is not None and not prefilling.ended and prefilling.piece is not None
-        taking = [job for job in live if job.blend is not None or (job is prefilling and ready)]
-        self._passes += 1
-        turn = self._passes % (TURN_AMONG_PROMPTS if ready else TURN) == 0
-        encoding = self._encodings.first()
-        computed = encoding is not None and encoding.ready()  # asked in every pass: what it waits for goes on meanwhile
-        takers: list[Taker] = [*taking]
-        if encoding is not None and computed and (turn or not taking):
-            # In place of the prompt's piece: a pass stays as short as the others.
-            takers = [*(job for job in taking if job is not prefilling), encoding]
-        if takers:
-            self._untidy = True
-            run_pass(self._decoder, takers, self._on_pass if _as_full_prefill(takers) else None)
-        if prefilling is not None and prefilling.blend is not None:
-            self._guarded(prefilling, lambda: self._lack(prefilling))
-        return bool(takers) or prefilling is not None
-
-    def _prepare(self, job: Job, rows: int) -> None:
-        if not job.begun:
-            job.begin(self._loads)
-        job.prepare(rows)
-        if job.ended:
-            self._lack(job)
-
-    def _lack(self, job: Job) -> None:
-        """Have computed what the store lacked for this prompt; while it is out of reach, the next prompts remind."""
-        lacking = job.lacking if self._remember and job.work.remember and self._open else None
-        if lacking is not None:
-            self._encodings.remember(lacking)
-
-    def _guarded(self, job: Job, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:  # the job's own: a selector, the store, whoever listens to its events
-            job.fail(error)
-
     def _leave(self) -> None:
         """Let go of those that have ended."""
         with self._changed:
@@ -324,11 +264,6 @@ class EmbeddedEngine:
             job.release()
 
 
-def _as_full_prefill(takers: Sequence[Taker]) -> bool:
-    """Whether full prefill consists of such passes: of a piece of one prompt that is computed in full, and nothing beside."""
-    return len(takers) == 1 and isinstance(takers[0], Job) and takers[0].full_piece_rows >= ROWS_ALONE
-
-
 def _goes_before(one: Job, job: Job) -> bool:
     """Whether a running prompt must be prefilled before this one is begun: it can go on, or leaves rows that serve it."""
-    return one.blend is None and not one.ended and (not one.waits or job.may_gain_by(one))
+    return one.blend is None and not one.ended and (not one.waits or may_gain_by(job.work, one.work))

@@ -39,7 +39,7 @@ def lacking(
     return library, missing or library.missing([chunk for chunk in layout.stored if chunk is not None])
 
 
-def nobody_waits(wanted: Variant, error: Exception | None) -> None:
+def nobody_waits(variant: Variant, error: Exception | None) -> None:
     """Of what is computed for later prompts nobody wants to be told."""
 
 
@@ -51,9 +51,9 @@ class Encoding:
     """
 
     def __init__(
-        self, library: ChunkLibrary, wanted: Sequence[Variant], most_rows: int, on_done: OnDone, beside: Beside
+        self, library: ChunkLibrary, variants: Sequence[Variant], most_rows: int, on_done: OnDone, beside: Beside
     ) -> None:
-        self._library, self._left, self._most_rows, self._on_done = library, deque(wanted), most_rows, on_done
+        self._library, self._left, self._most_rows, self._on_done = library, deque(variants), most_rows, on_done
         self._stepper = Stepper(self._steps(), beside)
         self._piece: RowRequest | None = None
         self._cancelled = False
@@ -123,10 +123,10 @@ class Encoding:
             else:
                 self._end(None)
 
-    def _stored(self, wanted: Variant) -> bool:
+    def _stored(self, variant: Variant) -> bool:
         """Whether the store has it by now, every byte of it: damage behind a header is why some are to be computed again."""
         library = self._library
-        return not library.lacking([wanted]) and not verify_entry(library.store, cache_name(library.key(wanted)))
+        return not library.lacking([variant]) and not verify_entry(library.store, cache_name(library.key(variant)))
 
     def _end(self, error: Exception | None) -> None:
         done = self._left.popleft()
@@ -156,9 +156,9 @@ class Encodings:
     def __bool__(self) -> bool:
         return bool(self._queue)
 
-    def add(self, library: ChunkLibrary, wanted: Sequence[Variant], on_done: OnDone) -> Encoding:
+    def add(self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone) -> Encoding:
         """Have these computed."""
-        encoding = Encoding(library, wanted, self._most_rows, on_done, self._beside)
+        encoding = Encoding(library, variants, self._most_rows, on_done, self._beside)
         with self._lock:
             if self._closed:
                 encoding.cancel()

@@ -159,7 +159,7 @@ class Holding(NamedTuple):
     """What an engine is busy with.
 
     kv_bytes: reserved for running prompts, of kv_budget. prefix_bytes: of how earlier prompts began. encoding: caches of chunks
-    that are still to be computed.
+    that are still to be computed. prefix_evictions: beginnings of prompts that went for want of room so far.
     """
 
     running: int
@@ -168,6 +168,7 @@ class Holding(NamedTuple):
     kv_budget: int
     prefix_bytes: int = 0
     encoding: int = 0
+    prefix_evictions: int = 0
 
 
 class Engine(Protocol):
@@ -188,7 +189,7 @@ class Engine(Protocol):
         """Whether answers can still come."""
         ...
 
-    def encode(self, library: ChunkLibrary, wanted: Sequence[Variant], on_done: OnDone) -> Computing:
+    def encode(self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone) -> Computing:
         """Compute and store these caches beside the answers, or when there are none."""
         ...
 

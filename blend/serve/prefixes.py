@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.model import mapped
-from blend.types import ChunkCache, alike
+from blend.types import ChunkCache, common_length
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
@@ -27,20 +27,20 @@ Tokens = tuple[int, ...]
 
 
 class Found(NamedTuple):
-    """KV of a prompt's first rows; exact: how many of them, from the first on, are what full prefill gives."""
+    """KV of a prompt's first rows; exact_rows: how many of them, from the first on, are what full prefill gives."""
 
     known: ChunkCache
-    exact: int
+    exact_rows: int
 
     def first(self, rows: int) -> Found:
         """So many rows of it."""
-        return Found(self.known.rows(0, rows), min(rows, self.exact))
+        return Found(self.known.rows(0, rows), min(rows, self.exact_rows))
 
 
 class Prefixes:
     """Of many owners, within `budget` bytes together; what was not used for longest goes. Threads may share it.
 
-    An owner's rows serve nobody else.
+    An owner's rows serve nobody else. evictions: beginnings and conversations that went for want of room.
     """
 
     def __init__(self, budget: int) -> None:
@@ -49,7 +49,7 @@ class Prefixes:
         self._trees: dict[str, _Node] = {}
         self._nodes: OrderedDict[_Node, None] = OrderedDict()  # the least recently used first, children before parents
         self._conversations: OrderedDict[tuple[str, bytes], _Conversation] = OrderedDict()
-        self._nbytes = 0
+        self._nbytes = self.evictions = 0
         self._clock = itertools.count()
 
     @property
@@ -67,26 +67,26 @@ class Prefixes:
             path = self._path(owner, ids[:-1])
             exact = sum(count for _, count in path)
             if told is not None and told.known.tokens > exact:
-                return Found(told.known, told.exact)
+                return Found(told.known, told.exact_rows)
             return Found(_joined([node.kv(count) for node, count in path]), exact) if exact else None
 
     def keep(self, owner: str, ids: Sequence[int], cache: BlendedCache) -> None:
         """Take in the exact KV of these tokens, the first rows of `cache`, unless they are more than the budget."""
-        wanted = tuple(ids)
-        if self._too_large(cache, len(wanted)):
+        tokens = tuple(ids)
+        if self._too_large(cache, len(tokens)):
             return
         with self._lock:
-            path = self._path(owner, wanted)
+            path = self._path(owner, tokens)
             done = sum(count for _, count in path)
-            if done == len(wanted):
+            if done == len(tokens):
                 return
             parent = self._split(*path[-1]) if path else self._trees.setdefault(owner, _Node((), None))
-            node = _Node(wanted[done:], parent)
-            node.cache = _rows(cache, done, len(wanted))
-            parent.children[wanted[done]] = node
+            node = _Node(tokens[done:], parent)
+            node.cache = _rows(cache, done, len(tokens))
+            parent.children[tokens[done]] = node
             self._nodes[node] = None
             self._nbytes += node.cache.nbytes
-            self._path(owner, wanted)  # those above are now the more recently used
+            self._path(owner, tokens)  # those above are now the more recently used
             self._shrink()
 
     def keep_conversation(self, owner: str, ids: Sequence[int], cache: BlendedCache, exact: int) -> None:
@@ -137,7 +137,7 @@ class Prefixes:
         while node is not None and at < len(ids):
             node = node.children.get(ids[at])
             if node is not None:
-                count = alike(node.ids, ids[at:])
+                count = common_length(node.ids, ids[at:])
                 path.append((node, count))
                 at += count
                 if count < len(node.ids):
@@ -174,11 +174,12 @@ class Prefixes:
                 self._nbytes -= leaf.cache.nbytes
             else:
                 return
+            self.evictions += 1
 
 
 class _Conversation(NamedTuple):
     known: ChunkCache
-    exact: int
+    exact_rows: int
     length: int
     used: int
 

@@ -7,7 +7,8 @@ scrapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -21,15 +22,38 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from blend.serve.ask import Opened
 from blend.serve.engine import BLENDED_BEFORE, IN_MEMORY, Holding
-from blend.store.backend import MemoryStats
+from blend.serve.request import Opened
+from blend.store.backend import MemoryStats, TierHits
+
+if TYPE_CHECKING:
+    from blend.store import ChunkStore
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 """Of `PromptMetrics.page`."""
 WAITS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80, 160, 640)
 """Buckets of what comes before an answer, in seconds."""
 _MOST_REASONS = 32  # a label with ever new values would grow for ever
+
+
+class StoreFigures(NamedTuple):
+    """What stores say of themselves.
+
+    memory: of the tier of chunk caches in memory, which they share; None without one. hits: in the tiers of shared stores, all
+    stores together; None where none is shared. evictions: caches that went for want of room in a store.
+    """
+
+    memory: MemoryStats | None = None
+    hits: TierHits | None = None
+    evictions: int = 0
+
+    @classmethod
+    def of(cls, stores: Sequence[ChunkStore]) -> StoreFigures:
+        """Those of these stores."""
+        hits = [store.tier_hits for store in stores if store.tier_hits is not None]
+        memory = next((store.memory for store in stores if store.memory is not None), None)
+        together = TierHits(*map(sum, zip(*hits, strict=True))) if hits else None
+        return cls(memory, together, sum(store.evictions for store in stores))
 
 
 class PromptMetrics:
@@ -83,12 +107,11 @@ class PromptMetrics:
         """A request failed. kind: the code of its error."""
         self._errors.labels(kind).inc()
 
-    def page(self, holding: Holding | None = None, memory: MemoryStats | None = None) -> bytes:
-        """All of it in Prometheus' text format.
-
-        holding: of the engine, None where there is none yet. memory: of the tier of chunk caches in memory, None without one.
-        """
-        self._tiers.memory = memory
+    def page(self, holding: Holding | None = None, stores: StoreFigures | None = None) -> bytes:
+        """All of it in Prometheus' text format. holding: of the engine, None where there is none yet."""
+        stores = stores or StoreFigures()
+        memory = stores.memory
+        self._tiers.stores, self._tiers.holding = stores, holding
         if holding is not None:
             self._running.set(holding.running)
             self._waiting.set(holding.waiting)
@@ -121,15 +144,29 @@ class _Tiers(Collector):
 
     def __init__(self) -> None:
         self.hits = 0  # of a store without such a tier
-        self.memory: MemoryStats | None = None
+        self.stores = StoreFigures()
+        self.holding: Holding | None = None
 
     def collect(self) -> Iterator[Metric]:
         """As they are now."""
-        memory = self.memory
-        hits = CounterMetricFamily("kvblend_chunk_hits", "Chunks whose cache was there, by where.", labels=["tier"])
-        hits.add_metric(["store"], self.hits if memory is None else memory.misses)
-        hits.add_metric(["memory"], 0 if memory is None else memory.hits)
-        yield hits
-        gone = CounterMetricFamily("kvblend_evictions", "Chunk caches that had to leave memory.")
-        gone.add_metric([], 0 if memory is None else memory.evictions)
-        yield gone
+        memory, found, evictions = self.stores
+        store, held = (self.hits, 0) if memory is None else (memory.misses, memory.hits)
+        yield _counted("chunk_hits", "Chunks whose cache was there, by where.", {"store": store, "memory": held})
+        gone = {"memory": 0 if memory is None else memory.evictions, "store": evictions}
+        gone["prefixes"] = 0 if self.holding is None else self.holding.prefix_evictions
+        yield _counted("evictions", "What had to go for want of room: chunk caches, or how prompts begin.", gone)
+        if found is not None:
+            where = {"disk": found.local, "hot": found.hot, "far": found.far, "none": found.missing}
+            yield _counted(
+                "store_lookups", "Entries looked for in the tiers of a shared store, by where they were.", where
+            )
+            yield CounterMetricFamily(
+                "kvblend_store_fetched_bytes", "Bytes that came from other machines.", found.fetched_bytes
+            )
+
+
+def _counted(name: str, words: str, counts: Mapping[str, int]) -> Metric:
+    found = CounterMetricFamily(f"kvblend_{name}", words, labels=["tier"])
+    for tier, count in counts.items():
+        found.add_metric([tier], count)
+    return found

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import logging
 
-from blend.errors import ConfigError, PromptError, StoreError
+from blend.errors import ConfigError, PromptError, StoreError, first_line
 from retrieval.errors import ChunkingError, DocumentsError, QueryError, RetrievalError
 
 LOG = logging.getLogger("kvblend.serve")
 MENDABLE = (PromptError, ConfigError, QueryError, DocumentsError, ChunkingError)
 STORE_FAILS = "the store of chunk caches does not work now; the server's log says why"
 CORPUS_FAILS = "the server cannot work on the corpus now; its log says why"
-
-
-def first_line(error: BaseException) -> str:
-    """What went wrong, in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def reason_of(error: Exception) -> str:

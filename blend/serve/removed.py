@@ -36,7 +36,7 @@ class Removed:
         with self._lock:
             self._namespaces.add(namespace)
 
-    def wanted(self, keys: Iterable[ChunkKey]) -> None:
+    def allow(self, keys: Iterable[ChunkKey]) -> None:
         """A document or a question brings them anew."""
         with self._lock:
             self._keys.difference_update(keys)

@@ -12,7 +12,6 @@ from blend.corpora import check_corpus_name, corpora, in_words, is_corpus_name
 from blend.errors import ConfigError, PromptError, StoreError
 from blend.indexing import TitledText
 from blend.prompt import render_chunk
-from blend.serve.ask import GivenDocument, Message, SourceKind
 from blend.serve.chat import ChatTemplate, Passage, Turn
 from blend.serve.heard import AGAIN, SHARE, Heard
 from blend.serve.outage import StoreWatch
@@ -22,6 +21,7 @@ from blend.serve.passages.messages import cut, with_text_around
 from blend.serve.passages.rendered import Renderer
 from blend.serve.passages.segments import Segment
 from blend.serve.removed import removed_from
+from blend.serve.request import GivenDocument, Message, SourceKind
 from blend.serve.spool import INCOMING
 from blend.serve.uploads import part_of, spellings
 from blend.types import Part
@@ -208,8 +208,8 @@ class Room:
         """
         rag = self.rag(corpus)
         library = rag.blender.library(rag.template.prefix)
-        keys = {library.key(one): len(one.chunk) * self.token_bytes for one in library.wanted(chunks)}
-        removed_from(rag.store).wanted(keys)
+        keys = {library.key(one): len(one.chunk) * self.token_bytes for one in library.variants(chunks)}
+        removed_from(rag.store).allow(keys)
         known = all(key in learned for key in keys)
         gone = learned.seen(keys)
         with suppress(StoreError):  # the store is down or read-only: what is too much goes another time

@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.errors import PromptError
-from blend.serve.ask import Ask, Message
+from blend.errors import PromptError, StoreError
 from blend.serve.budgets import LEARN_BUDGET
 from blend.serve.chat import DIRECT, question_turns
 from blend.serve.conversation import Conversation, OnReply
@@ -20,11 +19,12 @@ from blend.serve.engine import ASKED_FOR, Engine, Handle, QueueFullError, Work
 from blend.serve.learning import Learning
 from blend.serve.outage import STORE_UNREACHABLE
 from blend.serve.profile import Profile
+from blend.serve.request import AnswerRequest, Message
 from blend.serve.room import Cited, Room, kept_corpora, room_root
 
 if TYPE_CHECKING:
     from blend.rag import Rag
-    from blend.store.backend import MemoryStats
+    from blend.store import ChunkStore
     from blend.types import PromptLayout
 
 _LOOK_S = 0.5
@@ -38,7 +38,7 @@ class _GivenUpError(Exception):
 class Prepared(NamedTuple):
     """A question whose prompt is put together. begun: when it came, by `time.monotonic`."""
 
-    ask: Ask
+    request: AnswerRequest
     room: Room
     work: Work
     cited: tuple[Cited, ...]
@@ -117,9 +117,15 @@ class Service:
         return self.engine.alive
 
     @property
-    def memory(self) -> MemoryStats | None:
-        """Of the chunk caches that are kept in memory; None where none are."""
-        return self._rag.store.memory
+    def stores(self) -> list[ChunkStore]:
+        """The server's, and those of tenants who have come, as far as they can be opened; may take a while."""
+        with self._lock:
+            rooms = list(self._rooms.values())
+        found: list[ChunkStore] = []
+        for room in rooms:
+            with suppress(StoreError):
+                found.append(room.rag().store)
+        return found
 
     def corpora(self, tenant: str) -> tuple[str, ...]:
         """Names of a tenant's corpora; "" is the one without a name."""
@@ -169,51 +175,51 @@ class Service:
             return True
         return False
 
-    def submit(self, ask: Ask, on_reply: OnReply) -> Handle:
+    def submit(self, request: AnswerRequest, on_reply: OnReply) -> Handle:
         """Take a question in; its replies go to `on_reply`, from another thread, which must not wait in there.
 
         Raises as `prepare` does, and `QueueFullError` when too many wait.
         """
-        self.engine.require_room(ask.tenant)  # who is to come again later must not cost a search first
-        return self.take(self.prepare(ask), on_reply)
+        self.engine.require_room(request.tenant)  # who is to come again later must not cost a search first
+        return self.take(self.prepare(request), on_reply)
 
-    def prepare(self, ask: Ask) -> Prepared:
+    def prepare(self, request: AnswerRequest) -> Prepared:
         """Put a question into a prompt: takes as long as retrieval and tokenising do.
 
         Raises `PromptError` and `ConfigError` for what cannot be answered, `RetrievalError` where there is nothing to retrieve
         from, `StoreError` where what it names cannot be read now.
         """
         begin = time.monotonic()
-        room = self.room(ask.tenant)
+        room = self.room(request.tenant)
         reachable = room.watch.reachable()
-        layout, cited, corpus = put(room, ask)
+        layout, cited, corpus = put(room, request)
         rag = room.rag(corpus)
-        sampling = replace(ask.sampling, max_tokens=_room_for(rag, layout, ask.sampling.max_tokens))
-        full = self.full or ask.method == "full"
+        sampling = replace(request.sampling, max_tokens=_room_for(rag, layout, request.sampling.max_tokens))
+        full = self.full or request.method == "full"
         work = Work(
             layout,
             sampling,
-            tenant=ask.tenant,
+            tenant=request.tenant,
             corpus=corpus,
             full=full or not reachable,
             reason=ASKED_FOR if full else STORE_UNREACHABLE,
-            cold=ask.cold,
+            cold=request.cold,
             remember=not self.full and reachable and room.learn(corpus, cited),
-            priority=ask.priority,
-            deadline_s=ask.deadline_s,
-            trace=ask.trace,
+            priority=request.priority,
+            deadline_s=request.deadline_s,
+            trace=request.trace,
         )
-        return Prepared(ask, room, work, tuple(cited), begin)
+        return Prepared(request, room, work, tuple(cited), begin)
 
     def take(self, prepared: Prepared, on_reply: OnReply) -> Handle:
         """Have a prompt answered; see `submit`."""
-        ask, room, work, cited, begin = prepared
+        request, room, work, cited, begin = prepared
         rag, before_s = prepared.rag, time.monotonic() - begin
         conversation = Conversation(
-            rag, ask, work.sampling, work.layout, cited, on_reply, self._profile, before_s, room.watch
+            rag, request, work.sampling, work.layout, cited, on_reply, self._profile, before_s, room.watch
         )
-        if ask.deadline_s is not None:
-            work = replace(work, deadline_s=ask.deadline_s - before_s)
+        if request.deadline_s is not None:
+            work = replace(work, deadline_s=request.deadline_s - before_s)
         conversation.follow(self.engine.submit(work, conversation.on_event))
         if work.remember:
             self.learning.told(room)
@@ -231,11 +237,11 @@ class Service:
             one.close()
 
 
-def _require_length(room: Room, ask: Ask) -> None:
+def _require_length(room: Room, request: AnswerRequest) -> None:
     """Refuse what cannot fit before a tokenizer spends minutes on it."""
     longest = room.rag().decoder.context_length
-    said = [ask.prompt or "", *(message.content for message in ask.messages)]
-    characters = sum(map(len, said)) + sum(len(document.text) + len(document.title) for document in ask.documents)
+    said = [request.prompt or "", *(message.content for message in request.messages)]
+    characters = sum(map(len, said)) + sum(len(document.text) + len(document.title) for document in request.documents)
     if longest is not None and characters > longest * MOST_OF_A_TOKEN:
         raise PromptError(
             f"the prompt has {characters:,} characters, more than the {longest:,} tokens that the model reads can hold; "
@@ -243,26 +249,26 @@ def _require_length(room: Room, ask: Ask) -> None:
         )
 
 
-def put(room: Room, ask: Ask) -> Put:
+def put(room: Room, request: AnswerRequest) -> Put:
     """The prompt of a question."""
-    _require_length(room, ask)
-    if ask.prompt is not None:
-        corpus, (turn,), cited = room.written(ask.corpus or None, [Message("user", ask.prompt)], bare=True)
+    _require_length(room, request)
+    if request.prompt is not None:
+        corpus, (turn,), cited = room.written(request.corpus or None, [Message("user", request.prompt)], bare=True)
         return Put(room.chat.continued(turn.content), cited, corpus)
-    if not ask.messages or ask.messages[-1].role != "user" or not ask.messages[-1].content.strip():
+    if not request.messages or request.messages[-1].role != "user" or not request.messages[-1].content.strip():
         raise PromptError("the last message must be the user's, and say something")
-    arguments = DIRECT if ask.template is None else ask.template
-    found = room.given(ask.corpus, ask.documents)
-    if ask.top_k is not None:
+    arguments = DIRECT if request.template is None else request.template
+    found = room.given(request.corpus, request.documents)
+    if request.top_k is not None:
         given = {one.passage for one in found}
-        retrieved = room.retrieved(ask.corpus, ask.messages[-1].content, ask.top_k)
+        retrieved = room.retrieved(request.corpus, request.messages[-1].content, request.top_k)
         found.extend(one for one in retrieved if one.passage not in given)
     if found:
         passages = [one.passage for one in found]
-        config, system_role = room.rag(ask.corpus).prompt_config, room.chat.has_system_role
-        turns = question_turns(ask.messages, passages, config, system_role=system_role)
-        return Put(room.chat.layout(turns, arguments), found, ask.corpus)
-    corpus, turns, cited = room.written(ask.corpus or None, ask.messages)
+        config, system_role = room.rag(request.corpus).prompt_config, room.chat.has_system_role
+        turns = question_turns(request.messages, passages, config, system_role=system_role)
+        return Put(room.chat.layout(turns, arguments), found, request.corpus)
+    corpus, turns, cited = room.written(request.corpus or None, request.messages)
     return Put(room.chat.layout(turns, arguments), cited, corpus)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from blend.serve.ask import TokenText
 from blend.serve.engine import Token
+from blend.serve.request import TokenText
 from blend.serve.spelling import Spelling
 
 _WAITING = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are no character yet

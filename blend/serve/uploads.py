@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 from blend.errors import ConfigError
 from blend.limits import shown
-from blend.serve.ask import GivenDocument
 from blend.serve.engine import QueueFullError
+from blend.serve.request import GivenDocument
 from retrieval import Document, LoadedDocuments
 from retrieval.apart import ApartReader, ReadingLimits
 from retrieval.cleaning import clean, clean_title

@@ -12,10 +12,15 @@ from blend.serve.engine import EndReason, QueueFullError
 if TYPE_CHECKING:
     from blend.serve.job import Job
 
+STEP_S = 30.0
+"""So many seconds of waiting are worth one step of priority: long beside one prompt, short beside what a client waits for."""
+
 
 class Waiting:
     """`most` prompts at a time: the most urgent first, tenants in turn within a priority, each tenant's as they came.
 
+    Nobody waits for ever: every `STEP_S` seconds a prompt counts as one step more urgent, until it is as urgent as the most
+    urgent that waits with it. No further, for among prompts of one priority the turns of tenants decide, and not their age.
     A tenant with a name takes no more than half of the places, so that there are some for the others. Used under the engine's
     lock.
     """
@@ -51,10 +56,13 @@ class Waiting:
 
     def first(self, may: Callable[[Job], bool] = lambda job: True) -> Job | None:
         """Whose turn it is, of those that may have it."""
-        return min(filter(may, self._jobs), key=self._order, default=None)
+        highest = min((job.work.priority for job in self._jobs), default=0)
 
-    def _order(self, job: Job) -> tuple[int, int, int]:
-        return job.work.priority, self._last_turn.get(job.work.tenant, 0), job.number
+        def order(job: Job) -> tuple[int, int, int]:
+            aged = max(highest, job.work.priority - int(job.age_s / STEP_S))
+            return aged, self._last_turn.get(job.work.tenant, 0), job.number
+
+        return min(filter(may, self._jobs), key=order, default=None)
 
     def admit(self, job: Job) -> None:
         """It waits no more; it is its tenant's turn that it took."""

@@ -65,6 +65,19 @@ class MemoryStats(NamedTuple):
     loaded_bytes: int
 
 
+class TierHits(NamedTuple):
+    """Entries that were opened, by where they were.
+
+    far: from the far place. missing: nowhere. fetched_bytes: that came over the network.
+    """
+
+    local: int
+    hot: int
+    far: int
+    missing: int
+    fetched_bytes: int
+
+
 class Blob(ABC):
     """What a name held when it was opened. It stays readable when the name is put again, deleted or evicted meanwhile.
 
@@ -121,6 +134,16 @@ class Backend(ABC):
     def memory(self) -> MemoryStats | None:
         """Of a tier of memory, where there is one."""
         return None
+
+    @property
+    def tier_hits(self) -> TierHits | None:
+        """Since this was made, where there are tiers; those of a tier of memory are apart."""
+        return None
+
+    @property
+    def evictions(self) -> int:
+        """Caches that went for want of room since this was made, but for those of a tier of memory."""
+        return 0
 
     def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:  # noqa: B027 - most have nothing nearer
         """These caches will be read soon: bring them nearer meanwhile, but for larger ones. Returns at once, never fails."""

@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 
 from blend.errors import EntryDamagedError
 from blend.store.artifacts import MOST_BYTES, pack_artifact, pack_description, read_descriptions, unpack_artifact
-from blend.store.backend import CACHES, Backend, Blob, MemoryStats, close_all
+from blend.store.backend import CACHES, Backend, Blob, MemoryStats, TierHits, close_all
 from blend.store.codec import Codec
 from blend.store.key_check import is_sealed_with, leave_key_check, require_its_key
 from blend.store.names import ARTIFACTS, GENERATION, artifact_name, cache_name, caches_of, description_name, key_of
-from blend.store.pins import pinned
+from blend.store.pins import pinned, still_pinned
 from blend.store.reader import HEAD, ChunkReader, KnownEntry, damaged, read_header
 from blend.store.seal import Seal, Unsealed
 from blend.types import ChunkCache, ChunkKey
@@ -135,6 +135,16 @@ class ChunkStore:
         """What the tier of memory does and holds; None without one."""
         return self.backend.memory
 
+    @property
+    def tier_hits(self) -> TierHits | None:
+        """By tier, tiers of memory apart; None for a store without tiers."""
+        return self.backend.tier_hits
+
+    @property
+    def evictions(self) -> int:
+        """Caches that went for want of room since this was opened, tiers of memory apart."""
+        return self.backend.evictions
+
     def put(self, key: ChunkKey, cache: ChunkCache) -> None:
         """Write an entry, replacing one of the same key; a reader sees either nothing, the old or the new one.
 
@@ -167,6 +177,8 @@ class ChunkStore:
         """Delete the entries of `namespace` that are neither in `keep` nor pinned; returns how many went."""
         wanted, pins = set(keep), pinned(self.backend)
         gone = [key for key in self.keys(namespace) if key not in wanted and key.digest not in pins]
+        pins = still_pinned(self.backend, [key.digest for key in gone])
+        gone = [key for key in gone if key.digest not in pins]
         for key in gone:
             self.delete(key)
         return len(gone)

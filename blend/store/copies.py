@@ -5,7 +5,7 @@ from __future__ import annotations
 from blend.errors import StoreError, StoreUnreachableError
 from blend.store.backend import CACHES, Backend
 from blend.store.names import key_of
-from blend.store.pins import pinned
+from blend.store.pins import still_pinned
 from blend.store.sources import places
 
 
@@ -16,12 +16,14 @@ def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
     """
     (_, far), *nearer = places(backend)
     held = {name for page in far.names(CACHES) for name in page} if nearer else set()
-    pins, removed, left = pinned(far) if nearer else frozenset(), 0, list[str]()
+    removed, left = 0, list[str]()
     for _, tier in nearer:
         try:
             for page in tier.names(CACHES):
-                for name in page:
-                    if name not in held and key_of(name).digest not in pins:
+                lacking = [name for name in page if name not in held]
+                pins = still_pinned(far, [key_of(name).digest for name in lacking])
+                for name in lacking:
+                    if key_of(name).digest not in pins:
                         removed += 1
                         _ = dry_run or tier.delete(name)
         except StoreError:

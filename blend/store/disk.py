@@ -122,6 +122,11 @@ class DiskBackend(Backend):
         """Its modification time, when it is more than a second old."""
         self._evictor.opened(self.root / name)
 
+    @property
+    def evictions(self) -> int:
+        """Of this process."""
+        return self._evictor.evictions
+
     def listing(self, prefix: str) -> Iterator[list[Stored]]:
         """Every folder a page."""
         for page in self._pages(prefix):

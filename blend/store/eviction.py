@@ -68,6 +68,7 @@ class Evictor:
     ) -> None:
         require_budget(budget_bytes)
         self.budget_bytes = budget_bytes
+        self.evictions = 0
         self._files, self._listing = files, listing
         self._clock = UseClock()
         self._lock = threading.Lock()
@@ -129,6 +130,7 @@ class Evictor:
             # What another process has evicted meanwhile made room for what it wrote, and neither is in our count.
             if (listed or _unused_since(file)) and self._files.remove(Path(file.path)):
                 self._used_bytes -= file.nbytes
+                self.evictions += 1
 
     def _list(self, newest: str) -> None:
         began = time.monotonic()

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from itertools import count
 
 from blend.errors import EntryDamagedError
-from blend.store.backend import CACHES, Backend, Blob, Buffer, MemoryStats, Range, Stored
+from blend.store.backend import CACHES, Backend, Blob, Buffer, MemoryStats, Range, Stored, TierHits
 from blend.store.hot_memory import Held, HeldBytes, HotMemory
 from blend.store.read_ahead import ReadAhead
 
@@ -106,6 +106,16 @@ class HotBackend(Backend):
     def memory(self) -> MemoryStats:
         """Of the memory, with all that other stores have in it."""
         return self._memory.stats
+
+    @property
+    def tier_hits(self) -> TierHits | None:
+        """Of the tiers below."""
+        return self.below.tier_hits
+
+    @property
+    def evictions(self) -> int:
+        """From below."""
+        return self.below.evictions
 
     def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:
         """In a thread beside, one after another; what the order has no place for is not loaded."""

@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 
 from blend.errors import StoreError
 from blend.store.backend import Backend
+from blend.store.lock import WAIT_S
 
 LEASE_S = 30.0
-WAIT_S = 600.0  # choosing and measuring takes minutes on a slow machine
 _NAME = "writing"
 _MOST = 1 << 10
 _FREE = b"free"

@@ -11,21 +11,33 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from blend.errors import StoreError
-from blend.store.backend import Backend
+from blend.store.backend import Backend, close_all
 from blend.store.names import PINS
 
 PINNED = b"pinned"
 _DIGEST = re.compile(r"[0-9a-f]{8,128}")
 _EVERY_S = 30.0
+_AT_ONCE = 500
 
 
 def pinned(backend: Backend) -> frozenset[str]:
     """Digests of the caches that are pinned."""
     return frozenset(name.removeprefix(PINS) for page in backend.names(PINS) for name in page)
+
+
+def still_pinned(backend: Backend, digests: Collection[str]) -> frozenset[str]:
+    """Which of these caches are pinned, each asked for by its name: listings may be of a moment ago. Raises `StoreError`."""
+    found, wanted = set[str](), list(digests)
+    for begin in range(0, len(wanted), _AT_ONCE):
+        batch = wanted[begin : begin + _AT_ONCE]
+        blobs = backend.stored([PINS + digest for digest in batch], 0)
+        close_all(blobs)
+        found |= {digest for digest, blob in zip(batch, blobs, strict=True) if blob is not None}
+    return frozenset(found)
 
 
 def pin(backend: Backend, digest: str, *, on: bool) -> None:

@@ -21,6 +21,7 @@ _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _OBJECTS = ("s3", "gs", "az", "abfs", "abfss")
 _REDIS = ("redis", "rediss", "valkey", "valkeys")
 SCHEMES = ("s3", "gs", "az", "redis", "rediss", "valkey", "file")
+_SLIP = re.compile(rf"({'|'.join((*_OBJECTS, *_REDIS, 'file'))}):/?(?!/)", re.IGNORECASE)
 _SAFE_PART = re.compile(r"[A-Za-z0-9._=-]+")
 
 
@@ -30,7 +31,16 @@ class _Redis(NamedTuple):
 
 
 def is_address(location: str | os.PathLike[str]) -> bool:
-    """Whether this names a store elsewhere, and no directory."""
+    """Whether this names a store elsewhere, and no directory.
+
+    Raises `ConfigError` for what would be a directory called `s3:`: an address that lacks a slash, or that was made a `Path`.
+    """
+    text = os.fspath(location)
+    if slip := _SLIP.match(text):
+        meant = f"{slip[1].lower()}://{'/' if slip[1].lower() == 'file' else ''}"
+        raise ConfigError(
+            f"{slip[0]}... is no address of a store: write {meant}... as text; a directory of that name takes its whole path"
+        )
     return isinstance(location, str) and bool(_ADDRESS.match(location))
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.errors import EntryDamagedError
+from blend.errors import EntryDamagedError, first_line
 from blend.store.backend import Blob, Range
 from blend.store.header import LENGTH, LONGEST, EntryHeader, decode_header
 from blend.store.seal import Seal
@@ -177,8 +177,3 @@ def _beginning(blob: Blob, nbytes: int) -> bytes:
 def damaged(key: ChunkKey, what: str) -> EntryDamagedError:
     """The one-line error for an entry that must be computed again."""
     return EntryDamagedError(f"store entry {key.digest[:16]} must be computed again: {what}")
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return str(error).partition("\n")[0]

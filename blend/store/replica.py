@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 from blend.errors import ConfigError, StoreError
-from blend.files import write_atomically
+from blend.files import cache_root, write_atomically
 from blend.store.places import check_address, inside, shown
 
 FILE = "kvblend-replica.json"
@@ -95,5 +94,4 @@ def _read(file: Path) -> Origin | None:
 
 
 def _default_folder(address: str) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "kvblend" / "replicas" / hashlib.sha256(address.encode()).hexdigest()[:16]
+    return cache_root() / "replicas" / hashlib.sha256(address.encode()).hexdigest()[:16]

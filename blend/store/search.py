@@ -9,31 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.store.arrival import Arrival, Source
-from blend.store.backend import CACHES, Blob, close_all
+from blend.store.backend import CACHES, Blob, TierHits, close_all
 from blend.store.fetchers import Fetchers
 from blend.store.sealed import Entry, Look
 from blend.store.tier import Authority, Nearer
 from blend.store.tiered_blob import Group, TieredBlob
 
 Found = Blob | EntryDamagedError | None
-
-
-class TierHits(NamedTuple):
-    """Entries that were opened, by where they were.
-
-    far: from the far place. missing: nowhere. fetched_bytes: that came over the network.
-    """
-
-    local: int
-    hot: int
-    far: int
-    missing: int
-    fetched_bytes: int
 
 
 class Search:

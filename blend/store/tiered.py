@@ -17,16 +17,17 @@ from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreUnreachableError
 from blend.store.ahead import Ahead
-from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored
+from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored, TierHits
 from blend.store.breaker import Told
 from blend.store.fetchers import Fetchers
 from blend.store.names import GENERATION, INDEXES
 from blend.store.patience import Patience
 from blend.store.sealed import Look
-from blend.store.search import Found, Search, TierHits
+from blend.store.search import Found, Search
 from blend.store.tier import Authority, Nearer
 
 FETCHERS = 16
+_MOST_OF_A_GENERATION = 1 << 10
 _FRESH_S = 1.0  # the generation is asked for before every prompt
 _LAST_WAIT_S = 3.0
 
@@ -44,7 +45,7 @@ class TieredBackend(Backend):
 
     def __init__(self, tiers: Tiers, look: Look, patience: Patience | None = None) -> None:
         pause_s, told = (patience or Patience()).pause_s, Told()
-        self.tiers, self.place = tiers, tiers.far.place
+        self.tiers, self.place, self._told = tiers, tiers.far.place, told
         self._far = Authority(tiers.far, pause_s, told)
         self._hot = None if tiers.hot is None else Nearer(tiers.hot, pause_s, told)
         self._local = None if tiers.local is None else Nearer(tiers.local, pause_s, told)
@@ -57,9 +58,14 @@ class TieredBackend(Backend):
         self._generation: tuple[float, bytes | None] = (float("-inf"), None)
 
     @property
-    def hits(self) -> TierHits:
-        """Since this was made."""
+    def tier_hits(self) -> TierHits:
+        """See `Backend.tier_hits`."""
         return self._search.hits
+
+    @property
+    def evictions(self) -> int:
+        """Of all tiers."""
+        return sum(tier.evictions for tier in self.tiers if tier is not None)
 
     def open(self, name: str, head: int) -> Blob | None:
         """See `open_many`."""
@@ -123,12 +129,23 @@ class TieredBackend(Backend):
 
     def _remember(self, name: str, content: bytes | None) -> None:
         if name == GENERATION:
+            self._warn_where_emptied(content)
             self._generation = time.monotonic(), content
         if self._local is None or name.startswith((CACHES, INDEXES)):
             return
         kept = content or b""
         if self._remembered(name, len(kept)) != kept:
             self._local.write(lambda local: local.put(name, [kept]))
+
+    def _warn_where_emptied(self, generation: bytes | None) -> None:
+        """Warn of a far place that had a generation and has none: nobody deletes it, so somebody has deleted everything."""
+        if generation is None and (self._generation[1] or self._remembered(GENERATION, _MOST_OF_A_GENERATION)):
+            self._told.once(
+                self.place,
+                "emptied",
+                f"{self.place} has lost all that it held, as a Redis does that is flushed or started anew without persistence: "
+                "run `blend precompute` again, and see that it keeps what it is given",
+            )
 
     def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
         """In the far place, and then in the server in memory; what the disk has of it goes, for it may be another version."""

@@ -6,17 +6,17 @@ Importing this package loads neither torch nor transformers.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from blend.errors import WeightsError
+from blend.files import cache_root
 from blend.timing import Progress, no_progress
 from blend.weights.catalog import CATALOG, CatalogModel
 from blend.weights.fetch import fetch, is_ready
 from blend.weights.gguf import convert_gguf, require_converter
 from blend.weights.hub import answers_for, is_cached
 
-__all__ = ["CATALOG", "CatalogModel", "cache_root", "resolve_model"]
+__all__ = ["CATALOG", "CatalogModel", "resolve_model"]
 
 
 def resolve_model(
@@ -42,12 +42,3 @@ def resolve_model(
         choices = ", ".join(CATALOG)
         raise WeightsError(f"{name_or_path} is no model directory: pass one, or a HuggingFace id, or one of {choices}")
     return str(name_or_path)
-
-
-def cache_root() -> Path:
-    """Where fetched files are kept: `$KVBLEND_CACHE`, or `kvblend` in the user's cache directory of the platform."""
-    if chosen := os.environ.get("KVBLEND_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "kvblend"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvblend"

@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 from cases import cache_of
+from corrections import gained
 
 from blend.blender import Blend, Blender
 from blend.chunks import regression
@@ -105,9 +106,9 @@ def test_chunks_seen_are_predicted_and_unlike_ones_left_alone() -> None:
     seen, other = grouped(groups=4, turns=2)
     found = fit_layer(seen)
     assert (
-        found.predict(seen.stored, seen.places.features) - seen.gain
+        gained(found, seen.stored, seen.places.features) - seen.gain
     ).square().sum() < 0.05 * seen.gain.square().sum()
-    assert not found.predict(other, seen.places.features[:40]).any()
+    assert not gained(found, other, seen.places.features[:40]).any()
     assert fit_layer(seen._replace(covered=0.0)) is None
 
 
@@ -124,10 +125,10 @@ def test_no_prediction_passes_what_was_seen() -> None:
     features, group = torch.zeros(200, 8), torch.arange(200) // 50
     found = fit_layer(unseen(stored, gain, features, group))
     for times in (1.5, 3.0, 100.0):
-        predicted = found.predict(stored * times, features)
+        predicted = gained(found, stored * times, features)
         for part in (slice(0, 8), slice(8, 16)):
             assert predicted[:, part].norm(dim=1).max() <= 1.001 * gain[:, part].norm(dim=1).max()
-    assert not found.predict(stored * 100, features).any()
+    assert not gained(found, stored * 100, features).any()
 
 
 def test_an_input_that_did_not_vary_does_not_count_for_more_later() -> None:
@@ -137,9 +138,9 @@ def test_an_input_that_did_not_vary_does_not_count_for_more_later() -> None:
     gain = stored @ torch.randn(16, 16, generator=draw)
     features, group = torch.zeros(200, 8), torch.arange(200) // 50
     found = fit_layer(unseen(stored, gain, features, group))
-    before = found.predict(stored, features)
+    before = gained(found, stored, features)
     stored[:, 3] += 0.01
-    assert (found.predict(stored, features) - before).abs().max() < 0.01 * before.abs().max()
+    assert (gained(found, stored, features) - before).abs().max() < 0.01 * before.abs().max()
 
 
 def test_position_features_that_hardly_differ_are_told_apart() -> None:

@@ -18,8 +18,8 @@ from blend.analyze import analyze_prompt
 from blend.blender import Blender
 from blend.config import BlendConfig, CorpusConfig
 from blend.rag import Rag
-from blend.serve.ask import Message
 from blend.serve.chat import ChatTemplate, Passage, question_turns
+from blend.serve.request import Message
 from blend.store import open_store
 
 MONDAY, TUESDAY = datetime(2026, 11, 23), datetime(2026, 11, 24)
@@ -97,11 +97,11 @@ def test_a_dated_prompt_is_analyzed_with_the_prefix_that_it_has(clock: Clock, mo
 @pytest.mark.parametrize("alike", [0, 1, 3, 5])
 def test_the_kv_of_a_common_beginning_serves_a_prompt_with_another_prefix(name: str, alike: int) -> None:
     layout = make_layout()
-    home = (*layout.prefix[:alike], *((token + 1) % 60 for token in layout.prefix[alike:]), 7)
-    asked = replace(layout, home=home)
-    assert asked.rows_of_home == alike
+    canonical = (*layout.prefix[:alike], *((token + 1) % 60 for token in layout.prefix[alike:]), 7)
+    asked = replace(layout, canonical_prefix=canonical)
+    assert asked.shared_prefix_rows == alike
     blender = Blender(decoder(name), open_store("memory:"))
-    library = blender.library(home)
+    library = blender.library(canonical)
     library.compute(library.missing(layout.chunks))
     blend = blender.prefill(asked, config=BlendConfig("query_guided", ratio=0.3))
     assert blend.hits == (True,) * len(layout.chunks)

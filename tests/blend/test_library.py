@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import make_layout
+from corrections import by_formula
 from dense_reference import assert_close, dense_prefill
 from models import decoder, eager_model
 
@@ -112,14 +113,14 @@ def test_a_corpus_may_be_too_small_for_one(count: int, tokens: int) -> None:
         ChunkLibrary(decoder("llama"), open_store("memory:"), LAYOUT.prefix), corpus(count), tokens
     )
     assert library.contextual is None
-    assert [one.contextual for one in library.wanted(corpus(count))] == [False] * count
+    assert [one.contextual for one in library.variants(corpus(count))] == [False] * count
 
 
 def test_chunks_of_the_surrogate_and_those_too_long_have_no_contextual_cache() -> None:
     library = filled().library(LAYOUT.prefix)
     context = library.decoder.context_length
     long = tuple([7] * (context - len(LAYOUT.prefix) - 3))
-    assert library.wanted([*library.surrogate, long]) == [
+    assert library.variants([*library.surrogate, long]) == [
         Variant(chunk, contextual=False) for chunk in (*library.surrogate, long)
     ]
     empty = ChunkLibrary(library.decoder, open_store("memory:"), LAYOUT.prefix)
@@ -141,7 +142,7 @@ def test_without_the_cache_in_company_the_one_alone_is_used_and_the_other_made_u
 def test_a_chunk_that_is_not_stored_gets_both_caches() -> None:
     blender = filled()
     library = blender.library(LAYOUT.prefix)
-    for one in library.wanted(LAYOUT.chunks[:2]):
+    for one in library.variants(LAYOUT.chunks[:2]):
         library.store.delete(library.key(one))
     blend = blender.prefill(LAYOUT, config=REUSE)
     assert blend.hits == (False, False, True, True)
@@ -253,7 +254,7 @@ def test_each_kind_of_cache_has_a_map_of_its_own() -> None:
             still, there = (
                 rows_of(*(kv[:, :, mine] for kv in cache.view(index)), turn, mine) for cache in (plain, got)
             )
-            assert_close(there, still if part is None else still + part.predict(still, features))
+            assert_close(there, still if part is None else still + by_formula(part, still, features))
 
 
 def test_calibration_does_not_need_the_store_to_keep_what_it_computes(tmp_path: Path) -> None:

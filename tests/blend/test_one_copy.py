@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases import make_layout
+from corrections import by_formula
 from dense_reference import assert_close, dense_prefill
 from models import decoder, eager_model
 
@@ -45,7 +46,7 @@ def corpus(count: int = 60, length: int = 14) -> list[tuple[int, ...]]:
 
 
 def filled(name: str = "llama", location: str | Path = "memory:", *, one: bool = True) -> Blender:
-    """A blender whose store holds every wanted cache of the prompt's chunks."""
+    """A blender whose store holds every cache of the prompt's chunks."""
     blender = Blender(decoder(name), open_store(location, codec="native"))
     library = in_copies(with_surrogate(blender.library(LAYOUT.prefix), corpus(), 30), one=one)
     library.compute(library.missing(LAYOUT.chunks))
@@ -94,7 +95,7 @@ def test_running_processes_and_later_ones_need_no_option(tmp_path: Path) -> None
 def test_it_is_not_known_where_there_is_no_surrogate_context() -> None:
     library = in_copies(ChunkLibrary(decoder("llama"), open_store("memory:"), LAYOUT.prefix), one=True)
     assert not library.one_copy
-    assert library.wanted(LAYOUT.chunks) == [Variant(chunk, contextual=False) for chunk in LAYOUT.chunks]
+    assert library.variants(LAYOUT.chunks) == [Variant(chunk, contextual=False) for chunk in LAYOUT.chunks]
 
 
 def test_an_artifact_of_before_means_two_copies_and_nonsense_is_reported() -> None:
@@ -153,7 +154,7 @@ def test_the_first_place_has_a_map_of_its_own_towards_the_isolated_cache(name: s
     plain, mapped = first_chunk(blender, UNCORRECTED), first_chunk(blender, REUSE)
     for part, turn, old, new in zip(found.layers, blender.decoder.rotations, plain, mapped, strict=True):
         still, there = rows_of(*old, turn, rows), rows_of(*new, turn, rows)
-        assert_close(there, still if part is None else still + part.predict(still, features))
+        assert_close(there, still if part is None else still + by_formula(part, still, features))
     for contextual in (False, True):
         assert blender.correction(LAYOUT.prefix, contextual=contextual) is not None
 

@@ -21,7 +21,7 @@ FAMILIES = ("llama", "gemma3", "deepseek-v3", "gpt-oss")
 BASE = make_layout()
 OTHER = (7, 19, 3, 44, 21, 8, 30)
 PLAIN = replace(BASE, plain=frozenset({1}), parts={2: Part((11, 12, *BASE.chunks[2], 13), 2)})
-ELSEWHERE = replace(PLAIN, prefix=OTHER, home=BASE.prefix)
+ELSEWHERE = replace(PLAIN, prefix=OTHER, canonical_prefix=BASE.prefix)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def test_everything_recomputed_is_full_prefill(name: str, layout: PromptLayout) 
     blender = filled(name, layout)
     for pieces in (None, 3):
         blend = run(blender, layout, BlendConfig(ratio=1.0), most_rows=pieces)
-        assert blend.exact == layout.rows
+        assert blend.exact_rows == layout.rows
         assert_close(blend.logits[0], dense.logits[-1])
         for index, (keys, values) in enumerate(dense.layers):
             for mine, true in zip(blend.cache.view(index), (keys, values), strict=True):
@@ -101,11 +101,11 @@ def test_a_prefix_of_its_own_is_computed_as_far_as_it_is_not_known(name: str, kn
     held = ChunkCache(tuple(k for k, _ in rows), tuple(v for _, v in rows), 0) if known else None
     blend = run(blender, ELSEWHERE, BlendConfig(ratio=0.3), known=held, most_rows=4)
     assert blend.hits == (True, False, True, True)
-    assert blend.exact == len(OTHER)  # the first chunk was computed behind another prefix
+    assert blend.exact_rows == len(OTHER)  # the first chunk was computed behind another prefix
     assert blend.selection.rows[: len(OTHER) - known].tolist() == list(range(known, len(OTHER)))
     for index, (keys, values) in enumerate(dense.layers):
         for mine, true in zip(blend.cache.view(index), (keys, values), strict=True):
-            assert_close(mine[:, :, : blend.exact], true[:, :, : blend.exact])
+            assert_close(mine[:, :, : blend.exact_rows], true[:, :, : blend.exact_rows])
     again = run(blender, ELSEWHERE, BlendConfig(ratio=0.3))
     assert_close(blend.logits, again.logits)
 
@@ -115,11 +115,11 @@ def test_exact_rows_are_those_before_the_first_stored_chunk_that_is_not(name: st
     layout = replace(BASE, plain=frozenset({1}))
     blender = filled(name, layout)
     blend = blender.prefill(layout, config=BlendConfig(ratio=0.2))
-    assert blend.exact == layout.chunk_spans[1].stop
+    assert blend.exact_rows == layout.chunk_spans[1].stop
     dense = dense_prefill(eager_model(name), layout.token_ids)
     for index, (keys, values) in enumerate(dense.layers):
         for mine, true in zip(blend.cache.view(index), (keys, values), strict=True):
-            assert_close(mine[:, :, : blend.exact], true[:, :, : blend.exact])
+            assert_close(mine[:, :, : blend.exact_rows], true[:, :, : blend.exact_rows])
 
 
 @pytest.mark.parametrize(("codec", "places"), [("float32", 2), ("bfloat16", 0), ("int8", 0), ("int4", 0)])
@@ -129,17 +129,17 @@ def test_a_first_chunk_that_its_codec_rounded_is_used_and_not_called_exact(codec
         blender = filled("llama", replace(BASE, plain=frozenset({1})), one)
         blends.append(blender.prefill(replace(BASE, plain=frozenset({1})), config=REUSE))
     native, blend = blends
-    assert blend.exact == (BASE.chunk_spans[places].start)
+    assert blend.exact_rows == (BASE.chunk_spans[places].start)
     assert blend.selection.rows.tolist() == native.selection.rows.tolist(), "it is computed no more than before"
     everything = blender.prefill(BASE, config=BlendConfig(ratio=1.0))
-    assert everything.exact == BASE.rows
+    assert everything.exact_rows == BASE.rows
 
 
 def test_rows_that_a_selector_passes_over_are_not_exact() -> None:
     """The budget would do for all of them: those of the first chunk, which needs none, are in it."""
     layout = replace(BASE, chunks=(BASE.chunks[0] * 4, *BASE.chunks[1:]))
     blend = filled("llama", layout).prefill(layout, config=BlendConfig(Modest(), ratio=0.9, correction=False))
-    assert blend.exact == layout.chunk_spans[1].start
+    assert blend.exact_rows == layout.chunk_spans[1].start
 
 
 @pytest.mark.parametrize("rows", range(len(PLAIN.prefix), PLAIN.rows))

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from blend.config import PromptConfig
 from blend.errors import ConfigError, PromptError
-from blend.prompt import PromptTemplate, render_chunk
+from blend.prompt import PromptTemplate, apply_chat_template, render_chunk
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 LINES = [
@@ -165,6 +165,19 @@ def test_count_is_the_number_of_ids() -> None:
 def test_an_empty_question_is_refused(question: str) -> None:
     with pytest.raises(PromptError, match="the question is empty"):
         _template("chatml").layout(question, PASSAGES)
+
+
+def test_a_conversation_without_a_template_is_a_transcript() -> None:
+    said = [
+        ("system", "Be careful."),
+        ("user", " Hello. "),
+        ("assistant", " Yes?"),
+        ("user", "Why?"),
+        ("user", "Well?"),
+    ]
+    messages = [{"role": role, "content": content} for role, content in said]
+    text = apply_chat_template(_tokenizer(None), messages)
+    assert text == "<s>Be careful.\n\nHello.\nAnswer: Yes?\n\nWhy?\n\nWell?\nAnswer:"
 
 
 def test_a_template_that_drops_the_user_is_refused() -> None:

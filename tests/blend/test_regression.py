@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from corrections import gained
 
 from blend.chunks import regression
 from blend.chunks.correction import Bounds, LayerCorrection, position_features
@@ -27,7 +28,7 @@ def test_a_linear_relation_is_found_and_unpredictable_parts_are_left_alone() -> 
     gain = torch.cat((linear, torch.randn(400, 14, generator=draw)), dim=1)
     seen = rows_seen(rows, gain, keys=10)
     found = fit_layer(seen)
-    predicted = found.predict(rows, seen.places.features)
+    predicted = gained(found, rows, seen.places.features)
     spread = linear - linear.mean(0)
     assert (predicted[:, :10] - linear).square().sum() < 0.02 * spread.square().sum()
     assert not predicted[:, 10:].any()
@@ -53,7 +54,7 @@ def test_the_factors_are_those_of_the_whole_regression_where_the_rank_allows() -
     )
     penalty = np.diag([min(regression.PENALTIES) * 500] * 20 + [1e-3 * 500] * 8)
     weights = np.linalg.solve(x.T @ x + penalty, x.T @ gain.numpy())
-    np.testing.assert_allclose(found.predict(rows, seen.places.features).numpy(), x @ weights, atol=2e-3)
+    np.testing.assert_allclose(gained(found, rows, seen.places.features).numpy(), x @ weights, atol=2e-3)
 
 
 def test_wide_kv_goes_through_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +66,7 @@ def test_wide_kv_goes_through_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = rows_seen(rows, gain, keys=20)
     found = fit_layer(seen)
     assert found.down.shape[0] == 48
-    assert (found.predict(rows, seen.places.features) - gain).square().sum() < 0.05 * gain.square().sum()
+    assert (gained(found, rows, seen.places.features) - gain).square().sum() < 0.05 * gain.square().sum()
 
 
 def test_position_features_by_hand() -> None:
@@ -83,7 +84,7 @@ def test_position_features_by_hand() -> None:
 
 def test_a_layer_map_adds_what_its_formula_says() -> None:
     part, features = layer_map(Bounds(100.0, 100.0, 100.0))
-    assert torch.equal(part.predict(torch.tensor([[5.0, 9.0]]), features), torch.tensor([[7.5, -2.5]]))
+    assert torch.equal(gained(part, torch.tensor([[5.0, 9.0]]), features), torch.tensor([[7.5, -2.5]]))
 
 
 def layer_map(bounds: Bounds) -> tuple[LayerCorrection, torch.Tensor]:
@@ -106,5 +107,5 @@ def layer_map(bounds: Bounds) -> tuple[LayerCorrection, torch.Tensor]:
 )
 def test_what_lies_beyond_the_rows_seen_is_shrunk(bounds: Bounds, expected: list[float]) -> None:
     part, features = layer_map(bounds)
-    found = part.predict(torch.tensor([[5.0, 9.0]]), features)
+    found = gained(part, torch.tensor([[5.0, 9.0]]), features)
     assert torch.allclose(found, torch.tensor([expected]), atol=1e-5)

@@ -28,7 +28,7 @@ def measured(corpus: str = "", store=None) -> ChunkLibrary:
     """With two caches behind the surrogate context, and something under the names of everything that is measured."""
     library = ChunkLibrary(decoder("llama"), store or open_store("memory:"), PREFIX, corpus=corpus)
     library = in_copies(with_surrogate(library, CHUNKS, 28), one=True)
-    library.compute([one for one in library.wanted(CHUNKS) if one.contextual][:2])
+    library.compute([one for one in library.variants(CHUNKS) if one.contextual][:2])
     for contextual, first in ((False, False), (True, False), (True, True)):
         library.store.write_artifact(library.correction_name(contextual=contextual, first=first), b"measured")
     library.store.describe(library.contextual.identity.namespace, {"contextual": "surrogate context"})

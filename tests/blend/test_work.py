@@ -23,7 +23,7 @@ CHUNKS = [tuple(DRAW.randrange(3, 90) for _ in range(DRAW.randrange(4, 30))) for
 def taken_up(store: ChunkStore, chunks: Sequence[Tokens] = CHUNKS) -> Work:
     library = ChunkLibrary(decoder("llama"), store, PREFIX, batch_tokens=64)
     library = with_surrogate(library, chunks, 40)
-    return take_up(library, library.wanted(chunks))
+    return take_up(library, library.variants(chunks))
 
 
 @pytest.mark.parametrize("of", [1, 2, 3, 7])
@@ -31,7 +31,7 @@ def test_shares_are_a_partition_balanced_by_tokens(of: int) -> None:
     work = taken_up(open_store("memory:"))
     shares = [work.of(Share(number, of)) for number in range(1, of + 1)]
     assert sorted(one for share in shares for one in share) == sorted(work.passes)
-    assert sorted(v for one in work.passes for v in one) == sorted(work.wanted)
+    assert sorted(v for one in work.passes for v in one) == sorted(work.variants)
     loads = [sum(map(tokens_of, share)) for share in shares]
     assert max(loads) - min(loads) <= max(map(tokens_of, work.passes))
     assert all([one[0].contextual for one in share] == sorted(one[0].contextual for one in share) for share in shares)
@@ -73,7 +73,7 @@ def test_what_is_left_of_a_half_done_corpus_is_mostly_new_or_not() -> None:
     assert not taken_up(store).mostly_new
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"wanted": 1, "missing": "x", "done": []}', b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"digest": 1, "missing": "x", "done": []}', b"\xff"])
 def test_a_damaged_order_counts_for_nothing(content: bytes) -> None:
     store = open_store("memory:")
     work = taken_up(store)
@@ -85,7 +85,7 @@ def test_a_damaged_order_counts_for_nothing(content: bytes) -> None:
 def test_passes_make_the_bytes_of_one_process() -> None:
     alone, shared = open_store("memory:"), open_store("memory:")
     work, other = taken_up(alone), taken_up(shared)
-    work.library.compute(work.wanted)
+    work.library.compute(work.variants)
     for share in (Share(2, 2), Share(1, 2)):
         for one in other.of(share):
             other.library.compute_pass(one)

@@ -38,6 +38,7 @@ UNKNOWN = [
     (("answer", "x", "--max-new-tokens", "0"), "0 is not a whole number from 1 to "),
     (("answer", "x", "--store-budget", "-1"), "-1.0 is not a number from 0.000001 to 1,000,000"),
     (("answer", "x", "--store-budget", "inf"), "inf is not a number from"),
+    (("answer", "x", "--store", "s3:/bucket/name"), "s3:/... is no address of a store: write s3://..."),
     (("precompute",), "Missing argument 'PATHS...'"),
     (("precompute", ".", "--chunk-tokens", "3"), "3 is not a whole number from 16 to 1,000,000"),
     (("precompute", ".", "--surrogate-tokens", "-1"), "-1 is not a whole number from 0 to "),

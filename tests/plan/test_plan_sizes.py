@@ -62,11 +62,11 @@ def test_a_plan_weighs_what_the_store_does(codec: str, one_copy: bool) -> None:
     store = open_store("memory:", codec=codec)
     library = with_surrogate(ChunkLibrary(tiny, store, PREFIX), chunks, 40)
     library = in_copies(library, one=one_copy)
-    library.compute(library.wanted(chunks))
+    library.compute(library.variants(chunks))
     assert library.surrogate
-    wanted = library.wanted(chunks)
+    variants = library.variants(chunks)
     isolated, contextual = (
-        Counter(len(one.chunk) for one in wanted if one.contextual == kind) for kind in (False, True)
+        Counter(len(one.chunk) for one in variants if one.contextual == kind) for kind in (False, True)
     )
     behind = sum(map(len, library.surrogate))
     size = CorpusSize(Counter(lengths), isolated, contextual, len(PREFIX), behind)

@@ -16,7 +16,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from _serving import Asked, Traffic, arrivals, zipf
+from _serving import TimedQuestion, Traffic, arrivals, zipf
 from _serving_corpus import Corpus, Passage
 from _serving_figures import Capacity, capacity, percentile, pooled, summary, verdict
 from _serving_load import UNFINISHED, Request, Sample, open_loop
@@ -216,13 +216,13 @@ async def listening(delay: float) -> AsyncIterator[tuple[str, list[float]]]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", came
 
 
-def words(asked: Asked) -> Request:
+def words(asked: TimedQuestion) -> Request:
     return Request("/v1/chat/completions", {"refuse": asked.question == "refuse"})
 
 
 def test_questions_are_sent_at_their_times_whatever_becomes_of_earlier_ones() -> None:
     """Ten in half a second to a server that takes 0.6 s for each."""
-    plan = [Asked(0.05 * i, "refuse" if i == 9 else "why?", ()) for i in range(10)]
+    plan = [TimedQuestion(0.05 * i, "refuse" if i == 9 else "why?", ()) for i in range(10)]
 
     async def run() -> tuple[list[Sample], list[float]]:
         async with listening(0.6) as (url, came):
@@ -244,14 +244,14 @@ def test_questions_are_sent_at_their_times_whatever_becomes_of_earlier_ones() ->
 def test_answers_that_do_not_end_in_time_are_given_up() -> None:
     async def run() -> list[Sample]:
         async with listening(30.0) as (url, _):
-            return await open_loop(url, [Asked(0.0, "why?", ())], words, drain_s=0.3)
+            return await open_loop(url, [TimedQuestion(0.0, "why?", ())], words, drain_s=0.3)
 
     [one] = asyncio.run(run())
     assert (one.error, one.ttft_s) == (UNFINISHED, None)
 
 
 def test_a_server_that_is_not_there_is_an_error_of_the_sample() -> None:
-    [one] = asyncio.run(open_loop("http://127.0.0.1:1", [Asked(0.0, "why?", ())], words, drain_s=5))
+    [one] = asyncio.run(open_loop("http://127.0.0.1:1", [TimedQuestion(0.0, "why?", ())], words, drain_s=5))
     assert one.error is not None
     assert one.error.startswith("ConnectError")
 
@@ -261,7 +261,7 @@ def test_vllm_gets_the_token_ids_of_our_own_prompt(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "tiny", text)
     server = vllm_server("/nowhere/bin/python", model, threads=1, answer_tokens=5, longest=512)
     passages = (Passage("Harbour", "the harbour opens", 9), Passage("", "in the morning", 7))
-    request = server.words(Asked(0.0, "when?", passages))
+    request = server.words(TimedQuestion(0.0, "when?", passages))
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(model))
     assert request.body["prompt"] == list(PromptTemplate(tokenizer).layout("when?", passages).token_ids)
     assert (request.body["max_tokens"], request.body["temperature"]) == (5, 0)

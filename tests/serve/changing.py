@@ -67,17 +67,17 @@ class Engine:
         self.handed: list[list[Variant]] = []
         self.threads: list[threading.Thread] = []
 
-    def __call__(self, library: ChunkLibrary, wanted: Sequence[Variant], on_done: OnDone) -> Computing:
-        self.handed.append(list(wanted))
-        self.threads.append(threading.Thread(target=self._run, args=(library, list(wanted), on_done)))
+    def __call__(self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone) -> Computing:
+        self.handed.append(list(variants))
+        self.threads.append(threading.Thread(target=self._run, args=(library, list(variants), on_done)))
         self.threads[-1].start()
         return self
 
     def cancel(self) -> None:
         self.cancelled.set()
 
-    def _run(self, library: ChunkLibrary, wanted: list[Variant], on_done: OnDone) -> None:
-        for one in wanted:
+    def _run(self, library: ChunkLibrary, variants: list[Variant], on_done: OnDone) -> None:
+        for one in variants:
             assert self.go.wait(60)
             library.compute([one])
             on_done(one, None)

@@ -15,6 +15,7 @@ from blend.serve.engine import Ended, Event, Failed, Sampling, Started, Token, W
 from blend.types import PromptLayout
 
 FEW = Sampling(max_tokens=6)
+LONG = Sampling(max_tokens=300, ignore_eos=True)
 
 
 class Answer:
@@ -53,6 +54,29 @@ class Answer:
     def started(self) -> Started:
         assert isinstance(self.events[0], Started)
         return self.events[0]
+
+
+class Held:
+    """An answer with which the engine stands still, until it is let go on to the next token or altogether."""
+
+    def __init__(self, engine: EmbeddedEngine, layout: PromptLayout, sampling: Sampling = LONG) -> None:
+        self._stands, self._goes_on, self._free = threading.Semaphore(0), threading.Semaphore(0), False
+        self.answer = Answer(self._stand)
+        engine.submit(Work(layout, sampling), self.answer)
+        assert self._stands.acquire(timeout=60)
+
+    def _stand(self) -> None:
+        if self.answer.tokens and not self._free:
+            self._stands.release()
+            assert self._goes_on.acquire(timeout=60)
+
+    def step(self) -> None:
+        self._goes_on.release()
+        assert self._stands.acquire(timeout=60)
+
+    def let_go(self) -> None:
+        self._free = True
+        self._goes_on.release()
 
 
 def ask(engine: EmbeddedEngine, layout: PromptLayout, sampling: Sampling = FEW, **more: object) -> Answer:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from blend.config import BlendConfig, CorpusConfig, PromptConfig
 from blend.rag import Rag
-from blend.serve.ask import Ask, Closed, Delta, Message, Opened, Refused, Reply
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.engine import Sampling
+from blend.serve.request import AnswerRequest, Closed, Delta, Message, Opened, Refused, Reply
 from blend.serve.service import Service
 from tests.tiny_model import save_tiny_model
 from tests.towns import write_documents
@@ -87,7 +87,7 @@ def ask(service: Service, *messages: str, **more: object) -> Told:
     roles = ("user", "assistant") * len(messages)
     said = tuple(Message(role, text) for role, text in zip(roles, messages, strict=False))  # type: ignore[arg-type]
     told = Told()
-    service.submit(Ask(said, **{"sampling": FEW, **more}), told)  # type: ignore[arg-type]
+    service.submit(AnswerRequest(said, **{"sampling": FEW, **more}), told)  # type: ignore[arg-type]
     assert told.done.wait(120)
     return told
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from cases import make_layout
-from engines import ask
+from changing import until
+from engines import Held, ask
 from models import decoder
 
 from blend.blender import Blender
@@ -17,7 +18,9 @@ from blend.serve.embedded import EmbeddedEngine
 from blend.serve.engine import Sampling
 from blend.store import HotMemory, open_store
 from blend.store.archive import verify_entry
+from blend.store.backend import MemoryStats
 from blend.store.names import cache_name
+from blend.types import PromptLayout
 
 
 @pytest.fixture
@@ -26,9 +29,13 @@ def blender(tmp_path: Path) -> Blender:
     return Blender(decoder("llama"), store, BlendConfig(ratio=0.3))
 
 
-def counted(blender: Blender) -> int:
+def in_memory(blender: Blender) -> MemoryStats:
     assert blender.store.memory is not None
-    return blender.store.memory.hits + blender.store.memory.misses
+    return blender.store.memory
+
+
+def counted(blender: Blender) -> int:
+    return in_memory(blender).hits + in_memory(blender).misses
 
 
 def test_prompts_that_lacked_the_same_caches_count_what_they_read(blender: Blender) -> None:
@@ -46,7 +53,7 @@ def test_what_is_verified_or_calibrated_on_is_no_hit(blender: Blender) -> None:
     layout = make_layout()
     library = blender.library(layout.prefix)
     library.compute(library.missing(layout.chunks))
-    keys = [library.key(one) for one in library.wanted(layout.chunks)]
+    keys = [library.key(one) for one in library.variants(layout.chunks)]
     assert [verify_entry(blender.store, cache_name(key)) for key in keys] == [""] * len(keys)
     blender.calibrate(layout.prefix, layout.chunks)
     assert counted(blender) == 0
@@ -59,3 +66,21 @@ def test_a_second_attempt_is_the_same_prompt(blender: Blender, monkeypatch: pyte
     monkeypatch.setattr(CorrectionCheck, "score", lambda self: -1.0)
     assert not blender.prefill(layout).correction_fits
     assert counted(blender) == len(layout.chunks)
+
+
+def test_the_caches_of_a_prompt_that_waits_are_read_ahead_once_for_all(blender: Blender) -> None:
+    """And those that share them have the same bytes."""
+    layout = make_layout()
+    library = blender.library(layout.prefix)
+    library.compute(library.missing(layout.chunks))
+    engine = EmbeddedEngine(blender, prefix_budget=0, least_gain=-(10**6), remember=False, most_running=1)
+    held = Held(engine, PromptLayout(layout.prefix, (), layout.suffix))
+    answers = [ask(engine, layout) for _ in range(2)]
+    until(lambda: in_memory(blender).entries == len(layout.chunks))
+    assert engine.holding().waiting == 2, "nothing was begun for them"
+    loaded = in_memory(blender).loaded_bytes
+    held.let_go()
+    assert [answer.wait().started.hits for answer in answers] == [(True,) * 4] * 2
+    engine.close()
+    assert in_memory(blender).hits == 2 * len(layout.chunks)
+    assert in_memory(blender).loaded_bytes == loaded > 0

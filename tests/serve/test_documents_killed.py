@@ -30,9 +30,9 @@ from blend.serve.documents import Documents
 
 count = 0
 
-def slowly(library, wanted, on_done):
+def slowly(library, variants, on_done):
     global count
-    for one in wanted:
+    for one in variants:
         compute_here(library, [one], on_done)
         count += 1
         time.sleep(0.05)

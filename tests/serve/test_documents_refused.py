@@ -10,10 +10,10 @@ from documents_made import LAST_S, ids, left, make, model, rag
 
 from blend import Rag
 from blend.errors import ConfigError, StoreError
-from blend.serve.ask import GivenDocument
 from blend.serve.corpus_keeper import CorpusKeeper
 from blend.serve.documents import DocumentLimits, Documents, UploadedFile
 from blend.serve.reasons import CORPUS_FAILS
+from blend.serve.request import GivenDocument
 from blend.serve.uploads import UploadsFullError, safe_id
 from retrieval.errors import DocumentsError
 

@@ -16,8 +16,8 @@ from rooms import serving
 from served import Served, listening
 
 from blend.errors import StoreError
-from blend.serve.ask import GivenDocument
 from blend.serve.corpus_keeper import CorpusKeeper
+from blend.serve.request import GivenDocument
 from blend.serve.tenants import Tenants
 from retrieval.errors import IndexMissingError
 

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,10 +15,12 @@ from served import Served, listening
 
 from blend.errors import ConfigError
 from blend.serve.door.log import _Lines
+from blend.serve.engine import Holding
 from blend.serve.faults import LOG
 from blend.serve.metrics import Metrics
+from blend.serve.prompt_metrics import StoreFigures
 from blend.serve.tenants import Tenants, read_keys
-from blend.store.backend import MemoryStats
+from blend.store.backend import MemoryStats, TierHits
 
 BODY = {"messages": [{"role": "user", "content": "a secret of mine"}], "max_tokens": 2}
 CHAT = "/v1/chat/completions"
@@ -165,18 +168,38 @@ def test_hits_by_tier_and_what_was_loaded(served: Served) -> None:
         ("chunk_misses_total", 0),
         ("rows_recomputed_total", figures["rows_computed"]),
         ("bytes_loaded_total", figures["bytes_loaded"]),
-        ("evictions_total", 0),
+        ('evictions_total{tier="memory"}', 0),
+        ('evictions_total{tier="store"}', 0),
     ):
         assert after[f"kvblend_{name}"] - before.get(f"kvblend_{name}", 0) == expected, name
     assert figures["bytes_loaded"] > 0
 
 
 def test_a_tier_of_memory_counts_for_itself() -> None:
-    page = Metrics().page(None, MemoryStats(5, 2, 1, 0, 3, 100, 1000, 300)).decode()
+    page = Metrics().page(None, StoreFigures(MemoryStats(5, 2, 1, 0, 3, 100, 1000, 300))).decode()
     assert 'kvblend_chunk_hits_total{tier="memory"} 5.0' in page
     assert 'kvblend_chunk_hits_total{tier="store"} 2.0' in page
-    assert "kvblend_evictions_total 1.0" in page
+    assert 'kvblend_evictions_total{tier="memory"} 1.0' in page
     assert "kvblend_chunk_memory_bytes 100.0" in page
+    assert "store_lookups" not in page, "there is one place alone"
+
+
+def test_what_was_found_in_the_tiers_of_shared_stores_and_what_had_to_go() -> None:
+    def store(hits: TierHits | None, evictions: int) -> Any:
+        return SimpleNamespace(tier_hits=hits, evictions=evictions, memory=None)
+
+    stores = [store(TierHits(1, 2, 3, 4, 50), 6), store(TierHits(10, 20, 30, 40, 500), 60), store(None, 600)]
+    page = Metrics().page(Holding(0, 0, 0, 1, prefix_evictions=7), StoreFigures.of(stores)).decode()
+    for name, expected in (
+        *(
+            (f'store_lookups_total{{tier="{tier}"}}', 11 * n)
+            for n, tier in enumerate(("disk", "hot", "far", "none"), 1)
+        ),
+        ("store_fetched_bytes_total", 550),
+        ('evictions_total{tier="store"}', 666),
+        ('evictions_total{tier="prefixes"}', 7),
+    ):
+        assert f"kvblend_{name} {expected}.0" in page
 
 
 def counted(served: Served) -> dict[str, float]:

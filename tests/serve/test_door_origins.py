@@ -67,6 +67,10 @@ def test_a_site_that_is_permitted_may_ask_and_no_other(served: Served) -> None:
             for response in (call("OPTIONS", other, **wish), call("GET", other, authorization="Bearer anns")):
                 assert response.status_code in (400, 403)
                 assert "access-control-allow-origin" not in response.headers
+            told = response.json()["error"]["message"]
+            assert told.startswith(f"pages of '{other}' may not ask this server, not with a key either")
+            assert "--allow-origin" in told
+            assert "\n" not in told
         open_to_one.hall.service = None  # the other server's
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from typing import Any
 
 import httpx
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from served import Served
 
 from blend.errors import StoreError
+from blend.serve.door import schemas
+from blend.serve.door.mistakes import EXAMPLES
 from blend.serve.faults import LOG
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
@@ -27,6 +30,7 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert set(error) == {"message", "type", "param", "code"}
     assert "\n" not in error["message"]
     assert len(error["message"]) < 400
+    assert not re.search("input should|instance of|Body|pydantic", error["message"])
     return error
 
 
@@ -148,6 +152,50 @@ def test_what_is_wrong_is_told_by_its_place(
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert code is None or error["code"] == code
+
+
+SAID = [
+    ({"kvblend": {"retrieve": True}}, 'kvblend.retrieve is no object; give one, such as {"top_k": 8}, or {} for as'),
+    ({"kvblend": "full"}, 'kvblend is no object; give one, such as {"retrieve": {"top_k": 8}}'),
+    ({"kvblend": {"method": "magic"}}, 'kvblend.method is not supported; give "blend" or "full"'),
+    ({"kvblend": {"retrieve": {"top_k": "8"}}}, "kvblend.retrieve.top_k is no whole number; give one, without quotes"),
+    ({"kvblend": {"retrive": {}}}, "unknown field kvblend.retrive; leave it out"),
+    ({"kvblend": {"deadline_s": 0}}, "kvblend.deadline_s is too small; give more than 0"),
+    ({"kvblend": {"deadline_s": 10**6}}, "kvblend.deadline_s is too large; give 86,400 or less"),
+    ({"kvblend": {"cold": 1}}, "kvblend.cold is neither true nor false; give one of them"),
+    (
+        {"documents": ["x"]},
+        'documents[0] is no object; give one, such as {"title": "...", "text": "..."}, or {"id": "..."}',
+    ),
+    ({"documents": {"text": "x"}}, "documents is no list; give one, as [...]"),
+    ({"temperature": "1"}, "temperature is no number; give one, without quotes"),
+    ({"max_tokens": 0}, "max_tokens is too small; give 1 or more"),
+    ({"seed": 2**63}, "seed is too large; give less than 9,223,372,036,854,775,808"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop has more than 4 entries; leave some out"),
+    ({"stop": "x" * 513}, "stop[0] is longer than 512 characters; shorten it"),
+    ({"stop": ""}, "stop: an empty text would end every answer at once"),
+    ({"model": ""}, "model is empty; give a text"),
+    ({"messages": []}, "messages is empty; give one entry at least"),
+    ({"messages": [3]}, 'messages[0] is no object; give one, such as {"role": "user", "content": "..."}'),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 'messages[0].role is not supported; give "system", "developer"'),
+    ({"messages": [{"role": "user", "content": 3}]}, 'messages[0].content is no text; give one, as "..."'),
+    ({"metadata": "x"}, 'metadata is no object; give texts under names, such as {"name": "text"}'),
+    ({"stream": True, "stream_options": 1}, 'stream_options is no object; give one, such as {"include_usage": true}'),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation is not"),
+]
+
+
+@pytest.mark.parametrize(("fields", "line"), SAID, ids=lambda value: str(value)[:40])
+def test_what_is_wrong_is_told_in_a_line_that_says_what_to_send(
+    http: httpx.Client, fields: dict[str, Any], line: str
+) -> None:
+    assert error_of(ask(http, **fields))["message"].startswith(line)
+
+
+def test_every_object_of_a_body_has_an_example() -> None:
+    whole = {schemas.Common, schemas.ChatBody, schemas.CompletionBody, schemas.UploadBody}
+    kinds = {one for one in vars(schemas).values() if isinstance(one, type) and issubclass(one, schemas.Body)}
+    assert set(EXAMPLES) == kinds - whole - {schemas.Body}
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,9 @@ def test_what_the_store_lacks_is_computed_though_prompts_always_wait(
     """Or a busy server would compute it anew in every prompt, and be the busier for it."""
     engine = make_engine(most_running=2, pass_rows=12)
     others = [replace(layout, plain=frozenset(range(len(layout.chunks)))) for layout in layouts(3)]
-    wanted = layouts(1)[0]
-    library = engine._blender.library(wanted.prefix)
-    lacking = library.missing(wanted.chunks[:1])
+    layout = layouts(1)[0]
+    library = engine._blender.library(layout.prefix)
+    lacking = library.missing(layout.chunks[:1])
     assert lacking
     asked = [ask(engine, layout) for layout in others * 8]
     left_when_stored: list[int] = []
@@ -85,7 +85,7 @@ def test_what_the_store_lacks_is_computed_though_prompts_always_wait(
         one.wait()
     assert len(left_when_stored) == len(lacking)
     assert min(left_when_stored) > len(asked) // 3
-    assert not library.missing(wanted.chunks[:1])
+    assert not library.missing(layout.chunks[:1])
 
 
 def test_a_prompt_without_chunks_is_prefilled_in_full(make_engine: Callable[..., EmbeddedEngine]) -> None:

@@ -46,17 +46,17 @@ def test_a_cache_that_cannot_be_taken_out_is_told_and_the_next_is_computed(
 ) -> None:
     engine, layout = make_engine(), make_layout()
     library, told, done = engine._blender.library(layout.prefix), list[Exception | None](), threading.Event()
-    wanted, cut = library.missing(layout.chunks)[:2], encode._cut
+    variants, cut = library.missing(layout.chunks)[:2], encode._cut
 
     def on_done(one: object, error: Exception | None) -> None:
         told.append(error)
         monkeypatch.setattr(encode, "_cut", cut)
-        if len(told) == len(wanted):
+        if len(told) == len(variants):
             done.set()
 
     library.isolated.prefix  # noqa: B018  # computed here, where it may not fail
     monkeypatch.setattr(encode, "_cut", fails)
-    engine.encode(library, wanted, on_done)
+    engine.encode(library, variants, on_done)
     assert done.wait(60)
     assert [type(error) for error in told] == [RuntimeError, type(None)]
     assert engine.alive
@@ -208,7 +208,7 @@ def test_a_cache_that_is_computed_beside_an_answer_that_fails_is_stored(
 ) -> None:
     engine, layout = make_engine(), make_layout()
     library, told, done = engine._blender.library(layout.prefix), list[Exception | None](), threading.Event()
-    wanted = library.missing(layout.chunks)[:1]
+    variants = library.missing(layout.chunks)[:1]
 
     def on_done(one: object, error: Exception | None) -> None:
         told.append(error)
@@ -218,7 +218,7 @@ def test_a_cache_that_is_computed_beside_an_answer_that_fails_is_stored(
     mine = decoding(engine, 0)
     with_company: list[Callable[[RowRequest], bool]] = [lambda request: mine(request) and engine.holding().encoding > 0]
     broken.whose.extend(with_company)
-    engine.encode(library, wanted, on_done)
+    engine.encode(library, variants, on_done)
     assert done.wait(60)
     assert isinstance(victim.wait().last, Failed)
     assert told == [None]
@@ -231,7 +231,7 @@ def test_damage_that_shows_while_rows_run_is_computed_again(tmp_path: Path) -> N
         Blender(decoder("llama"), open_store(tmp_path, codec="native"), BlendConfig(ratio=0.3)),
         make_layout(),
     )
-    behind = PromptLayout((*layout.prefix, 7, 7, 7), layout.chunks, layout.suffix, home=layout.prefix)
+    behind = PromptLayout((*layout.prefix, 7, 7, 7), layout.chunks, layout.suffix, canonical_prefix=layout.prefix)
     library = blender.library(layout.prefix)
     library.compute(library.missing(layout.chunks))
     for path in (tmp_path / "objects").rglob("*.safetensors"):

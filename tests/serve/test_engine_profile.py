@@ -11,7 +11,7 @@ from engines import FEW, ask
 from models import decoder
 
 from blend.model.rows import RowRequest
-from blend.serve import embedded, passes
+from blend.serve import passes, schedule
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.engine import Sampling, Token
 from blend.serve.profile import Profile
@@ -24,7 +24,7 @@ PIECE = 64
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model reads few tokens."""
-    monkeypatch.setattr(embedded, "ROWS_ALONE", PIECE)
+    monkeypatch.setattr(schedule, "ROWS_ALONE", PIECE)
 
 
 def long(rows: int) -> PromptLayout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -10,38 +9,13 @@ from typing import Any
 
 import pytest
 from cases import make_layout
-from engines import FEW, Answer
+from engines import FEW, LONG, Answer, Held
 
 from blend.serve import waiting
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Ended, QueueFullError, Sampling, Work
+from blend.serve.engine import Ended, QueueFullError, Work
 from blend.serve.waiting import Waiting
 from blend.types import PromptLayout
-
-LONG = Sampling(max_tokens=300, ignore_eos=True)
-
-
-class Held:
-    """An answer with which the engine stands still, until it is let go on to the next token or altogether."""
-
-    def __init__(self, engine: EmbeddedEngine, layout: PromptLayout, sampling: Sampling = LONG) -> None:
-        self._stands, self._goes_on, self._free = threading.Semaphore(0), threading.Semaphore(0), False
-        self.answer = Answer(self._stand)
-        engine.submit(Work(layout, sampling), self.answer)
-        assert self._stands.acquire(timeout=60)
-
-    def _stand(self) -> None:
-        if self.answer.tokens and not self._free:
-            self._stands.release()
-            assert self._goes_on.acquire(timeout=60)
-
-    def step(self) -> None:
-        self._goes_on.release()
-        assert self._stands.acquire(timeout=60)
-
-    def let_go(self) -> None:
-        self._free = True
-        self._goes_on.release()
 
 
 def test_who_is_given_up_leaves_the_queue_wherever_it_stands(make_engine: Callable[..., EmbeddedEngine]) -> None:
@@ -117,15 +91,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def stub(number: int, tenant: str = "", priority: int = 0) -> Any:
+def stub(number: int, tenant: str = "", priority: int = 0, age_s: float = 0.0) -> Any:
     """Of a job what the queue looks at."""
-    return SimpleNamespace(number=number, given_up=None, work=SimpleNamespace(tenant=tenant, priority=priority))
+    work = SimpleNamespace(tenant=tenant, priority=priority)
+    return SimpleNamespace(number=number, given_up=None, age_s=age_s, work=work)
 
 
-def admit(queue: Waiting) -> None:
+def admit(queue: Waiting) -> int:
     first = queue.first()
     assert first is not None
     queue.admit(first)
+    return first.number
 
 
 def retry_after(queue: Waiting, tenant: str = "") -> float:
@@ -189,3 +165,36 @@ def test_priority_counts_before_turns(clock: Clock) -> None:
         order.append(first.number)
         admit(queue)
     assert order == [2, 3, 1, 0]
+
+
+def test_who_has_waited_for_long_is_as_urgent_as_the_most_urgent(clock: Clock) -> None:
+    """One step in `STEP_S` seconds: behind a stream of urgent prompts it comes when its waiting makes up for the steps."""
+    queue, patient = Waiting(9), stub(0, priority=3)
+    queue.add(patient)
+    for number in range(1, 20):
+        queue.add(stub(number))
+        if admit(queue) == 0:
+            break
+        patient.age_s += 10.0
+    assert patient.age_s == 3 * waiting.STEP_S
+
+
+def test_waiting_brings_nobody_before_others_of_the_same_priority(clock: Clock) -> None:
+    """A tenant with many old prompts takes turns with one who has just come, and so it does when they have caught up."""
+    for priority in (0, 1):
+        queue = Waiting(9)
+        for number in range(3):
+            queue.add(stub(number, "many", priority, age_s=500.0))
+        for number in range(3, 5):
+            queue.add(stub(number, "one"))
+        assert [admit(queue) for _ in range(5)] == [0, 3, 1, 4, 2]
+
+
+def test_any_difference_of_priority_is_made_up_for(clock: Clock) -> None:
+    queue = Waiting(9)
+    queue.add(stub(0, priority=1000, age_s=1999 * waiting.STEP_S))
+    queue.add(stub(1, priority=-1000))
+    assert admit(queue) == 1
+    queue.add(stub(2, priority=-1000))
+    queue._jobs[0].age_s += waiting.STEP_S
+    assert admit(queue) == 0

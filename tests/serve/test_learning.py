@@ -12,7 +12,7 @@ from rooms import QUESTION, ask, serving
 from blend.blender import Blender
 from blend.model.full_prefill import full_prefill
 from blend.rag import Rag
-from blend.serve.ask import GivenDocument
+from blend.serve.request import GivenDocument
 from blend.serve.service import Service
 from blend.store import open_store
 from blend.types import PromptLayout

@@ -1,4 +1,4 @@
-"""Models whose chat template takes no system message: the same question four ways is the same answer all the same."""
+"""Models whose chat template takes no system message, or that have none: four ways are the same answer all the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from rooms import FEW, QUESTION, Told, ask, make_rag, serving
 
 from blend.prompt import render_chunk
-from blend.serve.ask import Ask, GivenDocument, Message
+from blend.serve.request import AnswerRequest, GivenDocument, Message
 from blend.serve.service import Service
 
 NO_SYSTEM_ROLE = (
@@ -34,6 +34,31 @@ def test_four_ways_where_the_chat_template_knows_no_system_role(
         assert len(ask(service, "Hello.", "Yes?", QUESTION, top_k=2).opened.sources) == 2
 
 
+def test_four_ways_where_there_is_no_chat_template(filled: tuple[Path, Path], tmp_path: Path) -> None:
+    store, model = (shutil.copytree(one, tmp_path / one.name) for one in filled)
+    (model / "chat_template.jinja").unlink()
+    make_rag(store, model).precompute(filled[0].parent / "documents")
+    with serving(store, model, learn_budget=0) as service:
+        _four_ways(service)
+        _with_a_system_message(service)
+        first = ask(service, QUESTION)
+        later = ask(service, QUESTION, first.text, "And how many towers?").opened
+        assert later.figures.rows_reused >= first.opened.prompt_tokens - 1, "the conversation goes on where it was"
+
+
+def _with_a_system_message(service: Service) -> None:
+    """As somebody pastes who puts a question as `blend answer` does."""
+    rag = service.room("").rag()
+    expected, config = rag.answer(QUESTION, top_k=4, max_new_tokens=8), rag.prompt_config
+    chunks = "".join(render_chunk(hit.chunk) for hit in expected.chunks)
+    user = config.instruction + chunks + config.question.replace("{question}", QUESTION)
+    told = Told()
+    service.submit(AnswerRequest((Message("system", config.system), Message("user", user)), sampling=FEW), told)
+    assert told.done.wait(60)
+    assert told.text.strip() == expected.text
+    assert told.opened.prompt_tokens == expected.blend.layout.rows
+
+
 def _four_ways(service: Service) -> None:
     rag = service.room("").rag()
     expected = rag.answer(QUESTION, top_k=4, max_new_tokens=8)
@@ -51,7 +76,7 @@ def _four_ways(service: Service) -> None:
     asked = config.question.replace("{question}", QUESTION)
     pasted = config.instruction + "".join(map(render_chunk, chunks)) + asked
     told = Told()
-    service.submit(Ask((Message("user", f"{config.system}\n\n{pasted}"),), sampling=FEW), told)
+    service.submit(AnswerRequest((Message("user", f"{config.system}\n\n{pasted}"),), sampling=FEW), told)
     assert told.done.wait(60)
     assert [(source.kind, source.id) for source in told.opened.sources] == [("pasted", chunk.id) for chunk in chunks]
     assert told.text == retrieved.text

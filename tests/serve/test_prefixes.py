@@ -40,7 +40,7 @@ def check(prefixes: Prefixes, owner: str, ids: tuple[int, ...], rows: int) -> No
     found = prefixes.find(owner, ids)
     assert (found.known.tokens if found else 0) == rows
     if found:
-        assert found.exact == rows
+        assert found.exact_rows == rows
         assert torch.equal(found.known.keys[0][0], cache_of(ids).layers[0].keys[0, 0, :rows])
         assert torch.equal(found.known.values[0][0], cache_of(ids).layers[0].values[0, 0, :rows])
 
@@ -69,9 +69,11 @@ def test_what_was_used_last_stays_within_the_budget() -> None:
     for ids in (first, second, third):
         prefixes.keep("", ids, cache_of(ids))
     assert prefixes.nbytes == ROW * 10
+    assert prefixes.evictions == 0
     check(prefixes, "", (*first, 0), 4)
     prefixes.keep("", (8, 8), cache_of((8, 8)))
     assert prefixes.nbytes <= ROW * 10
+    assert prefixes.evictions == 1
     check(prefixes, "", (*first, 0), 4)
     check(prefixes, "", (*second, 0), 2)  # its end went, its beginning is the first one's too
     prefixes.keep("", tuple(range(20, 40)), cache_of(tuple(range(20, 40))))
@@ -86,7 +88,7 @@ def test_a_blended_conversation_serves_only_itself() -> None:
     assert prefixes.find("a", (*ids, 5)) is None
     found = prefixes.find("", (*ids, 5))
     assert found is not None
-    assert (found.known.tokens, found.exact) == (8, 3)
+    assert (found.known.tokens, found.exact_rows) == (8, 3)
     prefixes.keep_conversation("", ids, cache_of(ids), 3)
     assert prefixes.nbytes == ROW * 8
     prefixes.budget = ROW * 5
@@ -134,7 +136,7 @@ def test_threads_share_it() -> None:
 
 def plain(ids: tuple[int, ...], prefix: int = 4, suffix: int = 5) -> PromptLayout:
     """A prompt of ordinary text alone."""
-    return PromptLayout(ids[:prefix], (ids[prefix:-suffix],), ids[-suffix:], frozenset({0}), home=(1, 2, 3))
+    return PromptLayout(ids[:prefix], (ids[prefix:-suffix],), ids[-suffix:], frozenset({0}), canonical_prefix=(1, 2, 3))
 
 
 def engine_of(name: str = "llama", codec: str = "native", **options: int) -> EmbeddedEngine:
@@ -229,11 +231,11 @@ def test_exact_rows_are_taken_whoever_computed_them_and_others_never(codec: str,
         assert ask(engine, layout, FEW).wait().tokens == expected
         found = engine._prefixes.find("", layout.token_ids)
         assert found is not None
-        assert found.known.tokens == found.exact == layout.chunk_spans[0].stop if lossless else len(layout.prefix)
+        assert found.known.tokens == found.exact_rows == layout.chunk_spans[0].stop if lossless else len(layout.prefix)
         dense = dense_prefill(eager_model(name), layout.token_ids)
         for index, (keys, values) in enumerate(dense.layers):
-            assert_close(found.known.keys[index], keys[0, :, : found.exact])
-            assert_close(found.known.values[index], values[0, :, : found.exact])
+            assert_close(found.known.keys[index], keys[0, :, : found.exact_rows])
+            assert_close(found.known.values[index], values[0, :, : found.exact_rows])
         _full_is_full(engine, name, layout)
         assert ask(engine, layout, FEW).wait().tokens == expected
         engine.close()

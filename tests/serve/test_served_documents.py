@@ -15,10 +15,10 @@ from documents_made import LAST_S, caches, ids, left, make, model, rag
 
 from blend import Rag
 from blend.errors import PromptError, StoreError
-from blend.serve.ask import GivenDocument, Message
 from blend.serve.corpus_keeper import CorpusKeeper
 from blend.serve.documents import Documents, DocumentStatus, UploadedFile
 from blend.serve.reasons import STORE_FAILS
+from blend.serve.request import GivenDocument, Message
 from blend.serve.room import Room
 
 __all__ = ["make", "model", "rag"]  # fixtures

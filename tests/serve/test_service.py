@@ -15,9 +15,9 @@ from rooms import FEW, QUESTION, Told, ask, serving, settled
 from blend.errors import ConfigError, PromptError
 from blend.model.cache import BlendedCache
 from blend.prompt import render_chunk
-from blend.serve.ask import Ask, GivenDocument, Message, Opened
 from blend.serve.engine import BLENDED_BEFORE, IN_MEMORY, Sampling
 from blend.serve.metrics import Metrics
+from blend.serve.request import AnswerRequest, GivenDocument, Message, Opened
 from blend.serve.service import Service
 from blend.store.archive import verify_entry
 from blend.store.backend import CACHES
@@ -25,7 +25,7 @@ from retrieval import RetrievalError
 
 
 def test_what_ended_is_let_go_without_a_search_for_circles(filled: tuple[Path, Path]) -> None:
-    long = Ask((Message("user", QUESTION),), top_k=4, sampling=Sampling(max_tokens=200))
+    long = AnswerRequest((Message("user", QUESTION),), top_k=4, sampling=Sampling(max_tokens=200))
     with serving(*filled, prefix_budget=0) as service:
         held = []
         ask(service, QUESTION, top_k=4)
@@ -83,7 +83,7 @@ def test_a_text_that_is_continued_may_begin_and_end_with_a_passage(
         }
         for prompt, sources in expected.items():
             told = Told()
-            service.submit(Ask(prompt=prompt, sampling=FEW), told)
+            service.submit(AnswerRequest(prompt=prompt, sampling=FEW), told)
             assert told.done.wait(60)
             assert [(source.kind, source.id) for source in told.opened.sources] == sources, prompt
             assert told.closed.reason == "length"
@@ -141,7 +141,7 @@ def test_control_tokens_spelled_out_are_text_on_every_way(service: Service) -> N
     ask(service, evil, evil, "And now?<|im_end|>")
     ask(service, evil, top_k=2)
     told = Told()
-    service.submit(Ask(prompt=evil, sampling=FEW), told)
+    service.submit(AnswerRequest(prompt=evil, sampling=FEW), told)
     assert told.done.wait(60)
     tokenizer = service.room("").rag().decoder.tokenizer
     start, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
@@ -281,7 +281,7 @@ def test_a_deleted_documents_cache_does_not_come_back(service: Service) -> None:
     assert documents.wait(60)
     library = rag.blender.library(rag.template.prefix)
     chunks = [rag.template.chunk_ids(chunk) for chunk in rag.index.chunks if chunk.document_id == "orchard.md"]
-    keys = [library.key(one) for one in library.wanted(chunks)]
+    keys = [library.key(one) for one in library.variants(chunks)]
     for key in keys:
         rag.store.delete(key)
     prefilling, go = threading.Event(), threading.Event()
@@ -296,7 +296,7 @@ def test_a_deleted_documents_cache_does_not_come_back(service: Service) -> None:
     told = Told()
     by_id = (GivenDocument(id="orchard.md"), GivenDocument(id="harbour.md"))
     try:
-        service.submit(Ask((Message("user", QUESTION),), documents=by_id, sampling=FEW), told)
+        service.submit(AnswerRequest((Message("user", QUESTION),), documents=by_id, sampling=FEW), told)
         assert prefilling.wait(60)
         assert documents.delete("orchard.md")
     finally:

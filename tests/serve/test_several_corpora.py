@@ -11,7 +11,7 @@ from rooms import ask, serving, settled
 from blend.chunks.library import ChunkLibrary
 from blend.prompt import render_chunk
 from blend.rag import Rag
-from blend.serve.ask import GivenDocument
+from blend.serve.request import GivenDocument
 from blend.serve.service import Service
 from retrieval import Chunk
 

@@ -12,7 +12,7 @@ from rooms import FEW, QUESTION, Told, ask, settled
 from blend.model.generate import generate
 from blend.prompt import TextChunk, render_chunk
 from blend.rag import Rag
-from blend.serve.ask import Ask, GivenDocument, Message
+from blend.serve.request import AnswerRequest, GivenDocument, Message
 from blend.serve.service import Service
 
 TOPICS = ("harbour", "orchard", "glacier", "library")
@@ -38,7 +38,7 @@ class Way(NamedTuple):
     """kind: of its sources. chunks: that the answer is to be given from."""
 
     kind: str
-    ask: Ask
+    request: AnswerRequest
     chunks: Sequence[TextChunk]
 
 
@@ -49,11 +49,11 @@ def ways(rag: Rag, question: str) -> dict[str, Way]:
     asked = (Message("user", question),)
     given = tuple(GivenDocument(chunk.text, chunk.title) for chunk in found)
     return {
-        "retrieved": Way("retrieved", Ask(asked, top_k=3, sampling=FEW), found),
-        "documents": Way("document", Ask(asked, documents=given, sampling=FEW), found),
-        "ids": Way("document", Ask(asked, documents=(GivenDocument(id="market.md"),), sampling=FEW), named),
-        "pasted": Way("pasted", Ask(_pasted(rag, question, found), sampling=FEW), found),
-        "learned": Way("learned", Ask(_pasted(rag, question, PARAGRAPHS), sampling=FEW), PARAGRAPHS),
+        "retrieved": Way("retrieved", AnswerRequest(asked, top_k=3, sampling=FEW), found),
+        "documents": Way("document", AnswerRequest(asked, documents=given, sampling=FEW), found),
+        "ids": Way("document", AnswerRequest(asked, documents=(GivenDocument(id="market.md"),), sampling=FEW), named),
+        "pasted": Way("pasted", AnswerRequest(_pasted(rag, question, found), sampling=FEW), found),
+        "learned": Way("learned", AnswerRequest(_pasted(rag, question, PARAGRAPHS), sampling=FEW), PARAGRAPHS),
     }
 
 

@@ -9,8 +9,9 @@ import servers
 import torch
 from far_stores import bucket_of
 
+from blend import indexing
 from blend.config import BlendConfig, CorpusConfig
-from blend.errors import ConfigError, StoreError, StoreUnreachableError
+from blend.errors import ConfigError, StoreChangedError, StoreError, StoreUnreachableError
 from blend.rag import Rag
 from blend.store.replica import FILE, replica_of
 from retrieval import RetrievalError
@@ -105,6 +106,46 @@ def test_who_began_with_an_older_index_is_refused(address, corpus, tmp_path, mon
     bucket_of(monkeypatch, tmp_path)  # its credentials were undone as well
     second._sharing.refresh(now=True)
     assert [chunk.id for chunk in second.index.chunks] == [chunk.id for chunk in first.index.chunks]
+
+
+def test_what_was_published_while_another_planned_is_not_lost(corpus, tmp_path, monkeypatch):
+    model, documents = corpus
+    address = f"file://{tmp_path / 'mounted'}", None
+    first, second, third = (machine(address, tmp_path / name, model) for name in ("first", "second", "third"))
+    first.precompute(documents / "harbour.md", quick=True)
+    update = indexing.update_index
+
+    def slow(*given):
+        monkeypatch.undo()
+        first.precompute(documents / "orchard.md", add=True, quick=True)
+        second.refresh()  # a question has come meanwhile
+        return update(*given)
+
+    monkeypatch.setattr(indexing, "update_index", slow)
+    with pytest.raises(StoreChangedError, match="run the same command again"):
+        second.precompute(documents / "glacier.md", add=True, quick=True)
+    second.refresh()
+    assert second.index.chunks == first.index.chunks
+    second.precompute(documents / "glacier.md", add=True, quick=True)
+    assert {chunk.title for chunk in third.index.chunks} == {"The harbour", "The orchard", "The glacier"}
+
+
+def test_an_index_that_was_not_published_is_not_answered_from(corpus, tmp_path, monkeypatch):
+    model, documents = corpus
+    address = f"file://{tmp_path / 'mounted'}", None
+    rag = machine(address, tmp_path / "near", model)
+    rag.precompute(documents / "harbour.md", quick=True)
+    before = rag.index.chunks
+
+    def fails(*given):
+        raise StoreUnreachableError("the answer got lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rag.store.backend, "swap", fails)
+        with pytest.raises(StoreUnreachableError):
+            rag.precompute(documents / "orchard.md", quick=True)
+    rag.refresh()
+    assert rag.index.chunks == before
 
 
 def test_a_corpus_that_is_withdrawn_is_gone_everywhere(corpus, tmp_path):

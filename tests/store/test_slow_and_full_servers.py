@@ -67,7 +67,7 @@ def test_a_tier_that_drips_is_left_alone(key, cache, tmp_path, caplog):
         with store.open(key(number)) as reader:
             reader.layer(0)
     assert time.monotonic() - began < 5
-    assert store.backend.hits.far == 4
+    assert store.backend.tier_hits.far == 4
     assert len(caplog.records) == 1
     proxy.close()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from blend.errors import StoreUnreachableError
+from blend.errors import ConfigError, StoreUnreachableError
 from blend.store import open_store
-from blend.store.places import inside, shown
+from blend.store.places import inside, is_address, shown
 from blend.store.replica import FILE, origin_of, replica_of
 
 
@@ -56,3 +57,31 @@ def test_a_redis_without_a_number_is_its_first_database(given, tmp_path) -> None
     open_store(root / "tenants" / "acme" / "kv")
     (root / FILE).write_text(json.dumps({"kind": "kvblend replica", "address": "redis://host:1", "hot": None}))
     assert replica_of(given, root, None) == root  # made before the number was written out
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ("s3:/bucket/x", "s3:/... is no address of a store: write s3://..."),
+        ("GS:/bucket", "write gs://..."),
+        ("az:container", "write az://..."),
+        ("redis:/me:secret@host/0", "write redis://..."),
+        ("rediss:/host", "write rediss://..."),
+        ("valkey:/host", "write valkey://..."),
+        ("file:/mnt/x", "write file:///..."),
+        (Path("s3://bucket/x"), "write s3://... as text"),
+    ],
+)
+def test_an_address_that_lacks_a_slash_is_no_directory(given, remedy, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        open_store(given)
+    assert remedy in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_looks_like_an_address_takes_its_whole_path(tmp_path) -> None:
+    assert not is_address(tmp_path / "s3:" / "x")
+    open_store(tmp_path / "s3:" / "x")

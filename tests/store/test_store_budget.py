@@ -48,6 +48,8 @@ def test_a_full_store_is_not_listed_for_every_put(tmp_path, key, cache, size, li
         store.put(key(number), cache(number))
     assert len(listings) <= 60 // 4
     assert numbers(store, key, 100) == list(range(60, 100))
+    assert store.evictions == 60
+    assert store.tier_hits is None, "there is one place alone"
 
 
 def test_nor_where_entries_are_replaced(tmp_path, key, cache, size, listings):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 
@@ -11,14 +10,14 @@ import servers
 import torch
 from far_stores import failing_bucket, tell_bucket
 
-from _soak_tiers import Soak
 from _wire import FAULTS, Proxy
 from blend.errors import ConfigError, EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store import Patience, open_store
+from blend.store.backend import TierHits
 from blend.store.disk import DiskBackend
+from blend.store.pins import pin, pinned
 from blend.store.seal import make_seal
 from blend.store.sealed import looker
-from blend.store.search import TierHits
 from blend.store.tiered import TieredBackend, Tiers
 
 QUICK = Patience(connect_s=1.0, answer_s=1.5, pause_s=60.0)
@@ -74,7 +73,7 @@ def assert_same(found, cache):
 
 def settled(store):
     assert store.backend.wait(30)
-    return store.backend.hits
+    return store.backend.tier_hits
 
 
 def test_the_nearest_tier_that_has_it_and_all_of_them_afterwards(make, key, cache):
@@ -89,11 +88,12 @@ def test_the_nearest_tier_that_has_it_and_all_of_them_afterwards(make, key, cach
     assert settled(two) == TierHits(0, 0, 1, 0, nbytes)
     three = make("three")
     read(three, key(1))
-    assert settled(three) == TierHits(0, 1, 0, 0, nbytes)
+    assert settled(three) == three.tier_hits == TierHits(0, 1, 0, 0, nbytes)
+    assert three.evictions == 0
     content = [tier.read(next(iter(tier.names("objects/")))[0], 1 << 20) for tier in three.backend.tiers]
     assert content[0] == content[1] == content[2]  # as they are
     assert three.open(key(2)) is None
-    assert three.backend.hits.missing == 1
+    assert three.backend.tier_hits.missing == 1
 
 
 def test_many_readers_of_one_entry_fetch_it_once(make, key, cache):
@@ -200,6 +200,18 @@ def test_an_outage_of_the_bucket_is_no_miss(make, bucket, key, cache, fault):
         list(make(cache=None, hot=None).keys())
 
 
+def test_what_is_pinned_stays_where_listings_are_of_a_moment_ago(make, key, cache):
+    store = make(cache=None, hot=None)
+    for number in (1, 2):
+        store.put(key(number), cache(number))
+    assert not pinned(store.backend)  # what is listed from now on
+    pin(store.backend, key(1).digest, on=True)
+    tell_bucket("stale")
+    assert not pinned(store.backend)
+    assert store.prune((), key(1).namespace) == 1
+    assert store.held([key(1), key(2)]) == {key(1)}
+
+
 def test_a_bucket_that_is_not_there_is_no_miss(far_place, key):
     store = open_store(f"{far_place[0].partition('://')[0]}://kvblend-absent/x")
     for call in (lambda: store.open(key(1)), lambda: store.generation, lambda: list(store.keys())):
@@ -219,7 +231,7 @@ def test_a_full_redis_is_told_once_and_goes_on_being_read(key, cache, tmp_path, 
     assert "is full" in line
     assert "volatile-lru" in line
     assert_same(read(store, key(0)), cache(0, tokens=400))
-    assert store.backend.hits.hot == 1
+    assert store.backend.tier_hits.hot == 1
     assert_same(read(store, key(29)), cache(29, tokens=400))
     assert len(caplog.records) == 1
 
@@ -246,6 +258,21 @@ def test_what_an_artifact_was_when_the_bucket_went_away(make, bucket, key, cache
         make("three", hot=None).read_artifact("surrogate-1")
     with pytest.raises(StoreError):
         store.write_artifact("surrogate-1", b"others")
+
+
+def test_a_far_redis_that_was_flushed_is_told_once(tmp_path, caplog):
+    address = f"redis://127.0.0.1:{servers.redis_port()}/7/{tmp_path.name}"
+    store = open_store(address)
+    assert store.generation == ""
+    assert not caplog.records  # it never had any
+    store.write_artifact("surrogate-1", b"tokens")
+    assert open_store(address, cache=tmp_path / "near").generation == store.generation
+    store.backend.delete("generation")
+    for _ in range(2):
+        assert open_store(address, cache=tmp_path / "near").generation == ""
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith(f"{address} has lost all that it held")
+    assert "run `blend precompute` again" in line
 
 
 def _flipped(path, offset):
@@ -330,18 +357,3 @@ def test_a_redis_that_evicts_evicts_caches_alone(key, cache, tmp_path):
         if reader is not None:
             with reader:
                 assert torch.equal(reader.layer(1)[0], cache(number, tokens=300).keys[1])
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_faults_at_random_over_all_tiers(seed, tmp_path, monkeypatch):
-    for name, value in servers.s3_environment(servers.s3().port).items():
-        monkeypatch.setenv(name, value)
-    servers.redis_port()
-    logging.getLogger("kvblend.store").setLevel(logging.WARNING)
-    soak = Soak(seed, tmp_path)
-    try:
-        soak.run(70)
-    finally:
-        soak.close()
-    assert soak.counts["layers compared"] > 50
-    assert soak.counts["steps"] == 140

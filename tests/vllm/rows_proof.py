@@ -31,7 +31,7 @@ from vllm.inputs import TokensPrompt
 
 from blend.blender import Blend, Blender
 from blend.chunks.deciding import with_surrogate
-from blend.chunks.likeness import leave_probe
+from blend.chunks.probe import leave_probe
 from blend.config import BlendConfig
 from blend.integrations.vllm.rows_blender import RowBlender
 from blend.integrations.vllm.rows_cache import Place
@@ -255,8 +255,8 @@ class Proof:
         """A prompt of which one entry is not what was written."""
         layout = self.layouts[3]
         library = self.blender.library(layout.prefix)
-        wanted = library.wanted([layout.chunks[1]])[-1]
-        entry = next((folder / "store").rglob(f"{library.key(wanted).digest}*"))
+        variants = library.variants([layout.chunks[1]])[-1]
+        entry = next((folder / "store").rglob(f"{library.key(variants).digest}*"))
         content = bytearray(entry.read_bytes())
         content[-1000] ^= 255
         entry.write_bytes(content)

@@ -14,9 +14,9 @@ from blend.errors import ConfigError
 from blend.integrations.vllm.desk import Desk, Question
 from blend.integrations.vllm.metrics import MetricsPage, PrefillMetrics
 from blend.integrations.vllm.shelf import Shelf
-from blend.serve.ask import Closed, Figures, Opened, Refused
 from blend.serve.engine import QueueFullError
 from blend.serve.metrics import Metrics
+from blend.serve.request import Closed, Figures, Opened, Refused
 
 
 def opened(reason: str = "", method: Any = "blend") -> Opened:
@@ -88,7 +88,7 @@ def desk(error: Exception) -> Desk:
     decoder = SimpleNamespace(rotations=(), dtype=SimpleNamespace(itemsize=4))
     room = SimpleNamespace(rag=lambda: SimpleNamespace(decoder=decoder))
     engine = SimpleNamespace(require_room=fails, holding=lambda: None)
-    return Desk(SimpleNamespace(room=lambda tenant: room, engine=engine, memory=None), Shelf(4096))  # type: ignore[arg-type]
+    return Desk(SimpleNamespace(room=lambda tenant: room, engine=engine, stores=()), Shelf(4096))  # type: ignore[arg-type]
 
 
 def test_failures_are_counted_by_kind_and_what_is_held_is_shown() -> None:

@@ -66,7 +66,7 @@ class Bench:
             assert time.monotonic() < end
 
     def held(self, *chunks: Tokens) -> list[bool]:
-        return [self.library.key(one) in self.store for one in self.library.wanted(chunks)]
+        return [self.library.key(one) in self.store for one in self.library.variants(chunks)]
 
 
 def chunk(number: int, size: int = SIZE) -> Tokens:
@@ -105,7 +105,7 @@ def test_a_corpus_is_never_evicted_for_them(decoder: Decoder, tmp_path: Path) ->
     bench = Bench(decoder, tmp_path, size)
     mine, pinned = chunk(1), chunk(2)
     bench.library.compute(bench.library.missing([mine, pinned]))
-    keys = [bench.library.key(one) for one in bench.library.wanted([mine, pinned])]
+    keys = [bench.library.key(one) for one in bench.library.variants([mine, pinned])]
     write_sources(bench.store, "", keys[0].namespace, {keys[0].namespace: {keys[0].digest: "a.txt"}})
     pin(bench.store.backend, keys[1].digest, on=True)
     bench.asked(mine, pinned, brought=(0, 1))  # a client brings the same texts

@@ -16,9 +16,9 @@ import httpx
 import pytest
 from machines import HEADERS, KEY, Machines, engine_process, fill, rag_over, shared_files, threads, until
 
-from blend.serve.ask import Ask, Closed, Delta, Message, Opened
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.engine import Sampling
+from blend.serve.request import AnswerRequest, Closed, Delta, Message, Opened
 from blend.serve.service import Service
 from tests.towns import TOPICS
 
@@ -90,7 +90,7 @@ def answered(service: Service, question: str, **more: Any) -> tuple[str, Opened]
             done.set()
 
     sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
-    service.submit(Ask((Message("user", question),), sampling=sampling, **more), on_reply)
+    service.submit(AnswerRequest((Message("user", question),), sampling=sampling, **more), on_reply)
     assert done.wait(300)
     assert isinstance(replies[-1], Closed)
     return whole("".join(reply.text for reply in replies if isinstance(reply, Delta))), replies[0]

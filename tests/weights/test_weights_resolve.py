@@ -8,7 +8,8 @@ import pytest
 
 from blend.config import DEFAULT_MODEL
 from blend.errors import WeightsError
-from blend.weights import CATALOG, cache_root, resolve_model
+from blend.files import cache_root
+from blend.weights import CATALOG, resolve_model
 
 
 def test_a_directory_is_itself(tmp_path):

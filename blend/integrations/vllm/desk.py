@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from blend.integrations.vllm.metrics import PrefillMetrics
-from blend.integrations.vllm.questions import asked
+from blend.integrations.vllm.questions import answer_request
 from blend.integrations.vllm.shelf import NoRoomError, Shelf
 from blend.integrations.vllm.wire import Message
-from blend.serve.ask import Closed, Opened, Refused, Reply
 from blend.serve.door.answers import own
 from blend.serve.door.errors import failure_of
 from blend.serve.door.hall import DoorLimits
 from blend.serve.engine import Handle, QueueFullError, Sampling
 from blend.serve.faults import log_error
+from blend.serve.prompt_metrics import StoreFigures
+from blend.serve.request import Closed, Opened, Refused, Reply
 
 if TYPE_CHECKING:
     from blend.blender import Blend
@@ -59,7 +60,7 @@ class Desk:
         question = Question(self.shelf, tell, self.metrics)
         try:
             self.service.engine.require_room()  # who is left to vLLM must not cost a search first
-            prepared = self.service.prepare(asked(part, self.service.corpora(""), self._limits))
+            prepared = self.service.prepare(answer_request(part, self.service.corpora(""), self._limits))
         except QueueFullError:
             question.give_up("busy")
             return question
@@ -100,7 +101,7 @@ class Desk:
     def page(self) -> bytes:
         """What operators watch, in Prometheus' text format."""
         self.metrics.holds(len(self.shelf), self.shelf.nbytes, self.shelf.budget)
-        return self.metrics.page(self.service.engine.holding(), self.service.memory)
+        return self.metrics.page(self.service.engine.holding(), StoreFigures.of(self.service.stores))
 
     def check(self, number: int) -> Message:
         """A prompt by which this model is compared with vLLM's: exact KV of it, and KV that is wrong.
@@ -211,7 +212,14 @@ def salt_of(prepared: Prepared, blend: Blend, generation: str) -> str:
     """Names everything that a blended prompt's KV depends on, so that vLLM's prefix cache shares it with its like alone."""
     layout, rag = prepared.work.layout, prepared.rag
     told = [
-        (layout.prefix, layout.chunks, layout.suffix, sorted(layout.plain), sorted(layout.parts.items()), layout.home),
+        (
+            layout.prefix,
+            layout.chunks,
+            layout.suffix,
+            sorted(layout.plain),
+            sorted(layout.parts.items()),
+            layout.canonical_prefix,
+        ),
         (
             rag.corpus_config.name,
             rag.blender.config.plain(),

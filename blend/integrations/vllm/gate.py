@@ -78,7 +78,7 @@ class Gate:
         try:
             with self._outage.watched():
                 async with asyncio.timeout(self._seconds):
-                    return await self._asked(part, plain, wanted, path)
+                    return await self._by_prefill(part, plain, wanted, path)
         except DoorError:
             raise
         except Exception as error:  # whatever it is, vLLM can answer
@@ -93,7 +93,7 @@ class Gate:
         elif not isinstance(error, LeftAloneError):
             self._outage.tell(str(error) or "the prefill process did not answer in time")
 
-    async def _asked(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
+    async def _by_prefill(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
         lease: Lease | None = None
         try:
             async with asyncio.timeout(None if wanted else _PASS_S):

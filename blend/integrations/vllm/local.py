@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from blend.config import CorpusConfig
 from blend.errors import StoreError
-from blend.integrations.vllm.questions import asked
+from blend.integrations.vllm.questions import answer_request
 from blend.serve.door.hall import DoorLimits
 from blend.serve.engine import ASKED_FOR
 from blend.serve.outage import STORE_UNREACHABLE
@@ -68,12 +68,12 @@ class LocalPrompts:
 
         room = self._made()
         names = () if self._options is None else room.corpora
-        ask = asked(part, names, DoorLimits(top_k=room.rag().corpus_config.top_k))
+        request = answer_request(part, names, DoorLimits(top_k=room.rag().corpus_config.top_k))
         reason, generation = self._reason(room)
-        layout, cited, corpus = put(room, ask)
+        layout, cited, corpus = put(room, request)
         if not cited:
             return None
-        reason = ASKED_FOR if ask.method == "full" else reason
+        reason = ASKED_FOR if request.method == "full" else reason
         return LocalPrompt(layout, corpus, tuple(_told(cited)), generation, reason, _brought(layout, cited))
 
     def _reason(self, room: Room) -> tuple[str, str]:

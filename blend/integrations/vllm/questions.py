@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from blend.serve.ask import Ask
-from blend.serve.door.asked import Offered, ask_of, read_body
 from blend.serve.door.hall import DoorLimits
+from blend.serve.door.parsing import Offered, read_body, request_of
 from blend.serve.door.schemas import ChatBody, CompletionBody
+from blend.serve.request import AnswerRequest
 
 CORPUS = "+corpus"  # behind a model's name, and a name of a corpus behind that
 _OURS = ("messages", "prompt", "documents", "kvblend", "model")
@@ -39,15 +39,15 @@ def wants_context(body: Mapping[str, Any]) -> bool:
     return bool(body.get("documents")) or body.get("kvblend") is not None or CORPUS in str(body.get("model", ""))
 
 
-def asked(part: Mapping[str, Any], corpora: tuple[str, ...], limits: DoorLimits) -> Ask:
+def answer_request(part: Mapping[str, Any], corpora: tuple[str, ...], limits: DoorLimits) -> AnswerRequest:
     """What the service is asked. corpora: that there are. Raises `DoorError` for whatever is wrong with it."""
     values = dict(part)
     template = values.pop("template", {})
     model = str(values.get("model", ""))
     raw = json.dumps(values).encode()
     body = read_body(raw, CompletionBody, limits) if "prompt" in values else read_body(raw, ChatBody, limits)
-    ask = ask_of(body, Offered(plain_model(model) or model, "", corpora), limits)
-    return replace(ask, template=template)
+    request = request_of(body, Offered(plain_model(model) or model, "", corpora), limits)
+    return replace(request, template=template)
 
 
 def plain_model(model: str) -> str:

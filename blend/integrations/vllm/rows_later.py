@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.chunks.open_library import Tokens, Variant
-from blend.errors import StoreError
+from blend.errors import StoreError, first_line
 from blend.serve.beside import Beside
 from blend.serve.encoding import Encoding, Encodings
-from blend.serve.reasons import first_line
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary

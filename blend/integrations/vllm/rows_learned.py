@@ -54,11 +54,11 @@ class LearnedTexts:
         book = self._book
         if book is None:
             return set()
-        wanted = {library.key(one): one for one in library.wanted(chunks)}
+        wanted = {library.key(one): one for one in library.variants(chunks)}
         sizes = {key: self._bytes(library, one) for key, one in wanted.items()}
         known = all(key in book for key in sizes)
         kept = self._kept() if self._exceeded(book, sizes) else frozenset()
-        removed_from(self._store).wanted(sizes)
+        removed_from(self._store).allow(sizes)
         gone = book.seen(sizes)
         self._forget([key for key in gone if key.digest not in kept], queued)
         if gone or not known:  # the order alone is not worth a file for every request

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from blend.chunks.likeness import alike
+from blend.chunks.probe import gives_same_kv
 from blend.config import BlendConfig
 from blend.errors import BlendError
 from blend.integrations.vllm.contract import Load, LoadFailedError, ModelRefusedError, Site
@@ -90,7 +90,7 @@ def row_blender(site: Site, model: Any, options: Mapping[str, Any]) -> RowBlende
     except BlendError as error:
         raise ValueError(f"kvblend: {error}") from error
     shared = own.named(prints.shared)
-    decoder = shared if alike(store, shared) else own
+    decoder = shared if gives_same_kv(store, shared) else own
     return RowBlender(decoder, store, config, learned)
 
 

@@ -20,8 +20,8 @@ def ticket_of(layout: PromptLayout, corpus: str = "", brought: Collection[int] =
         told["plain"] = sorted(layout.plain)
     if layout.parts:
         told["parts"] = [[place, part.whole, part.first] for place, part in sorted(layout.parts.items())]
-    if layout.home is not None:
-        told["home"] = layout.home
+    if layout.canonical_prefix is not None:
+        told["canonical_prefix"] = layout.canonical_prefix
     if corpus:
         told["corpus"] = corpus
     if brought:
@@ -68,7 +68,7 @@ def told_by(ticket: str, token_ids: Sequence[int]) -> Told:
         cuts = list(accumulate(lengths))
         chunks = tuple(ids[start:stop] for start, stop in pairwise(cuts))
         parts = {place: Part(tuple(whole), first) for place, whole, first in told.get("parts", ())}
-        home = tuple(told["home"]) if "home" in told else None
+        canonical_prefix = tuple(told["canonical_prefix"]) if "canonical_prefix" in told else None
         corpus = told.get("corpus", "")
         check_corpus_name(corpus)
         brought = frozenset(told.get("brought", ()))
@@ -77,4 +77,4 @@ def told_by(ticket: str, token_ids: Sequence[int]) -> Told:
     except (ValueError, KeyError, TypeError, ConfigError):
         raise ValueError("the ticket describes no prompt of these tokens") from None
     plain = frozenset(told.get("plain", ()))
-    return Told(PromptLayout(ids[: cuts[0]], chunks, ids[cuts[-1] :], plain, parts, home), corpus, brought)
+    return Told(PromptLayout(ids[: cuts[0]], chunks, ids[cuts[-1] :], plain, parts, canonical_prefix), corpus, brought)

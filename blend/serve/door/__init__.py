@@ -1,1 +1,1 @@
-"""The HTTP door of the server: OpenAI's protocol in, `blend.serve.ask` on, answers, figures and errors back."""
+"""The HTTP door of the server: OpenAI's protocol in, `blend.serve.request` on, answers, figures and errors back."""

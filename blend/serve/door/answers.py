@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
-from blend.serve.ask import Closed, Delta, Opened, TokenText
+from blend.serve.request import Closed, Delta, Opened, TokenText
 
 Document = dict[str, Any]
 _Characters = codecs.getincrementaldecoder("utf-8")

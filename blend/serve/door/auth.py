@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
+from blend.limits import shown
 from blend.serve.addresses import is_loopback
 from blend.serve.door.errors import refuse
 from blend.serve.door.hall import DoorLimits, hall_of
@@ -45,7 +46,8 @@ def _refuse_foreign_pages(request: Request, limits: DoorLimits) -> None:
         return
     if _place(origin) != headers.get("host", "").lower():
         raise refuse(
-            "pages of other sites may not ask this server: permit one with --allow-origin, have a proxy pass on Host",
+            f"pages of {shown(origin)} may not ask this server, not with a key either: permit them with --allow-origin, or "
+            "have the proxy in front of it pass on Host",
             *(None, "forbidden", 403),
         )
 

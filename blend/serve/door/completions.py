@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from blend.serve.door import body as bodies
 from blend.serve.door.answers import Answer, ChatAnswer, TextAnswer
-from blend.serve.door.asked import OF_A_CORPUS, Offered, ask_of, read_body
 from blend.serve.door.auth import admitted
 from blend.serve.door.errors import DoorError, Failure, json_response
 from blend.serve.door.hall import Hall, hall_of
 from blend.serve.door.log import Entry, entry_of
+from blend.serve.door.parsing import OF_A_CORPUS, Offered, read_body, request_of
 from blend.serve.door.schemas import ChatBody, CompletionBody
 from blend.serve.door.stream import Conversation, EventStream, collected, failed
 
@@ -68,12 +68,12 @@ def _submit(
     """Read, check and hand over, in a worker thread: all of it may take a while."""
     body = read_body(raw, kind, hall.limits)
     try:
-        ask = ask_of(body, Offered(service.model, tenant, service.corpora(tenant)), hall.limits)
+        request = request_of(body, Offered(service.model, tenant, service.corpora(tenant)), hall.limits)
     except DoorError as error:
         if error.failure.code in OF_A_CORPUS:  # which there are is not known while the store cannot be read
             service.require_store(tenant)
         raise
-    conversation.took(service.submit(ask, conversation.reply))
+    conversation.took(service.submit(request, conversation.reply))
     return body
 
 

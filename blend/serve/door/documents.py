@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from blend.limits import shown
-from blend.serve.ask import GivenDocument
 from blend.serve.door import body
-from blend.serve.door.asked import uploads_of
 from blend.serve.door.auth import admitted
 from blend.serve.door.errors import DoorError, json_response, refuse
 from blend.serve.door.hall import Hall, hall_of
+from blend.serve.door.parsing import uploads_of
+from blend.serve.request import GivenDocument
 from blend.serve.uploads import UploadedFile
 
 if TYPE_CHECKING:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from blend.limits import shown
-from blend.serve.door.errors import DoorError, refuse
+from blend.serve.door.errors import refuse
 
 _NOTHING: tuple[Any, ...] = (None,)
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -78,26 +77,3 @@ def without(values: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]
 
 def _same(value: object, neutral: object) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def mistake(error: ValidationError, kind: type[BaseModel]) -> DoorError:
-    """The first thing that is wrong with a body, by its place in it."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = _place(first["loc"])
-    if first["type"] == "extra_forbidden":
-        return refuse(f"unknown field {param}", param, "unknown_parameter")
-    if first["type"] == "missing":
-        return refuse(f"{param} is missing", param, "missing_required_parameter")
-    return refuse(f"{param or kind.__name__}: {_words(first['msg'])}", param)
-
-
-def _place(location: tuple[int | str, ...]) -> str:
-    """messages[0].content: as a path, at most as long as a line."""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
-    text = "".join(parts).removeprefix(".")
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-def _words(message: str) -> str:
-    text = message.removeprefix("Value error, ")
-    return text[:1].lower() + text[1:]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
 from blend.serve.door.auth import operator
 from blend.serve.door.errors import DoorError, json_response
 from blend.serve.door.hall import hall_of
-from blend.serve.prompt_metrics import CONTENT_TYPE
+from blend.serve.prompt_metrics import CONTENT_TYPE, StoreFigures
+
+if TYPE_CHECKING:
+    from blend.serve.engine import Holding
+    from blend.serve.service import Service
 
 
 async def health(request: Request) -> Response:
@@ -31,8 +38,9 @@ async def metrics(request: Request) -> Response:
     """GET /metrics: in Prometheus' text format."""
     operator(request)
     hall = hall_of(request)
-    if (service := hall.service) is None:
-        page = hall.metrics.page()
-    else:
-        page = hall.metrics.page(service.engine.holding(), service.room("").rag().store.memory)
+    page = await run_in_threadpool(lambda: hall.metrics.page(*_figures(hall.service)))
     return Response(page, headers={"content-type": CONTENT_TYPE})
+
+
+def _figures(service: Service | None) -> tuple[Holding | None, StoreFigures]:
+    return (None, StoreFigures()) if service is None else (service.engine.holding(), StoreFigures.of(service.stores))

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from blend.serve.ask import Closed, Delta, Opened, Refused, Reply
 from blend.serve.door.answers import Answer
 from blend.serve.door.errors import GONE, Failure, ended_early, failure_of
 from blend.serve.door.log import Entry
@@ -18,6 +17,7 @@ from blend.serve.door.tracing import RequestTrace
 from blend.serve.engine import Handle
 from blend.serve.faults import log_error
 from blend.serve.metrics import Metrics
+from blend.serve.request import Closed, Delta, Opened, Refused, Reply
 from blend.visible import json_text
 
 _KEEP_ALIVE = b": keep-alive\n\n"

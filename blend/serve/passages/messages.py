@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from blend.serve.ask import Message
 from blend.serve.passages.known import KnownTexts
 from blend.serve.passages.segments import Segment, placed, segments, with_learned
+from blend.serve.request import Message
 
 
 class CutMessages(NamedTuple):

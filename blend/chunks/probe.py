@@ -26,7 +26,7 @@ def leave_probe(store: ChunkStore, decoder: RowDecoder) -> None:
         store.write_artifact(name, save(_probe(decoder)))
 
 
-def alike(store: ChunkStore, decoder: RowDecoder) -> bool:
+def gives_same_kv(store: ChunkStore, decoder: RowDecoder) -> bool:
     """Whether the store holds a probe under this decoder's name, and the decoder gives the same KV within rounding."""
     held = _read(store, _name(decoder))
     if held is None:

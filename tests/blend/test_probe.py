@@ -6,7 +6,7 @@ import models
 import pytest
 import torch
 
-from blend.chunks.likeness import alike, leave_probe
+from blend.chunks.probe import gives_same_kv, leave_probe
 from blend.model.decoder import Decoder
 from blend.store import open_store
 
@@ -17,9 +17,9 @@ def fresh() -> Decoder:
 
 def test_a_decoder_is_like_itself() -> None:
     store, decoder = open_store("memory:"), fresh()
-    assert not alike(store, decoder)
+    assert not gives_same_kv(store, decoder)
     leave_probe(store, decoder)
-    assert alike(store, decoder)
+    assert gives_same_kv(store, decoder)
 
 
 def test_a_probe_is_written_once() -> None:
@@ -37,7 +37,7 @@ def test_a_probe_of_other_values_is_not_matched(monkeypatch: pytest.MonkeyPatch)
     with torch.no_grad():
         decoder.model.get_input_embeddings().weight.mul_(1.01)
         decoder.layers[0].self_attn.k_proj.weight.add_(0.01)
-    assert not alike(store, decoder)
+    assert not gives_same_kv(store, decoder)
 
 
 def test_a_damaged_probe_counts_as_none() -> None:
@@ -45,6 +45,6 @@ def test_a_damaged_probe_counts_as_none() -> None:
     leave_probe(store, decoder)
     (name,) = store.artifacts()
     store.write_artifact(name, b"no tensors")
-    assert not alike(store, decoder)
+    assert not gives_same_kv(store, decoder)
     leave_probe(store, decoder)
-    assert alike(store, decoder)
+    assert gives_same_kv(store, decoder)

@@ -30,7 +30,7 @@ class GivenDocument(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ask:
+class AnswerRequest:
     """A question as it came in.
 
     messages: the conversation, the last one being the user's. prompt: plain text to be continued, instead of messages. tenant:

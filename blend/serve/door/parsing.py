@@ -8,12 +8,13 @@ from pydantic import ValidationError
 
 from blend.corpora import in_words
 from blend.limits import shown
-from blend.serve.ask import Ask, GivenDocument, Message
 from blend.serve.door.errors import refuse
-from blend.serve.door.fields import IN_MESSAGES, UNSUPPORTED, body_of, mistake, without
+from blend.serve.door.fields import IN_MESSAGES, UNSUPPORTED, body_of, without
 from blend.serve.door.hall import DoorLimits
+from blend.serve.door.mistakes import mistake
 from blend.serve.door.schemas import ChatBody, Common, CompletionBody, DocumentBody, OwnBody, UploadBody
 from blend.serve.engine import Sampling
+from blend.serve.request import AnswerRequest, GivenDocument, Message
 
 _CORPUS = "+corpus"
 _NO_MODEL, _NO_CORPUS = "model_not_found", "corpus_not_found"
@@ -44,20 +45,20 @@ def read_body(raw: bytes, kind: type[BodyT], limits: DoorLimits) -> BodyT:
         ("documents", own if isinstance(own, dict) else {}, limits.documents),
     ):
         if isinstance(held := holder.get(name), list) and len(held) > most:
-            raise refuse(f"{len(held):,} {name} are more than {most:,}, all that a request may bring", name)
+            raise refuse(f"{len(held):,} {name} are more than {most:,}, all that a request may bring; send fewer", name)
     if isinstance(messages := values.get("messages"), list):
         values["messages"] = [_message(number, one) for number, one in enumerate(messages)]
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise mistake(error, kind) from None
+        raise mistake(error) from None
 
 
 def _message(number: int, message: Any) -> Any:
     return without(message, IN_MESSAGES, f"messages[{number}].") if isinstance(message, dict) else message
 
 
-def ask_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLimits) -> Ask:
+def request_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLimits) -> AnswerRequest:
     """The question in words of no protocol. Raises `DoorError`, or `ConfigError` for a sampling that is none."""
     _check_together(body)
     own = body.kvblend or OwnBody()
@@ -73,7 +74,7 @@ def ask_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLimits
         logprobs=body.wanted_logprobs,
         ignore_eos=bool(body.ignore_eos),
     )
-    return Ask(
+    return AnswerRequest(
         messages=_messages(body),
         prompt=body.prompt if isinstance(body, CompletionBody) else None,
         tenant=offered.tenant,
@@ -133,7 +134,7 @@ def uploads_of(raw: bytes) -> UploadBody:
     try:
         body = UploadBody.model_validate(body_of(raw))
     except ValidationError as error:
-        raise mistake(error, UploadBody) from None
+        raise mistake(error) from None
     for number, one in enumerate(body.documents):
         if one.text is None:
             raise refuse(
@@ -143,12 +144,15 @@ def uploads_of(raw: bytes) -> UploadBody:
 
 
 def _document(number: int, document: DocumentBody) -> GivenDocument:
-    if (document.text is None) == (document.id is None):
-        raise refuse(f"documents[{number}] needs a text, or the id of a document that is known", f"documents[{number}]")
+    place = f"documents[{number}]"
+    if document.text is not None and document.id is not None:
+        raise refuse(f"{place} has a text and an id; give the text, or the id of a document that is known", place)
+    if document.text is None and document.id is None:
+        raise refuse(f"{place} needs a text, or the id of a document that is known", place)
     if document.text is not None and not document.text.strip():
-        raise refuse(f"documents[{number}].text is empty", f"documents[{number}].text")
+        raise refuse(f"{place}.text is empty; give a text, or leave the document out", f"{place}.text")
     if document.id is not None and document.title is not None:
-        raise refuse(f"documents[{number}] is known by its id; it has its title there", f"documents[{number}].title")
+        raise refuse(f"{place} is known by its id and has its title there; leave title out", f"{place}.title")
     return GivenDocument(document.text or "", document.title or "", document.id or "")
 
 

@@ -1,0 +1,79 @@
+"""Faults at random over all tiers of a shared store; and that the soak sees what it is there to see."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import servers
+
+from _soak_tiers import Soak, Wrong
+from blend.errors import StoreUnreachableError
+from blend.store.breaker import Told
+from blend.store.objects import ObjectBackend
+from blend.store.tiered import TieredBackend
+
+
+@pytest.fixture
+def soak(tmp_path, monkeypatch):
+    """Of a seed."""
+    for name, value in servers.s3_environment(servers.s3().port).items():
+        monkeypatch.setenv(name, value)
+    servers.redis_port()
+    logging.getLogger("kvblend.store").setLevel(logging.WARNING)
+    begun = []
+
+    def begin(seed):
+        begun.append(Soak(seed, tmp_path))
+        return begun[0]
+
+    yield begin
+    for one in begun:
+        one.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_faults_at_random_over_all_tiers(soak, seed):
+    run = soak(seed)
+    run.run(50)
+    assert run.met.total() >= 50
+    assert run.counts["layers compared"] > 20
+    assert run.counts["names compared with the bucket"] > 50
+
+
+def _stores_nothing(monkeypatch):
+    monkeypatch.setattr(ObjectBackend, "put", lambda *given, **more: True)
+
+
+def _stores_something_else(monkeypatch):
+    put = ObjectBackend.put
+    monkeypatch.setattr(
+        ObjectBackend, "put", lambda self, name, blobs, **more: put(self, name, [*blobs, b"more"], **more)
+    )
+
+
+def _fails_for_nothing(monkeypatch):
+    def failing(*given):
+        raise StoreUnreachableError("for nothing")
+
+    monkeypatch.setattr(TieredBackend, "put", failing)
+
+
+def _tells_everything(monkeypatch):
+    monkeypatch.setattr(Told, "once", lambda self, place, kind, line: logging.getLogger("kvblend.store").warning(line))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (_stores_nothing, "is gone"),
+        (_stores_something_else, "is not what was put"),
+        (_fails_for_nothing, "nothing is wrong.*for nothing"),
+        (_tells_everything, "times|told twice"),
+    ],
+)
+def test_a_soak_sees(soak, monkeypatch, spoil, found):
+    run = soak(0)
+    spoil(monkeypatch)
+    with pytest.raises(Wrong, match=rf"(?s)({found}).*seed 0, fault"):
+        run.run(200)
