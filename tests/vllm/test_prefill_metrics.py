@@ -88,7 +88,7 @@ def desk(error: Exception) -> Desk:
     decoder = SimpleNamespace(rotations=(), dtype=SimpleNamespace(itemsize=4))
     room = SimpleNamespace(rag=lambda: SimpleNamespace(decoder=decoder))
     engine = SimpleNamespace(require_room=fails, holding=lambda: None)
-    return Desk(SimpleNamespace(room=lambda tenant: room, engine=engine, memory=None), Shelf(4096))  # type: ignore[arg-type]
+    return Desk(SimpleNamespace(room=lambda tenant: room, engine=engine, stores=()), Shelf(4096))  # type: ignore[arg-type]
 
 
 def test_failures_are_counted_by_kind_and_what_is_held_is_shown() -> None:
