@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.store.artifacts import read_descriptions
+from blend.store.artifacts import is_as_written, read_descriptions
 from blend.store.backend import Backend, Blob, MemoryStats, Range, Stored
 from blend.store.base import ChunkStore, StoreStats
 from blend.store.codec import Codec
@@ -22,8 +22,8 @@ from blend.store.places import hot_backend, is_address, is_mounted, mounted_at, 
 from blend.store.reader import ChunkReader, is_sound
 from blend.store.registry import codec_names, get_codec, register_codec
 from blend.store.replica import above, origin_of
-from blend.store.seal import make_seal, read_store_key
-from blend.store.sealed import Look, looker
+from blend.store.seal import Seal, make_seal, read_store_key
+from blend.store.sealed import looker
 
 if TYPE_CHECKING:
     from blend.store.mounted import MountedFiles
@@ -89,7 +89,7 @@ def open_store(
     """
     encoding, seal = get_codec(codec) if isinstance(codec, str) else register_codec(codec), make_seal(key)
     memory = HotMemory(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
-    backend = _backend(location, budget_bytes, looker(seal), Elsewhere(cache, hot, patience or Patience()))
+    backend = _backend(location, budget_bytes, seal, Elsewhere(cache, hot, patience or Patience()))
     here = not hasattr(backend, "tiers")  # nothing is asked of a store elsewhere yet: it is before the first write
     if memory is not None and not backend.trusted:
         backend = HotBackend(backend, memory, lambda name, blob: is_sound(blob, key_of(name), seal))
@@ -101,7 +101,7 @@ def open_store(
 
 def read_words(location: str | os.PathLike[str]) -> dict[str, dict[str, str]]:
     """`ChunkStore.namespaces` of a store: words that say nothing secret, and need no key. Raises `StoreError`."""
-    backend = _backend(location, None, looker(make_seal(None)), Elsewhere(None, None, Patience()))
+    backend = _backend(location, None, make_seal(None), Elsewhere(None, None, Patience()))
     return read_descriptions(backend)
 
 
@@ -113,13 +113,13 @@ class Elsewhere(NamedTuple):
     patience: Patience
 
 
-def _backend(location: str | os.PathLike[str], budget_bytes: int | None, look: Look, given: Elsewhere) -> Backend:
+def _backend(location: str | os.PathLike[str], budget_bytes: int | None, seal: Seal, given: Elsewhere) -> Backend:
     if location == MEMORY:
         from blend.store.memory import MemoryBackend
 
         return MemoryBackend(budget_bytes)
     if is_address(location):
-        return _tiered(str(location), budget_bytes, look, given)
+        return _tiered(str(location), budget_bytes, seal, given)
     from blend.store.disk import DiskBackend
 
     path = Path(location).expanduser()
@@ -127,7 +127,7 @@ def _backend(location: str | os.PathLike[str], budget_bytes: int | None, look: L
     if origin is None:
         return DiskBackend(path, budget_bytes)
     given = given._replace(cache=path, hot=origin.hot)
-    return _tiered(origin.address, budget_bytes, look, given, _mounted_above(path))
+    return _tiered(origin.address, budget_bytes, seal, given, _mounted_above(path))
 
 
 def _mounted_above(kv: Path) -> MountedFiles | None:
@@ -143,7 +143,7 @@ def _mounted_above(kv: Path) -> MountedFiles | None:
 
 
 def _tiered(
-    address: str, budget_bytes: int | None, look: Look, given: Elsewhere, outer: MountedFiles | None = None
+    address: str, budget_bytes: int | None, seal: Seal, given: Elsewhere, outer: MountedFiles | None = None
 ) -> Backend:
     from blend.store.disk import DiskBackend
     from blend.store.tiered import TieredBackend, Tiers
@@ -153,4 +153,6 @@ def _tiered(
     if local is not None:
         local.pins = FarPins(far, local)
     hot = None if given.hot is None else hot_backend(given.hot, far.place, given.patience)
-    return TieredBackend(Tiers(far, hot, local), look, given.patience)
+    return TieredBackend(
+        Tiers(far, hot, local), looker(seal), given.patience, lambda name, content: is_as_written(name, content, seal)
+    )

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.store.backend import Backend
-from blend.store.names import DESCRIPTIONS
+from blend.store.names import ARTIFACTS, DESCRIPTIONS, SEALED, SOURCES
 from blend.store.seal import Seal
 
 _OPENING = b"kvblend artifact 1 "
@@ -36,6 +36,17 @@ def unpack_artifact(name: str, raw: bytes, seal: Seal) -> bytes:
     if digest == opening or not seal.holds(digest, "artifact", name.encode() + b"\n", content):
         raise EntryDamagedError(seal.foreign)
     return content
+
+
+def is_as_written(name: str, raw: bytes, seal: Seal) -> bool:
+    """Whether what lies under a backend's name is what was put there; of names that have no digest nothing else is known."""
+    if not name.startswith((ARTIFACTS, SOURCES, SEALED)):
+        return True
+    try:
+        unpack_artifact(name.removeprefix(ARTIFACTS), raw, seal)
+    except EntryDamagedError:
+        return False
+    return True
 
 
 def pack_description(words: Mapping[str, str]) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -41,9 +41,16 @@ class Tiers(NamedTuple):
 
 
 class TieredBackend(Backend):
-    """`tiers` as one. look: what a cache is, by its header."""
+    """`tiers` as one. look: what a cache is, by its header. as_written: whether what else lies under a name is what was put."""
 
-    def __init__(self, tiers: Tiers, look: Look, patience: Patience | None = None) -> None:
+    def __init__(
+        self,
+        tiers: Tiers,
+        look: Look,
+        patience: Patience | None = None,
+        as_written: Callable[[str, bytes], bool] = lambda name, content: True,
+    ) -> None:
+        self._as_written = as_written
         pause_s, told = (patience or Patience()).pause_s, Told()
         self.tiers, self.place, self._told = tiers, tiers.far.place, told
         self._far = Authority(tiers.far, pause_s, told)
@@ -134,6 +141,8 @@ class TieredBackend(Backend):
         if self._local is None or name.startswith((CACHES, INDEXES)):
             return
         kept = content or b""
+        if kept and not self._as_written(name, kept):  # what it was before is worth more
+            return
         if self._remembered(name, len(kept)) != kept:
             self._local.write(lambda local: local.put(name, [kept]))
 

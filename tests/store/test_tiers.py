@@ -275,6 +275,18 @@ def test_a_far_redis_that_was_flushed_is_told_once(tmp_path, caplog):
     assert "run `blend precompute` again" in line
 
 
+def test_what_an_artifact_was_before_it_was_damaged(make, bucket):
+    store = make("one", hot=None)
+    store.write_artifact("surrogate-1", b"tokens")
+    assert store.read_artifact("surrogate-1") == b"tokens"
+    far = store.backend.tiers.far
+    far.put("artifacts/surrogate-1", [far.read("artifacts/surrogate-1", 1 << 10)[:-1] + b"?"])
+    with pytest.raises(EntryDamagedError):
+        store.read_artifact("surrogate-1")
+    bucket.set("refused")
+    assert make("one", hot=None).read_artifact("surrogate-1") == b"tokens"
+
+
 def _flipped(path, offset):
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
