@@ -119,7 +119,7 @@ class Conversation:
         if started.reason == STORE_UNREACHABLE:
             self._watch.lost("it could be read when a question came, and not when its caches were loaded")
         sources = tuple(
-            Source(one.kind, one.id, one.title, one.text, one.score, hit, len(one.passage.ids))
+            Source(one.kind, one.id, one.document, one.title, one.text, one.score, hit, len(one.passage.ids))
             for one, hit in zip(self._cited, started.hits, strict=True)
         )
         figures = Figures(

@@ -22,7 +22,7 @@ class Message(NamedTuple):
 
 
 class GivenDocument(NamedTuple):
-    """A document that comes with a question: its text, or the id of one in the tenant's corpus."""
+    """A document that comes with a question: its text, maybe with an id of the client's, or the id of one in the corpus."""
 
     text: str = ""
     title: str = ""
@@ -63,12 +63,13 @@ class AnswerRequest:
 class Source(NamedTuple):
     """A passage that the answer was given from.
 
-    kind: how it reached the prompt. id: of the chunk, "" where it has none. score: of retrieval, where it was retrieved. hit:
-    whether its cache came out of the store. tokens: in the prompt.
+    kind: how it reached the prompt. id, document: of the chunk and of its document, "" where it has none. score: of retrieval,
+    where it was retrieved. hit: whether its cache came out of the store. tokens: in the prompt.
     """
 
     kind: SourceKind
     id: str
+    document: str
     title: str
     text: str
     score: float | None

@@ -43,6 +43,7 @@ class Cited(NamedTuple):
     passage: Passage
     kind: SourceKind
     id: str
+    document: str
     title: str
     text: str
     score: float | None = None
@@ -273,7 +274,7 @@ class Room:
 
     def _of_chunk(self, rag: Rag, chunk: Chunk, kind: SourceKind, score: float | None) -> Cited:
         ids = rag.template.chunk_ids(chunk)
-        return Cited(Passage(ids), kind, chunk.id, chunk.title, chunk.text, score)
+        return Cited(Passage(ids), kind, chunk.id, chunk.document_id, chunk.title, chunk.text, score)
 
 
 def _without(index: ChunkIndex | None, gone: frozenset[str]) -> Sequence[Chunk]:
@@ -290,4 +291,5 @@ def _cited(segment: Segment) -> Cited:
     part = None if segment.whole in ((), segment.ids) else Part(segment.whole, segment.first)
     chunk, learned = segment.chunk, segment.kind == "learned"
     passage, kind = Passage(segment.ids, part), cast(SourceKind, segment.kind)
-    return Cited(passage, kind, chunk.id if chunk else "", chunk.title if chunk else "", segment.text, brought=learned)
+    named = (chunk.id, chunk.document_id, chunk.title) if chunk else ("", "", "")
+    return Cited(passage, kind, *named, segment.text, brought=learned)

@@ -129,7 +129,7 @@ WRONG = [
     ({"documents": [{"text": "x"}] * 65}, "documents", "invalid_value"),
     ({"kvblend": {"documents": [{"text": "x"}] * 65}}, "documents", "invalid_value"),
     ({"documents": [{}]}, "documents[0]", "invalid_value"),
-    ({"documents": [{"id": "x", "text": "y"}]}, "documents[0]", "invalid_value"),
+    ({"documents": [{"id": "x", "title": "y"}]}, "documents[0].title", "invalid_value"),
     ({"documents": ["x"]}, "documents[0]", "invalid_value"),
     ({"documents": [{"text": "x"}, {"title": "t", "text": " \n"}]}, "documents[1].text", "invalid_value"),
     ({"documents": [{"text": ""}]}, "documents[0].text", "invalid_value"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,9 @@ from rooms import FEW, QUESTION, Told, ask, serving, settled
 from blend.errors import ConfigError, PromptError
 from blend.model.cache import BlendedCache
 from blend.prompt import render_chunk
+from blend.serve.door.hall import DoorLimits
+from blend.serve.door.parsing import Offered, read_body, request_of
+from blend.serve.door.schemas import ChatBody
 from blend.serve.engine import BLENDED_BEFORE, IN_MEMORY, Sampling
 from blend.serve.metrics import Metrics
 from blend.serve.request import AnswerRequest, GivenDocument, Message, Opened
@@ -230,8 +235,23 @@ def test_mistakes_are_refused_in_one_line(service: Service, wrong: Callable[[Ser
 
 def test_a_document_by_its_id(service: Service) -> None:
     told = ask(service, QUESTION, documents=(GivenDocument(id="orchard.md"),))
+    assert {source.document for source in told.opened.sources} == {"orchard.md"}
     assert {source.title.split(" > ")[0] for source in told.opened.sources} == {"The orchard"}
     assert isinstance(told.replies[0], Opened)
+
+
+def test_an_id_beside_a_text_names_it_among_the_sources(service: Service) -> None:
+    body = {
+        "messages": [{"role": "user", "content": QUESTION}],
+        "documents": [{"id": "mine", "text": "The harbour is deep."}],
+    }
+    request = request_of(
+        read_body(json.dumps(body).encode(), ChatBody, DoorLimits()), Offered("m", "", ("",)), DoorLimits()
+    )
+    told = Told()
+    service.submit(replace(request, sampling=FEW), told)
+    assert told.done.wait(60)
+    assert [(source.document, source.text) for source in told.opened.sources] == [("mine", "The harbour is deep.")]
 
 
 def test_documents_that_are_added_are_answered_from(service: Service) -> None:

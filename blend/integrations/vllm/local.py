@@ -110,6 +110,7 @@ def _told(cited: Sequence[Cited]) -> list[dict[str, Any]]:
         {
             "kind": one.kind,
             "id": one.id,
+            "document": one.document,
             "title": one.title,
             "text": one.text,
             "score": one.score,

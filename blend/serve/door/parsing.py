@@ -145,13 +145,11 @@ def uploads_of(raw: bytes) -> UploadBody:
 
 def _document(number: int, document: DocumentBody) -> GivenDocument:
     place = f"documents[{number}]"
-    if document.text is not None and document.id is not None:
-        raise refuse(f"{place} has a text and an id; give the text, or the id of a document that is known", place)
     if document.text is None and document.id is None:
         raise refuse(f"{place} needs a text, or the id of a document that is known", place)
     if document.text is not None and not document.text.strip():
         raise refuse(f"{place}.text is empty; give a text, or leave the document out", f"{place}.text")
-    if document.id is not None and document.title is not None:
+    if document.text is None and document.title is not None:
         raise refuse(f"{place} is known by its id and has its title there; leave title out", f"{place}.title")
     return GivenDocument(document.text or "", document.title or "", document.id or "")
 

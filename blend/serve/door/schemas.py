@@ -72,7 +72,7 @@ class MessageBody(Body):
 
 
 class DocumentBody(Body):
-    """A document that comes with the question: its text, or the id of one that is known."""
+    """A document that comes with the question: its text, maybe with an id of the client's, or the id of one that is known."""
 
     id: Name | None = None
     title: str | None = None

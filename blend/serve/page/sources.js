@@ -24,7 +24,7 @@ export function sourcesView(sources) {
 }
 
 function sourceView(source, index) {
-  const title = source.title || source.id || source.text.trim().slice(0, 80) || "Untitled";
+  const title = source.title || source.document || source.id || source.text.trim().slice(0, 80) || "Untitled";
   const facts = [KINDS[source.kind] ?? source.kind, count(source.tokens, "token")];
   if (source.score !== null && source.score !== undefined) facts.push(`score ${source.score.toFixed(2)}`);
   return el(

@@ -19,6 +19,11 @@ class KnownChunk(Protocol):
         ...
 
     @property
+    def document_id(self) -> str:
+        """Of the document that it is a part of."""
+        ...
+
+    @property
     def title(self) -> str:
         """Heading under which the text stands in a prompt; may be empty."""
         ...
