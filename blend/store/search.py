@@ -1,8 +1,8 @@
 """Where a cache is found that may be in several tiers, and how its bytes come from there.
 
 Every layer is held against its digest before anybody sees it, from whichever tier it comes. One that is not what was written is
-taken from the next tier; only the far place's own damage is damage. What is read is fetched whole, in the order of its layers,
-once for all who read it at the same time, and then kept in the nearer tiers.
+taken from the next tier, or from the far place once more; only that one's own damage is damage. What is read is fetched whole,
+in the order of its layers, once for all who read it at the same time, and then kept in the nearer tiers.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Search:
             made = Arrival(
                 entry,
                 source,
-                (lambda: None) if far else (lambda: self._source_far_away(name, entry)),
+                lambda: self._source_far_away(name, entry),  # itself once more: bytes change on the way, too
                 lambda view: self._keep(name, view, far=far),
                 self._fetchers,
             )

@@ -14,7 +14,7 @@ from _wire import FAULTS, Proxy
 from blend.errors import ConfigError, EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store import Patience, open_store
 from blend.store.backend import TierHits
-from blend.store.disk import DiskBackend
+from blend.store.disk import DiskBackend, DiskBlob
 from blend.store.pins import pin, pinned
 from blend.store.seal import make_seal
 from blend.store.sealed import looker
@@ -326,6 +326,24 @@ def test_what_redis_holds_is_believed_as_far_as_its_digests(make, key, cache, tm
     sealed.backend.tiers.hot.delete(name)
     with pytest.raises(EntryDamagedError):
         read(make("three", key=b"k" * 16), key(1))
+
+
+def test_what_was_changed_on_the_way_is_asked_for_again(key, cache, tmp_path, monkeypatch):
+    store = open_store(tmp_path / "far")
+    store.put(key(1), cache(1))
+    store.backend = TieredBackend(Tiers(DiskBackend(tmp_path / "far")), looker(make_seal(None)))
+    as_it_is, changed = DiskBlob.read, []
+
+    def change(self, *ranges):
+        whole = as_it_is(self, *ranges)
+        if not changed:
+            ranges[0].into[0] ^= 1
+            changed.append(ranges[0].offset)
+        return whole
+
+    monkeypatch.setattr(DiskBlob, "read", change)
+    assert_same(read(store, key(1)), cache(1))
+    assert changed
 
 
 def test_damage_of_the_far_place_alone_is_damage(key, cache, tmp_path):
