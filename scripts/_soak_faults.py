@@ -157,7 +157,7 @@ class Faults:
 
 def _spoil(file: Path, kind: str, draws: random.Random) -> None:
     content = bytearray(file.read_bytes())
-    if kind == "gone":
+    if kind == "gone" or not content:  # cut to nothing before
         file.unlink()
     elif kind == "cut":
         os.truncate(file, draws.randrange(len(content)))
