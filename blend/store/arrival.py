@@ -132,15 +132,18 @@ class Arrival:
                 raise EntryDamagedError(f"layer {index} is not what was written")
 
     def _switch(self, failed: Source, error: StoreError) -> None:
-        """To another source, once for all threads; raises the error where there is none."""
+        """To another source, once for all threads; raises the error where there is none.
+
+        What no place has any more is no outage, whatever kept its last copy from being read.
+        """
         with self._switching:
             if self._source is not failed:
                 return
             failed.failed(error)
-            other = self._another()
-            self._another = _nothing
+            another, self._another = self._another, _nothing
+            other = another()
             if other is None:
-                raise error
+                raise error if another is _nothing else EntryDamagedError(str(error)) from None
             self._source = other
 
     def _fail(self, error: StoreError) -> None:

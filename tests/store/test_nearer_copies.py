@@ -6,7 +6,7 @@ import pytest
 import servers
 
 from _wire import Proxy
-from blend.errors import StoreUnreachableError
+from blend.errors import EntryDamagedError, StoreUnreachableError
 from blend.store import Patience, open_store
 from blend.store.copies import remove_copies
 from blend.store.pins import pin
@@ -99,3 +99,17 @@ def test_a_store_in_one_place_gives_nothing_back(key, cache, tmp_path):
     store = open_store(tmp_path / "store")
     store.put(key(1), cache(1))
     assert store.restore([key(1), key(2)]) == set()
+
+
+def test_the_last_copy_of_what_is_gone_that_cannot_be_read_is_no_outage(key, cache, tmp_path):
+    proxy = Proxy(servers.redis_port())
+    hot, patience = f"redis://127.0.0.1:{proxy.port}/6", Patience(answer_s=0.5)
+    store = open_store(f"file://{tmp_path / 'far'}", hot=hot, patience=patience)
+    large = cache(1, tokens=2000)  # layers do not come along when it is opened
+    store.put(key(1), large)
+    open_store(f"file://{tmp_path / 'far'}").delete(key(1))
+    with store.open(key(1)) as reader:
+        proxy.set("hanging")
+        with pytest.raises(EntryDamagedError):
+            reader.layer(0)
+    proxy.close()
