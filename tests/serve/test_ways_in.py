@@ -88,7 +88,7 @@ def test_the_same_question_in_every_way_is_the_same_answer(learned: Service) -> 
     expected = rag.answer(QUESTION, top_k=3, max_new_tokens=FEW.max_tokens)
     for name, way in ways(rag, QUESTION).items():
         told = Told()
-        learned.submit(way.ask, told)
+        learned.submit(way.request, told)
         assert told.done.wait(60)
         sources, figures = told.opened.sources, told.opened.figures
         assert [(source.kind, source.hit) for source in sources] == [(way.kind, True)] * len(way.chunks), name
@@ -117,7 +117,7 @@ def test_sixteen_at_once_get_what_each_gets_alone(learned: Service) -> None:
     def come(number: int) -> None:
         which, name = sixteen[number]
         together.wait()
-        learned.submit(every[which][name].ask, told[number])
+        learned.submit(every[which][name].request, told[number])
 
     threads = [threading.Thread(target=come, args=(number,)) for number in range(16)]
     for thread in threads:
