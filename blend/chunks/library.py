@@ -186,10 +186,8 @@ class ChunkLibrary:
     ) -> Iterator[tuple[Variant, ChunkCache]]:
         """Each of these caches when it is computed and stored, as far as it is one of `kept`; None keeps all."""
         for contextual in (False, True):
-            encoder, mine = (
-                self.encoder(contextual=contextual),
-                [one for one in variants if one.contextual == contextual],
-            )
+            encoder = self.encoder(contextual=contextual)
+            mine = [one for one in variants if one.contextual == contextual]
             for index, cache in encoder.encode([one.chunk for one in mine]):
                 if kept is None or mine[index] in kept:
                     self.keep(mine[index], cache)

@@ -62,9 +62,8 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
         self._stages: Stages | None = None
         self._failed: set[str] = set()
         self._bad: set[int] = set()
-        self._unfinished = (
-            False  # in the scheduler as the worker last told, in the worker as the scheduler was last told
-        )
+        # In the scheduler as the worker last told, in the worker as the scheduler was last told.
+        self._unfinished = False
 
     # In the scheduler.
 
