@@ -17,10 +17,9 @@ from typing import Any
 
 import httpx
 import pytest
+from soak_visitors import OWN, visitors
 
 import _soak_run
-from _soak_clients import Question, Visitors
-from _soak_judge import Answer, Ledger, Reference, is_clear_error, is_tie, made_of, reference
 from _soak_nonsense import huge, nonsense
 from _soak_run import Soak
 from _soak_store import BREAKS, broken
@@ -95,140 +94,6 @@ def test_damage_stays_for_the_server_to_mend(store: Path) -> None:
     assert set(BREAKS) == {"gone", "blocked", "damaged"}
 
 
-MADE, OTHERWISE = ("blend", (True, True), 0, 0), ("blend", (True, False), 1, 0)
-
-
-def held(text: str = "The bell", *distances: float) -> Reference:
-    tokens = tuple(zip(("The", " be", "ll"), distances or (1.0, 1.0, 1.0), strict=True))
-    return Reference(Answer(text, MADE), tokens)
-
-
-def test_a_reference_out_of_a_whole_answer() -> None:
-    content = [
-        {"token": "The", "top_logprobs": [{"logprob": -0.5}, {"logprob": -2.0}]},
-        {"token": " end", "top_logprobs": [{"logprob": -1.0}, {"logprob": -1.0001}]},
-    ]
-    own = {"figures": {"method": "blend", "lacking": 1}, "sources": [{"hit": True}, {"hit": False}]}
-    found = reference(
-        {"choices": [{"message": {"content": "The end"}, "logprobs": {"content": content}}], "kvblend": own}
-    )
-    assert found.answer == Answer("The end", OTHERWISE)
-    assert [name for name, _ in found.tokens] == ["The", " end"]
-    assert [distance for _, distance in found.tokens] == pytest.approx([1.5, 0.0001])
-
-
-def test_only_where_rounding_decides_another_token_is_right() -> None:
-    assert is_tie(held("The bell", 1.0, 1e-4, 1.0), "The bird")
-    assert not is_tie(held("The bell", 1.0, 1e-4, 1.0), "That bird"), "it differs before"
-    assert not is_tie(held("The bell", 1.0, 1.0, 1e-4), "The bird"), "it differs before"
-    assert is_tie(held("The bell", 1.0, 1.0, 1e-4), "The be"), "it ends there"
-
-
-def test_the_ledger_finds_what_is_off() -> None:
-    ledger = Ledger()
-    references = [held()]
-    ledger.judge("q", Answer("The bell", MADE), references)
-    ledger.judge("q", Answer("Another", OTHERWISE), references)
-    assert not ledger.off
-    ledger.judge("q", Answer("The bull", MADE), references)
-    assert len(ledger.off) == 1
-    assert "'The bull' instead of 'The bell'" in ledger.off[0]
-    assert ledger.counts == {"same answer": 1, "made of other caches": 1, "OFF": 1, "blended": 3}
-
-
-OWN = {"figures": {"method": "blend", "lacking": 0}, "sources": [{"hit": True}] * 2}
-CLEAR = b'{"error": {"message": "no", "type": "server_error", "param": null, "code": "x"}}'
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"no", b"{}", b'{"error": "no"}', b'{"error": {"message": "", "type": "x"}}', b"[1]"]
-)
-def test_what_is_no_clear_error(content: bytes) -> None:
-    assert is_clear_error(CLEAR)
-    assert not is_clear_error(content)
-
-
-def visitors(answer: Callable[[httpx.Request], httpx.Response]) -> Visitors:
-    client = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://here")
-    body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
-    return Visitors(client, "m", [Question("q", body, [held()])], Ledger(), random.Random(0))
-
-
-@pytest.mark.parametrize(
-    ("response", "off"),
-    [
-        ((400, CLEAR), ""),
-        ((429, CLEAR), ""),
-        ((200, b"{}"), "status 200"),
-        ((400, b"Bad request"), "without a clear error"),
-        ((500, CLEAR), "while nothing was broken"),
-        ((503, b""), "without a clear error"),
-    ],
-)
-def test_nonsense_is_to_be_refused_clearly(response: tuple[int, bytes], off: str) -> None:
-    someone = visitors(lambda request: httpx.Response(response[0], content=response[1]))
-    asyncio.run(someone.nonsense())
-    assert [off in line for line in someone.ledger.off] == ([True] if off else [])
-
-
-def test_a_failing_store_excuses_an_error_but_no_wrong_answer() -> None:
-    someone = visitors(lambda request: httpx.Response(503, content=CLEAR))
-    someone.broken = True
-    asyncio.run(someone.whole())
-    assert not someone.ledger.off
-    document = {"choices": [{"message": {"content": "The bull"}}], "kvblend": OWN}
-    other = visitors(lambda request: httpx.Response(200, json=document))
-    other.broken = True
-    asyncio.run(other.whole())
-    assert len(other.ledger.off) == 1
-
-
-def stream(*events: str) -> Visitors:
-    content = "".join(f"data: {event}\n\n" for event in events).encode()
-    return visitors(lambda request: httpx.Response(200, content=content))
-
-
-def test_a_stream_is_judged_by_its_end() -> None:
-    opened = json.dumps({"choices": [{"delta": {"role": "assistant"}}], "kvblend": OWN})
-    said = '{"choices": [{"delta": {"content": "The bell"}}]}'
-    whole, cut, failed = stream(opened, said, "[DONE]"), stream(opened, said), stream(opened, CLEAR.decode())
-    for one in (whole, cut, failed):
-        asyncio.run(one.stream())
-    assert whole.ledger.counts == {"same answer": 1, "blended": 1}
-    assert cut.ledger.off == ["stream: ended without [DONE]"]
-    assert "while nothing was broken" in failed.ledger.off[0]
-
-
-def test_a_source_that_was_removed_before_is_found_out() -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(
-            200, json={"kvblend": {"sources": [{"text": "x notice number 3 of the harbour office y"}]}}
-        )
-
-    someone = visitors(answer)
-    someone.documents, someone.removed = {"4": "notice-4"}, {"2"}
-    asyncio.run(someone.retrieve())
-    assert not someone.ledger.off
-    someone.removed = {"3"}
-    asyncio.run(someone.retrieve())
-    assert "removed before" in someone.ledger.off[0]
-
-
-def test_documents_come_and_go() -> None:
-    asked: list[tuple[str, str]] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.append((request.method, request.url.path))
-        return httpx.Response(202 if request.method == "POST" else 200, json={})
-
-    someone = visitors(answer)
-    for _ in range(6):
-        asyncio.run(someone.change())
-    assert [method for method, _ in asked] == ["POST"] * 4 + ["DELETE", "POST"]
-    assert asked[4][1] == "/v1/documents/notice-1"
-    assert (someone.removed, list(someone.documents)) == ({"1"}, ["2", "3", "4", "5"])
-
-
 def soaked(minutes: float = 0.1, grow: float = 64) -> Soak:
     options = argparse.Namespace(minutes=minutes, grow=grow)
     soak = Soak(options, visitors(lambda request: httpx.Response(200)), os.getpid(), Path(), 1.0, time.monotonic())
@@ -297,28 +162,6 @@ def test_of_the_references_in_full_the_server_remembers_nothing() -> None:
     found = asyncio.run(_soak_run.references(visitors(answer).client, {"model": "m"}))
     assert [one.answer.text for one in found] == ["The bell"] * 2
     assert asked == [{"method": "blend"}, {"method": "full", "cold": True}]
-
-
-@pytest.mark.parametrize(
-    ("figures", "how"),
-    [
-        ({"method": "blend", "reason": "", "rows": 90, "rows_reused": 30}, "blended"),
-        ({"method": "full", "reason": "short", "rows": 90, "rows_reused": 30}, "computed"),
-        ({"method": "full", "reason": "store_unreachable", "rows": 90, "rows_reused": 89}, "remembered"),
-        ({"method": "full", "reason": "in memory already", "rows": 90, "rows_reused": 60}, "remembered"),
-    ],
-)
-def test_how_an_answer_was_made(figures: dict[str, Any], how: str) -> None:
-    assert Answer.of("", {"figures": figures}).how == how
-
-
-def test_what_is_remembered_whole_is_as_good_as_full_prefill() -> None:
-    sources = [{"hit": True}, {"hit": False}]
-    blended = {"method": "blend", "rows": 90, "rows_reused": 5, "lacking": 1}
-    assert made_of({}) == (None, (), None, 0)
-    assert made_of({"figures": blended, "sources": sources}) == ("blend", (True, False), 1, 5)
-    assert made_of({"figures": {**blended, "rows_reused": 89}, "sources": sources}) == ("full",)
-    assert made_of({"figures": {**blended, "method": "full"}, "sources": sources}) == ("full",)
 
 
 def test_a_short_soak_of_a_real_server() -> None:

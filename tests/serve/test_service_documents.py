@@ -1,0 +1,109 @@
+"""Documents of a service: named by questions, added, waiting at the start, deleted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rooms import FEW, QUESTION, Told, ask, serving, settled
+
+from blend.errors import PromptError
+from blend.serve.door.hall import DoorLimits
+from blend.serve.door.parsing import Offered, read_body, request_of
+from blend.serve.door.schemas import ChatBody
+from blend.serve.request import AnswerRequest, GivenDocument, Message, Opened
+from blend.serve.service import Service
+
+
+def test_a_document_by_its_id(service: Service) -> None:
+    told = ask(service, QUESTION, documents=(GivenDocument(id="orchard.md"),))
+    assert {source.document for source in told.opened.sources} == {"orchard.md"}
+    assert {source.title.split(" > ")[0] for source in told.opened.sources} == {"The orchard"}
+    assert isinstance(told.replies[0], Opened)
+
+
+def test_an_id_beside_a_text_names_it_among_the_sources(service: Service) -> None:
+    body = {
+        "messages": [{"role": "user", "content": QUESTION}],
+        "documents": [{"id": "mine", "text": "The harbour is deep."}],
+    }
+    request = request_of(
+        read_body(json.dumps(body).encode(), ChatBody, DoorLimits()), Offered("m", "", ("",)), DoorLimits()
+    )
+    told = Told()
+    service.submit(replace(request, sampling=FEW), told)
+    assert told.done.wait(60)
+    assert [(source.document, source.text) for source in told.opened.sources] == [("mine", "The harbour is deep.")]
+
+
+def test_documents_that_are_added_are_answered_from(service: Service) -> None:
+    documents = service.documents("alpha")
+    text = "The observatory of Kell has nine domes. " * 3 + "Its keeper is called Ilse. " * 4
+    documents.add(texts=[GivenDocument(text, "The observatory", "kell")])
+    assert documents.wait(60)
+    assert service.corpora("alpha") == ("",)
+    told = ask(service, "How many domes has the observatory?", top_k=2, tenant="alpha").opened
+    assert {source.title for source in told.sources} == {"The observatory"}
+    assert all(source.hit for source in told.sources)
+    assert documents.delete("kell")
+    with pytest.raises(PromptError, match="no chunks"):
+        ask(service, "How many domes has the observatory?", top_k=2, tenant="alpha")
+
+
+def test_documents_that_waited_on_disk_are_taken_up_at_the_start(filled: tuple[Path, Path], tmp_path: Path) -> None:
+    store = shutil.copytree(filled[0], tmp_path / "store")
+    with serving(store, filled[1]) as service:
+        documents = service.documents("alpha")
+        documents.close()  # as a kill would leave it: taken in, not indexed
+        text = "The weir of Osk is opened by hand at dawn. " * 6
+        documents.add(texts=[GivenDocument(text, "The weir", "weir")])
+    with serving(store, filled[1]) as service:
+        until = time.monotonic() + 60
+        while "" not in service.corpora("alpha") and time.monotonic() < until:
+            time.sleep(0.05)
+        told = ask(service, "Who opens the weir?", top_k=1, tenant="alpha")
+        assert [source.title for source in told.opened.sources] == ["The weir"]
+
+
+def test_a_deleted_documents_cache_does_not_come_back(service: Service) -> None:
+    """A prompt that lacks it is being prefilled, slowly, while the document goes."""
+    room, documents = service.room(""), service.documents("")
+    rag = room.rag()
+    assert documents.wait(60)
+    library = rag.blender.library(rag.template.prefix)
+    chunks = [rag.template.chunk_ids(chunk) for chunk in rag.index.chunks if chunk.document_id == "orchard.md"]
+    keys = [library.key(one) for one in library.variants(chunks)]
+    for key in keys:
+        rag.store.delete(key)
+    prefilling, go = threading.Event(), threading.Event()
+    plain = rag.decoder.prefill
+
+    def slow(requests, **options):  # type: ignore[no-untyped-def]
+        prefilling.set()
+        assert go.wait(60)
+        return plain(requests, **options)
+
+    rag.decoder.prefill = slow  # type: ignore[method-assign]
+    told = Told()
+    by_id = (GivenDocument(id="orchard.md"), GivenDocument(id="harbour.md"))
+    try:
+        service.submit(AnswerRequest((Message("user", QUESTION),), documents=by_id, sampling=FEW), told)
+        assert prefilling.wait(60)
+        assert documents.delete("orchard.md")
+    finally:
+        go.set()
+    assert told.done.wait(60)
+    assert not all(source.hit for source in told.opened.sources)
+    settled(service)
+    assert [key for key in keys if key in rag.store] == []
+    text = "\n\n".join(chunk.text for chunk in rag.index.chunks[:1]) * 3
+    documents.add(texts=[GivenDocument(text, "The orchard", "orchard.md")])
+    assert documents.wait(60)
+    assert all(source.hit for source in ask(service, QUESTION, documents=by_id).opened.sources), (
+        "what comes anew is kept"
+    )
