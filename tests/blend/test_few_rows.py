@@ -1,18 +1,19 @@
-"""Linear layers over few rows multiply the other way round, and are left as they were found."""
+"""Linear layers over few rows multiply in other ways, and are left as they were found."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from blend.model.few_rows import MOST_ROWS, FewRows
+from blend.model import few_rows
+from blend.model.few_rows import BY_COLUMNS, MOST_ROWS, FewRows, worth_it
 
 
 class Own(torch.nn.Linear):
     """A layer of somebody's own."""
 
 
-@pytest.mark.parametrize("rows", [1, 2, 45, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 2, BY_COLUMNS, BY_COLUMNS + 1, 45, MOST_ROWS, MOST_ROWS + 1])
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_result_is_the_same(rows: int, bias: bool) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(24, 40, bias=bias), torch.nn.Linear(40, 8, bias=bias))
@@ -39,3 +40,23 @@ def test_the_model_is_left_as_found_and_what_others_replaced_stays() -> None:
         assert "forward" in vars(model[0])
     assert "forward" not in vars(model[0])
     assert vars(model[2])["forward"] is mine
+
+
+def test_a_pass_that_records_gradients_is_left_to_torch() -> None:
+    place = torch.device("cpu"), torch.float32
+    with torch.enable_grad():
+        assert not worth_it(8, *place)
+    with torch.no_grad():
+        assert worth_it(8, *place) == torch.backends.mkl.is_available()
+        assert not worth_it(1, *place)
+        assert not worth_it(MOST_ROWS + 1, *place)
+
+
+def test_without_the_private_function_few_rows_are_multiplied_as_many_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(24, 40))
+    x = torch.randn(1, 2 * BY_COLUMNS, 24, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(x)
+        monkeypatch.setattr(few_rows, "_LINEAR", "_none_of_this_name")
+        with FewRows(model):
+            assert torch.equal(model(x), expected)
