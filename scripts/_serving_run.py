@@ -58,12 +58,15 @@ class Bench:
     def servers(self) -> list[Callable[[], Server]]:
         """Those that are compared, each made anew for every round."""
         given = self.options
-        found: list[Callable[[], Server]] = [lambda: self.ours(), lambda: self.ours("blend --full", None, "--full")]
-        if given.vllm:
-            sizes = {"answer_tokens": given.answer_tokens, "threads": given.threads}
-            longest = given.context_tokens + given.answer_tokens + MARGIN
-            found.append(lambda: vllm_server(given.vllm, self.model, longest=longest, **sizes))
-        return found
+        sizes = {"answer_tokens": given.answer_tokens, "threads": given.threads}
+        longest = given.context_tokens + given.answer_tokens + MARGIN
+        found: dict[str, Callable[[], Server]] = {
+            "blend": lambda: self.ours(),
+            "blend --full": lambda: self.ours("blend --full", None, "--full"),
+            "vllm": lambda: vllm_server(given.vllm, self.model, longest=longest, **sizes),
+        }
+        asked = [name for name in found if name in given.servers and (name != "vllm" or given.vllm)]
+        return [found[name] for name in asked]
 
     async def load(self) -> None:
         """Every round of every server."""

@@ -15,8 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """The one command with a tiny model, against real servers of its own."""
+    """The one command with a tiny model, against real servers of its own; one of them was asked before, by itself."""
     folder = tmp_path_factory.mktemp("serve")
+    first = script("--json", folder / "r.json", "--tiny", "--servers", "blend", "--only", "load")
+    assert first.returncode == 0, first.stderr
+    assert {row["server"] for row in json.loads((folder / "r.json").read_text())["load"]} == {"blend"}
     return script("--json", folder / "r.json", "--picture", folder / "r.png", "--tiny"), folder
 
 
