@@ -24,17 +24,17 @@ from blend.types import PromptLayout
 VOCABULARY = 512
 
 
-def save_model(folder: Path) -> Path:
-    """Weights so large that a wrong row of KV changes the next token."""
+def save_model(folder: Path, kv_heads: int = 2, spread: float = 0.2) -> Path:
+    """Weights so large that a wrong row of KV changes the next token; with a smaller spread rounding changes less."""
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=2048,
-        initializer_range=0.2,
+        initializer_range=spread,
         tie_word_embeddings=False,
         eos_token_id=None,
         bos_token_id=None,
@@ -53,6 +53,7 @@ def save_model(folder: Path) -> Path:
 class Bench:
     """A decoder with some chunks in its store, and what vLLM may fetch."""
 
+    model: Path
     decoder: Decoder
     blender: Blender
     shelf: Shelf
@@ -109,7 +110,7 @@ def bench(model: Path, place_name: str = "", dtype: torch.dtype = torch.float32)
     thread = threading.Thread(target=server.serve_until_stopped, daemon=True)
     thread.start()
     try:
-        yield Bench(decoder, blender, shelf, socket)
+        yield Bench(model, decoder, blender, shelf, socket)
     finally:
         server.stop()
         thread.join(10)
