@@ -33,7 +33,7 @@ def test_a_head_that_both_workers_have_over_a_network(tmp_path: Path, monkeypatc
     key.write_text("a key of at least sixteen bytes")
     key.chmod(0o600)
     monkeypatch.setenv(network.KEY_VARIABLE, str(key))
-    name, model = f"tcp://127.0.0.1:{free_port()}", save_model(tmp_path / "tiny", kv_heads=1)
+    name, model = f"tcp://127.0.0.1:{free_port()}", save_model(tmp_path / "tiny", num_key_value_heads=1)
     with bench(model, name) as held, started(model, name, load="sync", tensor_parallel_size=2) as engine:
         check_answers(held, engine)
 

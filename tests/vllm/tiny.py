@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -24,22 +25,23 @@ from blend.types import PromptLayout
 VOCABULARY = 512
 
 
-def save_model(folder: Path, kv_heads: int = 2, spread: float = 0.2) -> Path:
-    """Weights so large that a wrong row of KV changes the next token; with a smaller spread rounding changes less."""
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=2048,
-        initializer_range=spread,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
+def save_model(folder: Path, **changes: Any) -> Path:
+    """Weights so large that a wrong row of KV changes the next token. changes: of the configuration."""
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = Qwen2Config(**{**shape, **changes})
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).float().eval()
     for module in model.modules():
