@@ -75,11 +75,13 @@ def far(mine: torch.Tensor, other: torch.Tensor) -> float:
 class Proof:
     """model: what vLLM loads. decoder: what is to give the same; its caches and its probe are in the store. more: of vLLM."""
 
-    def __init__(self, folder: Path, model: Path, decoder: Decoder, **more: Any) -> None:
+    def __init__(
+        self, folder: Path, model: Path, decoder: Decoder, lengths: tuple[int, ...] = LENGTHS, **more: Any
+    ) -> None:
         self.decoder = decoder
         self.store = open_store(str(folder / "store" / "kv"))
         self.blender = Blender(self.decoder, self.store, BlendConfig(**SETTINGS))
-        self.layouts = [prompt(length) for length in LENGTHS]
+        self.layouts = [prompt(length) for length in lengths]
         leave_probe(self.store, self.decoder)
         for layout in self.layouts:
             library = self.blender.library(layout.prefix)

@@ -19,6 +19,8 @@ from vllm import EngineArgs
 from blend.integrations.vllm.rows_identity import fingerprints
 from blend.model.decoder import Decoder
 
+LENGTHS = (128, 517)
+
 
 class Quantised(Proof):
     """Of which the store holds caches, and the probe, of others alone."""
@@ -76,14 +78,14 @@ class Quantised(Proof):
 def int8(folder: Path, plain: Path) -> dict[str, Any]:
     """A checkpoint of integers."""
     decoder = Decoder(int8_in_transformers(plain), None, "int8")
-    proof = Quantised(folder, save_int8(plain, folder / "int8"), decoder)
+    proof = Quantised(folder, save_int8(plain, folder / "int8"), decoder, LENGTHS)
     return {"learnt": proof.learnt_by_vllm(), "ratios": proof.ratios(), "distances": proof.distances()}
 
 
 def online(folder: Path, plain: Path) -> dict[str, Any]:
     """The files of a model that is not quantised, of which the store has caches and the probe; vLLM rounds them as it loads."""
     decoder = Decoder.load(str(plain), device="cpu", dtype="bfloat16")
-    proof = Quantised(folder, plain, decoder, dtype="bfloat16", quantization="fp8_per_channel")
+    proof = Quantised(folder, plain, decoder, LENGTHS, dtype="bfloat16", quantization="fp8_per_channel")
     return {"learnt": proof.learnt_by_vllm(), "ratios": proof.ratios()}
 
 
@@ -92,7 +94,7 @@ def deep(folder: Path) -> bool:
     shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8}
     plain = save_model(folder / "plain", initializer_range=0.04, **shape)
     decoder = Decoder.load(str(plain), device="cpu", dtype="float32")
-    return len(Quantised(folder, save_int8(plain, folder / "int8"), decoder).rows.decoder.rotations) == 12
+    return len(Quantised(folder, save_int8(plain, folder / "int8"), decoder, ()).rows.decoder.rotations) == 12
 
 
 def names(plain: Path) -> list[str]:
@@ -111,10 +113,9 @@ def names(plain: Path) -> list[str]:
 
 def cache_of_fp8(folder: Path, plain: Path) -> str:
     """How vLLM refuses to start with a checkpoint that asks for a quantised KV cache."""
+    model = save_int8(plain, folder / "fp8-cache", fp8_cache=True)
     try:
-        Quantised(
-            folder, save_int8(plain, folder / "fp8-cache", fp8_cache=True), Decoder.load(str(plain), device="cpu")
-        )
+        Quantised(folder, model, Decoder.load(str(plain), device="cpu"), ())
     except Exception as error:
         return str(error)
     return ""
