@@ -73,20 +73,22 @@ def far(mine: torch.Tensor, other: torch.Tensor) -> float:
 
 
 class Proof:
-    def __init__(self, folder: Path) -> None:
-        self.decoder = Decoder.load(str(save_model(folder / "model")), device="cpu", dtype="float32")
+    """model: what vLLM loads. decoder: what is to give the same; its caches and its probe are in the store. more: of vLLM."""
+
+    def __init__(
+        self, folder: Path, model: Path, decoder: Decoder, lengths: tuple[int, ...] = LENGTHS, **more: Any
+    ) -> None:
+        self.decoder = decoder
         self.store = open_store(str(folder / "store" / "kv"))
         self.blender = Blender(self.decoder, self.store, BlendConfig(**SETTINGS))
-        self.layouts = [prompt(length) for length in LENGTHS]
+        self.layouts = [prompt(length) for length in lengths]
         leave_probe(self.store, self.decoder)
         for layout in self.layouts:
             library = self.blender.library(layout.prefix)
             library.compute(library.missing(layout.chunks))
         self.llm = LLM(
-            str(folder / "model"),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
+            str(model),
+            **{"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, **more},
             max_model_len=1024,
             max_num_seqs=8,
             max_num_batched_tokens=1024,
@@ -103,7 +105,8 @@ class Proof:
                 },
             ),
         )
-        self.rows = STAGES[0].blender
+        self.stage = STAGES[-1]
+        self.rows = self.stage.blender
 
     def decoded(
         self, tickets: bool, salt: str, some: list[PromptLayout] | None = None, brought: bool = False
@@ -132,14 +135,14 @@ class Proof:
 
     def configured(self, **changes: Any) -> BlendConfig:
         config = replace(self.blender.config, **changes)
-        STAGES[0].blender = RowBlender(self.rows.decoder, self.store, config)
+        self.stage.blender = RowBlender(self.rows.decoder, self.store, config)
         return config
 
     def tokens(self, **changes: Any) -> dict[str, Any]:
         """Whether decoding goes on alike, and how far apart the KV of all rows is, for a configuration."""
         config = self.configured(**changes)
         mine = [self.blender.prefill(layout, config=config) for layout in self.layouts]
-        rows = [STAGES[0].blender.blend(layout, spare(layout)) for layout in self.layouts]
+        rows = [self.stage.blender.blend(layout, spare(layout)) for layout in self.layouts]
         found: dict[str, Any] = {
             "rows": [
                 [*one.selection.rows.tolist()] == [*two.selection.rows.tolist()]
@@ -191,7 +194,7 @@ class Proof:
         """A prompt whose chunks the store lacks: blended at once, and again when what it lacked has been computed."""
         layout = prompt(333)
         config = self.configured()
-        rows = STAGES[0].blender
+        rows = self.stage.blender
         full = self.blender.prefill(layout, config=replace(config, ratio=1.0))
         first = rows.blend(layout, spare(layout))
         before = self.lacking(layout)
@@ -240,12 +243,12 @@ class Proof:
     def brought(self, folder: Path) -> dict[str, Any]:
         """Chunks that came with the request: as the engine was told, which is to learn nothing, and within a budget."""
         layout, found = prompt(417), dict[str, Any]()
-        STAGES[0].blender = self.rows
+        self.stage.blender = self.rows
         self.decoded(True, "off", [layout], brought=True)
         self.idle()
         found["before"], found["off"] = len(layout.chunks), self.lacking(layout)
         learned = LearnedTexts(self.store, folder / "store", 10**9)
-        STAGES[0].blender = RowBlender(self.rows.decoder, self.store, self.blender.config, learned)
+        self.stage.blender = RowBlender(self.rows.decoder, self.store, self.blender.config, learned)
         self.decoded(True, "on", [layout], brought=True)
         self.idle()
         found["on"] = self.lacking(layout)
@@ -260,7 +263,7 @@ class Proof:
         content = bytearray(entry.read_bytes())
         content[-1000] ^= 255
         entry.write_bytes(content)
-        mine, theirs = self.blender.prefill(layout), STAGES[0].blender.blend(layout, spare(layout))
+        mine, theirs = self.blender.prefill(layout), self.stage.blender.blend(layout, spare(layout))
         return {"told": len(theirs.placed.opened.problems), "kv": self._apart(mine, theirs.cache)}
 
     def identities(self, folder: Path) -> dict[str, bool]:
@@ -281,7 +284,8 @@ def spare(layout: PromptLayout) -> Place:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    proof = Proof(folder)
+    model = save_model(folder / "model")
+    proof = Proof(folder, model, Decoder.load(str(model), device="cpu", dtype="float32"))
     plain = [
         greedy(proof.decoder, proof.blender.prefill(layout, config=BlendConfig(ratio=1.0))) for layout in proof.layouts
     ]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -24,22 +25,23 @@ from blend.types import PromptLayout
 VOCABULARY = 512
 
 
-def save_model(folder: Path) -> Path:
-    """Weights so large that a wrong row of KV changes the next token."""
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
+def save_model(folder: Path, **changes: Any) -> Path:
+    """Weights so large that a wrong row of KV changes the next token. changes: of the configuration."""
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = Qwen2Config(**{**shape, **changes})
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).float().eval()
     for module in model.modules():
@@ -53,6 +55,7 @@ def save_model(folder: Path) -> Path:
 class Bench:
     """A decoder with some chunks in its store, and what vLLM may fetch."""
 
+    model: Path
     decoder: Decoder
     blender: Blender
     shelf: Shelf
@@ -109,7 +112,7 @@ def bench(model: Path, place_name: str = "", dtype: torch.dtype = torch.float32)
     thread = threading.Thread(target=server.serve_until_stopped, daemon=True)
     thread.start()
     try:
-        yield Bench(decoder, blender, shelf, socket)
+        yield Bench(model, decoder, blender, shelf, socket)
     finally:
         server.stop()
         thread.join(10)

@@ -59,10 +59,16 @@ def admitted(site: Site, model: Any, facts: Facts) -> PagedDecoder:
     ids = probe_ids(facts.vocabulary).to(site.device)
     here, logits = _whole(rows, scratch, ids, 0)
     there, _ = _whole(rows, scratch, ids, PROBE_DELTA)
-    rotations = _rotations(rows, here, there, tolerance(site.config.model_config.dtype))
+    most = _most_apart(site.config.model_config)
+    rotations = _rotations(rows, here, there, most)
     decoder = PagedDecoder(rows, scratch, facts, rotations)
-    _check_rows(decoder, ids, logits)
+    _check_rows(decoder, ids, logits, most)
     return decoder
+
+
+def _most_apart(model: Any) -> float:
+    """As `tolerance`; an activation that a quantised model rounds the other way is off by as much as in half precision."""
+    return tolerance(torch.bfloat16 if model.quantization else model.dtype)
 
 
 def _whole(model: RowModel, scratch: Scratch, ids: torch.Tensor, start: int) -> tuple[list[KV], torch.Tensor]:
@@ -96,7 +102,7 @@ def _rotations(model: RowModel, here: list[KV], there: list[KV], most: float) ->
     return tuple(found)
 
 
-def _check_rows(decoder: PagedDecoder, ids: torch.Tensor, logits: torch.Tensor) -> None:
+def _check_rows(decoder: PagedDecoder, ids: torch.Tensor, logits: torch.Tensor, most: float) -> None:
     """Scattered rows over the exact KV, in scratch memory, against the logits of the same tokens as one sequence."""
     total = ids.shape[1]
     rows = torch.tensor([1, 2, total // 2, total - 1], device=ids.device)
@@ -104,5 +110,5 @@ def _check_rows(decoder: PagedDecoder, ids: torch.Tensor, logits: torch.Tensor) 
     decoder.encode_rows(ids, 0, cache)
     found = decoder.logits(RowRequest(ids[:, rows], rows, cache))
     difference = ((found - logits).abs().amax() / logits.abs().amax().clamp_min(1e-6)).item()
-    if not difference <= tolerance(decoder.dtype):
+    if not difference <= most:
         raise ValueError(f"because rows run apart differ from its own forward pass by {difference:.1%}")

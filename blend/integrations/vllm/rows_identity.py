@@ -37,4 +37,6 @@ def fingerprints(config: Any) -> Fingerprints:
             f"because the weights of {model.model} are not all files of this machine, so its caches have no name"
         )
     unread = config.load_config.load_format == "dummy" and "dummy weights"
-    return Fingerprints.of(files, (model.quantization, model.hf_overrides, unread))
+    # What vLLM quantises as it loads is told by its options: the name may be "online" for all of them.
+    changed = (model.quantization, model.quantization_config, model.hf_overrides, unread)
+    return Fingerprints.of(files, changed)

@@ -1,0 +1,77 @@
+"""A tiny quantised checkpoint, as compressed-tensors lays it out, and a model of transformers that computes the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import linear
+from transformers import Qwen2ForCausalLM
+
+MOST = 63  # a weight's integer: larger ones overflow sums of 16 bits, in which processors without VNNI add up products
+
+_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+_ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+_FP8_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+
+
+def save_int8(plain: Path, folder: Path, *, fp8_cache: bool = False) -> Path:
+    """A saved model in W8A8, but for the layer that gives logits: a scale for every output, and for every token's activations.
+
+    fp8_cache: it asks for a KV cache of such numbers.
+    """
+    shutil.copytree(plain, folder)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        is_linear = name.endswith("_proj.weight")
+        found |= _int8(name, tensor) if is_linear else {name: tensor}
+    save_file(found, folder / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"all": {"targets": ["Linear"], "weights": _WEIGHTS, "input_activations": _ACTIVATIONS}},
+        **({"kv_cache_scheme": _FP8_CACHE} if fp8_cache else {}),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def int8_in_transformers(plain: Path) -> Any:
+    """The model as vLLM is to compute it: weights and every token's activations rounded to integers."""
+    model = Qwen2ForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    for block in model.model.layers:
+        for name, module in list(block.named_modules()):
+            if isinstance(module, torch.nn.Linear):
+                block.set_submodule(name, _Int8Linear(module))
+    return model
+
+
+class _Int8Linear(torch.nn.Module):
+    def __init__(self, of: torch.nn.Linear) -> None:
+        super().__init__()
+        rounded, scale = _rounded(of.weight.data, MOST)
+        self.weight, self.bias = torch.nn.Parameter(rounded), of.bias
+        self.register_buffer("scale", scale)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        rounded, scale = _rounded(states, 127)
+        found = linear(rounded.double(), self.weight.double()).float() * scale * self.scale[:, 0]  # sums of integers
+        return found if self.bias is None else found + self.bias
+
+
+def _rounded(of: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers of at most so much, and the scale of each last dimension."""
+    scale = of.abs().amax(-1, keepdim=True) / most
+    return (of / scale).round(), scale
+
+
+def _int8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    rounded, scale = _rounded(weight, MOST)
+    return {name: rounded.to(torch.int8), f"{name}_scale": scale}

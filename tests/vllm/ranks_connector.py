@@ -1,0 +1,26 @@
+"""kvblend's connector with workers of tensor parallelism of which the second is late, or fails, for prompts that say so."""
+
+from __future__ import annotations
+
+import time
+
+from blend.integrations.vllm.connector import KVBlend
+from blend.integrations.vllm.contract import Load, LoadFailedError
+from blend.integrations.vllm.copied import CopiedKV
+from blend.integrations.vllm.stages import STAGES
+
+LATE, FAILS = 1, 2  # last tokens of such prompts
+
+
+class Uneven(CopiedKV):
+    def fill(self, load: Load) -> None:
+        if self._rank == 1 and load.token_ids[-1] == LATE:
+            time.sleep(0.5)
+        if self._rank == 1 and load.token_ids[-1] == FAILS:
+            raise LoadFailedError("the second worker fails in a test")
+        super().fill(load)
+
+
+STAGES["copied"] = f"{__name__}:Uneven"
+
+__all__ = ["KVBlend"]

@@ -1,0 +1,138 @@
+"""Rows recomputed by a model that vLLM runs quantised: the answers are its own, and nobody else's caches are used for it.
+
+`rows_quantised_proof.py` runs in a process of its own, once for this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from machines import HEADERS, Machines, until
+from quantised import save_int8
+
+from tests.tiny_model import save_tiny_model
+
+ROOT = Path(__file__).parents[2]
+KINDS = ("int8", "online")
+TOWNS = ("Aarhus", "Bergen", "Cadiz", "Delft")
+
+pytestmark = pytest.mark.inside_vllm
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
+    folder = tmp_path_factory.mktemp("quantised")
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("rows_quantised_proof.py")), str(folder)],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_caches_of_the_model_as_it_was_are_not_used(proof: dict[str, Any], kind: str) -> None:
+    found = proof[kind]["learnt"]
+    assert found["own name"]
+    assert found["hits before"] == 0
+    assert found["full"]
+    assert found["hits after"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_rows_are_its_own_prefill(proof: dict[str, Any], kind: str) -> None:
+    assert proof[kind]["ratios"]["every"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_some_rows_the_answer_is_blended(proof: dict[str, Any], kind: str) -> None:
+    found = proof[kind]["ratios"]
+    assert found["some differ"]
+    assert found["share"] < 0.3
+
+
+def test_kv_of_integers_is_that_of_transformers(proof: dict[str, Any]) -> None:
+    """But for activations that are rounded the other way, which changes all that comes after."""
+    found = proof["int8"]["distances"]
+    assert found["full"] > 5 * found["kvblend"]
+
+
+def test_a_deep_model_is_admitted(proof: dict[str, Any]) -> None:
+    """In float32, where its KV at another position differs by more than other models' may."""
+    assert proof["deep"]
+
+
+def test_each_way_to_quantise_has_caches_of_its_own(proof: dict[str, Any]) -> None:
+    assert len(set(proof["names"])) == 4
+
+
+def test_a_checkpoint_that_quantises_its_kv_cache_is_refused(proof: dict[str, Any]) -> None:
+    """By vLLM itself, where the processor has no such cache."""
+    said = proof["cache of fp8"]
+    assert "a quantised KV cache is not supported" in said or "FP8 KV cache on CPU requires" in said
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Machines]:
+    """Over a corpus of which the store has the caches of the model as it was before it was quantised."""
+    from blend.config import CorpusConfig
+    from blend.rag import Rag
+
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for town in TOWNS:
+        (texts / f"{town}.txt").write_text(f"{town} has {len(town)} bridges and a mayor who rows. " * 6)
+    written = "\n".join(one.read_text() for one in texts.iterdir())
+    shape = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.2, "tie_word_embeddings": False}
+    plain = save_tiny_model(tmp_path / "plain", written, **shape)
+    corpus = CorpusConfig(codec="native", surrogate_tokens=0)
+    Rag(tmp_path / "store", model=str(plain), device="cpu", dtype="float32", corpus=corpus).precompute(texts)
+    found = Machines(tmp_path, tmp_path / "store", save_int8(plain, tmp_path / "int8"))
+    try:
+        found.start_server({"stage": "rows", "store": str(found.store), "ratio": 0.15})
+        yield found
+    finally:
+        found.end()
+
+
+def test_a_corpus_of_the_model_as_it_was_is_answered_by_the_quantised_one(server: Machines) -> None:
+    def ask(question: str, **kvblend: Any) -> tuple[str, dict[str, Any]]:
+        body = {
+            "model": "tiny+corpus",
+            "messages": [{"role": "user", "content": question}],
+            "kvblend": {"retrieve": {"top_k": len(TOWNS)}, **kvblend},
+            "temperature": 0,
+            "max_tokens": 16,
+            "ignore_eos": True,
+        }
+        given = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=HEADERS, timeout=300)
+        assert given.status_code == 200, given.text
+        return given.json()["choices"][0]["message"]["content"], given.json()["kvblend"]
+
+    def files() -> int:
+        return sum(one.is_file() for one in (server.store / "kv").rglob("*"))
+
+    before, questions = files(), ("How many bridges has Bergen?", "Who is the mayor of Delft?")
+    own = [ask(question, method="full")[0] for question in questions]
+    first, told = ask(questions[0])
+    assert (first, told["figures"]["method"]) == (own[0], "rows"), "nothing that it may use is there yet"
+    until(lambda: files() >= before + len(TOWNS))
+    second, told = ask(questions[1])
+    assert second != own[1], "blended"
+    assert told["figures"]["method"] == "rows"
+    assert {one["kind"] for one in told["sources"]} == {"retrieved"}
+    assert len(told["sources"]) == len(TOWNS)
