@@ -24,7 +24,7 @@ from blend.types import PromptLayout
 VOCABULARY = 512
 
 
-def save_model(folder: Path) -> Path:
+def save_model(folder: Path, kv_heads: int = 2) -> Path:
     """Weights so large that a wrong row of KV changes the next token."""
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -32,7 +32,7 @@ def save_model(folder: Path) -> Path:
         intermediate_size=256,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=2048,
         initializer_range=0.2,
         tie_word_embeddings=False,
