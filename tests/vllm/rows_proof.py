@@ -6,28 +6,15 @@ Usage: rows_proof.py FOLDER, in which it leaves found.json
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_LOGGING_LEVEL="WARNING",
-    VLLM_NO_USAGE_STATS="1",
-    HF_HUB_OFFLINE="1",
-)
-sys.path.insert(0, str(Path(__file__).parent))
-
 import torch
 from rows_connector import STAGES
+from rows_engine import LENGTHS, SETTINGS, Engine, far, greedy, prompt
 from tiny import save_model
-from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
-from vllm.inputs import TokensPrompt
 
 from blend.blender import Blend, Blender
 from blend.chunks.deciding import with_surrogate
@@ -37,39 +24,9 @@ from blend.integrations.vllm.rows_blender import RowBlender
 from blend.integrations.vllm.rows_cache import Place
 from blend.integrations.vllm.rows_learned import LearnedTexts
 from blend.integrations.vllm.rows_stage import row_blender
-from blend.integrations.vllm.rows_ticket import ticket_of
-from blend.integrations.vllm.signature import Signer
 from blend.model.decoder import Decoder
 from blend.store import open_store
 from blend.types import PromptLayout
-
-LENGTHS = (127, 128, 129, 517, 630)
-STEPS = 16
-SETTINGS: dict[str, Any] = {"ratio": 0.15, "correction": False}
-
-
-def prompt(length: int) -> PromptLayout:
-    """A prefix of 20 tokens, four chunks, of which none ends where a block does, and a question of 9."""
-    draw = torch.Generator().manual_seed(length)
-    ids = torch.randint(5, 512, (length,), generator=draw).tolist()
-    shared = torch.randint(5, 512, (20,), generator=torch.Generator().manual_seed(7)).tolist()
-    cuts = [20, *(20 + (length - 29) * part // 9 for part in (2, 4, 7)), length - 9]
-    chunks = tuple(tuple(ids[a:b]) for a, b in pairwise(cuts))
-    return PromptLayout(tuple(shared), chunks, tuple(ids[-9:]))
-
-
-def greedy(decoder: Decoder, blend: Blend) -> list[int]:
-    """By kvblend's own decoding."""
-    found, logits = list[int](), blend.logits[0]
-    for _ in range(STEPS):
-        found.append(int(logits.argmax()))
-        logits = decoder.append(torch.tensor([[found[-1]]]), blend.cache)[0, -1]
-    return found
-
-
-def far(mine: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference, relative to the largest entry."""
-    return float((mine - other).abs().amax() / other.abs().amax())
 
 
 class Proof:
@@ -86,52 +43,13 @@ class Proof:
         for layout in self.layouts:
             library = self.blender.library(layout.prefix)
             library.compute(library.missing(layout.chunks))
-        self.llm = LLM(
-            str(model),
-            **{"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, **more},
-            max_model_len=1024,
-            max_num_seqs=8,
-            max_num_batched_tokens=1024,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="KVBlend",
-                kv_role="kv_consumer",
-                kv_load_failure_policy="recompute",
-                kv_connector_module_path="rows_connector",
-                kv_connector_extra_config={
-                    "stage": "rows",
-                    "store": str(folder / "store"),
-                    "learn": False,
-                    **SETTINGS,
-                },
-            ),
-        )
+        self.engine = Engine(model, folder / "store", "rows_connector", {"learn": False}, **more)
         self.stage = STAGES[-1]
         self.rows = self.stage.blender
 
-    def decoded(
-        self, tickets: bool, salt: str, some: list[PromptLayout] | None = None, brought: bool = False
-    ) -> list[list[int]]:
-        """Greedy tokens of every prompt, or of some, by vLLM, blended or plain. brought: by a client, with all their chunks."""
-        layouts = some or self.layouts
-        signer = Signer.of(self.llm.llm_engine.vllm_config)
-        texts = [range(len(layout.chunks)) if brought else () for layout in layouts]
-        told = [
-            signer.signed(ticket_of(layout, "", mine), f"{salt}{number}")
-            for number, (layout, mine) in enumerate(zip(layouts, texts, strict=True))
-        ]
-        extra = [{"kv_transfer_params": one} if tickets else None for one in told]
-        given = self.llm.generate(
-            [
-                TokensPrompt(prompt_token_ids=list(layout.token_ids), cache_salt=f"{salt}{number}")
-                for number, layout in enumerate(layouts)
-            ],
-            [
-                SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, detokenize=False, extra_args=one)
-                for one in extra
-            ],
-            use_tqdm=False,
-        )
-        return [list(one.outputs[0].token_ids) for one in given]
+    def decoded(self, salt: str, *, tickets: bool = True) -> list[list[int]]:
+        """Greedy tokens of every prompt by vLLM, blended or plain."""
+        return self.engine.decoded(self.layouts, salt, tickets=tickets)
 
     def configured(self, **changes: Any) -> BlendConfig:
         config = replace(self.blender.config, **changes)
@@ -154,7 +72,7 @@ class Proof:
         if mine[0].selection.scores is not None:
             pairs = zip(mine, rows, strict=True)
             found["scores"] = max(far(two.selection.scores, one.selection.scores) for one, two in pairs)
-        found["equal"] = self.decoded(True, json.dumps(changes)) == [greedy(self.decoder, one) for one in mine]
+        found["equal"] = self.decoded(json.dumps(changes)) == [greedy(self.decoder, one) for one in mine]
         return found
 
     def _apart(self, blend: Blend, cache: Any) -> float:
@@ -213,24 +131,16 @@ class Proof:
         """How many caches of a prompt's chunks the store lacks."""
         return len(self.blender.library(layout.prefix).missing(layout.chunks))
 
-    def idle(self) -> int:
-        """The engine's own loop until it has nothing to do; how many steps."""
-        core, steps = self.llm.llm_engine.engine_core.engine_core, 0
-        while core.scheduler.has_requests():
-            core.step_fn()
-            steps += 1
-        return steps
-
     def learnt(self) -> dict[str, Any]:
         """A prompt of unknown chunks through the engine alone: what it lacks is stored while that is idle."""
         layout = prompt(401)
         self.configured()
         before = self.lacking(layout)
         full = greedy(self.decoder, self.blender.prefill(layout, config=BlendConfig(ratio=1.0)))
-        answer = self.decoded(True, "learnt", [layout])[0]
+        answer = self.engine.decoded([layout], "learnt")[0]
         during = self.lacking(layout)
-        steps = self.idle()
-        after, again = self.lacking(layout), self.idle()
+        steps = self.engine.idle()
+        after, again = self.lacking(layout), self.engine.idle()
         return {
             "before": before,
             "during": during,
@@ -244,13 +154,13 @@ class Proof:
         """Chunks that came with the request: as the engine was told, which is to learn nothing, and within a budget."""
         layout, found = prompt(417), dict[str, Any]()
         self.stage.blender = self.rows
-        self.decoded(True, "off", [layout], brought=True)
-        self.idle()
+        self.engine.decoded([layout], "off", brought=True)
+        self.engine.idle()
         found["before"], found["off"] = len(layout.chunks), self.lacking(layout)
         learned = LearnedTexts(self.store, folder / "store", 10**9)
         self.stage.blender = RowBlender(self.rows.decoder, self.store, self.blender.config, learned)
-        self.decoded(True, "on", [layout], brought=True)
-        self.idle()
+        self.engine.decoded([layout], "on", brought=True)
+        self.engine.idle()
         found["on"] = self.lacking(layout)
         return found
 
@@ -268,8 +178,8 @@ class Proof:
 
     def identities(self, folder: Path) -> dict[str, bool]:
         """Whether caches are shared with kvblend's decoder: with its probe in the store, and without it."""
-        mine, site = self.decoder.fingerprint, self.rows.decoder.model.site
-        empty = row_blender(site, self.rows.decoder.model.model, {"store": str(folder / "empty"), **SETTINGS})
+        mine = self.decoder.fingerprint
+        empty = row_blender(self.rows.decoder.model, {"store": str(folder / "empty"), **SETTINGS})
         return {
             "with probe": self.rows.decoder.facts.fingerprint == mine,
             "without": empty.decoder.facts.fingerprint == mine,
@@ -296,16 +206,16 @@ def main() -> None:
         "random": proof.tokens(selector="random", ratio=0.3),
         "deviation": proof.tokens(selector="hkvd"),
         "gradual": proof.tokens(selector="gradual"),
-        "native is full": proof.decoded(False, "native") == plain,
+        "native is full": proof.decoded("native", tickets=False) == plain,
         "identities": proof.identities(folder),
-        "again": proof.decoded(True, "d") == proof.decoded(True, "d"),
+        "again": proof.decoded("d") == proof.decoded("d"),
         "in context": proof.in_context(),
         "encoded": proof.encoded(),
         "unknown": proof.unknown(),
         "learnt": proof.learnt(),
         "brought": proof.brought(folder),
         "damaged": proof.damaged(folder),
-        "blended differs": [a != b for a, b in zip(proof.decoded(True, "e"), plain, strict=True)],
+        "blended differs": [a != b for a, b in zip(proof.decoded("e"), plain, strict=True)],
     }
     (folder / "found.json").write_text(json.dumps(found))
 

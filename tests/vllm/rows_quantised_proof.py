@@ -29,7 +29,7 @@ class Quantised(Proof):
         """What all prompts lack is computed with them, and then stored."""
         self.configured()
         filled = [self.stage.blender.blend(layout, spare(layout)) for layout in self.layouts]
-        answers, own = self.decoded(True, "first"), self.decoded(False, "own")
+        answers, own = self.decoded("first"), self.decoded("own", tickets=False)
         while len(self.stage.blender.later):
             self.stage.blender.later.run(alone=True)
         again = [self.stage.blender.blend(layout, spare(layout)) for layout in self.layouts]
@@ -42,12 +42,12 @@ class Quantised(Proof):
 
     def ratios(self) -> dict[str, Any]:
         """Answers over chunks that vLLM encoded, with all rows recomputed and with some, against its own prefill's."""
-        own = self.decoded(False, "own")
+        own = self.decoded("own", tickets=False)
         self.configured(ratio=1.0)
-        every = self.decoded(True, "every")
+        every = self.decoded("every")
         self.configured(ratio=0.15)
         filled = [self.stage.blender.blend(layout, spare(layout)) for layout in self.layouts]
-        some = self.decoded(True, "some")
+        some = self.decoded("some")
         return {
             "every": every == own,
             "some differ": any(mine != theirs for mine, theirs in zip(some, own, strict=True)),

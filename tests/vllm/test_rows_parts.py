@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from blend.integrations.vllm.contract import Load, ModelRefusedError
+from blend.integrations.vllm.rows_group import Group
 from blend.integrations.vllm.rows_identity import Fingerprints
 from blend.integrations.vllm.rows_rope import from_table
 from blend.integrations.vllm.rows_scratch import Scratch, block_dimension
@@ -99,6 +100,30 @@ def test_what_vllm_changes_about_a_model_keeps_its_caches_apart() -> None:
     assert (quantised.own, scaled.own) == (quantised.shared, scaled.shared)
 
 
+class Process:
+    """One of several that hold a model's heads, as vLLM's group shows it; the first is given what all have."""
+
+    def __init__(self, rank: int, world_size: int, all_of: Sequence[torch.Tensor] = ()) -> None:
+        self.rank_in_group, self.world_size, self._all = rank, world_size, all_of
+
+    def gather(self, states: torch.Tensor, dst: int, dim: int) -> torch.Tensor | None:
+        return torch.cat(tuple(self._all), dim) if self.rank_in_group == dst else None
+
+
+@pytest.mark.parametrize(("processes", "kv_heads"), [(2, 2), (2, 8), (2, 1), (4, 2), (8, 2)])
+def test_heads_go_to_the_processes_that_hold_them_and_come_back_whole(processes: int, kv_heads: int) -> None:
+    """Fewer heads than processes are held several times, by processes that are neighbours."""
+    whole = torch.randn(5, kv_heads, 3)
+    groups = [Group(Process(rank, processes), kv_heads) for rank in range(processes)]
+    own = [group.own(whole) for group in groups]
+    for rank, part in enumerate(own):
+        first = rank * kv_heads // processes
+        assert torch.equal(part, whole[:, first : first + max(1, kv_heads // processes)])
+    assert torch.equal(Group(Process(0, processes, own), kv_heads).gathered_kv(own[0]), whole)
+    assert groups[1].gathered_kv(own[1]) is own[1]
+    assert [group.leads for group in groups] == [True, *[False] * (processes - 1)]
+
+
 class Filling:
     """A stage that remembers."""
 
@@ -141,7 +166,8 @@ NAME, LAYOUT = "f" * 32, '{"prefix":1}'
 def site() -> Any:
     options = {"stage": "auto", "store": "s", "socket": "@s"}
     transfer = SimpleNamespace(engine_id=str(uuid4()), kv_connector_extra_config=options)
-    return SimpleNamespace(config=SimpleNamespace(kv_transfer_config=transfer), block_size=16)
+    config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(rank=0))
+    return SimpleNamespace(config=config, block_size=16)
 
 
 def load(ticket: str) -> Load:

@@ -197,7 +197,7 @@ def test_a_folder_is_needed() -> None:
     from blend.integrations.vllm.rows_stage import row_blender
 
     with pytest.raises(ValueError, match="needs the option store"):
-        row_blender(None, None, {})  # type: ignore[arg-type]  # refused before anything is looked at
+        row_blender(None, {})  # type: ignore[arg-type]  # refused before anything is looked at
 
 
 def test_a_stage_has_options_of_its_own() -> None:

@@ -12,8 +12,7 @@ from blend.integrations.vllm.contract import Site
 from blend.integrations.vllm.rows_batch import PromptRows
 from blend.integrations.vllm.rows_decoder import Facts, PagedDecoder
 from blend.integrations.vllm.rows_rope import frequencies
-from blend.integrations.vllm.rows_scratch import Scratch, block_dimension
-from blend.integrations.vllm.rows_worker import RowModel
+from blend.integrations.vllm.rows_worker import RowModel, RowPass
 from blend.model.admission import PROBE_DELTA, LayerRotation, probe_ids, tolerance
 from blend.model.cache import KV
 from blend.model.rope import Rotation, find_rotation
@@ -25,7 +24,9 @@ def refusal(site: Site) -> str:
     config, layers = site.config, site.layers
     parallel = config.parallel_config
     told = {
-        "the model is split over several processes": parallel.world_size > 1 or parallel.data_parallel_size > 1,
+        "the model is split over several processes, and not by tensor parallelism alone": parallel.data_parallel_size
+        > 1
+        or parallel.world_size != parallel.tensor_parallel_size,
         "it serves LoRA adapters": config.lora_config is not None,
         "it decodes speculatively": config.speculative_config is not None,
         "it reads more than text": config.model_config.is_multimodal_model,
@@ -41,6 +42,7 @@ def refusal(site: Site) -> str:
         "its attention has sinks": any(layer.has_sink for layer in layers),
         "its attention has position biases": any(getattr(one.impl, "alibi_slopes", None) is not None for one in layers),
         "its blocks are cut by the attention backend": specs[0].block_size != site.block_size,
+        "its heads are not shared out to the processes as vLLM's configuration says": not _split_as_told(site),
     }
     return next((why for why, holds in told.items() if holds), "")
 
@@ -49,19 +51,23 @@ def _windowed(spec: Any) -> bool:
     return spec.sliding_window is not None or spec.attention_chunk_size is not None
 
 
-def admitted(site: Site, model: Any, facts: Facts) -> PagedDecoder:
+def _split_as_told(site: Site) -> bool:
+    """Whether every layer has as many heads here as each of the model's processes is to have."""
+    model, parallel = site.config.model_config, site.config.parallel_config
+    if parallel.tensor_parallel_size == 1:
+        return True
+    told = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
+    return all((layer.num_heads, layer.num_kv_heads) == told for layer in site.layers)
+
+
+def admitted(model: RowModel, facts: Facts) -> PagedDecoder:
     """The worker's model as a decoder. Raises ValueError, in one line, for one whose keys or rows cannot be moved."""
-    spec = site.layers[0].get_kv_cache_spec(site.config)
-    rows = RowModel(site, model, spec)
-    blocks = int(site.config.cache_config.num_gpu_blocks)
-    block_dimension(site.layers[0].kv_cache, blocks)
-    scratch = Scratch(site.layers, blocks)
-    ids = probe_ids(facts.vocabulary).to(site.device)
-    here, logits = _whole(rows, scratch, ids, 0)
-    there, _ = _whole(rows, scratch, ids, PROBE_DELTA)
-    most = _most_apart(site.config.model_config)
-    rotations = _rotations(rows, here, there, most)
-    decoder = PagedDecoder(rows, scratch, facts, rotations)
+    ids = probe_ids(facts.vocabulary).to(model.site.device)
+    here, logits = _whole(model, ids, 0)
+    there, _ = _whole(model, ids, PROBE_DELTA)
+    most = _most_apart(model.site.config.model_config)
+    rotations = _rotations(model, here, there, most)
+    decoder = PagedDecoder(model, facts, rotations)
     _check_rows(decoder, ids, logits, most)
     return decoder
 
@@ -71,16 +77,15 @@ def _most_apart(model: Any) -> float:
     return tolerance(torch.bfloat16 if model.quantization else model.dtype)
 
 
-def _whole(model: RowModel, scratch: Scratch, ids: torch.Tensor, start: int) -> tuple[list[KV], torch.Tensor]:
+def _whole(model: RowModel, ids: torch.Tensor, start: int) -> tuple[list[KV], torch.Tensor]:
     """A prompt as one sequence, as vLLM runs it: KV of its layers at positions `start...`, logits of its last row."""
     rows, found = torch.arange(ids.shape[1], device=ids.device), list[KV]()
-    blocks = range(-(-ids.shape[1] // model.site.block_size))
+    blocks = tuple(range(-(-ids.shape[1] // model.site.block_size)))
 
     def see(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         found.append((key.transpose(0, 1)[None].clone(), value.transpose(0, 1)[None].clone()))
 
-    with scratch.bound(len(blocks)):
-        hidden = model.run_at(rows + start, ids[0], [PromptRows(rows, blocks)], see)
+    hidden = model.run(RowPass(ids[0], (PromptRows(rows, blocks),), scratch=len(blocks), shift=start), see)
     assert hidden is not None
     return found, model.logits(hidden[-1:])
 

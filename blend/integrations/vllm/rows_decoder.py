@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from blend.integrations.vllm.rows_batch import PromptRows, runs, slots_of
 from blend.integrations.vllm.rows_cache import PagedCache, PagedLayer, Place
-from blend.integrations.vllm.rows_scratch import Scratch
-from blend.integrations.vllm.rows_worker import RowModel
+from blend.integrations.vllm.rows_worker import RowModel, RowPass
 from blend.model.admission import LayerRotation
 from blend.model.attention import AttentionCall
 from blend.model.cache import KV, BlendedCache, Halt
@@ -41,16 +39,13 @@ class Facts:
 class PagedDecoder:
     """A `RowDecoder`. rotations: how its cached keys turn, as they were measured."""
 
-    def __init__(
-        self, model: RowModel, scratch: Scratch, facts: Facts, rotations: tuple[LayerRotation, ...] = ()
-    ) -> None:
+    def __init__(self, model: RowModel, facts: Facts, rotations: tuple[LayerRotation, ...] = ()) -> None:
         self.model, self.facts, self.rotations = model, facts, rotations
-        self._scratch = scratch
         self.layers = model.site.layers
 
     def named(self, fingerprint: str) -> PagedDecoder:
         """The same, with caches under another fingerprint."""
-        return PagedDecoder(self.model, self._scratch, replace(self.facts, fingerprint=fingerprint), self.rotations)
+        return PagedDecoder(self.model, replace(self.facts, fingerprint=fingerprint), self.rotations)
 
     @property
     def device(self) -> torch.device:
@@ -148,10 +143,10 @@ class PagedDecoder:
         """One pass. halt_at: the layer it ends in, its KV written. handed: gets that layer's KV instead."""
         cache, batch = _paged(request.cache), request.token_ids.shape[0]
         seen = _ToBlocks(self, cache, request.positions, request.observe, halt_at, handed, batch)
-        prompts = [PromptRows(request.positions, blocks) for blocks in seen.tables]
-        scratch = self._scratch.bound(sum(map(len, seen.tables))) if cache.place is None else nullcontext()
-        with scratch:
-            return self.model.run(request.token_ids.reshape(-1), prompts, seen.see)
+        prompts = tuple(PromptRows(request.positions, blocks) for blocks in seen.tables)
+        scratch = sum(map(len, seen.tables)) if cache.place is None else 0
+        rows = RowPass(request.token_ids.reshape(-1), prompts, scratch, queries=request.observe is not None)
+        return self.model.run(rows, seen.see)
 
     def _pieces(self, rows: torch.Tensor, batch: int) -> Iterator[torch.Tensor]:
         """The rows in ascending pieces that one pass takes: each reads what those before it wrote."""
@@ -219,9 +214,9 @@ class _ToBlocks:
 
     def _write(self, index: int, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
         """KV `[batch x rows, kv_heads, head_dim]` to the blocks, by vLLM's own writer."""
-        site = self.decoder.model.site
-        slots = torch.cat([slots_of(rows, table, site.block_size) for table in self.tables])
-        site.write(index, keys.contiguous(), values.contiguous(), slots)
+        model = self.decoder.model
+        slots = torch.cat([slots_of(rows, table, model.site.block_size) for table in self.tables])
+        model.write(index, keys.contiguous(), values.contiguous(), slots)
 
     def _by_prompt(self, states: torch.Tensor) -> torch.Tensor:
         """`[batch x rows, heads, head_dim]` as `[batch, heads, rows, head_dim]`."""

@@ -1,11 +1,13 @@
 """The second stage: requests' blocks filled with blended KV that vLLM's own model computes, in the worker that decodes.
 
-Weights are held once, and quantised models work as they are. A pass runs between the engine's own, in its thread.
+Weights are held once, and quantised models work as they are. A pass runs between the engine's own, in its thread, and in
+all processes that a model is split over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from blend.chunks.probe import gives_same_kv
@@ -15,12 +17,13 @@ from blend.integrations.vllm.contract import Load, LoadFailedError, ModelRefused
 from blend.integrations.vllm.local import CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.rows_blender import RowBlender
 from blend.integrations.vllm.rows_cache import Place
-from blend.integrations.vllm.rows_check import admitted, refusal
+from blend.integrations.vllm.rows_check import admitted
 from blend.integrations.vllm.rows_decoder import Facts
-from blend.integrations.vllm.rows_find import model_of
 from blend.integrations.vllm.rows_identity import fingerprints
 from blend.integrations.vllm.rows_learned import LearnedTexts, learn_budget
+from blend.integrations.vllm.rows_roles import role_of
 from blend.integrations.vllm.rows_ticket import told_by
+from blend.integrations.vllm.rows_worker import RowModel
 from blend.rag import Rag
 
 _CONFIG = ("ratio", "selector", "surrogate", "correction")  # options that are entries of `BlendConfig`
@@ -41,10 +44,19 @@ class RecomputedRows:
     options = frozenset({"store", "learn", "learn_budget", *_CONFIG}) | CORPUS_OPTIONS
 
     def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
-        self.blender = row_blender(site, model_of(site.layers), options)
+        try:
+            self._role = role_of(site)
+        except ValueError as error:
+            raise _refused(error) from error
+        # None in a process that follows another: it has no store, and decides nothing.
+        self.blender = self._role.does(partial(row_blender, self._role.model, options))
 
     def fill(self, load: Load) -> None:
         """See `Stage`."""
+        self._role.does(partial(self._fill, load))
+
+    def _fill(self, load: Load) -> None:
+        assert self.blender is not None
         try:
             layout, corpus, brought = told_by(load.ticket, load.token_ids)
             place = Place(load.blocks, load.start, load.stop)
@@ -57,32 +69,33 @@ class RecomputedRows:
 
     def rest(self, *, alone: bool) -> None:
         """Some of what earlier prompts lacked is computed, to be stored for the next."""
+        self._role.does(partial(self._rest, alone=alone))
+
+    def _rest(self, *, alone: bool) -> None:
+        assert self.blender is not None
         self.blender.later.run(alone=alone)
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is more of that."""
-        return len(self.blender.later) > 0
+        """Whether there is more of that; the process that decides tells it for all."""
+        return self.blender is not None and len(self.blender.later) > 0
 
     def close(self) -> None:
         """What is not computed by now is another time."""
-        self.blender.later.close()
+        if self.blender is not None:
+            self.blender.later.close()
 
 
-def row_blender(site: Site, model: Any, options: Mapping[str, Any]) -> RowBlender:
+def row_blender(model: RowModel, options: Mapping[str, Any]) -> RowBlender:
     """What fills blocks with this worker's model; options and errors as `RecomputedRows` says."""
     if "store" not in options:
         raise ValueError("kvblend: stage rows needs the option store, as of blend precompute")
     budget = learn_budget(options)
     try:
-        if why := refusal(site):
-            raise ValueError(f"because {why}")
-        prints = fingerprints(site.config)
-        own = admitted(site, model, _facts(site, prints.own))
+        prints = fingerprints(model.site.config)
+        own = admitted(model, _facts(model.site, prints.own))
     except (BlendError, ValueError) as error:
-        raise ModelRefusedError(
-            f"kvblend: vLLM's own model cannot recompute rows, {error}; use stage copied"
-        ) from error
+        raise _refused(error) from error
     try:
         config = BlendConfig(**{name: options[name] for name in _CONFIG if name in options})
         rag = Rag(str(options["store"]), blend=config, corpus=corpus_config(options))
@@ -92,6 +105,10 @@ def row_blender(site: Site, model: Any, options: Mapping[str, Any]) -> RowBlende
     shared = own.named(prints.shared)
     decoder = shared if gives_same_kv(store, shared) else own
     return RowBlender(decoder, store, config, learned)
+
+
+def _refused(error: Exception) -> ModelRefusedError:
+    return ModelRefusedError(f"kvblend: vLLM's own model cannot recompute rows, {error}; use stage copied")
 
 
 def _facts(site: Site, fingerprint: str) -> Facts:

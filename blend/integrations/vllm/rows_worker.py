@@ -7,9 +7,9 @@ skips compiled code. Hooks on the attention layers, there for the pass alone, se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -17,48 +17,63 @@ from vllm.forward_context import set_forward_context
 
 from blend.integrations.vllm.contract import Site
 from blend.integrations.vllm.rows_batch import PromptRows, batch_of
+from blend.integrations.vllm.rows_find import model_of
+from blend.integrations.vllm.rows_scratch import Scratch, block_dimension
 from blend.model.cache import Halt
 
 See = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Called before the attention of every layer with its number and the fresh queries, keys, values `[rows, heads, head_dim]`."""
 
 
-class RowModel:
-    """A worker's model as something that runs rows.
+class RowPass(NamedTuple):
+    """Rows of prompts that run together.
 
-    site: the worker's attention layers. model: the module that holds them and computes logits. spec: what vLLM's configuration
-    of the cache says of their blocks.
+    token_ids: of all rows of all prompts, int64 `[rows]`. scratch: how many blocks of scratch memory the prompts lie in; 0
+    where they lie in the engine's. queries: whether queries are looked at. shift: of rotary positions, past those of the rows.
     """
 
-    def __init__(self, site: Site, model: Any, spec: Any) -> None:
-        self.site, self.model = site, model
-        backend = site.layers[0].get_attn_backend()
+    token_ids: torch.Tensor
+    prompts: tuple[PromptRows, ...]
+    scratch: int = 0
+    queries: bool = False
+    shift: int = 0
+
+
+class RowModel:
+    """A worker's model as something that runs rows. site: the worker's attention layers.
+
+    model: the module that holds them and computes logits. Raises ValueError where there is none, or its blocks cannot be told.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.model = site, model_of(site.layers)
+        backend, spec = site.layers[0].get_attn_backend(), site.layers[0].get_kv_cache_spec(site.config)
         with set_current_vllm_config(site.config):
             self._builder = backend.get_builder_cls()(spec, list(site.names), site.config, site.device)
+        blocks = int(site.config.cache_config.num_gpu_blocks)
+        block_dimension(site.layers[0].kv_cache, blocks)
+        self._scratch = Scratch(site.layers, blocks)
 
     @torch.inference_mode()
-    def run(self, token_ids: torch.Tensor, prompts: Sequence[PromptRows], see: See) -> torch.Tensor | None:
+    def run(self, rows: RowPass, see: See) -> torch.Tensor | None:
         """Run rows; hidden states of the last layer `[rows, hidden]`, or None where `see` ended the pass with `Halt`.
 
-        token_ids: of all rows of all prompts, int64 `[rows]`. Their KV is written, and what they see must be in their blocks.
+        Their KV is written, and what they see must be in their blocks.
         """
-        positions = torch.cat([prompt.positions for prompt in prompts])
-        return self.run_at(positions, token_ids, prompts, see)
-
-    @torch.inference_mode()
-    def run_at(
-        self, positions: torch.Tensor, token_ids: torch.Tensor, prompts: Sequence[PromptRows], see: See
-    ) -> torch.Tensor | None:
-        """As `run`, with rotary positions of their own, int64 `[rows]`."""
-        with suppress(Halt):
-            return self._forward(positions, token_ids, prompts, see)
+        scratch = self._scratch.bound(rows.scratch) if rows.scratch else nullcontext()
+        with suppress(Halt), scratch:
+            return self._forward(rows, see)
         return None
 
-    def _forward(
-        self, positions: torch.Tensor, token_ids: torch.Tensor, prompts: Sequence[PromptRows], see: See
-    ) -> torch.Tensor:
+    @torch.inference_mode()
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Put KV of all heads `[rows, kv_heads, head_dim]` into a layer's cache, see `Site.write`; within a pass too."""
+        self.site.write(layer, keys, values, slots)
+
+    def _forward(self, rows: RowPass, see: See) -> torch.Tensor:
         site, device = self.site, self.site.device
-        common = batch_of(prompts, site.block_size, device)
+        common = batch_of(rows.prompts, site.block_size, device)
+        positions = torch.cat([prompt.positions for prompt in rows.prompts]) + rows.shift
         with ExitStack() as stack:
             stack.enter_context(set_current_vllm_config(site.config))
             metadata = self._builder.build(0, common)
@@ -72,7 +87,7 @@ class RowModel:
                 )
             )
             stack.enter_context(_seen(site.layers, see))
-            ids = token_ids.to(device=device, dtype=torch.int32)
+            ids = rows.token_ids.to(device=device, dtype=torch.int32)
             hidden: torch.Tensor = self.model(input_ids=ids, positions=positions.to(device))
             return hidden
 

@@ -93,7 +93,8 @@ class Stages:
             for name in STAGES
         }
         self._beacon = None
-        if len(made) > 1 and stages.get("rows") is not None:
+        # One of the processes that a model is split over says it for all: all have the stage, or none.
+        if len(made) > 1 and stages.get("rows") is not None and site.config.parallel_config.rank == 0:
             self._beacon = wire.bind(_beacon(site.config))
             self._beacon.listen(wire.BACKLOG)
 
