@@ -12,6 +12,7 @@ from blend.integrations.vllm.signature import Signer
 from blend.types import PromptLayout
 
 COUNT = 12
+LATE, FAILS = 1, 2  # last tokens of prompts for which the second worker of `ranks_connector` is late, or fails
 MODULE = "blend.integrations.vllm.connector"
 
 

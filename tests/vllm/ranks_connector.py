@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
+from engines import FAILS, LATE
+
 from blend.integrations.vllm.connector import KVBlend
 from blend.integrations.vllm.contract import Load, LoadFailedError
 from blend.integrations.vllm.copied import CopiedKV
 from blend.integrations.vllm.stages import STAGES
-
-LATE, FAILS = 1, 2  # last tokens of such prompts
 
 
 class Uneven(CopiedKV):

@@ -5,16 +5,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from proofs import found_by
 
-ROOT = Path(__file__).parents[2]
 CLOSE = 1e-4  # relative to the largest entry: other summation orders in float32, nothing else
 
 pytestmark = pytest.mark.inside_vllm
@@ -22,19 +17,7 @@ pytestmark = pytest.mark.inside_vllm
 
 @pytest.fixture(scope="module")
 def proof(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
-    folder = tmp_path_factory.mktemp("rows")
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("rows_proof.py")), str(folder)],
-        env={**os.environ, "PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return found
+    return found_by("rows_proof.py", tmp_path_factory.mktemp("rows"))
 
 
 @pytest.mark.parametrize("case", ["default", "all rows", "no rows", "random", "deviation", "gradual", "in context"])

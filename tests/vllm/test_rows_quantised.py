@@ -5,10 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 from machines import HEADERS, Machines, until
+from proofs import found_by
 from quantised import save_int8
 
 from tests.tiny_model import save_tiny_model
 
-ROOT = Path(__file__).parents[2]
 KINDS = ("int8", "online")
 TOWNS = ("Aarhus", "Bergen", "Cadiz", "Delft")
 
@@ -29,19 +25,7 @@ pytestmark = pytest.mark.inside_vllm
 
 @pytest.fixture(scope="module")
 def proof(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
-    folder = tmp_path_factory.mktemp("quantised")
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("rows_quantised_proof.py")), str(folder)],
-        env={**os.environ, "PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return found
+    return found_by("rows_quantised_proof.py", tmp_path_factory.mktemp("rows"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

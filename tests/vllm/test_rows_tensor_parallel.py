@@ -5,39 +5,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from proofs import found_by
 
-ROOT = Path(__file__).parents[2]
 CLOSE = 1e-4  # relative to the largest entry: other summation orders in float32, nothing else
-PATIENCE = 900  # seconds; processes that wait for each other wait for ever
 
 pytestmark = pytest.mark.inside_vllm
 
 
 @pytest.fixture(scope="module")
 def proof(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
-    folder = tmp_path_factory.mktemp("rows")
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("rows_split_proof.py")), str(folder)],
-        env={**os.environ, "PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return found
+    return found_by("rows_split_proof.py", tmp_path_factory.mktemp("rows"))
 
 
 def test_the_first_process_uses_caches_of_kvblends_decoder_and_the_other_has_no_store(proof: dict[str, Any]) -> None:

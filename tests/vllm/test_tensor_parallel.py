@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines import COUNT, Engine, salt, started
+from engines import COUNT, FAILS, LATE, Engine, salt, started
 from machines import free_port
-from ranks_connector import FAILS, LATE
 from tiny import Bench, bench, save_model
 
 from blend.integrations.vllm import network

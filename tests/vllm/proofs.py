@@ -1,0 +1,30 @@
+"""Proofs that run in a process of their own, with vLLM in it, and leave what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 900  # seconds; processes that wait for each other wait for ever
+
+
+def found_by(script: str, folder: Path) -> dict[str, Any]:
+    """What a script beside this file finds; it is given the folder, and leaves found.json there."""
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name(script)), str(folder)],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
