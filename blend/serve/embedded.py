@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 LOADING = 2  # prompts whose caches are loaded at a time
 LOOK_S = 0.05  # while all there is to do waits for the store, prompts that are given up are looked for so often
-CPU_ROWS = 80  # a pass takes five times as long as that of a single row; more rows would make answers wait and gain nothing
+CPU_ROWS = 80  # a pass takes five times as long as that of a single row; of more, answers would wait longer for nothing
 GPU_ROWS = 1024
 
 
