@@ -30,12 +30,13 @@ CORPUS = Corpus(tuple(Passage(f"title {i}", f"text {i}", 20 + i % 7) for i in ra
 
 
 @pytest.mark.parametrize(("rate", "seconds"), [(0.5, 400.0), (20.0, 30.0)])
-def test_arrivals_are_a_poisson_process(rate: float, seconds: float) -> None:
+def test_arrivals_are_a_poisson_process_of_the_number_that_is_expected(rate: float, seconds: float) -> None:
     times = [arrivals(rate, seconds, np.random.default_rng(seed)) for seed in range(200)]
-    counts = np.array([len(one) for one in times])
-    expected = rate * seconds
-    assert abs(counts.mean() - expected) < 4 * math.sqrt(expected / len(times))
-    assert counts.var() == pytest.approx(expected, rel=0.4)
+    assert {len(one) for one in times} == {rate * seconds}
+    halves = np.array([np.searchsorted(one, seconds / 2) for one in times])
+    assert halves.var() == pytest.approx(rate * seconds / 4, rel=0.4), (
+        "binomial, as of a Poisson process of known number"
+    )
     gaps = np.concatenate([np.diff(one) for one in times])
     assert gaps.min() >= 0
     assert np.mean(gaps) == pytest.approx(1 / rate, rel=0.05)
