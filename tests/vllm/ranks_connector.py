@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from engines import FAILS, LATE
+from copied_engine import FAILS, LATE
 
 from blend.integrations.vllm.connector import KVBlend
 from blend.integrations.vllm.contract import Load, LoadFailedError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import COUNT, Engine, salt, started
+from copied_engine import COUNT, Engine, salt, started
 from machines import free_port
 from tiny import Bench, bench, save_model
 

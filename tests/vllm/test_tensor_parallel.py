@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines import COUNT, FAILS, LATE, Engine, salt, started
+from copied_engine import COUNT, FAILS, LATE, Engine, salt, started
 from machines import free_port
 from tiny import Bench, bench, save_model
 
