@@ -23,10 +23,9 @@ def refusal(site: Site) -> str:
     """Why rows cannot be run on this worker, in words that follow "because"; empty where they can as far as can be told."""
     config, layers = site.config, site.layers
     parallel = config.parallel_config
+    otherwise = parallel.data_parallel_size > 1 or parallel.world_size != parallel.tensor_parallel_size
     told = {
-        "the model is split over several processes, and not by tensor parallelism alone": parallel.data_parallel_size
-        > 1
-        or parallel.world_size != parallel.tensor_parallel_size,
+        "the model is split over several processes, and not by tensor parallelism alone": otherwise,
         "it serves LoRA adapters": config.lora_config is not None,
         "it decodes speculatively": config.speculative_config is not None,
         "it reads more than text": config.model_config.is_multimodal_model,
