@@ -16,12 +16,17 @@ DAY_S = 86400.0
 
 
 class Listed(NamedTuple):
-    """A cache as `ls` shows it. age_s: since it was last used where the tier knows, else since it was put."""
+    """A cache as `ls` shows it.
+
+    age_s: since it was last used where the tier knows, else since it was put. hits: prompts on this machine that it was read
+    for, from whichever tier.
+    """
 
     digest: str
     namespace: str
     nbytes: int
     age_s: float
+    hits: int
     document: str
     pinned: bool
 
@@ -56,18 +61,23 @@ def list_caches(caches: ChunkStore, tier: str | None = None) -> Iterator[Listed]
         raise ConfigError(f"this store has no tier {tier!r}; it has {', '.join(held)}")
     backend = held[tier] if tier else next(iter(held.values()))
     documents = sources.read_sources(caches).documents
+    uses = caches.backend.uses
+    hits = {} if uses is None else uses.read().of_caches
     pins, now = pinned(caches.backend), time.time()
     for page in backend.listing(CACHES):
         for stored in page:
-            yield _shown(stored, documents, pins, now)
+            yield _shown(stored, documents, hits, pins, now)
 
 
-def _shown(stored: Stored, documents: Mapping[str, str], pins: frozenset[str], now: float) -> Listed:
+def _shown(
+    stored: Stored, documents: Mapping[str, str], hits: Mapping[str, int], pins: frozenset[str], now: float
+) -> Listed:
     from blend.store.names import key_of
 
     key = key_of(stored.name)
     age, document = max(0.0, now - stored.used), documents.get(key.digest, "")
-    return Listed(key.digest, key.namespace, stored.nbytes, age, document, key.digest in pins)
+    used = hits.get(key.digest, 0)
+    return Listed(key.digest, key.namespace, stored.nbytes, age, used, document, key.digest in pins)
 
 
 def in_bytes(nbytes: int) -> str:

@@ -24,7 +24,7 @@ _TIERS = ("far", "hot", "local")
 @click.option("--tier", type=click.Choice(_TIERS), help="Of which tier.  [default: the one that decides]")
 @options.json_option
 def ls(store: Path, store_key: Path | None, tier: str | None, as_json: bool) -> None:
-    """List the chunk caches: digest, size, age, document; a * where one is pinned."""
+    """List the chunk caches: digest, size, age, hits on this machine, document; a * where one is pinned."""
     from blend.cli.console import print_json, say
 
     for one in list_caches(open_caches(store, store_key), tier):
@@ -33,7 +33,7 @@ def ls(store: Path, store_key: Path | None, tier: str | None, as_json: bool) -> 
         else:
             mark = "*" if one.pinned else " "
             size, age = in_bytes(one.nbytes), in_time(one.age_s)
-            say(f"{one.digest[:16]}{mark} {size:>9} {age:>8}  {one.document or '-'}")
+            say(f"{one.digest[:16]}{mark} {size:>9} {age:>8} {_hits(one.hits):>9}  {one.document or '-'}")
 
 
 @click.command("stats")
@@ -41,20 +41,21 @@ def ls(store: Path, store_key: Path | None, tier: str | None, as_json: bool) -> 
 @options.store_key_option
 @options.json_option
 def stats(store: Path, store_key: Path | None, as_json: bool) -> None:
-    """Show what each tier holds: caches, bytes, ages, and hits where the tier counts them."""
+    """Show what each tier holds: caches, bytes, ages, and how often this machine has read from it for a prompt."""
     from blend.cli.console import print_json, say
 
-    rows = [_tier_stats(name, backend) for name, backend in tiers_of(open_caches(store, store_key))]
+    caches = open_caches(store, store_key)
+    uses = caches.backend.uses
+    hits = {} if uses is None else uses.read().of_tiers
+    rows = [_tier_stats(name, backend, hits.get(name, 0)) for name, backend in tiers_of(caches)]
+    in_memory = hits.get("memory", 0)
     if as_json:
-        print_json({"tiers": rows})
+        print_json({"tiers": rows, "hits_in_memory": in_memory})
         return
     for row in rows:
-        if "error" in row:
-            say(f"{row['tier']:<6} {row['place']}: {row['error']}")
-            continue
-        ages = f", last used {in_time(row['newest_s'])} to {in_time(row['oldest_s'])} ago" if row["entries"] else ""
-        hits = f", {row['hits']:,} hits and {row['misses']:,} misses of the whole server" if "hits" in row else ""
-        say(f"{row['tier']:<6} {row['place']}: {row['entries']:,} caches, {in_bytes(row['bytes'])}{ages}{hits}")
+        say(f"{row['tier']:<6} {row['place']}: {row.get('error') or _in_words(row)}")
+    if in_memory:
+        say(f"memory of this machine's servers: {_hits(in_memory)}")
 
 
 @click.command("verify")
@@ -121,19 +122,31 @@ def import_(file: Path, store: Path, store_key: Path | None) -> None:
     say(f"{done.names:,} names, {in_bytes(done.nbytes)}; {len(done.refused):,} left out")
 
 
-def _tier_stats(name: str, backend: Any) -> dict[str, Any]:
+def _in_words(row: dict[str, Any]) -> str:
+    ages = f", last used {in_time(row['newest_s'])} to {in_time(row['oldest_s'])} ago" if row["entries"] else ""
+    server = ""
+    if "server_hits" in row:
+        server = f"; the whole server: {_hits(row['server_hits'])}, {row['server_misses']:,} misses"
+    return f"{row['entries']:,} caches, {in_bytes(row['bytes'])}{ages}, {_hits(row['hits'])} of this machine{server}"
+
+
+def _hits(count: int) -> str:
+    return f"{count:,} hit{'' if count == 1 else 's'}"
+
+
+def _tier_stats(name: str, backend: Any, hits: int) -> dict[str, Any]:
     """What a tier holds, or why it does not say."""
     from blend.errors import StoreError
     from blend.store.backend import CACHES
 
-    row: dict[str, Any] = {"tier": name, "place": backend.place}
+    row: dict[str, Any] = {"tier": name, "place": backend.place, "hits": hits}
     try:
         held = [stored for page in backend.listing(CACHES) for stored in page]
         ages = [max(0.0, time.time() - stored.used) for stored in held]
         row |= {"entries": len(held), "bytes": sum(stored.nbytes for stored in held)}
         row |= {"newest_s": min(ages, default=0.0), "oldest_s": max(ages, default=0.0)}
-        if hasattr(backend, "hits") and name != "store":
-            row["hits"], row["misses"] = backend.hits()
+        if hasattr(backend, "server_hits"):
+            row["server_hits"], row["server_misses"] = backend.server_hits()
     except StoreError as error:
         row["error"] = str(error)
     return row

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from blend.errors import ConfigError, EntryDamagedError, EntryTooLargeError
+from blend.store.uses import Uses
 
 CACHES = "objects/"
 
@@ -103,6 +104,11 @@ class Blob(ABC):
         return None
 
     @property
+    def tier(self) -> str:
+        """Where it is read from: "far", "hot", "local", "memory"; a store in one place is "store"."""
+        return "store"
+
+    @property
     def shared(self) -> object | None:
         """Where the bytes are known to be those that were written: one object for all blobs over them.
 
@@ -144,6 +150,11 @@ class Backend(ABC):
     def evictions(self) -> int:
         """Caches that went for want of room since this was made, but for those of a tier of memory."""
         return 0
+
+    @property
+    def uses(self) -> Uses | None:
+        """How often caches were used on this machine; None where it keeps nothing of the store."""
+        return None
 
     def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:  # noqa: B027 - most have nothing nearer
         """These caches will be read soon: bring them nearer meanwhile, but for larger ones. Returns at once, never fails."""

@@ -105,7 +105,7 @@ class ChunkStore:
             blob.close()
             return error
         self.backend.touch(name)
-        return ChunkReader(blob, key, known, self._scratch)
+        return ChunkReader(blob, key, known, self._scratch, self.backend.uses)
 
     def _known_entry(self, blob: Blob, key: ChunkKey) -> KnownEntry:
         """Looked at every time, unless the blob is known to be what it was."""

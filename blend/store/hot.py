@@ -21,6 +21,7 @@ from blend.errors import EntryDamagedError
 from blend.store.backend import CACHES, Backend, Blob, Buffer, MemoryStats, Range, Stored, TierHits
 from blend.store.hot_memory import Held, HeldBytes, HotMemory
 from blend.store.read_ahead import ReadAhead
+from blend.store.uses import Uses
 
 TELLING = 512
 """So many first bytes tell two entries of one name apart: the digest over the header stands among the first hundred."""
@@ -35,6 +36,11 @@ class HotBlob(HeldBytes):
         super().__init__(held.view)
         self._memory, self._unused = memory, threading.Lock()
         self._held: Held | None = held
+
+    @property
+    def tier(self) -> str:
+        """See `Blob.tier`."""
+        return "memory"
 
     @property
     def shared(self) -> Held | None:
@@ -63,6 +69,11 @@ class ColdBlob(Blob):
         self._below, self._memory, self._on_used = below, memory, on_used
         self._unused = threading.Lock()
         self.nbytes, self.head = below.nbytes, below.head
+
+    @property
+    def tier(self) -> str:
+        """What the backend below says."""
+        return self._below.tier
 
     @property
     def shared(self) -> object | None:
@@ -111,6 +122,11 @@ class HotBackend(Backend):
     def tier_hits(self) -> TierHits | None:
         """Of the tiers below."""
         return self.below.tier_hits
+
+    @property
+    def uses(self) -> Uses | None:
+        """From below."""
+        return self.below.uses
 
     @property
     def evictions(self) -> int:

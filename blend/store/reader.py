@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from blend.store.buffers import LayerBuffer, Scratch
+    from blend.store.uses import Uses
 
 HEAD = 16 << 10  # one read for the header of most models: of some 80 layers of two parts, or 45 of four
 
@@ -38,14 +40,18 @@ class ChunkReader:
 
     It stays readable when the entry is evicted or replaced meanwhile. tokens, layers: of the chunk. start: position of its
     first token when it was computed. still: whether its positions are taken out (`ChunkCache.still`). codec: how it is kept.
-    stored_bytes: its length in the store. counts: whether reading it counts as a use of the entry; may be set.
+    stored_bytes: its length in the store. counts: whether reading it counts as a use of the entry, which `uses` is told once;
+    may be set.
     """
 
-    def __init__(self, blob: Blob, key: ChunkKey, known: KnownEntry, scratch: Scratch) -> None:
+    def __init__(
+        self, blob: Blob, key: ChunkKey, known: KnownEntry, scratch: Scratch, uses: Uses | None = None
+    ) -> None:
         header = known.header
         self.tokens, self.layers, self.start = header.tokens, len(header.layers), header.start
         self.still, self.codec, self.stored_bytes = header.still, header.codec.name, blob.nbytes
         self.counts = True
+        self._uses, self._uncounted = uses, threading.Lock()
         self._blob: Blob | None = blob
         self._key, self._header, self._windows, self._seal, self._scratch = (
             key,
@@ -110,6 +116,8 @@ class ChunkReader:
         if not 0 <= index < self.layers:
             raise IndexError(f"layer {index} of {self.layers}")
         blob.used(counts=self.counts)
+        if self.counts and self._uses is not None and self._uncounted.acquire(blocking=False):
+            self._uses.count(self._key.digest, blob.tier)
         layout = self._header.layers[index]
         try:
             buffer = self._windows.get(index) or self._filled(blob, index, reuse=reuse)

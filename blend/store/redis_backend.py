@@ -169,7 +169,7 @@ class RedisBackend(Backend):
         """A lease, which ends half a minute after the process that holds it."""
         return leased(self)
 
-    def hits(self) -> tuple[int, int]:
+    def server_hits(self) -> tuple[int, int]:
         """Reads that found something and that did not, of the whole server since it was started."""
         with self._exchange("read"):
             info: Any = self._client.info("stats")

@@ -25,6 +25,7 @@ from blend.store.patience import Patience
 from blend.store.sealed import Look
 from blend.store.search import Found, Search
 from blend.store.tier import Authority, Nearer
+from blend.store.uses import Uses
 
 FETCHERS = 16
 _MOST_OF_A_GENERATION = 1 << 10
@@ -68,6 +69,11 @@ class TieredBackend(Backend):
     def tier_hits(self) -> TierHits:
         """See `Backend.tier_hits`."""
         return self._search.hits
+
+    @property
+    def uses(self) -> Uses | None:
+        """Kept on this machine's disk, of whatever tier."""
+        return None if self.tiers.local is None else self.tiers.local.uses
 
     @property
     def evictions(self) -> int:

@@ -60,6 +60,11 @@ class TieredBlob(Blob):
             group.add(self)
 
     @property
+    def tier(self) -> str:
+        """See `Blob.tier`."""
+        return "local" if self._arrival is None else self._arrival.tier
+
+    @property
     def shared(self) -> object | None:
         """Itself, or what many read: everything was verified."""
         return self._arrival or self

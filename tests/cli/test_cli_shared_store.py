@@ -119,6 +119,11 @@ def test_what_the_tiers_hold(machine, documents, tmp_path) -> None:
     assert sum(row["nbytes"] for row in listed) == tiers["far"]["bytes"]
     assert {Path(row["document"]).name for row in listed} == {path.name for path in documents.iterdir()}
     assert len(rows(one("store", "ls", "--tier", "local", "--json").out)) == tiers["local"]["entries"]
+    used = [row["hits"] for row in listed if row["hits"]]
+    assert used == [1] * tiers["far"]["hits"]  # by the one answer, on a machine that had nothing
+    assert not tiers["local"]["hits"]
+    assert f", {len(used)} hits of this machine" in one("store", "stats").out
+    assert [row["hits"] for row in rows(machine("two")("store", "ls", "--json").out)] == [0] * len(listed)
     refused = one("store", "ls", "--tier", "hot")
     assert refused.code == 2
     assert "it has far, local" in one_line(refused.err)
