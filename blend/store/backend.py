@@ -19,10 +19,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import ConfigError, EntryDamagedError, EntryTooLargeError
 from blend.store.uses import Uses
+
+if TYPE_CHECKING:
+    from blend.store.header import EntryHeader
 
 CACHES = "objects/"
 
@@ -114,6 +117,11 @@ class Blob(ABC):
 
         Nothing of such a blob needs to be verified twice. It can be referred to weakly.
         """
+        return None
+
+    @property
+    def header(self) -> EntryHeader | None:
+        """Of a cache, where the backend has had to verify it: with the store's seal, for the name that was opened."""
         return None
 
     def used(self, *, counts: bool = True) -> None:  # noqa: B027 - most backends do not ask

@@ -114,7 +114,8 @@ class ChunkStore:
             return KnownEntry(read_header(blob, key, self._seal), {}, self._seal)
         held = self._known.get(shared)
         if held is None:
-            held = self._known[shared] = KnownEntry(read_header(blob, key, self._seal), {}, Unsealed())
+            header = blob.header or read_header(blob, key, self._seal)
+            held = self._known[shared] = KnownEntry(header, {}, Unsealed())
         return held
 
     @cached_property

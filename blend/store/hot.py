@@ -16,12 +16,16 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
+from typing import TYPE_CHECKING
 
 from blend.errors import EntryDamagedError
 from blend.store.backend import CACHES, Backend, Blob, Buffer, MemoryStats, Range, Stored, TierHits
 from blend.store.hot_memory import Held, HeldBytes, HotMemory
 from blend.store.read_ahead import ReadAhead
 from blend.store.uses import Uses
+
+if TYPE_CHECKING:
+    from blend.store.header import EntryHeader
 
 TELLING = 512
 """So many first bytes tell two entries of one name apart: the digest over the header stands among the first hundred."""
@@ -79,6 +83,11 @@ class ColdBlob(Blob):
     def shared(self) -> object | None:
         """What the backend below says."""
         return self._below.shared
+
+    @property
+    def header(self) -> EntryHeader | None:
+        """What the backend below says."""
+        return self._below.header
 
     def read(self, *ranges: Range) -> bool:
         """From below."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from blend.errors import EntryDamagedError
 from blend.store.backend import Blob, Range
+from blend.store.header import EntryHeader
 from blend.store.names import key_of
 from blend.store.reader import read_header
 from blend.store.seal import Seal
@@ -23,6 +24,7 @@ class Piece(NamedTuple):
 class Entry(NamedTuple):
     """beginning: all bytes in front of the first piece. The pieces lie one right behind the other, up to the end."""
 
+    header: EntryHeader
     beginning: bytes
     pieces: tuple[Piece, ...]
     nbytes: int
@@ -41,12 +43,13 @@ def looker(seal: Seal) -> Look:
     """By the headers that `ChunkStore` writes."""
 
     def look(name: str, blob: Blob) -> Entry:
-        layers = read_header(blob, key_of(name), seal).layers
+        header = read_header(blob, key_of(name), seal)
+        layers = header.layers
         beginning = bytearray(blob.head[: layers[0].offset])
         rest = bytearray(layers[0].offset - len(beginning))
         if rest and not blob.read(Range(len(beginning), memoryview(rest))):
             raise EntryDamagedError("it is truncated")
         pieces = tuple(Piece(layer.offset, layer.nbytes, layer.checksum) for layer in layers)
-        return Entry(bytes(beginning + rest), pieces, blob.nbytes, seal)
+        return Entry(header, bytes(beginning + rest), pieces, blob.nbytes, seal)
 
     return look

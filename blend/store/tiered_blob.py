@@ -9,6 +9,7 @@ from weakref import WeakSet
 from blend.errors import EntryDamagedError, StoreError
 from blend.store.arrival import Arrival, Source
 from blend.store.backend import Blob, Range
+from blend.store.header import EntryHeader
 from blend.store.sealed import Entry, Piece
 
 
@@ -68,6 +69,11 @@ class TieredBlob(Blob):
     def shared(self) -> object | None:
         """Itself, or what many read: everything was verified."""
         return self._arrival or self
+
+    @property
+    def header(self) -> EntryHeader:
+        """By which its pieces are known."""
+        return self._entry.header
 
     def used(self, *, counts: bool = True) -> None:
         """What was opened with it is fetched too."""
