@@ -7,7 +7,8 @@ import mmap
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from threading import Lock
@@ -42,11 +43,13 @@ class Rate:
     def __init__(self, bytes_a_second: float) -> None:
         self._rate, self._free, self._lock = bytes_a_second, 0.0, Lock()
 
-    def wait(self, nbytes: int) -> None:
-        """Come back when these bytes would have arrived, behind those that were asked for before."""
+    @contextmanager
+    def arriving(self, nbytes: int) -> Iterator[None]:
+        """Ends when these bytes would have arrived, behind those that were asked for before. Reading them is done within."""
         with self._lock:
             self._free = max(self._free, time.perf_counter()) + nbytes / self._rate
             due = self._free
+        yield
         time.sleep(max(0.0, due - time.perf_counter()))
 
 
@@ -56,12 +59,13 @@ class SlowBlob(Blob):
     def __init__(self, blob: Blob, rate: Rate) -> None:
         self._blob, self._rate = blob, rate
         self.nbytes, self.head = blob.nbytes, blob.head
-        rate.wait(len(self.head))
+        with rate.arriving(len(self.head)):
+            pass
 
     def read(self, *ranges: Range) -> bool:
         """Whole ranges, one after another."""
-        self._rate.wait(sum(one.into.nbytes for one in ranges))
-        return self._blob.read(*ranges)
+        with self._rate.arriving(sum(one.into.nbytes for one in ranges)):
+            return self._blob.read(*ranges)
 
     def close(self) -> None:
         """The blob."""
@@ -69,7 +73,7 @@ class SlowBlob(Blob):
 
 
 class SlowBackend(DiskBackend):
-    """The files of a disk store, read at `bytes_a_second` whatever the disk does."""
+    """The files of a disk store, read at `bytes_a_second` where the disk, or the memory that holds them, is quicker."""
 
     def __init__(self, root: Path, bytes_a_second: float) -> None:
         super().__init__(root)
