@@ -136,26 +136,40 @@ def read(path: Path) -> list[Measured]:
     return [Measured(**line) for line in read_lines(path)]
 
 
-def table(found: Sequence[Measured]) -> Iterator[str]:
-    """A line a codec as Markdown, on the records that all codecs have, beside bfloat16."""
+def table(found: Sequence[Measured], taken: Iterable[Speed] = ()) -> Iterator[str]:
+    """A line a codec as Markdown, on the records that all codecs have, beside bfloat16. taken: what `speeds` has measured."""
+    speed = {one.codec: one for one in taken}
     by_codec: dict[str, dict[str, Measured]] = {}
     for one in found:
         by_codec.setdefault(one.codec, {})[one.record] = one
     records = sorted(set.intersection(*(set(mine) for mine in by_codec.values())))
     beside = [by_codec[BESIDE][record] for record in records]
-    yield "| codec | bytes a token | of bfloat16 | mean KL | of bfloat16 | difference | median KL | top-1 | difference |"
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+    names = [
+        "codec",
+        "bytes a token",
+        "of bfloat16",
+        "mean KL",
+        "of bfloat16",
+        "difference",
+        "median KL",
+        "top-1",
+        "difference",
+    ]
+    names += ["encode GB/s", "decode GB/s"] if speed else []
+    yield _cells(names)
+    yield f"|---|{'--:|' * (len(names) - 1)}"
     for codec, mine in by_codec.items():
-        yield _line(codec, [mine[record] for record in records], beside)
+        rates = [] if not speed else _rates(speed[codec]) if codec in speed else ["", ""]
+        yield _cells([*_figures(codec, [mine[record] for record in records], beside), *rates])
     yield f"\n{len(records)} records"
 
 
-def _line(codec: str, mine: Sequence[Measured], beside: Sequence[Measured]) -> str:
+def _figures(codec: str, mine: Sequence[Measured], beside: Sequence[Measured]) -> list[str]:
     kl, other = [one.kl for one in mine], [one.kl for one in beside]
     size, least = (sum(one.nbytes for one in rows) / sum(one.tokens for one in rows) for rows in (mine, beside))
     more = paired_interval(kl, other)
     agree = paired_interval([one.top1 for one in mine], [one.top1 for one in beside])
-    cells = (
+    return [
         codec,
         f"{size:,.0f}",
         f"{size / least:.3f}",
@@ -165,7 +179,14 @@ def _line(codec: str, mine: Sequence[Measured], beside: Sequence[Measured]) -> s
         f"{median(kl):.4f}",
         f"{mean(one.top1 for one in mine):.3f}",
         f"{agree.mean:+.3f} [{agree.low:+.3f}, {agree.high:+.3f}]",
-    )
+    ]
+
+
+def _rates(one: Speed) -> list[str]:
+    return [f"{one.nbytes / seconds / 1e9:.2f}" for seconds in (one.encode_s, one.decode_s)]
+
+
+def _cells(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
@@ -197,8 +218,7 @@ def speed_table(found: Iterable[Speed]) -> Iterator[str]:
     yield "| codec | of bfloat16 | encode GB/s | decode GB/s |"
     yield "|---|--:|--:|--:|"
     for one in found:
-        encoded, decoded = (one.nbytes / seconds / 1e9 for seconds in (one.encode_s, one.decode_s))
-        yield f"| {one.codec} | {one.stored / one.nbytes:.3f} | {encoded:.2f} | {decoded:.2f} |"
+        yield _cells([one.codec, f"{one.stored / one.nbytes:.3f}", *_rates(one)])
 
 
 def _least_s(call: Callable[[], object], runs: int) -> float:

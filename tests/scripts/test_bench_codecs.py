@@ -42,6 +42,10 @@ def test_a_run_measures_every_codec_once_and_shows_them_beside_each_other(tmp_pa
     shown = script("show", out).stdout
     assert "2 records" in shown
     assert all(f"| {codec} |" in shown for codec in by_codec)
+    quick = [line.split("|")[-3:-1] for line in script("show", out, "--shape", "2,256,64").stdout.splitlines()[2:-2]]
+    assert len(quick) == 5
+    assert all(float(cell) > 0 for cells in quick[:4] for cell in cells)
+    assert [cell.strip() for cell in quick[4]] == ["", ""]  # a codec of the comparison alone
 
 
 def test_the_table_takes_the_records_that_all_codecs_have() -> None:
