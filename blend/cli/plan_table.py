@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from blend.plan.estimate import CodecCost, Plan, TierCost
 
 _STEPS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
-WIDTH = 130
+_WIDEST = 1000
 
 
 def plan_document(plan: Plan) -> dict[str, object]:
@@ -61,7 +61,9 @@ def show(plan: Plan) -> None:
         f"first token after {duration(plan.full_s)} of full prefill."
     )
     say()
-    print_wide(output, _table(plan), WIDTH)
+    table = _table(plan)
+    whole = output.measure(table, options=output.options.update(max_width=_WIDEST)).maximum
+    print_wide(output, table, whole)
     say()
     say("beats computing: from that bandwidth on, loading a prompt's chunks takes less time than computing them.")
     say("hidden: from that bandwidth on, loading takes no longer than what is recomputed anyway.")
