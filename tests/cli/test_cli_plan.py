@@ -44,6 +44,12 @@ def test_a_million_chunks_without_a_model(blend: Blend) -> None:
     assert objects["gain"] == pytest.approx(found["prompt"]["full_prefill_s"] / objects["blended_s"])
 
 
+def test_the_table_of_a_billion_chunks_is_not_cut(blend: Blend) -> None:
+    shown = blend("plan", *GIVEN, "--chunks", "1000000000").out
+    assert " 67.1 PB " in shown
+    assert "…" not in shown
+
+
 def test_tokens_and_chunks_are_two_ways_to_say_it(blend: Blend) -> None:
     ask = ("plan", *GIVEN, "--codec", "bfloat16", "--json")
     by_chunks = blend(*ask, "--chunks", "1000").json
