@@ -5,14 +5,16 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from all_hot import AllHot
 from far_stores import FAR, open_far
+from hot_stores import MB
 from store_processes import FORK, PREAMBLE
 
-from blend.store import ChunkStore, open_store
+from blend.store import ChunkStore, HotMemory, open_store
 from blend.types import CacheIdentity, ChunkCache, ChunkKey
 
 IDENTITY = CacheIdentity("model-a", "float32", (1, 2, 3))
@@ -64,6 +66,22 @@ def _near(kind: str, tmp_path: Path) -> Callable[..., ChunkStore]:
         if kind == "all hot":
             store.backend = AllHot(store.backend.below, store.backend._memory, store.backend._sound)
         return store
+
+    return make
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Where `hot` is."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def hot(root: Path) -> Callable[..., ChunkStore]:
+    """A directory with a tier of memory in front."""
+
+    def make(memory: int | HotMemory = MB, **options: Any) -> ChunkStore:
+        return open_store(root, memory_bytes=memory, **options)
 
     return make
 

@@ -8,69 +8,16 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
+from hot_stores import MB, big, holds, read, settled
 from store_processes import finish
 
-from blend.errors import ConfigError, EntryDamagedError, StoreError
+from blend.errors import ConfigError, EntryDamagedError
 from blend.store import HotMemory, open_store
 from blend.store.seal import Checksum, KeyedDigest
-from blend.types import ChunkCache
-
-MB = 1 << 20
-
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def hot(root):
-    def make(memory=MB, **options):
-        return open_store(root, memory_bytes=memory, **options)
-
-    return make
-
-
-def settled(store):
-    assert store.backend.wait(30)
-    return store.memory
-
-
-def read(store, key):
-    """Every layer of an entry, copied; None when there is none."""
-    reader = store.open(key)
-    if reader is None:
-        return None
-    with reader:
-        return [tuple(part.clone() for part in reader.layer(index)) for index in range(reader.layers)]
-
-
-def holds(store, key, cache):
-    layers = read(store, key)
-    pairs = zip(cache.keys, cache.values, strict=True)
-    return all(
-        torch.equal(a, b) for got, want in zip(layers, pairs, strict=True) for a, b in zip(got, want, strict=True)
-    )
-
-
-def path_of(root, key):
-    return root / "objects" / key.namespace / key.digest[:2] / f"{key.digest}.safetensors"
-
-
-def flip(path, at):
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 4
-    path.write_bytes(raw)
 
 
 def open_descriptors():
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def big(number, tokens=512):
-    """A cache of 256 KiB for 512 tokens."""
-    return ChunkCache(*[(torch.full((1, tokens, 64), float(number)),)] * 2, start=1)
 
 
 def entries_in_memory(store, keys):
@@ -125,90 +72,6 @@ def test_what_is_in_memory_is_not_hashed_again(hot, key, cache, secret, monkeypa
 
     monkeypatch.setattr(KeyedDigest if secret else Checksum, "digest", fail)
     assert holds(store, key(1), cache())
-
-
-def test_another_process_replaces_and_deletes(hot, root, key, cache, spawn):
-    store, mine, other = hot(), key(1), key(2)
-    work = f"""
-    store, changes = open_store(root), {{}}
-    from blend.types import ChunkKey
-    store.put(ChunkKey(*{tuple(mine)}), cache(7))
-    store.delete(ChunkKey(*{tuple(other)}))
-    """
-    for each in (mine, other):
-        store.put(each, cache())
-        read(store, each)
-    assert settled(store).entries == 2
-    with store.open(mine) as before:
-        finish(spawn(root, work))
-        assert store.open(other) is None
-        assert float(read(store, mine)[2][1].unique()) == 700
-        assert torch.equal(before.layer(2)[1], cache().values[2])
-    assert float(read(store, mine)[2][1].unique()) == 700
-    assert settled(store).entries == 1
-    (found,) = store.open_many([other])
-    assert found is None
-
-
-@pytest.mark.parametrize("at", [20, 80, 400, None])
-def test_damage_below_what_is_in_memory(hot, root, key, at):
-    """In what an entry is told apart by, it is noticed at once."""
-    store = hot()
-    store.put(key(1), big(1))
-    read(store, key(1))
-    settled(store)
-    path = path_of(root, key(1))
-    if at is None:
-        path.write_bytes(path.read_bytes()[:-1])
-    else:
-        flip(path, at)
-    with pytest.raises(EntryDamagedError):
-        store.open(key(1))
-    store.put(key(1), big(3))
-    assert holds(store, key(1), big(3))
-
-
-def test_where_later_bytes_alone_are_damaged_memory_serves_what_was_written(hot, root, key):
-    store = hot()
-    store.put(key(1), big(1))
-    read(store, key(1))
-    settled(store)
-    flip(path_of(root, key(1)), -1)
-    assert holds(store, key(1), big(1))
-    with pytest.raises(EntryDamagedError):
-        read(open_store(root), key(1))
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_damage_below_does_not_come_into_memory(hot, root, key, cache, ahead):
-    store = hot()
-    store.put(key(1), cache())
-    flip(path_of(root, key(1)), -1)
-    if ahead:
-        store.prefetch([key(1)])
-    with pytest.raises(EntryDamagedError):
-        read(store, key(1))
-    stats = settled(store)
-    assert (stats.entries, stats.nbytes) == (0, 0)
-    with pytest.raises(EntryDamagedError):
-        read(store, key(1))
-    store.put(key(1), cache())
-    assert holds(store, key(1), cache())
-    assert settled(store).entries == 1
-
-
-def test_damage_in_memory_is_found_and_read_from_below(hot, key):
-    store = hot(HotMemory(MB, recheck_s=0.0))
-    store.put(key(1), big(1))
-    read(store, key(1))
-    settled(store)
-    with store.open(key(1)) as reader:
-        reader.layer(0)[1].view(-1)[30_000] += 1
-    assert holds(store, key(1), big(1))
-    stats = settled(store)
-    assert (stats.damaged, stats.misses, stats.entries) == (1, 2, 1)
-    assert holds(store, key(1), big(1))
-    assert settled(store).hits == 2
 
 
 def test_the_budget_holds_whatever_is_read(hot, key):
@@ -287,25 +150,6 @@ def test_what_is_used_often_stays_when_much_else_is_read(hot, key):
     assert entries_in_memory(store, [key(0), key(1)]) == [True, False]
 
 
-def test_reading_ahead_is_silent_about_what_the_reader_finds(hot, root, key, cache, tmp_path):
-    store = hot()
-    store.put(key(1), cache())
-    store.put(key(2), cache())
-    flip(path_of(root, key(2)), 90)
-    store.prefetch([key(1), key(2), key(3)])
-    assert settled(store).entries == 1
-    assert store.open(key(3)) is None
-    with pytest.raises(EntryDamagedError):
-        store.open(key(2))
-    root.rename(tmp_path / "elsewhere")
-    store.prefetch([key(1)])
-    settled(store)
-    with pytest.raises(StoreError, match="is gone"):
-        store.open(key(1))
-    (tmp_path / "elsewhere").rename(root)
-    assert holds(store, key(1), cache())
-
-
 def test_the_thread_that_reads_ahead_ends_when_there_is_nothing_left(hot, key, cache):
     store, before = hot(), set(threading.enumerate())
     store.put(key(1), cache())
@@ -334,18 +178,6 @@ def test_stores_that_share_memory_keep_their_entries_apart(tmp_path, key, cache)
         settled(two)
     assert memory.stats.hits == 2
     assert memory.stats.entries == 2
-
-
-def test_a_put_through_it_shows_at_once(hot, key, cache):
-    store = hot()
-    for seed in range(5):
-        store.put(key(1), cache(seed))
-        for _ in range(2):
-            assert holds(store, key(1), cache(seed))
-            settled(store)
-    store.delete(key(1))
-    assert store.open(key(1)) is None
-    assert settled(store)[:6] == (5, 5, 0, 0, 0, 0)
 
 
 def work(store, key, seed):
