@@ -95,7 +95,9 @@ class GridCodec(Codec):
     def _encoded(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
-        states = states.detach().to("cpu", torch.float32)
+        # A GPU makes the numbers of what it holds: a thread would take far longer for them than a GPU for the KV itself. Other
+        # devices lack some of the types.
+        states = states.detach().to(states.device if states.is_cuda else "cpu", torch.float32)
         tokens = states.shape[1]
         count, size = _groups(tokens, max(1, round(tokens / self._group)))
         lacking = count * size - tokens
@@ -112,7 +114,7 @@ class GridCodec(Codec):
             raise StoreError(
                 f"a value is not finite, or too large for the codec {self.name}: use bfloat16 or float32 for this model"
             )
-        return self._grid.pack(numbers.flatten(1, 2)[:, :tokens]), scales
+        return self._grid.pack(numbers.flatten(1, 2)[:, :tokens]).cpu(), scales.cpu()
 
     def _fitted(self, states: torch.Tensor, extent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Steps and numbers of centred states, `[kv_heads, groups, tokens, head_dim]`."""
