@@ -101,26 +101,32 @@ def test_what_vllm_changes_about_a_model_keeps_its_caches_apart() -> None:
 
 
 class Process:
-    """One of several that hold a model's heads, as vLLM's group shows it; the first is given what all have."""
+    """One of several that hold a model's heads, as vLLM's group shows it. all_of: what each gives of a layer, in turns."""
 
-    def __init__(self, rank: int, world_size: int, all_of: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, rank: int, world_size: int, all_of: Sequence[Sequence[torch.Tensor]] = ()) -> None:
         self.rank_in_group, self.world_size, self._all = rank, world_size, all_of
 
-    def gather(self, states: torch.Tensor, dst: int, dim: int) -> torch.Tensor | None:
-        return torch.cat(tuple(self._all), dim) if self.rank_in_group == dst else None
+    def all_gather(self, states: torch.Tensor, dim: int) -> torch.Tensor:
+        flat = [torch.cat([one.flatten(1) for one in mine], dim=1) for mine in self._all]
+        assert torch.equal(states, flat[self.rank_in_group])
+        return torch.cat(flat, dim)
 
 
 @pytest.mark.parametrize(("processes", "kv_heads"), [(2, 2), (2, 8), (2, 1), (4, 2), (8, 2)])
 def test_heads_go_to_the_processes_that_hold_them_and_come_back_whole(processes: int, kv_heads: int) -> None:
     """Fewer heads than processes are held several times, by processes that are neighbours."""
-    whole = torch.randn(5, kv_heads, 3)
+    whole, asked = torch.randn(5, kv_heads, 3), torch.randn(5, 8, 4)
     groups = [Group(Process(rank, processes), kv_heads) for rank in range(processes)]
     own = [group.own(whole) for group in groups]
     for rank, part in enumerate(own):
         first = rank * kv_heads // processes
         assert torch.equal(part, whole[:, first : first + max(1, kv_heads // processes)])
-    assert torch.equal(Group(Process(0, processes, own), kv_heads).gathered_kv(own[0]), whole)
-    assert groups[1].gathered_kv(own[1]) is own[1]
+    queries = asked.chunk(processes, dim=1)
+    for rank in range(processes):
+        group = Group(Process(rank, processes, list(zip(own, queries, strict=True))), kv_heads)
+        keys, found = group.gathered(own[rank], queries[rank])
+        assert torch.equal(group.once(keys), whole)
+        assert torch.equal(found, asked)
     assert [group.leads for group in groups] == [True, *[False] * (processes - 1)]
 
 

@@ -68,15 +68,24 @@ class Group:
         """A tensor of the first process, into tensors of its shape at the others."""
         return self._group.broadcast(tensor)  # type: ignore[no-any-return]
 
-    def gathered(self, states: torch.Tensor) -> torch.Tensor:
-        """States of each process's heads `[rows, heads, head_dim]`: at the first process of all of them, elsewhere as given."""
-        whole = self._group.gather(states.contiguous(), dst=0, dim=1)
-        return states if whole is None else whole
+    def gathered(self, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """States of each process's heads, `[rows, heads, width]` each: of all processes, at all processes, in one exchange.
 
-    def gathered_kv(self, states: torch.Tensor) -> torch.Tensor:
-        """As `gathered`, of keys or values: heads that several processes hold are there once."""
-        whole = self.gathered(states)
-        return whole[:, :: self._copies] if self.leads else whole
+        Not vLLM's `gather`: in its CPU build a process that sends does not wait for the one that collects. Two in a row, behind
+        whatever came before, overwrite what was not read yet.
+        """
+        rows, widths = states[0].shape[0], [one[0].numel() for one in states]
+        own = torch.cat([one.reshape(rows, -1) for one in states], dim=1)
+        whole = self._group.all_gather(own, dim=0).view(self._group.world_size, rows, -1)
+        parts = whole.split(widths, dim=2)
+        return tuple(
+            part.reshape(-1, *one.shape).transpose(0, 1).reshape(rows, -1, one.shape[2]).to(one.dtype)
+            for part, one in zip(parts, states, strict=True)
+        )
+
+    def once(self, states: torch.Tensor) -> torch.Tensor:
+        """Of gathered keys or values: heads that several processes hold are there once."""
+        return states[:, :: self._copies]
 
     def own(self, states: torch.Tensor) -> torch.Tensor:
         """Of keys or values of all heads `[rows, kv_heads, head_dim]`, those of this process."""

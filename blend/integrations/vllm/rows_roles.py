@@ -94,10 +94,10 @@ class LeadingModel(RowModel):
         """As its base does; what `see` raises ends the pass of all processes."""
 
         def seen(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-            states = self._group.gathered_kv(key), self._group.gathered_kv(value)
-            asked = self._group.gathered(query) if rows.queries else query
+            gathered = self._group.gathered(key, value, *([query] if rows.queries else []))
+            keys, values = map(self._group.once, gathered[:2])
             try:
-                see(index, asked, *states)
+                see(index, gathered[2] if rows.queries else query, keys, values)
             except BaseException:
                 self._halted = True
                 self._group.tell(Layer.HALT)
@@ -158,9 +158,7 @@ class Follower:
 
     def _seen(self, rows: RowPass) -> See:
         def see(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-            self._group.gathered_kv(key), self._group.gathered_kv(value)
-            if rows.queries:
-                self._group.gathered(query)
+            self._group.gathered(key, value, *([query] if rows.queries else []))
             while not isinstance(told := self._group.hear(), Layer):
                 self._write(told)
             if told is Layer.HALT:
