@@ -58,15 +58,16 @@ class Grid(ABC):
 class GridCodec(Codec):
     """group: about how many tokens share a centre and a step; fewer than half as many never have their own.
 
-    clips: shares of a group's extent that its steps may span instead of all of it, where the squared error is less, group by
-    group and channel by channel; the few numbers beyond are moved to the edge.
+    clips: shares of a group's extent that its steps may span instead of all of it; the few numbers beyond go to the edge.
+    fits: how often centre and step are then fitted to the numbers by least squares, and the numbers to them. Both where the
+    squared error is less, group by group and channel by channel.
     """
 
     parts = ("k", "k.s", "v", "v.s")
     still = True
 
-    def __init__(self, name: str, grid: Grid, group: int, clips: tuple[float, ...] = ()) -> None:
-        self.name, self._grid, self._group, self._clips = name, grid, group, clips
+    def __init__(self, name: str, grid: Grid, group: int, clips: tuple[float, ...] = (), fits: int = 0) -> None:
+        self.name, self._grid, self._group, self._clips, self._fits = name, grid, group, clips, fits
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Numbers, and under ".s" the centres and then the steps of all groups, bfloat16 `[kv_heads, 2 * groups, head_dim]`.
@@ -108,7 +109,9 @@ class GridCodec(Codec):
         low, high = grouped.amin(2, keepdim=True), grouped.amax(2, keepdim=True)
         centre = ((low + high) / 2).bfloat16().float()
         extent = torch.maximum(high - centre, centre - low)
-        step, numbers = self._fitted(grouped - centre, extent)
+        step, numbers = self._clipped(grouped - centre, extent)
+        for _ in range(self._fits):
+            centre, step, numbers = self._fitted(grouped, centre, step, numbers)
         scales = torch.cat((centre, step), dim=1).squeeze(2).bfloat16()
         if not scales.isfinite().all():
             raise StoreError(
@@ -116,16 +119,27 @@ class GridCodec(Codec):
             )
         return self._grid.pack(numbers.flatten(1, 2)[:, :tokens]).cpu(), scales.cpu()
 
-    def _fitted(self, states: torch.Tensor, extent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _clipped(self, states: torch.Tensor, extent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Steps and numbers of centred states, `[kv_heads, groups, tokens, head_dim]`."""
-        import torch
-
         step, numbers = self._tried(states, extent)
         for clip in self._clips:
             other = self._tried(states, extent * clip)
-            better = _error(states, *other) < _error(states, step, numbers)
-            step, numbers = (torch.where(better, new, old) for new, old in zip(other, (step, numbers), strict=True))
+            step, numbers = _better(_error(states, *other) < _error(states, step, numbers), other, (step, numbers))
         return step, numbers
+
+    def _fitted(
+        self, states: torch.Tensor, centre: torch.Tensor, step: torch.Tensor, numbers: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Centres, steps and numbers: the line through the states over their numbers, and the numbers next to it."""
+        number, state = numbers.mean(2, keepdim=True), states.mean(2, keepdim=True)
+        apart = numbers - number
+        spread = apart.square().sum(2, keepdim=True).clamp_min(_LEAST_STEP)
+        slope = ((states - state) * apart).sum(2, keepdim=True) / spread
+        fitted_step = slope.clamp_min(_LEAST_STEP).bfloat16().float()
+        fitted = (state - fitted_step * number).bfloat16().float()
+        other = fitted, fitted_step, self._grid.nearest((states - fitted) / fitted_step)
+        less = _error(states - fitted, *other[1:]) < _error(states - centre, step, numbers)
+        return _better(less, other, (centre, step, numbers))
 
     def _tried(self, states: torch.Tensor, extent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # A little more than it takes, so that rounding to bfloat16 leaves nothing beyond the last step.
@@ -170,6 +184,14 @@ class GridCodec(Codec):
             torch.addcmul(centre[:, whole], rows, step[:, whole], out=rows)
         if not direct:
             out.copy_(target)
+
+
+def _better(
+    where: torch.Tensor, these: tuple[torch.Tensor, ...], else_those: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    import torch
+
+    return tuple(torch.where(where, one, other) for one, other in zip(these, else_those, strict=True))
 
 
 def _error(states: torch.Tensor, step: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

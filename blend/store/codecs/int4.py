@@ -55,4 +55,4 @@ def _bytes(tokens: int, width: int) -> int:
     return tokens if width < 2 else -(-tokens * width // 2)
 
 
-INT4 = GridCodec("int4", _Nibbles(), group=48, clips=(0.9, 0.8, 0.7))
+INT4 = GridCodec("int4", _Nibbles(), group=48, clips=(0.9, 0.75), fits=3)
