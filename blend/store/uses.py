@@ -94,7 +94,7 @@ class Uses:
         from sqlite3 import Error
 
         caches, tiers = Counter[str](), Counter[str]()
-        with suppress(OSError, Error):
+        with suppress(OSError, Error, TypeError):  # and values of other types than were written
             if stat.S_ISREG(self._path.lstat().st_mode):
                 with self._opened("ro") as database:
                     for digest, tier, hits in database.execute("SELECT digest, tier, hits FROM uses"):

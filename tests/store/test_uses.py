@@ -146,6 +146,16 @@ def test_what_cannot_be_written_now_is_written_later(tmp_path: Path, obstacle: s
     assert uses.read().of_caches == {"one": 2}
 
 
+def test_values_that_nobody_has_written_are_no_hits(tmp_path: Path) -> None:
+    uses = Uses(tmp_path, lambda: 0o600)
+    uses.count("one", "far")
+    uses.write()
+    with sqlite3.connect(tmp_path / NAME) as database:
+        database.execute("UPDATE uses SET hits = 'many'")
+    database.close()
+    assert uses.read() == NOTHING
+
+
 def test_another_process_that_writes_for_long_is_not_waited_for_by_who_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
