@@ -100,6 +100,8 @@ class ChunkReader:
         self._windows = {}  # of memory that may be evicted from now on
         if blob is not None:
             blob.close()
+            if self._uses is not None:
+                self._uses.settle()
 
     def __enter__(self) -> ChunkReader:
         return self

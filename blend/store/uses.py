@@ -2,8 +2,8 @@
 
 uses.sqlite3    digest of a cache, where it was read from ("local", "hot", "far", "memory", "store"), how often, when last
 
-Counting never fails and never waits: some seconds later a thread beside adds what was counted to the database, and what is left
-is added when the process ends. A process that is killed loses those seconds. A database that cannot be written, or is
+Counting never fails and hardly waits: every few seconds, when an entry was read, what was counted is added to the database,
+and what is left is added when the process ends. A process that is killed loses that. A database that cannot be written, or is
 damaged, costs figures and nothing else.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NAME = "uses.sqlite3"
 _EVERY_S = 5.0
-_WAIT_S = 5.0  # for another process that is writing
+_WAIT_S, _LAST_WAIT_S = 0.1, 5.0  # for another process that is writing; at the end of this one
 _FORGOTTEN_AFTER_S = 365 * 86400.0
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS uses"
@@ -52,7 +52,7 @@ class Uses:
         self._path, self._file_mode = root.absolute() / NAME, file_mode
         self._lock = threading.Lock()
         self._counted = Counter[tuple[str, str]]()
-        self._later: threading.Timer | None = None
+        self._written_at = float("-inf")
         self._writes_at_exit = self._swept = False
 
     def count(self, digest: str, tier: str) -> None:
@@ -60,26 +60,25 @@ class Uses:
         with self._lock:
             self._counted[digest, tier] += 1
             if not self._writes_at_exit:
-                atexit.register(self.write)
+                atexit.register(self.write, _LAST_WAIT_S)
                 self._writes_at_exit = True
-            if self._later is None:
-                self._later = threading.Timer(_EVERY_S, self.write)
-                self._later.daemon = True
-                self._later.start()
 
-    def write(self) -> None:
-        """Add what was counted to the database; what cannot be added now is added with the next count."""
+    def settle(self) -> None:
+        """Called when something was read: writes, unless that was done some seconds ago."""
+        if self._counted and time.monotonic() >= self._written_at + _EVERY_S:
+            self.write()
+
+    def write(self, wait_s: float = _WAIT_S) -> None:
+        """Add what was counted to the database; what cannot be added now is added another time."""
         from sqlite3 import DatabaseError, OperationalError
 
         with self._lock:
             counted, self._counted = self._counted, Counter()
-            later, self._later = self._later, None
-        if later is not None:
-            later.cancel()
+            self._written_at = time.monotonic()
         if not counted:
             return
         try:
-            self._add(counted)
+            self._add(counted, wait_s)
         except (OSError, OperationalError):  # read-only, full, locked for long, or gone
             with self._lock:
                 self._counted.update(counted)
@@ -96,16 +95,17 @@ class Uses:
         caches, tiers = Counter[str](), Counter[str]()
         with suppress(OSError, Error, TypeError):  # and values of other types than were written
             if stat.S_ISREG(self._path.lstat().st_mode):
-                with self._opened("ro") as database:
+                with self._opened("ro", _LAST_WAIT_S) as database:
                     for digest, tier, hits in database.execute("SELECT digest, tier, hits FROM uses"):
                         caches[digest] += hits
                         tiers[tier] += hits
         return Hits(dict(caches), dict(tiers))
 
-    def _add(self, counted: Counter[tuple[str, str]]) -> None:
+    def _add(self, counted: Counter[tuple[str, str]], wait_s: float) -> None:
         self._make()
         now = time.time()
-        with self._opened("rw") as database, database:
+        with self._opened("rw", wait_s) as database, database:
+            database.execute("PRAGMA synchronous = OFF")  # no figure is worth a prompt's wait for the disk
             database.execute(_TABLE)
             database.executemany(_ADD, [(*what, times, now) for what, times in counted.items()])
             if not self._swept:
@@ -125,8 +125,8 @@ class Uses:
             raise OSError(errno.EINVAL, "not a file of the store")
 
     @contextmanager
-    def _opened(self, mode: str) -> Iterator[Connection]:
+    def _opened(self, mode: str, wait_s: float) -> Iterator[Connection]:
         import sqlite3
 
-        with closing(sqlite3.connect(f"{self._path.as_uri()}?mode={mode}", uri=True, timeout=_WAIT_S)) as database:
+        with closing(sqlite3.connect(f"{self._path.as_uri()}?mode={mode}", uri=True, timeout=wait_s)) as database:
             yield database

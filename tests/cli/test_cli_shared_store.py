@@ -120,9 +120,9 @@ def test_what_the_tiers_hold(machine, documents, tmp_path) -> None:
     assert {Path(row["document"]).name for row in listed} == {path.name for path in documents.iterdir()}
     assert len(rows(one("store", "ls", "--tier", "local", "--json").out)) == tiers["local"]["entries"]
     used = [row["hits"] for row in listed if row["hits"]]
-    assert used == [1] * tiers["far"]["hits"]  # by the one answer, on a machine that had nothing
-    assert not tiers["local"]["hits"]
-    assert f", {len(used)} hits of this machine" in one("store", "stats").out
+    assert used
+    assert used == [1] * sum(row["hits"] for row in tiers.values())  # by the one answer, from wherever each was
+    assert f", {tiers['local']['hits']} hits of this machine" in one("store", "stats").out.splitlines()[-1]
     assert [row["hits"] for row in rows(machine("two")("store", "ls", "--json").out)] == [0] * len(listed)
     refused = one("store", "ls", "--tier", "hot")
     assert refused.code == 2

@@ -88,20 +88,21 @@ with ThreadPoolExecutor(4) as pool:
     assert Uses(tmp_path, lambda: 0o600).read() == Hits({str(number): 800 for number in range(5)}, {"store": 4000})
 
 
-def test_what_was_counted_is_written_after_some_seconds_and_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_was_counted_is_written_now_and_then_and_at_the_end(
+    store: ChunkStore, key: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blend.store.uses._EVERY_S", 0.05)
-    uses = Uses(tmp_path, lambda: 0o600)
-    uses.count("one", "far")
-    later = uses._later
-    assert later is not None
-    later.join(30)
-    assert uses.read().of_tiers == {"far": 1}
+    uses = store.backend.uses
+    assert uses is not None
+    for number in (1, 2):
+        read(store, key(number))
+    assert uses.read().of_caches == {key(1).digest: 1}  # the first at once, the others some seconds later
+    monkeypatch.setattr("blend.store.uses._EVERY_S", 0.0)
+    read(store, key(1))
+    assert uses.read().of_caches == {key(1).digest: 2, key(2).digest: 1}
     code = "import sys; from pathlib import Path; from blend.store.uses import Uses\n"
     code += "Uses(Path(sys.argv[1]), lambda: 0o600).count('one', 'local')"
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=60)
-    assert uses.read() == Hits({"one": 2}, {"far": 1, "local": 1})
+    assert Uses(tmp_path, lambda: 0o600).read() == Hits({"one": 1}, {"local": 1})
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a database" * 100, b"SQLite format 3\0" + bytes(500)])
@@ -157,9 +158,8 @@ def test_values_that_nobody_has_written_are_no_hits(tmp_path: Path) -> None:
 
 
 def test_another_process_that_writes_for_long_is_not_waited_for_by_who_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("blend.store.uses._WAIT_S", 0.05)
     uses = Uses(tmp_path, lambda: 0o600)
     uses.count("one", "far")
     uses.write()
