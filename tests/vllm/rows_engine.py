@@ -15,6 +15,7 @@ os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_NO_USAGE_STATS="1",
+    VLLM_USE_V2_MODEL_RUNNER="0",
     HF_HUB_OFFLINE="1",
 )
 

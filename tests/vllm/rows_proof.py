@@ -176,11 +176,46 @@ class Proof:
         mine, theirs = self.blender.prefill(layout), self.stage.blender.blend(layout, spare(layout))
         return {"told": len(theirs.placed.opened.problems), "kv": self._apart(mine, theirs.cache)}
 
+    def fitted(self) -> dict[str, Any]:
+        """Caches under the worker's own name: prompts until there is a KV correction for them, and one more."""
+        own = self.rows.decoder.named("own", "float32")
+        rows = RowBlender(own, self.store, BlendConfig(ratio=0.15))
+        prefix, passes, told = self.layouts[0].prefix, list[int](), list[Any]()
+        run = own.model.run
+        for length in range(800, 900, 12):
+            layout = prompt(length)
+            rows.blend(layout, spare(layout))
+            own.model.run = lambda one, see: (passes.append(one.token_ids.shape[0]), run(one, see))[1]
+            while len(rows.later):
+                rows.later.run(alone=True)
+            own.model.run = run
+            told.append(rows.blend(layout, spare(layout)))
+            if length == 800:
+                self.stage.blender = rows
+                asked = zip(*self.engine.asked([layout], "figures"), strict=True)
+                figures = self.engine.llm.generate(*map(list, asked), use_tqdm=False)[0].kv_transfer_params
+        rows.later.close()
+        library, filler = rows.filler().library(prefix), rows.filler()
+        return {
+            "figures": figures["kvblend"],
+            "uncorrected": [one.uncorrected for one in told],
+            "recomputed": [int(one.selection.rows.shape[0]) for one in told],
+            "surrogate": sum(map(len, library.surrogate)),
+            "maps": [filler.correction(prefix, contextual=kind) is not None for kind in (False, True)],
+            "contextual": [one.contextual for one in told[-1].placed.opened.used],
+            "hits": all(told[-1].placed.hits),
+            "most rows": max(passes),
+        }
+
     def identities(self, folder: Path) -> dict[str, bool]:
-        """Whether caches are shared with kvblend's decoder: with its probe in the store, and without it."""
+        """Whether caches are shared with kvblend's decoder: with its probe in the store, in another dtype, and without it."""
         mine = self.decoder.fingerprint
         empty = row_blender(self.rows.decoder.model, {"store": str(folder / "empty"), **SETTINGS})
+        half = Decoder.load(str(folder / "model"), device="cpu", dtype="bfloat16")
+        leave_probe(open_store(str(folder / "half" / "kv")), half)
+        other = row_blender(self.rows.decoder.model, {"store": str(folder / "half"), **SETTINGS})
         return {
+            "in another dtype": other.decoder.identity((1,)) == half.identity((1,)),
             "with probe": self.rows.decoder.facts.fingerprint == mine,
             "without": empty.decoder.facts.fingerprint == mine,
         }
@@ -212,6 +247,7 @@ def main() -> None:
         "in context": proof.in_context(),
         "encoded": proof.encoded(),
         "unknown": proof.unknown(),
+        "fitted": proof.fitted(),
         "learnt": proof.learnt(),
         "brought": proof.brought(folder),
         "damaged": proof.damaged(folder),

@@ -64,15 +64,7 @@ def test_around_block_boundaries_beside_the_batch(held: Bench, engine: Engine) -
     check_all_lengths(held, engine)
 
 
-@pytest.mark.parametrize("runner", ["0", "1"])
-def test_around_block_boundaries_before_the_batch(
-    held: Bench, model: Path, runner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.triton_utils import HAS_TRITON
-
-    if runner == "1" and not HAS_TRITON:
-        pytest.skip("vLLM's second model runner needs Triton for this kind of device, which is not here")
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+def test_around_block_boundaries_before_the_batch(held: Bench, model: Path) -> None:
     with started(model, held.socket, load="sync") as engine:
         check_all_lengths(held, engine)
         check_failures(held, engine)

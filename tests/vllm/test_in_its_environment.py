@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,3 +27,16 @@ def test_in_an_interpreter_that_has_vllm() -> None:
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+def test_ci_fails_without_the_environment(tmp_path: Path) -> None:
+    """Who asks for these tests is never shown a success that is none."""
+    install = tmp_path / "scripts" / "venv_vllm"
+    for folder in (install.parent, tmp_path / ".ci"):
+        folder.mkdir()
+    shutil.copy(REPOSITORY / ".ci" / "vllm", tmp_path / ".ci")
+    install.write_text("#!/bin/sh\nexit 1\n")
+    install.chmod(0o755)
+    done = subprocess.run([tmp_path / ".ci" / "vllm"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "tests/vllm did not run" in done.stderr

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -23,7 +24,7 @@ from starlette.routing import Route
 from blend.config import BlendConfig, CorpusConfig
 from blend.integrations.vllm import gate as gates
 from blend.integrations.vllm import network, wire
-from blend.integrations.vllm.desk import Desk
+from blend.integrations.vllm.desk import CHECKED_ROWS, Desk
 from blend.integrations.vllm.middleware import KVBlend
 from blend.integrations.vllm.prefill import PrefillServer
 from blend.integrations.vllm.shelf import Shelf, digest
@@ -257,9 +258,9 @@ def test_what_is_not_ours_goes_through_as_it_came(client: Client) -> None:
         ({"prompt_logprobs": 0}, "prompt_logprobs does not go together"),
         ({"use_beam_search": True}, "use_beam_search does not go together"),
         ({"documents": [{"text": 1}]}, "documents"),
-        ({"documents": [{"id": "none"}]}, "no document has the id"),
+        ({"documents": [{"id": "none"}]}, "no document of the corpus has the id 'none'"),
         ({"kvblend": {"nonsense": 1}}, "unknown field kvblend.nonsense"),
-        ({"kvblend": {"retrieve": {"corpus": "none"}}}, "there is no corpus"),
+        ({"kvblend": {"retrieve": {"corpus": "none"}}}, "no document is indexed yet"),
     ],
 )
 def test_refusals(client: Client, wrong: dict[str, Any], words: str) -> None:
@@ -279,6 +280,131 @@ def test_a_model_that_does_not_agree_is_not_used(
     assert found["kvblend"]["figures"]["reason"] == "refused"
 
 
+def test_damaged_entries_are_logged_and_counted_and_no_business_of_clients(
+    client: Client, prefill: Prefill, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = prefill.service.room("").rag().root
+    others = set((root / "kv" / "objects").rglob("*.safetensors"))
+    body = {**BODY, "documents": [{"title": "Quay", "text": TEXT.format(7) * 6}]}
+    assert client.post(body).json()["kvblend"]["figures"]["reason"] == "cold"
+    prefill.idle()
+    before = prefill.counted("damaged_entries_total")
+    for path in set((root / "kv" / "objects").rglob("*.safetensors")) - others:
+        data = bytearray(path.read_bytes())
+        data[-100] ^= 1
+        path.write_bytes(data)
+    reply = client.post(body)
+    lines = [record.told["why"] for record in caplog.records if record.message == "damaged"]  # type: ignore[attr-defined]
+    assert lines
+    assert prefill.counted("damaged_entries_total") == before + len(lines)
+    assert reply.json()["kvblend"]["figures"]["notes"] == []
+    assert not any(words in reply.text for words in (*lines, str(root)))
+
+
+def test_a_refused_model_is_blended_no_more(
+    service: Service,
+    prefill: Prefill,
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sources = warm(client, prefill)["kvblend"]["sources"]
+    _agree(monkeypatch, "it differs")
+    refusing = Client(application(service))
+    assert refusing.post(BODY).json()["kvblend"]["figures"] == REFUSED
+    prefill.idle()
+    before = prefill.counted("prompts_blended_total")
+    for _ in range(2):
+        found = refusing.post(BODY).json()
+        assert found["kvblend"]["figures"] == REFUSED
+        assert [one["text"] for one in found["kvblend"]["sources"]] == [one["text"] for one in sources]
+        assert found["asked"]["kv_transfer_params"].keys() == {"prompt_token_ids"}
+    assert prefill.counted("prompts_blended_total") == before
+    assert prefill.counted('fallbacks_total{reason="refused"}') == 2
+    assert held(prefill)["refused"] == "it differs"
+    told = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [record.name for record in told] == ["vllm.kvblend", "kvblend.serve"], "each process says it once"
+
+
+REFUSED = {"method": "full", "reason": "refused"}
+
+
+def held(prefill: Prefill) -> dict[str, Any]:
+    with wire.connect(prefill.socket, 10) as sock:
+        wire.send(sock, {"holding": True})
+        return wire.receive(sock)[0]
+
+
+def test_another_dtype_than_vllms_is_refused_with_the_remedy(
+    service: Service, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(wire.VARIABLE, prefill.socket)
+    app = application(service)
+    app.state.engine_client.vllm_config = vllm_config(dtype=torch.bfloat16)
+    assert Client(app).post(BODY).json()["kvblend"]["figures"] == REFUSED
+    assert "start blend vllm with --dtype bfloat16" in caplog.text
+    assert "--dtype bfloat16" in held(prefill)["refused"]
+
+
+def vllm_config(**model: Any) -> SimpleNamespace:
+    return SimpleNamespace(model_config=SimpleNamespace(**model))
+
+
+def test_models_are_compared_when_the_server_starts_and_again_when_it_starts_anew(
+    service: Service, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(wire.VARIABLE, prefill.socket)
+    differing, alike = application(service), application(service)
+    differing.state.engine_client.vllm_config = vllm_config(dtype=torch.bfloat16)
+    alike.state.engine_client.vllm_config = vllm_config(dtype=torch.float32)
+
+    async def likeliest(engine: Any, prompt: Any, ticket: str | None, signer: Any) -> dict[int, float]:
+        return {1: 0.0 if ticket is None or ticket in held_right else -1.0}
+
+    held_right: set[str] = set()
+    check = Desk.check
+    monkeypatch.setattr(
+        Desk, "check", lambda self, number: held_right.add((found := check(self, number))["right"]) or found
+    )
+    monkeypatch.setattr("blend.integrations.vllm.check._likeliest", likeliest)
+    asyncio.run(_started(differing, lambda: "--dtype bfloat16" in held(prefill)["refused"]))
+    asyncio.run(_started(alike, lambda: not held(prefill)["refused"]))
+    prefill.idle()
+
+
+async def _started(app: Starlette, until: Any) -> None:
+    """Start an application as a server does, and wait."""
+    incoming: asyncio.Queue[Any] = asyncio.Queue()
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    running = asyncio.ensure_future(app({"type": "lifespan", "app": app}, incoming.get, send))
+    await incoming.put({"type": "lifespan.startup"})
+    for _ in range(500):
+        if await asyncio.to_thread(until):
+            break
+        await asyncio.sleep(0.02)
+    else:
+        raise AssertionError(sent)
+    await incoming.put({"type": "lifespan.shutdown"})
+    await running
+
+
+def test_a_prompt_beyond_vllms_context_is_refused(service: Service, prefill: Prefill, client: Client) -> None:
+    ids = warm(client, prefill)["asked"]["kv_transfer_params"]["prompt_token_ids"]
+    app = application(service)
+    app.state.engine_client.vllm_config = vllm_config(max_model_len=len(ids))
+    response = Client(app).post(BODY)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert f"maximum context length is {len(ids)} tokens" in response.json()["error"]["message"]
+    app = application(service)
+    app.state.engine_client.vllm_config = vllm_config(max_model_len=len(ids) + 1)
+    assert Client(app).post(BODY).status_code == 200
+
+
 def test_without_a_prefill_process_the_tokens_are_the_same(
     service: Service,
     prefill: Prefill,
@@ -286,9 +412,14 @@ def test_without_a_prefill_process_the_tokens_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ids = warm(client, prefill)["asked"]["kv_transfer_params"]["prompt_token_ids"]
+    blended = warm(client, prefill)
+    ids = blended["asked"]["kv_transfer_params"]["prompt_token_ids"]
     monkeypatch.setenv(wire.VARIABLE, "@kvblend-nobody-is-here")
     alone = Client(application(service))
+    told = alone.post(BODY).json()["kvblend"]
+    for one in blended["kvblend"]["sources"]:
+        del one["hit"]
+    assert told["sources"] == blended["kvblend"]["sources"]
     for _ in range(2):
         assert alone.asked(BODY) == {
             **{name: value for name, value in BODY.items() if name != "documents"},
@@ -305,9 +436,21 @@ def test_a_full_shelf_leaves_it_to_vllm(service: Service, monkeypatch: pytest.Mo
     _agree(monkeypatch, "")
     told = Client(application(service)).post(BODY).json()
     assert told["asked"]["kv_transfer_params"].keys() == {"prompt_token_ids"}
-    assert told["kvblend"]["figures"]["reason"] == "busy"
-    assert found.counted('fallbacks_total{reason="busy"}') == 1
+    assert told["kvblend"]["figures"] == {"method": "full", "reason": "too long"}, "it never fits"
+    assert len(told["kvblend"]["sources"]) >= 3
+    assert found.counted('fallbacks_total{reason="too long"}') == 1
     found.stop()
+
+
+def test_a_shelf_that_others_fill_is_busy(client: Client, prefill: Prefill) -> None:
+    rows = warm(client, prefill)["kvblend"]["figures"]["rows"]
+    prefill.idle()
+    other = prefill.desk.check(2)
+    prefill.shelf.budget = rows * prefill.shelf.size(other["right"]) // (CHECKED_ROWS[2] - 1)
+    assert client.post(BODY).json()["kvblend"]["figures"] == {"method": "full", "reason": "busy"}
+    prefill.shelf.release(other["right"])
+    prefill.shelf.release(other["wrong"])
+    assert client.post(BODY).json()["kvblend"]["figures"]["reason"] == ""
 
 
 def test_who_hangs_up_leaves_nothing(client: Client, service: Service, prefill: Prefill, monkeypatch: Any) -> None:

@@ -22,7 +22,13 @@ from blend.serve.request import Closed, Figures, Opened, Refused
 def opened(reason: str = "", method: Any = "blend") -> Opened:
     rows = {"rows": 100, "rows_computed": 20, "rows_reused": 5, "rows_inexact": 0}
     found = {"hits": 3, "chunks": 4, "bytes_loaded": 777, "lacking": 1, "notes": ()}
-    times: dict[str, Any] = {"stages": {}, "waited_s": 0.1, "ttft_s": 0.3, "full_s": None}
+    times: dict[str, Any] = {
+        "stages": {},
+        "waited_s": 0.1,
+        "ttft_s": 0.3,
+        "full_estimated_s": None,
+        "full_measured_s": None,
+    }
     return Opened(100, 80, (), Figures(method=method, reason=reason, **rows, **found, **times), ())
 
 
@@ -81,11 +87,18 @@ def test_a_prompt_that_is_left_to_vllm_is_counted_by_its_reason(replies: list[An
     )
 
 
+def test_damaged_entries_are_counted() -> None:
+    metrics = PrefillMetrics()
+    mine, _ = question(metrics, Shelf(1))
+    mine.on_reply(opened()._replace(damaged=3))
+    assert values(metrics.page())["kvblend_damaged_entries_total"] == 3
+
+
 def desk(error: Exception) -> Desk:
     def fails() -> None:
         raise error
 
-    decoder = SimpleNamespace(rotations=(), dtype=SimpleNamespace(itemsize=4))
+    decoder = SimpleNamespace(rotations=(), dtype=SimpleNamespace(itemsize=4), fingerprint="m")
     room = SimpleNamespace(rag=lambda: SimpleNamespace(decoder=decoder))
     engine = SimpleNamespace(require_room=fails, holding=lambda: None)
     return Desk(SimpleNamespace(room=lambda tenant: room, engine=engine, stores=()), Shelf(4096))  # type: ignore[arg-type]

@@ -22,15 +22,18 @@ from blend.serve.door.errors import DoorError
 CHAT = "/v1/chat/completions"
 PLAIN = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 WANTED = {**PLAIN, "documents": [{"text": "The harbour has three gates."}]}
-BLENDED = ({"prompt": [1, 2], "model": "m"}, {"ready": {"ticket": "0" * 32, "salt": "s"}, "told": {"figures": {}}})
+BLENDED = (
+    {"prompt": [1, 2], "model": "m", "sources": [{"id": "a"}]},
+    {"ready": {"ticket": "0" * 32, "salt": "s"}, "told": {"figures": {}}},
+)
 
 
 class Process:
-    """What answers at a socket: `says` to each that asks, and then no more; the connection stays open."""
+    """What answers at a socket: `says` to each that asks, and then no more; the connection stays open unless it `leaves`."""
 
     def __init__(self, name: str) -> None:
         self.says: Sequence[wire.Message] = ()
-        self.asked = 0
+        self.asked, self.leaves = 0, False
         self._place = wire.bind(name)
         self._place.listen(50)
         self._stopping = False
@@ -47,6 +50,8 @@ class Process:
                 self.asked += "ask" in message
                 for one in self.says if "ask" in message else [{"checks": []}]:
                     wire.send(sock, one)
+                if self.leaves:
+                    sock.close()
 
     def stop(self, name: str) -> None:
         self._stopping = True
@@ -174,6 +179,13 @@ def test_nonsense_of_another_version_is_answered_by_vllm(process: Process, caplo
     assert "a request could not be handed over" in caplog.text
 
 
+def test_a_process_that_goes_between_prompt_and_kv_leaves_the_prompt_and_its_sources(process: Process) -> None:
+    process.says, process.leaves = BLENDED[:1], True
+    found = rewritten(Gate(None), WANTED)[0]
+    assert found.body == {**PLAIN, "kv_transfer_params": {"prompt_token_ids": [1, 2]}}
+    assert found.told == {"sources": [{"id": "a"}], "figures": {"method": "full", "reason": "no prefill process"}}
+
+
 def test_a_comparison_that_vllm_refuses_is_a_reason_and_is_remembered(
     process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -192,7 +204,6 @@ def test_a_comparison_that_vllm_refuses_is_a_reason_and_is_remembered(
 
     for found in asyncio.run(asked()):
         assert found.body == {**PLAIN, "kv_transfer_params": {"prompt_token_ids": [1, 2]}}
-        assert found.told is not None
-        assert found.told["figures"]["reason"] == "refused"
+        assert found.told == {"sources": [{"id": "a"}], "figures": {"method": "full", "reason": "refused"}}
     assert len(compared) == 1
     assert "greater than max allowed: 5" in caplog.text

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from blend.integrations.vllm.refusals import refuse
+from blend.integrations.vllm.refusals import refuse, refuse_version
 
 
 class FullAttentionSpec:
@@ -37,6 +37,23 @@ def checked(*specs: Any, **changes: Any) -> None:
     }
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
     refuse(SimpleNamespace(**settings | changes), SimpleNamespace(kv_cache_groups=groups))
+
+
+@pytest.mark.parametrize("version", ["0.31.1", "0.33.0", "0.3.2", "1.0"])
+def test_versions_that_it_was_not_run_with_are_refused(version: str) -> None:
+    with pytest.raises(ValueError, match=rf"^kvblend: vLLM {version} is not supported; install 0.32$"):
+        refuse_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu"])
+def test_versions_that_it_was_run_with_are_served(version: str) -> None:
+    refuse_version(version)
+
+
+def test_the_second_model_runner_is_refused_with_the_remedy() -> None:
+    """After a load that failed it goes on counting the rows as computed: a wrong answer."""
+    with pytest.raises(ValueError, match=r"^kvblend: .* VLLM_USE_V2_MODEL_RUNNER=0"):
+        checked(FullAttentionSpec(), use_v2_model_runner=True)
 
 
 def test_full_attention_is_served() -> None:

@@ -51,7 +51,23 @@ def test_chunk_caches_are_those_of_the_encoder(proof: dict[str, Any]) -> None:
 
 
 def test_caches_are_shared_only_where_a_probe_shows_them_alike(proof: dict[str, Any]) -> None:
-    assert proof["identities"] == {"with probe": True, "without": False}
+    assert proof["identities"] == {"with probe": True, "in another dtype": True, "without": False}
+
+
+def test_a_worker_fits_a_correction_for_caches_of_its_own(proof: dict[str, Any]) -> None:
+    """In pieces that running answers can wait for; until then more rows are recomputed."""
+    found = proof["fitted"]
+    assert found["uncorrected"][0]
+    assert found["figures"]["notes"] == ["there is no KV correction for these caches yet: 30% of the rows recomputed"]
+    assert found["figures"]["uncorrected"]
+    assert found["figures"]["rows_computed"] == found["recomputed"][0]
+    assert not found["uncorrected"][-1]
+    assert found["recomputed"][-1] < 0.7 * found["recomputed"][0]
+    assert found["maps"] == [True, True]
+    assert 300 < found["surrogate"] <= 512
+    assert found["hits"]
+    assert found["contextual"][1:] == [True] * 3
+    assert found["most rows"] <= 32
 
 
 def test_a_prompt_that_vllm_holds_already_is_left_alone(proof: dict[str, Any]) -> None:

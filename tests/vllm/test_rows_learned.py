@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -34,6 +35,8 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 class Rows:
     """A decoder that notes the rows of each pass it runs for `Later`."""
+
+    model, facts, rotations = SimpleNamespace(site=SimpleNamespace(layers=())), None, ()
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder, self.passes = decoder, list[int]()

@@ -197,7 +197,7 @@ def test_each_ticket_finds_its_stage_and_the_server_learns_that_there_are_two() 
         assert [one.rested for one in MADE] == [[], [True]], "what is filled beside the batch has nothing to put off"
         assert [one.filled for one in MADE] == [[NAME], [LAYOUT]]
         assert [one.given for one in MADE] == [{"socket": "@s"}, {"store": "s"}]
-        assert stages.done() == ({NAME[:4]}, set(), set())
+        assert stages.done() == ({NAME[:4]}, set(), set(), {NAME[:4]: {}, LAYOUT[:4]: {}})
     finally:
         stages.close()
     assert rows_options(place.config) is None
@@ -214,7 +214,7 @@ def test_a_model_that_is_refused_leaves_it_to_the_other_stage() -> None:
     stages.start(load(LAYOUT))  # nobody makes one; vLLM computes its rows
     stages.close()
     assert MADE[0].filled == [NAME]
-    assert stages.done() == ({NAME[:4]}, {LAYOUT[:4]}, {3, 4, 5})
+    assert stages.done() == ({NAME[:4]}, {LAYOUT[:4]}, {3, 4, 5}, {NAME[:4]: {}})
     with pytest.raises(ModelRefusedError):
         Stages(place, {}, {"rows": Refusing})
     with pytest.raises(ValueError, match="no such store"):

@@ -126,14 +126,39 @@ def test_documents_are_blended_by_vllms_own_model(server: Machines) -> None:
     assert own.lacking(first) >= len(DOCUMENTS)
     full = own.answer(first)  # none of it is stored yet
     text, told = ask(server, QUESTIONS[0], documents=DOCUMENTS)
-    assert (text, told["figures"]["method"]) == (full, "rows")
+    assert (text, told["figures"]["reason"]) == (full, "cold")
 
     until(lambda: own.lacking(second) == 0)  # the engine stores what the prompt lacked, though nobody asks
     assert len(json.loads((server.store / "learned-rows.json").read_bytes())["caches"]) >= len(DOCUMENTS)
     blended = own.answer(second)
     assert own.blender.prefill(second).rows_share < 0.6
+    before = server.metrics()
+    text, told = ask(server, QUESTIONS[1], documents=DOCUMENTS)
+    assert text == blended
     assert ask(server, QUESTIONS[1], documents=DOCUMENTS)[0] == blended
-    assert ask(server, QUESTIONS[1], documents=DOCUMENTS)[0] == blended
+    check_counts(server, before, told["figures"])
+
+
+def check_counts(server: Machines, before: dict[str, float], figures: dict[str, Any]) -> None:
+    """A blended prompt, in its reply and on vLLM's own page of metrics."""
+    assert figures["method"] == "rows"
+    assert 0 < figures["rows_computed"] < 0.6 * figures["rows"]
+    after = until(lambda: found if (found := grown(server, before))["prompts_blended"] >= 1 else None)
+    assert after["fallbacks_failed"] == after["fallbacks_refused"] == after["fallbacks_cold"] == 0
+    assert after["prompts_uncorrected"] == 0  # the corpus's corrections are theirs too
+    assert after["rows_recomputed"] >= figures["rows_computed"]
+    assert after["rows_prompt"] >= figures["rows"]
+    assert before["vllm:kvblend_fallbacks_cold_total"] >= 1
+
+
+def grown(server: Machines, before: dict[str, float]) -> dict[str, float]:
+    """What kvblend's counters have gained."""
+    mark = "vllm:kvblend_"
+    return {
+        name.removeprefix(mark).removesuffix("_total"): count - before[name]
+        for name, count in server.metrics().items()
+        if name.startswith(mark)
+    }
 
 
 def test_plain_requests_are_vllms_own(server: Machines) -> None:

@@ -135,11 +135,8 @@ def test_documents_corpus_and_pasted_text(machines: Machines, own: Service) -> N
     config = rag.prompt_config
     from blend.prompt import render_chunk
 
-    pasted = config.instruction + "".join(render_chunk(one) for one in opened.sources)  # type: ignore[arg-type]
-    messages = [
-        {"role": "system", "content": config.system},
-        {"role": "user", "content": pasted + config.question.replace("{question}", QUESTION)},
-    ]
+    pasted = f"{config.chat_instructions}\n\n" + "".join(render_chunk(one) for one in opened.sources)  # type: ignore[arg-type]
+    messages = [{"role": "user", "content": pasted + QUESTION}]
     text, told = ask(machines, QUESTION, messages=messages)
     assert text == expected
     assert [one["kind"] for one in told["sources"]] == ["pasted"] * 4

@@ -74,7 +74,7 @@ def test_a_workers_options_name_its_key(far: str, keys: tuple[str, str]) -> None
     assert "holds nothing under this ticket" in fetch({"socket": far})
     assert "holds nothing under this ticket" in fetch({"socket": far, "key": keys[0]})
     assert "holds nothing under this ticket" not in fetch({"socket": far, "key": keys[1]})
-    assert "/nowhere cannot be read" in fetch({"socket": far, "key": "/nowhere"})
+    assert "the socket key /nowhere cannot be read" in fetch({"socket": far, "key": "/nowhere"})
 
 
 def test_the_middleware_has_the_key_of_its_engines_options(far: str, keys: tuple[str, str]) -> None:

@@ -59,6 +59,7 @@ def test_what_the_middleware_gives_out_is_taken_up(offers: Offers, ticket: str) 
 FORGED: tuple[Any, ...] = (
     *("nonsense", [1], {"kvblend": "nonsense"}, {"kvblend": {}}, {"kvblend": {"ticket": "{}"}}),
     *({"kvblend": {"ticket": NAME}}, {"kvblend": {"ticket": NAME, "signature": "0" * 64}}),
+    *({"kvblend": {"ticket": "\ud800", "signature": "0"}}, {"kvblend": {"ticket": NAME, "signature": "\ud800"}}),
     *({"kvblend": {"ticket": NAME, "signature": "\u00e9"}}, {"kvblend": {"ticket": 1, "signature": 1}}),
     *(Signer(b"another").signed(NAME, SALT), Signer.of(config("other")).signed(NAME, SALT)),
     Signer.of(config()).signed(NAME, "another salt"),
@@ -68,6 +69,19 @@ FORGED: tuple[Any, ...] = (
 @pytest.mark.parametrize("given", FORGED)
 def test_forged_tickets_are_refused(offers: Offers, given: Any) -> None:
     assert offers.rows(request(given), 0) == 0
+
+
+@pytest.mark.parametrize("salt", ["\ud800", 7, 7.5, True, ["salt"], {"salt": 1}])
+def test_a_salt_that_is_no_text_is_refused(offers: Offers, signer: Signer, salt: Any) -> None:
+    found = request(signer.signed(NAME, SALT), cache_salt=salt)
+    assert offers.rows(found, 0) == 0
+    offers.allocated(found, (1, 2, 3), 23)
+    assert not offers.taken()
+
+
+def test_a_salt_of_a_client_that_is_no_unicode_text_is_mixed_in(offers: Offers, signer: Signer) -> None:
+    body = blended({"cache_salt": "\ud800"}, [1], {"ticket": NAME, "salt": "s"}, "/v1/chat/completions", signer)
+    assert offers.ticket(request(body["kv_transfer_params"], cache_salt=body["cache_salt"])) == NAME
 
 
 def test_a_refusal_is_told_once_until_a_good_ticket_comes(

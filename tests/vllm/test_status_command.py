@@ -20,7 +20,8 @@ from blend.serve.engine import Holding
 def test_it_tells_what_is_held_and_fails_where_nobody_answers() -> None:
     name = f"@kvblend-{secrets.token_hex(6)}"
     holding = Holding(*range(1, len(Holding._fields) + 1))
-    desk = SimpleNamespace(service=SimpleNamespace(engine=SimpleNamespace(holding=lambda: holding)))
+    engine = SimpleNamespace(holding=lambda: holding)
+    desk = SimpleNamespace(service=SimpleNamespace(engine=engine), model="m float32", refused="")
     place = wire.bind(name)
     server = PrefillServer(cast(Any, desk), Shelf(1 << 20), place)
     thread = threading.Thread(target=server.serve_until_stopped)
@@ -28,7 +29,13 @@ def test_it_tells_what_is_held_and_fails_where_nobody_answers() -> None:
     try:
         found = CliRunner().invoke(blend, ["vllm", "--status", "--socket", name])
         assert found.exit_code == 0, found.output
-        assert json.loads(found.output) == {"tickets": 0, "bytes": 0, **holding._asdict()}
+        told = {"tickets": 0, "bytes": 0, "model": "m float32", "refused": "", **holding._asdict()}
+        assert json.loads(found.output) == told
+        desk.refused = "it differs"
+        refused = CliRunner().invoke(blend, ["vllm", "--status", "--socket", name])
+        assert refused.exit_code == 3
+        assert json.loads(refused.stdout) == {**told, "refused": "it differs"}
+        assert "vLLM does not use blended KV: it differs" in refused.stderr
     finally:
         server.stop()
         thread.join()

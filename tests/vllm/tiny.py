@@ -78,7 +78,7 @@ class Bench:
         return layout
 
     def blended(self, layout: PromptLayout, ratio: float) -> Blend:
-        return self.blender.prefill(layout, config=BlendConfig(ratio=ratio))
+        return self.blender.prefill(layout, config=BlendConfig(ratio=ratio, correction=False))
 
     def hold(self, blend: Blend) -> str:
         """The ticket for it."""

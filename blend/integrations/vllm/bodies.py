@@ -62,7 +62,7 @@ def blended(
     body: Mapping[str, Any], ids: list[int], ready: Mapping[str, str], path: str, signer: Signer
 ) -> dict[str, Any]:
     """The same over blended KV, which nothing else in vLLM's prefix cache may be taken for."""
-    salt = sha256(f"{ready['salt']}/{body.get('cache_salt') or ''}".encode()).hexdigest()
+    salt = sha256(f"{ready['salt']}/{body.get('cache_salt') or ''}".encode("utf-8", "surrogatepass")).hexdigest()
     found = with_ids(body, ids, path)
     transfer = {**found.get("kv_transfer_params", {}), **signer.signed(ready["ticket"], salt)}
     return {**found, "cache_salt": salt, "kv_transfer_params": transfer}

@@ -1,7 +1,7 @@
 """The KV connector: vLLM loads this class by `kv_connector_module_path`, in its scheduler and in every worker process.
 
-Made after vLLM 0.32. In the scheduler it offers rows and remembers failures (`offers`); in a worker it has a stage fill blocks
-(`contract`, `stages`).
+Made after vLLM 0.32. In the scheduler it offers rows and remembers failures (`offers`); in a worker it has a stage
+fill blocks (`contract`, `stages`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -18,10 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.model_executor.models.utils import extract_layer_index
 
+from blend.integrations.vllm.connector_metrics import Counts, Metrics
 from blend.integrations.vllm.contract import Load, Site
+from blend.integrations.vllm.loads import Done
 from blend.integrations.vllm.offers import Offers
-from blend.integrations.vllm.refusals import refuse
-from blend.integrations.vllm.signature import Signer
+from blend.integrations.vllm.refusals import refuse, refuse_version
+from blend.integrations.vllm.signature import PARAMETER, Signer
 from blend.integrations.vllm.stages import Stages, is_apart, stages_of
 
 
@@ -35,14 +38,19 @@ class StepLoads(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not insta
 
 @dataclass
 class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Of one step, from a worker to the scheduler: requests whose load failed; whether there is work left for idle steps."""
+    """Of one step, from a worker to the scheduler: requests whose load failed; whether there is work left for idle steps.
+
+    figures: of requests whose load did well, where this worker has some.
+    """
 
     failed: set[str] = field(default_factory=set)
     unfinished: bool = False
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """Of several workers: what failed in one has failed."""
-        return WorkerNews(self.failed | other.failed, self.unfinished or other.unfinished)
+        figures = {key: {**self.figures.get(key, {}), **one} for key, one in other.figures.items()}
+        return WorkerNews(self.failed | other.failed, self.unfinished or other.unfinished, {**self.figures, **figures})
 
 
 class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
@@ -55,13 +63,14 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        refuse_version(vllm_version)
         refuse(vllm_config, kv_cache_config)
         self._options: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         self._made = stages_of(self._options)
         self._offers = Offers(Signer.of(vllm_config))
         self._stages: Stages | None = None
-        self._failed: set[str] = set()
-        self._bad: set[int] = set()
+        self._done = Done(set(), set(), set(), {})
+        self._counts, self._figures = Counts(), dict[str, dict[str, Any]]()
         # In the scheduler as the worker last told, in the worker as the scheduler was last told.
         self._unfinished = False
 
@@ -75,6 +84,8 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """An offer was taken up, or not."""
         self._offers.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        if num_external_tokens > 0:
+            self._figures[request.request_id] = {}
 
     def build_connector_meta(self, scheduler_output: Any) -> StepLoads:
         """What the workers are to do in this step."""
@@ -86,6 +97,9 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
         if isinstance(told, WorkerNews):
             self._offers.failed(told.failed)
             self._unfinished = told.unfinished
+            done = {key: one for key, one in told.figures.items() if key not in told.failed}
+            self._counts.loaded(done.values(), len(told.failed))
+            self._figures.update({key: one for key, one in done.items() if key in self._figures})
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine is to go on with its steps when all requests have ended: their chunks are yet to be stored.
@@ -95,9 +109,27 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
         return self._unfinished and not self._vllm_config.model_config.enable_sleep_mode
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may go at once: nothing is taken out of them."""
+        """Blocks may go at once: nothing is taken out of them. The middleware puts the figures into the reply."""
+        if request.request_id in self._offers.refused:
+            self._counts.add("fallbacks_refused")
         self._offers.finished(request)
-        return False, None
+        figures = self._figures.pop(request.request_id, None)
+        return False, {PARAMETER: figures} if figures else None
+
+    def get_kv_connector_stats(self) -> Counts | None:
+        """What was counted since the last time, by the scheduler alone: workers tell it what they did."""
+        found, self._counts = self._counts, Counts()
+        return None if found.is_empty() else found
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Counts:
+        """As they came to vLLM's server."""
+        return Counts(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *given: Any) -> Metrics:
+        """For vLLM's `/metrics`."""
+        return Metrics(*given)
 
     # In a worker.
 
@@ -123,19 +155,19 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
         """Nothing is ever sent; requests whose load beside the batch has ended, well or not."""
         if self._stages is None:
             return None, None
-        done = self._stages.done()
-        self._failed, self._bad = done.failed, done.blocks
-        return None, done.requests or None
+        self._done = self._stages.done()
+        return None, self._done.requests or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of the failed ones among them."""
-        return self._bad
+        return self._done.blocks
 
     def build_connector_worker_meta(self) -> WorkerNews | None:
         """The failed ones themselves, for the scheduler to remember: else it would ask for them again without end."""
         before, self._unfinished = self._unfinished, self._stages is not None and self._stages.unfinished
-        news = self._failed or before != self._unfinished
-        return WorkerNews(self._failed, self._unfinished) if news else None
+        failed, figures = self._done.failed, self._done.figures
+        news = failed or figures or before != self._unfinished
+        return WorkerNews(failed, self._unfinished, figures) if news else None
 
     def shutdown(self) -> None:
         """The process ends."""

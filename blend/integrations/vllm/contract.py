@@ -79,8 +79,8 @@ class Stage(Protocol):
     apart: bool
     options: frozenset[str]
 
-    def fill(self, load: Load) -> None:
-        """Write the KV of the rows of `load` in every layer.
+    def fill(self, load: Load) -> dict[str, Any] | None:
+        """Write the KV of the rows of `load` in every layer; figures of it, for the reply and for vLLM's metrics.
 
         When it returns, every forward pass that begins afterwards sees it. Other requests' blocks are never written. It may be
         called again for the same request after a preemption, with other blocks and another start. Raises `LoadFailedError`;

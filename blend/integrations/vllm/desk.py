@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from blend.errors import PromptError
+from blend.integrations.vllm.local import told_of
 from blend.integrations.vllm.metrics import PrefillMetrics
 from blend.integrations.vllm.questions import answer_request
 from blend.integrations.vllm.shelf import NoRoomError, Shelf
@@ -19,7 +21,7 @@ from blend.serve.door.answers import own
 from blend.serve.door.errors import failure_of
 from blend.serve.door.hall import DoorLimits
 from blend.serve.engine import Handle, QueueFullError, Sampling
-from blend.serve.faults import log_error
+from blend.serve.faults import LOG, log_error
 from blend.serve.request import Closed, Opened, Refused, Reply
 from blend.serve.store_metrics import StoreFigures
 
@@ -29,13 +31,17 @@ if TYPE_CHECKING:
 
 CHECKED_ROWS = (33, 150, 190)  # of the prompts by which a model is compared with vLLM's
 
+TOO_LONG = "too long"
+"""Why a prompt is never blended: its KV alone is more than may be held."""
+
 Tell = Callable[[Message], None]
 
 
 class Desk:
     """Takes questions for `service`, and puts what was blended on `shelf`. Threads may share it.
 
-    metrics: what came of them.
+    metrics: what came of them. model: names the model and the dtype that it computes in. refused: why vLLM's server does not
+    use their KV, "" while it does.
     """
 
     def __init__(
@@ -48,14 +54,15 @@ class Desk:
         self.service, self.shelf, self._limits = service, shelf, limits or DoorLimits()
         self.metrics = metrics or PrefillMetrics()
         decoder = service.room("").rag().decoder
-        self._decoder = decoder
+        self._decoder, self.model, self.refused = decoder, f"{decoder.fingerprint} {decoder.dtype}", ""
         self._row_bytes = sum(layer.width for layer in decoder.rotations) * decoder.dtype.itemsize
 
-    def ask(self, part: Mapping[str, Any], tell: Tell) -> Question:
+    def ask(self, part: Mapping[str, Any], tell: Tell, refused: Mapping[str, str] | None = None) -> Question:
         """Take a question in; `part`: see `questions.part_of`. `tell` is called from other threads too.
 
-        It is told the prompt, and then one of: "ready" with a ticket; "plain", for vLLM's own prefill, with what there is to
-        say of it; "pass" where kvblend has no part in the prompt; "error".
+        refused: models whose KV the asking server does not use, and why; nothing is blended with these. It is told the prompt,
+        and then one of: "ready" with a ticket; "plain", for vLLM's own prefill, with what there is to say of it; "pass" where
+        kvblend has no part in the prompt; "error".
         """
         question = Question(self.shelf, tell, self.metrics)
         try:
@@ -74,15 +81,34 @@ class Desk:
         if not prepared.cited:
             tell({"pass": True})
             return question
-        model = self._decoder.fingerprint
-        tell({"prompt": list(prepared.work.layout.token_ids), "model": model})
-        self._blend(prepared, question)
+        sources = [told_of(one) for one in prepared.cited]
+        tell({"prompt": list(prepared.work.layout.token_ids), "model": self.model, "sources": sources})
+        if refused and self.model in refused:
+            self.judge(refused[self.model])
+            question.give_up("refused")
+        else:
+            self._blend(prepared, question)
         return question
 
+    def judge(self, reason: str) -> None:
+        """A server of vLLM's has compared: why it does not use KV of this model, or ""."""
+        if reason and reason != self.refused:
+            LOG.error("refused", extra={"told": {"why": reason}})
+        self.refused = reason
+
+    def reason_against(self, dtype: str) -> str:
+        """Why a vLLM that computes in this dtype is not to use KV of this model, or ""."""
+        mine = str(self._decoder.dtype).removeprefix("torch.")
+        return (
+            ""
+            if dtype == mine
+            else f"vLLM computes in {dtype}, blend vllm in {mine}: start blend vllm with --dtype {dtype}"
+        )
+
     def _blend(self, prepared: Prepared, question: Question) -> None:
-        layout = prepared.work.layout
-        if self.shelf.nbytes + layout.rows * self._row_bytes > self.shelf.budget:
-            question.give_up("busy")
+        need = prepared.work.layout.rows * self._row_bytes
+        if self.shelf.nbytes + need > self.shelf.budget:
+            question.give_up("busy" if need <= self.shelf.budget else TOO_LONG)
             return
         try:
             generation = prepared.rag.store.generation  # before anything is read, so that no later one is named
@@ -94,6 +120,8 @@ class Desk:
             question.follow(self.service.take(prepared._replace(work=work), question.on_reply))
         except QueueFullError:
             question.give_up("busy")
+        except PromptError:  # more KV than --kv-budget holds
+            question.give_up(TOO_LONG)
         except Exception as error:
             log_error(error, "")
             question.give_up("failed")
@@ -181,7 +209,7 @@ class Question:
             self._end({"ready": {"ticket": self._ticket, "salt": self._salt}, "told": told})
             return
         if not figures.reason and figures.method == "blend":  # there was no room for it, or nobody waited any more
-            told["figures"]["reason"] = "busy"
+            told["figures"] |= {"method": "full", "reason": "busy"}
             self._metrics.fell_back("busy")
         self._end({"plain": told["figures"]["reason"], "told": told})
 
@@ -209,8 +237,12 @@ class Question:
 
 
 def salt_of(prepared: Prepared, blend: Blend, generation: str) -> str:
-    """Names everything that a blended prompt's KV depends on, so that vLLM's prefix cache shares it with its like alone."""
+    """Names everything that a blended prompt's KV depends on, so that vLLM's prefix cache shares it with its like alone.
+
+    Rows of the prefix are exact, computed or from memory, so they are not counted.
+    """
     layout, rag = prepared.work.layout, prepared.rag
+    recomputed = int((blend.selection.rows >= len(layout.prefix)).sum())
     told = [
         (
             layout.prefix,
@@ -226,6 +258,6 @@ def salt_of(prepared: Prepared, blend: Blend, generation: str) -> str:
             generation,
             rag.decoder.identity(layout.kept_behind).namespace,
         ),
-        (blend.hits, blend.rows_recomputed, blend.notes),
+        (blend.hits, recomputed, blend.notes),
     ]
     return sha256(json.dumps(told).encode()).hexdigest()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from blend.errors import ConfigError
@@ -26,6 +27,7 @@ from blend.serve.engine import ASKED_FOR
 _LOG = logging.getLogger("vllm.kvblend")
 _TIMEOUT = "KVBLEND_VLLM_TIMEOUT"
 _CHECK_S = 300.0
+NO_PROCESS = "no prefill process"
 _PASS_S = 5.0  # for who asks nothing of kvblend: until it says whether it has a part in the prompt
 
 
@@ -38,11 +40,11 @@ class Rewritten(NamedTuple):
 
 
 class _LostError(wire.WireError):
-    """The prefill process has gone after it had told the prompt's tokens."""
+    """The prefill process has gone after it had told the prompt's tokens and its sources."""
 
-    def __init__(self, words: str, prompt: list[int]) -> None:
+    def __init__(self, words: str, prompt: list[int], sources: list[Any]) -> None:
         super().__init__(words)
-        self.prompt = prompt
+        self.prompt, self.sources = prompt, sources
 
 
 class Gate:
@@ -62,6 +64,8 @@ class Gate:
         self._local: LocalPrompts | None = None
         self._outage = Outage()
         self._checked: dict[str, asyncio.Future[str]] = {}
+        self._refused: dict[str, str] = {}
+        self._model_config = getattr(config, "model_config", None)
 
     async def rewritten(self, body: dict[str, Any], path: str) -> Rewritten:
         """What vLLM is to be asked instead. Raises `DoorError`."""
@@ -84,7 +88,7 @@ class Gate:
         except Exception as error:  # whatever it is, vLLM can answer
             self._tell(error)
             if isinstance(error, _LostError):
-                return Rewritten(with_ids(plain, error.prompt, path) if wanted else plain)
+                return _full(plain, error.prompt, error.sources, NO_PROCESS, path) if wanted else Rewritten(plain)
             return await self._alone(part, plain, wanted, path)
 
     def _tell(self, error: Exception) -> None:
@@ -97,7 +101,8 @@ class Gate:
         lease: Lease | None = None
         try:
             async with asyncio.timeout(None if wanted else _PASS_S):
-                lease = await Lease.take(self._socket, {"ask": part}, self._key_path)
+                asked = {"ask": part, "refused": self._refused}
+                lease = await Lease.take(self._socket, asked, self._key_path)
                 message = await lease.next()
             found = await self._followed(lease, message, plain, wanted, path)
         except BaseException:
@@ -121,17 +126,21 @@ class Gate:
             raise DoorError(Failure(status, words, code, param))
         if "pass" in message:
             return Rewritten(plain)
-        ids, against = message["prompt"], await self._reason_against(message["model"])
+        ids, sources = message["prompt"], message["sources"]
+        if wanted:
+            self._require_fit(ids)
         try:
+            refused = await self._reason_against(message["model"])
             message = await lease.next()
         except wire.WireError as error:
-            raise _LostError(str(error), ids) from None
+            raise _LostError(str(error), ids, sources) from None
         told = message["told"]
-        if "ready" not in message or against:
+        if "ready" not in message or refused:
             if not wanted:
                 return Rewritten(plain)
-            figures = {**told.get("figures", {}), "reason": "refused" if against else message["plain"]}
-            return Rewritten(with_ids(plain, ids, path), {**told, "figures": figures})
+            if refused or not told:
+                return _full(plain, ids, sources, "refused" if refused else message["plain"], path)
+            return Rewritten(with_ids(plain, ids, path), told)
         return Rewritten(blended(plain, ids, message["ready"], path, self._signer), told, lease)
 
     async def _by_rows(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
@@ -148,6 +157,8 @@ class Gate:
         self._outage.over()
         if found is None:
             return Rewritten(plain)
+        if wanted:
+            self._require_fit(found.layout.token_ids)
         figures = {"method": "rows"}
         if found.reason:
             figures = {"method": "full", "reason": "" if found.reason == ASKED_FOR else found.reason}
@@ -172,13 +183,34 @@ class Gate:
             raise DoorError(failure_of(error)) from error
         if found is None:
             return Rewritten(plain)
-        told = {"sources": [], "figures": {"method": "full", "reason": "no prefill process"}}
-        return Rewritten(with_ids(plain, list(found.layout.token_ids), path), told)
+        self._require_fit(found.layout.token_ids)
+        return _full(plain, list(found.layout.token_ids), list(found.sources), NO_PROCESS, path)
+
+    def _require_fit(self, ids: Sequence[int]) -> None:
+        """Refuse a prompt that vLLM can never take, before it is blended."""
+        longest = getattr(self._model_config, "max_model_len", None)
+        if longest is not None and len(ids) >= longest:
+            raise refuse(
+                f"the prompt has {len(ids)} tokens with its passages; this model's maximum context length is {longest} tokens. "
+                "Send fewer or shorter documents, or retrieve fewer passages",
+                code="context_length_exceeded",
+            )
 
     def _prompts(self) -> LocalPrompts:
         if self._local is None:
             self._local = LocalPrompts(self._engine.renderer.get_tokenizer(), self._rows)
         return self._local
+
+    def begin(self) -> None:
+        """Compare with a prefill process that is there already, before the first question."""
+        if self._rows is None:
+            self._looking = asyncio.ensure_future(self._look())
+
+    async def _look(self) -> None:
+        with suppress(wire.WireError, TimeoutError):
+            async with await Lease.take(self._socket, {"holding": True}, self._key_path) as lease:
+                model = str((await lease.next())["model"])
+            await self._reason_against(model)
 
     async def _reason_against(self, model: str) -> str:
         """Why KV of this model must not be used, found out when it is first seen. A request may go without waiting for it."""
@@ -189,20 +221,33 @@ class Gate:
     async def _checking(self, model: str) -> str:
         try:
             reason = await self._compared()
-        except (wire.WireError, TimeoutError, asyncio.CancelledError):
+        except BaseException:
             del self._checked[model]  # another time, then
             raise
-        except Exception as error:  # vLLM would say the same again
-            reason = f"it could not be compared with vLLM's own ({error})"
         if reason:
+            self._refused[model] = reason
             _LOG.error("kvblend: blended KV is not used: %s", reason)
         else:
             _LOG.info("kvblend: vLLM's log-probabilities over KV of the prefill process are its own")
         return reason
 
     async def _compared(self) -> str:
-        async with asyncio.timeout(_CHECK_S), await Lease.take(self._socket, {"check": True}, self._key_path) as lease:
-            return await reason_against(self._engine, (await lease.next())["checks"], self._signer)
+        asked = {"check": str(getattr(self._model_config, "dtype", "")).removeprefix("torch.")}
+        async with asyncio.timeout(_CHECK_S), await Lease.take(self._socket, asked, self._key_path) as lease:
+            message = await lease.next()
+            if "refused" in message:
+                return str(message["refused"])
+            try:
+                reason = await reason_against(self._engine, message["checks"], self._signer)
+            except Exception as error:  # vLLM would say the same again
+                reason = f"it could not be compared with vLLM's own ({error})"
+            await lease.say({"verdict": reason})
+            return reason
+
+
+def _full(plain: dict[str, Any], ids: list[int], sources: list[Any], reason: str, path: str) -> Rewritten:
+    """The prompt with its passages, which vLLM computes by itself."""
+    return Rewritten(with_ids(plain, ids, path), {"sources": sources, "figures": {"method": "full", "reason": reason}})
 
 
 def _seconds(text: str) -> float:

@@ -24,13 +24,20 @@ class Lease:
         sock.setblocking(False)
         opened = asyncio.open_connection if is_network(name) else asyncio.open_unix_connection
         lease = cls(*await opened(sock=sock))
-        lease._writer.write(wire.pack(message))
         try:
-            await lease._writer.drain()
-        except OSError as error:
+            await lease.say(message)
+        except wire.WireError:
             lease.close()
-            raise wire.WireError(f"the prefill process has gone ({error})") from None
+            raise
         return lease
+
+    async def say(self, message: wire.Message) -> None:
+        """Send it. Raises `WireError`."""
+        self._writer.write(wire.pack(message))
+        try:
+            await self._writer.drain()
+        except OSError as error:
+            raise wire.WireError(f"the prefill process has gone ({error})") from None
 
     async def next(self) -> wire.Message:
         """The next message. Raises `WireError` at the end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,11 +16,15 @@ _LOG = logging.getLogger("vllm.kvblend")
 
 
 class Done(NamedTuple):
-    """Since the last time: requests whose load ended, which of these failed, and the blocks that hold nothing of use."""
+    """Since the last time: requests whose load ended, which of these failed, and the blocks that hold nothing of use.
+
+    figures: what the stage told of those that did well.
+    """
 
     requests: set[str]
     failed: set[str]
     blocks: set[int]
+    figures: dict[str, dict[str, Any]]
 
 
 class Loads:
@@ -33,7 +37,7 @@ class Loads:
         self._stage, self._block_size, self.apart = stage, block_size, apart
         self._waiting: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._done = Done(set(), set(), set())
+        self._done = Done(set(), set(), set(), {})
         self._warned = False
         self._thread = threading.Thread(target=self._loop, name="kvblend-loads", daemon=True) if apart else None
         if self._thread is not None:
@@ -64,7 +68,7 @@ class Loads:
     def done(self) -> Done:
         """What has ended since the last call."""
         with self._lock:
-            found, self._done = self._done, Done(set(), set(), set())
+            found, self._done = self._done, Done(set(), set(), set(), {})
         return found
 
     def close(self) -> None:
@@ -80,25 +84,28 @@ class Loads:
             self._do(load)
 
     def _do(self, load: Load) -> None:
-        failed = not self._filled(load)
+        figures = self._filled(load)
         bad = set(load.blocks[load.start // self._block_size : (load.stop - 1) // self._block_size + 1])
         with self._lock:
             self._done.requests.add(load.request)
-            if failed:
+            if figures is not None:
+                self._done.figures[load.request] = figures
+            else:
                 self._done.failed.add(load.request)
                 self._done.blocks.update(bad)
 
-    def _filled(self, load: Load) -> bool:
+    def _filled(self, load: Load) -> dict[str, Any] | None:
+        """What the stage tells of a load; None for one that failed."""
         try:
             with torch.inference_mode():
-                self._stage.fill(load)
+                figures = self._stage.fill(load) or {}
         except Exception as error:  # whatever it is, vLLM can compute these rows itself
             if not self._warned:  # one line an outage
                 known = isinstance(error, LoadFailedError)
                 _LOG.warning("kvblend: %s; vLLM prefills by itself until it works again", error, exc_info=not known)
             self._warned = True
-            return False
+            return None
         if self._warned:
             _LOG.info("kvblend: blended KV comes again")
         self._warned = False
-        return True
+        return figures

@@ -74,7 +74,7 @@ class LocalPrompts:
         if not cited:
             return None
         reason = ASKED_FOR if request.method == "full" else reason
-        return LocalPrompt(layout, corpus, tuple(_told(cited)), generation, reason, _brought(layout, cited))
+        return LocalPrompt(layout, corpus, tuple(map(told_of, cited)), generation, reason, _brought(layout, cited))
 
     def _reason(self, room: Room) -> tuple[str, str]:
         """Why nothing can be blended now, and otherwise the store's generation, before anything of it is read."""
@@ -104,17 +104,14 @@ def _brought(layout: PromptLayout, cited: Sequence[Cited]) -> frozenset[int]:
     return frozenset(place for place, one in zip(places, cited, strict=True) if one.brought)
 
 
-def _told(cited: Sequence[Cited]) -> list[dict[str, Any]]:
-    """Passages in the words of `blend serve`, without whether their caches are there: the worker knows that, later."""
-    return [
-        {
-            "kind": one.kind,
-            "id": one.id,
-            "document": one.document,
-            "title": one.title,
-            "text": one.text,
-            "score": one.score,
-            "tokens": len(one.passage.ids),
-        }
-        for one in cited
-    ]
+def told_of(one: Cited) -> dict[str, Any]:
+    """A passage in the words of `blend serve`, without whether its cache is there, which is known later."""
+    return {
+        "kind": one.kind,
+        "id": one.id,
+        "document": one.document,
+        "title": one.title,
+        "text": one.text,
+        "score": one.score,
+        "tokens": len(one.passage.ids),
+    }

@@ -57,7 +57,7 @@ class KVBlend:
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._gate_of(scope)
+            self._gate_of(scope).begin()
         except Exception as error:
             await receive()
             await send({"type": "lifespan.startup.failed", "message": f"kvblend: {error}"})

@@ -64,7 +64,7 @@ def shared_key(path: str = "") -> bytes:
             "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVBLEND_"
         )
     with warnings.catch_warnings(action="ignore"):  # who may read it is told where the process starts
-        return read_store_key(path)
+        return read_store_key(path, "socket key")
 
 
 def bound(name: str) -> socket.socket:

@@ -13,11 +13,15 @@ _LOG = logging.getLogger("vllm.kvblend")
 
 
 class Offers:
-    """All requests' offers, in the scheduler's one thread."""
+    """All requests' offers, in the scheduler's one thread.
+
+    refused: requests whose ticket was not given out here, until they end.
+    """
 
     def __init__(self, signer: Signer) -> None:
         self._signer = signer
         self._warned = False
+        self.refused: set[str] = set()
         self._failed: set[str] = set()
         self._pending: list[Load] = []
 
@@ -30,11 +34,14 @@ class Offers:
         given = request.kv_transfer_params
         given = given.get(PARAMETER) if isinstance(given, dict) else None
         sampling = request.sampling_params
-        fits = request.cache_salt and request.lora_request is None and request.prompt_token_ids is not None
+        salt = request.cache_salt if isinstance(request.cache_salt, str) else ""
+        fits = salt and request.lora_request is None and request.prompt_token_ids is not None
         whole = sampling is None or sampling.prompt_logprobs is not None
         if not isinstance(given, dict) or not fits or whole:
             return None
-        ticket = self._signer.ticket(given, request.cache_salt)
+        ticket = self._signer.ticket(given, salt)
+        if ticket is None:
+            self.refused.add(request.request_id)
         self._told(known=ticket is not None)
         return ticket
 
@@ -76,4 +83,5 @@ class Offers:
     def finished(self, request: Any) -> None:
         """The request has ended, or was given up."""
         self._failed.discard(request.request_id)
+        self.refused.discard(request.request_id)
         self._pending = [load for load in self._pending if load.request != request.request_id]

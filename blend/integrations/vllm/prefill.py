@@ -86,20 +86,21 @@ class PrefillServer:
 
     def _answer(self, sock: socket.socket, message: wire.Message) -> None:
         if "ask" in message:
-            self._ask(sock, message["ask"])
+            self._ask(sock, message["ask"], message.get("refused"))
         elif "attach" in message:
             self._attach(sock, str(message["attach"]))
         elif "send" in message:
             self._send(sock, message)
         elif "check" in message:
-            self._check(sock)
+            self._check(sock, str(message["check"]))
         elif "holding" in message:
             told = {"tickets": len(self._shelf), "bytes": self._shelf.nbytes}
-            wire.send(sock, {**told, **self._desk.service.engine.holding()._asdict()})
+            judged = {"model": self._desk.model, "refused": self._desk.refused}
+            wire.send(sock, {**told, **judged, **self._desk.service.engine.holding()._asdict()})
 
-    def _ask(self, sock: socket.socket, part: wire.Message) -> None:
+    def _ask(self, sock: socket.socket, part: wire.Message, refused: dict[str, str] | None) -> None:
         told: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
-        question = self._desk.ask(part, told.put)
+        question = self._desk.ask(part, told.put, refused)
         try:
             while (message := self._next(told, sock)) is not None:
                 wire.send(sock, message)
@@ -158,15 +159,19 @@ class PrefillServer:
             for part in pair:
                 wire.send_bytes(sock, bytes_of(part.contiguous()))
 
-    def _check(self, sock: socket.socket) -> None:
-        """Prompts to compare by, held until the other end has compared."""
+    def _check(self, sock: socket.socket, dtype: str) -> None:
+        """Prompts to compare by, held until the other end has compared. dtype: that vLLM computes in."""
+        if reason := self._desk.reason_against(dtype):
+            self._desk.judge(reason)
+            wire.send(sock, {"refused": reason})
+            return
         sock.settimeout(None)
         found: list[wire.Message] = []
         try:
             for number in range(len(CHECKED_ROWS)):
                 found.append(self._desk.check(number))
             wire.send(sock, {"checks": found})
-            self._until_gone(sock)
+            self._desk.judge(str(wire.receive(sock)[0]["verdict"]))
         except NoRoomError:
             return  # the other end asks again with the next question
         finally:

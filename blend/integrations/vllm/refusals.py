@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+VERSIONS = ("0.32",)
+"""Of vLLM, in which the connector's tests pass: its interface to connectors changes with each."""
+
+
+def refuse_version(version: str) -> None:
+    """Raise `ValueError` for a vLLM that the connector was never run with."""
+    if not version.startswith(tuple(f"{one}." for one in VERSIONS)):
+        raise ValueError(f"kvblend: vLLM {version} is not supported; install {' or '.join(VERSIONS)}")
+
 
 def refuse(config: Any, cache: Any) -> None:
     """Raise `ValueError` for a `VllmConfig` and a `KVCacheConfig` that the connector is not for."""
@@ -20,6 +29,9 @@ def _reasons(config: Any, cache: Any) -> dict[str, bool]:
     widths = {getattr(parallel, name, 1) for name in ("decode_context_parallel_size", "prefill_context_parallel_size")}
     return {
         "models with latent attention (MLA) are not supported; serve this one without the connector": model.use_mla,
+        "vLLM's second model runner is not supported: set VLLM_USE_V2_MODEL_RUNNER=0 for vLLM": getattr(
+            config, "use_v2_model_runner", False
+        ),
         "LoRA adapters are not supported: start vLLM without --enable-lora": config.lora_config is not None,
         "models with sliding windows or chunked attention are not supported; serve this one without the connector": any(
             map(_windowed, specs)

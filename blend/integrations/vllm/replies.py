@@ -8,6 +8,8 @@ from typing import Any
 
 from starlette.types import Message
 
+from blend.integrations.vllm.signature import PARAMETER
+
 _EVENT = b"data: "
 
 
@@ -66,4 +68,12 @@ class Telling:
             found = json.loads(document)
         except ValueError:
             return document
-        return json.dumps({**found, "kvblend": self._told}).encode() if isinstance(found, dict) else document
+        return json.dumps({**found, **self._with_figures(found)}).encode() if isinstance(found, dict) else document
+
+    def _with_figures(self, found: dict[str, Any]) -> dict[str, Any]:
+        """What is told, with what the connector says of this prompt; a stream begins before that is known."""
+        given = found.get("kv_transfer_params")
+        if not (isinstance(given, dict) and PARAMETER in given):
+            return {"kvblend": self._told}
+        figures = {**self._told.get("figures", {}), **given[PARAMETER]}
+        return {"kv_transfer_params": None, "kvblend": {**self._told, "figures": figures}}

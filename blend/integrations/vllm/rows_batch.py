@@ -7,10 +7,12 @@ paged cache then lets every row see exactly the rows of its prompt up to its own
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
 class PromptRows(NamedTuple):
@@ -28,6 +30,8 @@ def slots_of(positions: torch.Tensor, blocks: Sequence[int], block_size: int) ->
 
 def batch_of(prompts: Sequence[PromptRows], block_size: int, device: torch.device) -> CommonAttentionMetadata:
     """The rows of several prompts, one after another."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
     lengths, ends, tables = list[int](), list[int](), list[Sequence[int]]()
     for positions, blocks in prompts:
         for first, last in runs(positions):

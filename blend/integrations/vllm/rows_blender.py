@@ -38,7 +38,7 @@ class RowBlender:
     def filler(self, corpus: str = "") -> Filler:
         """With the surrogate context and the KV corrections of this corpus."""
         if corpus not in self._fillers:
-            self._fillers[corpus] = Filler(self.decoder, self.store, self.config, corpus=corpus)
+            self._fillers[corpus] = Filler(self.decoder, self.store, self.config, corpus=corpus, careful=True)
         return self._fillers[corpus]
 
     def blend(
@@ -66,7 +66,7 @@ class RowBlender:
         filled = run_steps(steps, run)
         assert isinstance(filled.cache, PagedCache)
         self.decoder.settle(filled.cache)
-        for line in (*filled.placed.opened.problems, *filled.problems, *filled.notes):
+        for line in (*filled.placed.opened.problems, *filled.problems):
             _LOG.warning("kvblend: %s", line)
         self.later.remember(Lacking(filler, layout, filled.placed.opened.missing, brought))
         return filled

@@ -24,12 +24,13 @@ Observe = Callable[[AttentionCall], None]
 class Facts:
     """What is known of a worker's model besides its modules.
 
-    name: how messages call it. fingerprint: which caches are its own. vocabulary: how many token ids there are. context_length:
-    longest prompt. most_rows, most_runs: of one pass, see `batch_of`; None where there is no limit.
+    name: how messages call it. fingerprint, dtype: under which its caches are kept. vocabulary: how many token ids there are.
+    context_length: longest prompt. most_rows, most_runs: of one pass, see `batch_of`; None where there is no limit.
     """
 
     name: str
     fingerprint: str
+    dtype: str
     vocabulary: int
     context_length: int
     most_rows: int
@@ -43,9 +44,15 @@ class PagedDecoder:
         self.model, self.facts, self.rotations = model, facts, rotations
         self.layers = model.site.layers
 
-    def named(self, fingerprint: str) -> PagedDecoder:
-        """The same, with caches under another fingerprint."""
-        return PagedDecoder(self.model, replace(self.facts, fingerprint=fingerprint), self.rotations)
+    def named(self, fingerprint: str, dtype: str) -> PagedDecoder:
+        """The same, with caches under another fingerprint and dtype."""
+        facts = replace(self.facts, fingerprint=fingerprint, dtype=dtype)
+        return PagedDecoder(self.model, facts, self.rotations)
+
+    @property
+    def name(self) -> str:
+        """How vLLM's process calls the model."""
+        return self.facts.name
 
     @property
     def device(self) -> torch.device:
@@ -69,7 +76,7 @@ class PagedDecoder:
 
     def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
         """What, besides a chunk's tokens, determines its cache."""
-        return CacheIdentity(self.facts.fingerprint, str(self.dtype).removeprefix("torch."), prefix)
+        return CacheIdentity(self.facts.fingerprint, self.facts.dtype, prefix)
 
     def check_length(self, rows: int) -> None:
         """Refuse prompts beyond the engine's context, with `PromptError`."""
@@ -113,12 +120,12 @@ class PagedDecoder:
         """
         rows, place = request.positions, _paged(request.cache).place
         for narrowing in request.narrowings:
-            keys, values = self._fresh(_only(request, rows), narrowing.layer)
+            keys, values = self._fresh(only(request, rows), narrowing.layer)
             rows = narrowing.choose(keys, values)
         if place is not None:
             rows = rows[(rows >= place.start) & (rows < place.stop)]
         for piece in self._pieces(rows, request.token_ids.shape[0]):
-            self._run(_only(request, piece), halt_at=len(self.layers) - 1)
+            self._run(only(request, piece), halt_at=len(self.layers) - 1)
 
     def logits(self, request: RowRequest) -> torch.Tensor:
         """Compute rows in every layer; next-token logits of the last of them, `[batch, vocab]`."""
@@ -136,7 +143,7 @@ class PagedDecoder:
         """The KV of all rows at a layer, unwritten there; `[1, kv_heads, rows, head_dim]`."""
         parts = list[KV]()
         for piece in self._pieces(request.positions, request.token_ids.shape[0]):
-            self._run(_only(request, piece), halt_at=layer, handed=parts)
+            self._run(only(request, piece), halt_at=layer, handed=parts)
         return torch.cat([keys for keys, _ in parts], 2), torch.cat([values for _, values in parts], 2)
 
     def _run(self, request: RowRequest, *, halt_at: int | None, handed: list[KV] | None = None) -> torch.Tensor | None:
@@ -233,7 +240,7 @@ def _paged(cache: BlendedCache) -> PagedCache:
     return cache
 
 
-def _only(request: RowRequest, rows: torch.Tensor) -> RowRequest:
+def only(request: RowRequest, rows: torch.Tensor) -> RowRequest:
     """The same for some of its rows, without narrowings."""
     ids = request.token_ids[:, torch.searchsorted(request.positions, rows)]
     return RowRequest(ids, rows, request.cache, observe=request.observe)

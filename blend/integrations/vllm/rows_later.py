@@ -15,6 +15,7 @@ import torch
 
 from blend.chunks.open_library import Tokens, Variant
 from blend.errors import StoreError, first_line
+from blend.integrations.vllm.rows_fitting import Fitting
 from blend.serve.beside import Beside
 from blend.serve.encoding import Encoding, Encodings
 
@@ -50,22 +51,25 @@ class Later:
 
     def __init__(self, decoder: PagedDecoder, learned: LearnedTexts | None) -> None:
         self._decoder, self._learned = decoder, learned
-        self._news = threading.Event()
-        self._beside = Beside("kvblend-rows", 1, self._news.set)
-        self._encodings = Encodings(self._beside, rows_of_piece(decoder.device), self._told)
+        self._news, self._admitting = threading.Event(), threading.Lock()
+        self._beside, rows = Beside("kvblend-rows", 1, self._news.set), rows_of_piece(decoder.device)
+        self._encodings = Encodings(self._beside, rows, self._told)
+        self._fitting = Fitting(decoder, rows, self._whole, self._news.set)
         self._turn, self._warned = 0, False
 
     def __len__(self) -> int:
-        """How many caches are left, as far as that is known."""
-        return len(self._encodings)
+        """How many caches are left, as far as that is known, and how many prefixes whose KV corrections are being fitted."""
+        return len(self._encodings) + len(self._fitting)
 
     def remember(self, lacked: Lacking) -> None:
         """A prompt was blended; texts that came with it count as used, whether anything was lacking or not."""
-        if lacked.missing or lacked.brought:
-            self._encodings.remember(lambda: self._allowed(lacked))
+        self._encodings.remember(lambda: self._allowed(lacked))
 
     def run(self, *, alone: bool) -> None:
-        """A step of the engine: a piece of the next cache, if it is time for one. alone: no request computes anything in it."""
+        """A step of the engine: a piece of the next cache, or of what is fitted, if it is time for one.
+
+        alone: no request computes anything in it.
+        """
         self._turn += 1
         if not alone and self._turn % TURN:
             return
@@ -73,12 +77,13 @@ class Later:
         encoding = self._encodings.first()
         if encoding is not None and encoding.ready():
             self._piece(encoding)
-        elif alone and len(self):
+        elif not self._fitting.run_piece() and alone and len(self):
             self._news.wait(_WAIT_S)
 
     def close(self) -> None:
         """Compute no more of them, and end."""
         self._encodings.close()
+        self._fitting.close()
         self._beside.close()
 
     def _piece(self, encoding: Encoding) -> None:
@@ -95,16 +100,24 @@ class Later:
         corpus = {chunk for place, chunk in enumerate(stored) if place not in lacked.brought}
         chunks = {chunk for place in lacked.brought if (chunk := stored[place]) and chunk not in corpus}
         mine = self._admitted(library, sorted(chunks))
+        brought = {one.chunk for one in mine}
+        self._fitting.hear(lacked.filler, library.prefix, {one for one in corpus if one}, brought)
         return library, [one for one in lacked.missing if one.chunk not in chunks or one in mine]
 
     def _admitted(self, library: ChunkLibrary, chunks: Sequence[Tokens]) -> set[Variant]:
         if self._learned is None or not chunks:
             return set()
         try:
-            return self._learned.admitted(library, chunks, lambda: self._encodings.keys(library.store))
+            with self._admitting:
+                return self._learned.admitted(library, chunks, lambda: self._encodings.keys(library.store))
         except StoreError as error:
             self._warn(error)
             return set()
+
+    def _whole(self, library: ChunkLibrary, chunks: Sequence[Tokens]) -> set[Tokens]:
+        """Those of these chunks, which clients brought, of which every cache may be stored."""
+        mine = self._admitted(library, chunks)
+        return {chunk for chunk in chunks if mine.issuperset(library.variants([chunk]))}
 
     def _told(self, one: Variant, error: Exception | None) -> None:
         if error is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from blend.chunks.probe import gives_same_kv
 from blend.config import BlendConfig
 from blend.errors import BlendError
+from blend.filling import Filled
 from blend.integrations.vllm.contract import Load, LoadFailedError, ModelRefusedError, Site
 from blend.integrations.vllm.local import CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.rows_blender import RowBlender
@@ -25,8 +26,10 @@ from blend.integrations.vllm.rows_roles import role_of
 from blend.integrations.vllm.rows_ticket import told_by
 from blend.integrations.vllm.rows_worker import RowModel
 from blend.rag import Rag
+from blend.types import PromptLayout
 
 _CONFIG = ("ratio", "selector", "surrogate", "correction")  # options that are entries of `BlendConfig`
+_DTYPES = ("float32", "bfloat16", "float16")  # that a store may have been precomputed in
 _UNLIMITED = (
     "CPU_ATTN",
 )  # attention that takes any number of sequences; other backends have buffers for vLLM's own number
@@ -51,19 +54,19 @@ class RecomputedRows:
         # None in a process that follows another: it has no store, and decides nothing.
         self.blender = self._role.does(partial(row_blender, self._role.model, options))
 
-    def fill(self, load: Load) -> None:
+    def fill(self, load: Load) -> dict[str, Any] | None:
         """See `Stage`."""
-        self._role.does(partial(self._fill, load))
+        return self._role.does(partial(self._fill, load))
 
-    def _fill(self, load: Load) -> None:
+    def _fill(self, load: Load) -> dict[str, Any]:
         assert self.blender is not None
         try:
             layout, corpus, brought = told_by(load.ticket, load.token_ids)
             place = Place(load.blocks, load.start, load.stop)
             if load.start < layout.context.stop:
-                self.blender.blend(layout, place, corpus, brought)
-            else:  # all that could be reused is in vLLM's cache
-                self.blender.compute(layout, place)
+                return _figures(layout, self.blender.blend(layout, place, corpus, brought))
+            self.blender.compute(layout, place)  # all that could be reused is in vLLM's cache
+            return {"rows": layout.rows, "rows_computed": load.stop - load.start}
         except (BlendError, ValueError) as error:
             raise LoadFailedError(str(error)) from error
 
@@ -86,6 +89,15 @@ class RecomputedRows:
             self.blender.later.close()
 
 
+def _figures(layout: PromptLayout, filled: Filled) -> dict[str, Any]:
+    """Of a prompt, in the words of `blend serve`."""
+    rows = {"rows": layout.rows, "rows_computed": int(filled.selection.rows.shape[0])}
+    if not any(filled.placed.hits):
+        return {"method": "full", "reason": "cold", **rows}
+    notes = {"notes": list(filled.notes)} if filled.notes else {}
+    return {**rows, **notes, **({"uncorrected": True} if filled.uncorrected else {})}
+
+
 def row_blender(model: RowModel, options: Mapping[str, Any]) -> RowBlender:
     """What fills blocks with this worker's model; options and errors as `RecomputedRows` says."""
     if "store" not in options:
@@ -102,8 +114,10 @@ def row_blender(model: RowModel, options: Mapping[str, Any]) -> RowBlender:
         store, learned = rag.store, LearnedTexts(rag.store, rag.root, budget)
     except BlendError as error:
         raise ValueError(f"kvblend: {error}") from error
-    shared = own.named(prints.shared)
-    decoder = shared if gives_same_kv(store, shared) else own
+    # Its own dtype first: what others computed in another one is as good where a probe shows it.
+    dtypes = dict.fromkeys((own.facts.dtype, *_DTYPES))
+    shared = (own.named(prints.shared, dtype) for dtype in dtypes)
+    decoder = next((one for one in shared if gives_same_kv(store, one)), own)
     return RowBlender(decoder, store, config, learned)
 
 
@@ -117,6 +131,7 @@ def _facts(site: Site, fingerprint: str) -> Facts:
     return Facts(
         name=str(model.model),
         fingerprint=fingerprint,
+        dtype=str(model.dtype).removeprefix("torch."),
         vocabulary=int(model.get_vocab_size()),
         context_length=int(model.max_model_len),
         most_rows=int(scheduler.max_num_batched_tokens),

@@ -7,13 +7,11 @@ skips compiled code. Hooks on the attention layers, there for the pass alone, se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from vllm.config import set_current_vllm_config
-from vllm.forward_context import set_forward_context
 
 from blend.integrations.vllm.contract import Site
 from blend.integrations.vllm.rows_batch import PromptRows, batch_of
@@ -48,7 +46,7 @@ class RowModel:
     def __init__(self, site: Site) -> None:
         self.site, self.model = site, model_of(site.layers)
         backend, spec = site.layers[0].get_attn_backend(), site.layers[0].get_kv_cache_spec(site.config)
-        with set_current_vllm_config(site.config):
+        with _configured(site):
             self._builder = backend.get_builder_cls()(spec, list(site.names), site.config, site.device)
         blocks = int(site.config.cache_config.num_gpu_blocks)
         block_dimension(site.layers[0].kv_cache, blocks)
@@ -71,11 +69,13 @@ class RowModel:
         self.site.write(layer, keys, values, slots)
 
     def _forward(self, rows: RowPass, see: See) -> torch.Tensor:
+        from vllm.forward_context import set_forward_context
+
         site, device = self.site, self.site.device
         common = batch_of(rows.prompts, site.block_size, device)
         positions = torch.cat([prompt.positions for prompt in rows.prompts]) + rows.shift
         with ExitStack() as stack:
-            stack.enter_context(set_current_vllm_config(site.config))
+            stack.enter_context(_configured(site))
             metadata = self._builder.build(0, common)
             stack.enter_context(
                 set_forward_context(
@@ -94,9 +94,17 @@ class RowModel:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of hidden states `[rows, hidden]`, `[rows, vocab]`."""
-        with set_current_vllm_config(self.site.config):
+        with _configured(self.site):
             found: torch.Tensor = self.model.compute_logits(hidden)
         return found
+
+
+def _configured(site: Site) -> AbstractContextManager[None]:
+    """Set vLLM's configuration while its code runs; imported here, so that this module loads without vLLM."""
+    from vllm.config import set_current_vllm_config
+
+    found: AbstractContextManager[None] = set_current_vllm_config(site.config)
+    return found
 
 
 @contextmanager

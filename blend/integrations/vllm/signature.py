@@ -48,8 +48,13 @@ class Signer:
         if not (isinstance(ticket, str) and isinstance(signature, str)):
             return None
         expected = self._signature(ticket, salt)
-        return ticket if hmac.compare_digest(signature.encode(), expected.encode()) else None
+        return ticket if hmac.compare_digest(_bytes(signature), _bytes(expected)) else None
 
     def _signature(self, ticket: str, salt: str) -> str:
-        told = sha256(ticket.encode()).digest() + sha256(salt.encode()).digest()
+        told = sha256(_bytes(ticket)).digest() + sha256(_bytes(salt)).digest()
         return hmac.digest(self._secret, b"kvblend vllm ticket" + told, sha256).hex()
+
+
+def _bytes(text: str) -> bytes:
+    """A client's JSON may hold lone surrogates, which are no Unicode text."""
+    return text.encode("utf-8", "surrogatepass")

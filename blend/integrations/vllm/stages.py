@@ -73,7 +73,7 @@ class _Lacking:
 
     apart, options, unfinished = False, frozenset[str](), False
 
-    def fill(self, load: Load) -> None:
+    def fill(self, load: Load) -> dict[str, Any] | None:
         raise LoadFailedError(f"stage {name_of(load.ticket)}, which a ticket is for, is not there")
 
     def rest(self, *, alone: bool) -> None:
@@ -123,12 +123,13 @@ class Stages:
 
     def done(self) -> Done:
         """What has ended since the last call. requests: of what was filled beside the batch alone, as vLLM counts them."""
-        found = Done(set(), set(), set())
+        found = Done(set(), set(), set(), {})
         for one in self._loads.values():
             done = one.done()
             found.requests.update(done.requests if one.apart else ())
             found.failed.update(done.failed)
             found.blocks.update(done.blocks)
+            found.figures.update(done.figures)
         return found
 
     def close(self) -> None:
