@@ -28,12 +28,15 @@ def test_nothing_that_axe_finds(visit: Visit, scheme: str, viewport: dict[str, i
     expect(visitor.page.locator("#corpus option")).not_to_have_count(0)
     if viewport is SMALL:
         visitor.page.get_by_role("button", name="Documents").click()
-        expect(visitor.page.locator("#side")).to_be_visible()
+        expect(visitor.page.get_by_role("list", name="Documents")).to_be_visible()
+        assert not visitor.scrolls_sideways()
+        _check(visitor)
+        visitor.page.get_by_role("button", name="Options").click()
         assert not visitor.scrolls_sideways()
         _check(visitor)
         visitor.page.get_by_label("Compare with full prefill").check()
         visitor.options(passages=1, tokens=12)
-        visitor.page.get_by_role("button", name="Documents").click()
+        visitor.page.get_by_role("button", name="Options").click()
         expect(visitor.page.locator("#side")).to_be_hidden()
     else:
         visitor.options(passages=1, tokens=12)
@@ -46,6 +49,48 @@ def _check(visitor: Visitor) -> None:
     rules = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
     found: dict[str, Any] = Axe().run(visitor.page, options=rules).response
     assert [(v["id"], [node["html"] for node in v["nodes"]]) for v in found["violations"]] == []
+
+
+def test_on_a_phone_each_button_opens_what_it_names(visit: Visit) -> None:
+    page = visit(viewport=SMALL).page
+    documents, options = (page.get_by_role("button", name=name) for name in ("Documents", "Options"))
+    listed, field = page.get_by_role("list", name="Documents"), page.get_by_label("Passages to find")
+    documents.click()
+    expect(listed.get_by_role("listitem").first).to_be_in_viewport()
+    expect(field).to_be_hidden()
+    options.click()
+    expect(field).to_be_in_viewport()
+    expect(listed).to_be_hidden()
+    expect(options).to_have_attribute("aria-expanded", "true")
+    options.click()
+    expect(page.get_by_label("Your question")).to_be_visible()
+
+
+def test_on_a_phone_a_number_out_of_range_is_shown(visit: Visit) -> None:
+    page = visit(viewport=SMALL).page
+    expect(page.locator("#corpus option")).not_to_have_count(0)
+    page.get_by_role("button", name="Options").click()
+    page.get_by_label("Passages to find").fill("0")
+    page.get_by_role("button", name="Options").click()
+    page.get_by_label("Your question").fill("How many?")
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_label("Passages to find")).to_be_focused()
+
+
+def test_a_model_that_is_loading_is_no_error(visit: Visit) -> None:
+    """The server's answer while it loads is played to the page, then the server answers itself."""
+    visitor = visit()
+    visitor.refused = True
+    page = visitor.page
+    body = {"error": {"message": "the server is loading its model; try again in a moment", "code": "loading"}}
+    page.route("**/v1/models", lambda route: route.fulfill(status=503, json=body))
+    page.reload()
+    note = page.get_by_role("status").filter(has_text="The model is loading")
+    expect(note).to_be_visible()
+    expect(page.get_by_role("alert").filter(visible=True)).to_have_count(0)
+    page.unroute("**/v1/models")
+    expect(page.locator("#corpus option")).not_to_have_count(0)
+    expect(note).to_be_hidden()
 
 
 def test_dark_is_dark_and_motion_is_spared(visit: Visit) -> None:
@@ -78,6 +123,8 @@ def test_the_keyboard_is_enough(visit: Visit) -> None:
     expect(page.locator(".part span").first).to_be_attached()
     _walk(visitor, "Shift+Tab", "summary", "found in the corpus")
     keys.press("Enter")
+    _walk(visitor, "Shift+Tab", "span", "hit")
+    _walk(visitor, "Shift+Tab", "button", "Copy")
     expect(page.locator(".sources details[open] .passage")).to_be_visible()
     _walk(visitor, "Tab", "input", "Compare with full prefill")
     keys.press("Space")

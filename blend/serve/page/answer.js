@@ -1,7 +1,7 @@
 // One answer: its text as it comes, and beneath it what the server says of its prefill.
 
 import { failureOf } from "./api.js";
-import { announce, count, el, seconds, tell } from "./dom.js";
+import { announce, count, el, seconds, tell, term } from "./dom.js";
 import { Prose } from "./prose.js";
 import { sourcesView } from "./sources.js";
 import { timeView } from "./times.js";
@@ -10,30 +10,41 @@ import { tokensView } from "./tokens.js";
 const NAMES = { blend: "Blended", full: "Full prefill" };
 const CUT = "Cut off: the longest answer is set to this many tokens.";
 const EMPTY = "The model ended its answer at once, without a word.";
+const STOPPED = "Stopped.";
+const COMPUTED = "The model computed the KV of these tokens for this answer. The KV of all others was loaded or was in memory.";
+const REUSED = "This prompt begins as an earlier one did. The KV of that beginning was still in memory and was used again.";
+const INEXACT = " A part of it was blended, so it is near what full prefill gives, but not the same.";
 
 export class AnswerView {
-  // compared: two stand side by side and are named; what both have in common stands under the first alone.
-  constructor(method, compared) {
-    this.alone = !compared || method === "blend";
-    this.text = "";
-    this.error = null;
-    this.opened = null;
-    this.usage = null;
-    this.reason = null;
+  // shared: where sources and tokens go; null for the second of two that stand side by side. onAgain: asks once more, or null.
+  constructor(method, compared, shared, onAgain) {
+    Object.assign(this, { method, compared, shared, text: "", error: null, opened: null, usage: null, reason: null, took: 0, complete: false });
     this.prose = new Prose();
     this.wait = el("p", { class: "wait" }, "Reading the prompt…");
     this.note = el("p", { class: "trouble", hidden: true });
     this.facts = el("p", { class: "facts" });
-    this.more = el("div", { class: "more" });
+    this.times = el("div");
+    this.actions = el("p", { class: "actions", hidden: true }, copier(this), onAgain && el("button", { type: "button", class: "quiet again", onclick: onAgain, title: AGAIN }, compared ? "Regenerate both" : "Regenerate"));
     // Spoken once it is whole: a voice cannot follow tokens.
     this.spoken = el("div", { class: "spoken", "aria-live": "polite", "aria-busy": "true" }, this.prose.element);
     const name = compared && el("h3", { class: "method" }, NAMES[method]);
-    this.element = el("div", { class: "answer", role: "group", "aria-label": compared ? `Answer, ${NAMES[method]}` : "Answer" }, name, this.wait, this.spoken, this.note, this.facts, this.more);
+    this.element = el("div", { class: "answer", role: "group", "aria-label": compared ? `Answer, ${NAMES[method]}` : "Answer" }, name, this.wait, this.spoken, this.note, this.actions, this.facts, this.times);
+  }
+
+  // The request is sent: from now on the time that passes is shown.
+  start() {
+    const sent = performance.now();
+    this.clock = setInterval(() => {
+      this.wait.textContent = `Reading the prompt… ${Math.round((performance.now() - sent) / 1000)} s`;
+    }, 1000);
   }
 
   take(event) {
     if (event.error) throw failureOf(event.error);
-    if (event.kvblend) this.open(event.kvblend);
+    if (event.kvblend) {
+      this.open(event.kvblend);
+      announce(`Answering after ${seconds(event.kvblend.figures.ttft_s)}`);
+    }
     if (event.usage) this.usage = event.usage;
     const [choice] = event.choices ?? [];
     this.reason = choice?.finish_reason ?? this.reason;
@@ -42,13 +53,25 @@ export class AnswerView {
 
   open(kvblend) {
     this.opened = kvblend;
-    this.wait.remove();
+    this.endWait();
     this.began = performance.now();
-    const { sources = [], figures, trace = [] } = kvblend;
-    this.more.append(timeView(figures));
-    if (this.alone) this.more.append(...sourcesView(sources), ...tokensView(trace, sources));
-    this.tellFacts();
-    announce(`Answering after ${seconds(figures.ttft_s)}`);
+    const { sources = [], trace = [] } = kvblend;
+    this.showTimes(null);
+    this.shared?.append(...sourcesView(sources), ...tokensView(trace, sources));
+    this.showFacts();
+  }
+
+  endWait() {
+    clearInterval(this.clock);
+    this.wait.remove();
+  }
+
+  // measured: seconds of full prefill that a comparison measured; a comparison shows no estimate, not even before.
+  showTimes(measured) {
+    const view = timeView(this.opened.figures, this.compared ? { measured } : null);
+    view.open = this.times.open;
+    this.times.replaceWith(view);
+    this.times = view;
   }
 
   add(text) {
@@ -56,36 +79,35 @@ export class AnswerView {
     this.prose.show(this.text);
   }
 
-  tellFacts() {
+  showFacts() {
     const figures = this.opened?.figures;
     if (!figures) return;
-    const parts = [`${seconds(figures.ttft_s)} to the first token`, `${count(figures.rows, "prompt token")}, ${figures.rows_computed.toLocaleString("en")} computed`];
-    if (figures.rows_reused) parts.push(`${figures.rows_reused.toLocaleString("en")} of an earlier prompt${figures.rows_inexact ? " that was blended" : ""}`);
-    if (this.usage) parts.push(count(this.usage.completion_tokens, "answer token") + this.speed());
-    this.facts.textContent = parts.join(" · ");
+    const parts = [`${count(figures.rows, "prompt token")}, `, term(`${figures.rows_computed.toLocaleString("en")} computed`, COMPUTED)];
+    const inexact = Boolean(figures.rows_inexact);
+    if (figures.rows_reused) parts.push(" · ", term(`${figures.rows_reused.toLocaleString("en")} of an earlier prompt${inexact ? " that was blended" : ""}`, REUSED + (inexact ? INEXACT : "")));
+    if (this.usage) parts.push(` · ${count(this.usage.completion_tokens, "answer token")}${this.speed()}`);
+    this.facts.replaceChildren(...parts);
   }
 
   speed() {
-    const passed = (this.ended - this.began) / 1000;
-    const tokens = this.usage.completion_tokens - 1;
-    return tokens > 0 && passed > 0 ? ` (${(tokens / passed).toFixed(tokens / passed < 9.95 ? 1 : 0)}/s)` : "";
+    const rate = (this.usage.completion_tokens - 1) / this.took;
+    return rate > 0 && this.took > 0 ? ` (${rate.toFixed(rate < 9.95 ? 1 : 0)}/s)` : "";
   }
 
   close() {
-    this.ended = performance.now();
+    this.complete = true;
     if (this.reason === "length") this.remark(CUT);
     else if (!this.text) this.remark(EMPTY);
     this.finish();
   }
 
   stopped() {
-    this.remark("Stopped.");
+    this.remark(STOPPED);
     this.finish();
   }
 
   fail(error) {
     this.error = error;
-    this.ended = performance.now();
     tell(this.note, error.message);
     this.finish();
   }
@@ -96,9 +118,51 @@ export class AnswerView {
   }
 
   finish() {
-    this.wait.remove();
+    this.endWait();
+    this.took ||= (performance.now() - this.began) / 1000;
     this.prose.finish();
-    this.tellFacts();
+    this.showFacts();
+    this.actions.hidden = false;
+    this.actions.firstChild.hidden = !this.text;
     this.spoken.setAttribute("aria-busy", "false");
+  }
+
+  // As plain values, for a reload; one that is under way ends with the page. The trace is left out: it is large.
+  record() {
+    const { method, text, usage, reason, took, complete } = this;
+    const kvblend = this.opened && { ...this.opened, trace: [] };
+    const ended = this.spoken.getAttribute("aria-busy") === "false";
+    return { method, text, usage, reason, took, complete, kvblend, remark: ended ? this.note.textContent : STOPPED };
+  }
+
+  restore({ text, usage, reason, took, complete, kvblend, remark }) {
+    Object.assign(this, { usage, reason, took, complete });
+    if (kvblend) this.open(kvblend);
+    this.add(text);
+    this.remark(remark);
+    this.finish();
+  }
+}
+
+const AGAIN = "Ask again with the options as they are now. Words are then drawn at random, so the answer may differ; a comparison draws none.";
+
+function copier(view) {
+  const button = el("button", { type: "button", class: "quiet" }, "Copy");
+  button.addEventListener("click", async () => {
+    await copy(view.text, view.prose.element);
+    button.textContent = "Copied";
+    announce("Answer copied");
+    setTimeout(() => (button.textContent = "Copy"), 2000);
+  });
+  return button;
+}
+
+// A page without HTTPS, or without the permission, has no clipboard; the browser still copies a selection.
+async function copy(text, element) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    getSelection().selectAllChildren(element);
+    document.execCommand("copy");
   }
 }

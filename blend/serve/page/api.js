@@ -9,9 +9,9 @@ export const key = {
 };
 
 export class ServerError extends Error {
-  constructor(message, status = 0) {
+  constructor(message, status = 0, code = null) {
     super(message);
-    this.status = status;
+    Object.assign(this, { status, code });
   }
 }
 
@@ -21,7 +21,7 @@ const UNREACHED = "The server cannot be reached. See whether `blend serve` is ru
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
 
 // error: what stands under that name in a body of OpenAI's shape.
-export const failureOf = (error, status = 0) => new ServerError(sentence(error.message), status);
+export const failureOf = (error, status = 0) => new ServerError(sentence(error.message), status, error.code);
 
 async function refusal(response) {
   // Something in between may have answered, such as a proxy, whose words are no line for a person.

@@ -10,28 +10,38 @@ const RELOAD_MS = 2000;
 
 const options = new Options();
 const documents = new Documents({ corpus: () => options.corpus(), onChange: loadModels, onError: failed });
-const conversation = new Conversation({ options, onBusy: busy, onError: (error) => failed(error, byId("trouble")) });
+const conversation = new Conversation({ options, onBusy: busy, onError: (error) => failed(error, byId("trouble")), onAgain: (turn) => ask(turn.question, turn) });
+let loading = 0;
 
 async function loadModels() {
   options.showModels((await getJson("v1/models")).data.map((model) => model.id));
 }
 
 async function load() {
+  clearTimeout(loading);
   byId("forget").hidden = !key.get();
   try {
     await loadModels();
     await documents.refresh();
     tell(byId("trouble"), "");
+    tell(byId("note"), "");
   } catch (error) {
     failed(error, byId("trouble"));
-    // 503: the model is loading. The page is there before it.
-    if (error.status === 503) setTimeout(load, RELOAD_MS);
+    if (error.status === 503) loadLater();
   }
 }
 
-// A key is asked for wherever the server wants one; all else is told where it happened.
+function loadLater() {
+  clearTimeout(loading);
+  loading = setTimeout(load, RELOAD_MS);
+}
+
+// A key is asked for wherever the server wants one; all else is told where it happened. The page is there before the model: no error.
 function failed(error, place) {
-  if (error.status !== 401) return tell(place, error.message);
+  const early = error.code === "loading";
+  tell(byId("note"), early ? "The model is loading. You can ask in a moment." : "");
+  if (early) loadLater();
+  if (error.status !== 401) return tell(place, early ? "" : error.message);
   tell(byId("key-trouble"), key.get() ? "This server does not know the key. Enter another." : "");
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
   byId("key").select();
@@ -40,21 +50,40 @@ function failed(error, place) {
 function busy(running) {
   byId("send").hidden = running;
   byId("stop").hidden = !running;
+  document.body.classList.toggle("busy", running);
   if (!running) announce("Answer complete");
 }
 
-function send() {
-  const question = byId("question").value.trim();
-  if (!question || conversation.running) return;
-  if (!options.check()) return;
+// replaced: the turn whose answer is asked for once more. Returns whether an answer came.
+async function ask(question, replaced = null) {
+  if (!question || conversation.running) return false;
+  const wrong = options.wrong();
+  if (wrong) {
+    unfold("options");
+    wrong.reportValidity();
+    announce(wrong.validationMessage);
+    return false;
+  }
   tell(byId("trouble"), "");
+  return conversation.ask(question, replaced);
+}
+
+async function send() {
+  if (conversation.running) return;
+  const question = byId("question").value.trim();
+  const answer = ask(question);
+  if (!conversation.running) return;
   byId("question").value = "";
   grow();
   byId("question").focus();
-  conversation.ask(question).then((kept) => {
-    if (!kept && !byId("question").value) byId("question").value = question;
-    grow();
-  });
+  if (!(await answer) && !byId("question").value) byId("question").value = question;
+  grow();
+}
+
+// On a small screen one part of the side, or none, stands in the conversation's place; a style sheet says so.
+function unfold(part) {
+  document.body.dataset.part = part;
+  for (const name of ["documents", "options"]) byId(`show-${name}`).setAttribute("aria-expanded", String(name === part));
 }
 
 // As tall as what is written in it; the style sheet says how tall at most.
@@ -84,16 +113,18 @@ byId("stop").addEventListener("click", stop);
 document.addEventListener("keydown", (event) => event.key === "Escape" && conversation.running && stop());
 byId("renew").addEventListener("click", () => {
   conversation.clear();
+  unfold("");
   tell(byId("trouble"), "");
   byId("question").focus();
 });
-byId("unfold").addEventListener("click", () => {
-  const open = document.body.classList.toggle("side-open");
-  byId("unfold").setAttribute("aria-expanded", String(open));
-  if (open) byId("side").scrollIntoView();
-});
+for (const part of ["documents", "options"]) {
+  byId(`show-${part}`).addEventListener("click", () => {
+    unfold(document.body.dataset.part === part ? "" : part);
+    scrollTo(0, 0);
+  });
+}
 byId("corpus").addEventListener("change", () => {
-  options.lock();
+  options.choose();
   documents.attempt(() => documents.refresh());
 });
 byId("key-form").addEventListener("submit", () => {
@@ -107,7 +138,14 @@ byId("key-cancel").addEventListener("click", () => {
 });
 byId("forget").addEventListener("click", () => {
   key.forget();
+  conversation.clear();
   load();
+});
+// Before the browser breaks it off, which would look like a server that is gone.
+addEventListener("beforeunload", () => conversation.stop());
+addEventListener("pagehide", () => {
+  options.keep();
+  conversation.keep();
 });
 
 load();

@@ -13,9 +13,12 @@ export function verdict() {
 function said(blended, full) {
   const [fast, slow] = [blended, full].map((view) => view.opened?.figures.ttft_s);
   if (!fast || !slow) return [likeness(blended.text, full.text)];
+  const took = el("b", {}, `${seconds(fast)} instead of ${seconds(slow)}`);
+  // Two runs of the same thing: the difference of their times is chance.
+  if (blended.opened.figures.method === "full") return [took, ` to the first token. Nothing was blended, so this says nothing of blending. ${likeness(blended.text, full.text)}`];
   const times = slow / fast;
   const speed = times >= 1 ? `${times.toFixed(1)} times as fast` : `${(1 / times).toFixed(1)} times as slow`;
-  return [el("b", {}, `${seconds(fast)} instead of ${seconds(slow)}`), ` to the first token: blending was ${speed}. ${COLD} ${likeness(blended.text, full.text)}`];
+  return [took, ` to the first token: blending was ${speed}. ${COLD} ${likeness(blended.text, full.text)}`];
 }
 
 function likeness(one, other) {

@@ -3,14 +3,26 @@
 import { AnswerView } from "./answer.js";
 import { events, postJson } from "./api.js";
 import { verdict } from "./compare.js";
-import { announce, byId, el } from "./dom.js";
+import { announce, byId, el, keep, kept } from "./dom.js";
+
+const LONG = { characters: 1000, lines: 15 };
+const SHOWN = { characters: 200, lines: 2 };
+const SAMPLED = 0.7; // the temperature of an answer that is to differ from the one before it
 
 export class Conversation {
-  // onBusy(running), onError(error): the question got no answer and is no part of the conversation.
-  constructor({ options, onBusy, onError }) {
-    Object.assign(this, { options, onBusy, onError });
-    this.messages = [];
+  // onBusy(running); onError(error): the question got no answer and is no part of the conversation; onAgain(turn): its answer is to be
+  // asked for once more.
+  constructor({ options, onBusy, onError, onAgain }) {
+    Object.assign(this, { options, onBusy, onError, onAgain });
+    this.turns = [];
     this.abort = null;
+    try {
+      for (const record of kept("conversation") ?? []) this.add(Turn.of(record, onAgain));
+    } catch {
+      // Another version of the page kept it.
+      this.clear();
+    }
+    this.turns.at(-1)?.element.scrollIntoView({ behavior: "instant" });
   }
 
   get running() {
@@ -23,48 +35,103 @@ export class Conversation {
 
   clear() {
     this.stop();
-    this.messages = [];
-    byId("welcome").hidden = false;
-    byId("turns").replaceChildren(byId("welcome"));
+    this.show([]);
+    this.keep();
   }
 
-  // Whether an answer, or a part of one, came.
-  async ask(question) {
-    const before = this.messages;
-    const messages = [...before, { role: "user", content: question }];
-    const turn = addTurn(question);
+  keep() {
+    keep("conversation", this.turns.map((turn) => turn.record()));
+  }
+
+  add(turn) {
+    this.show([...this.turns, turn]);
+  }
+
+  show(turns) {
+    // Turns that stay are not touched: what is selected or in focus there stays so.
+    this.turns.filter((turn) => !turns.includes(turn)).forEach((turn) => turn.element.remove());
+    byId("turns").append(...turns.filter((turn) => !turn.element.isConnected).map((turn) => turn.element));
+    byId("welcome").hidden = turns.length > 0;
+    this.turns = turns;
+  }
+
+  // replaced: the last turn, whose answer is asked for once more, or null. Returns whether an answer, or a part of one, came.
+  async ask(question, replaced = null) {
+    const before = this.turns.filter((turn) => turn !== replaced);
+    const messages = [...before.flatMap((turn) => turn.messages()), { role: "user", content: question }];
+    const turn = new Turn(question, this.options.compares(), this.onAgain);
+    const shown = [...before, turn];
+    this.show(shown);
+    turn.element.scrollIntoView({ block: "start" });
+    if (replaced) turn.element.focus({ preventScroll: true });
+    announce("Reading the prompt");
     this.abort = new AbortController();
     this.onBusy(true);
-    const [first] = await this.answers(turn, messages, this.abort.signal);
+    const temperature = replaced && !turn.compared ? SAMPLED : 0;
+    await turn.answer((method) => this.options.body(messages, method, temperature), this.abort.signal);
+    const { signal } = this.abort;
     this.abort = null;
     this.onBusy(false);
-    if (first.error && !first.text) {
-      turn.remove();
-      byId("welcome").hidden = byId("turns").children.length > 1;
-      this.onError(first.error);
-      return false;
-    }
+    const [first] = turn.views;
+    const lost = !first.text && (first.error || (replaced && signal.aborted));
     // A conversation that was begun anew meanwhile stays new.
-    if (first.text && this.messages === before) this.messages = [...messages, { role: "assistant", content: first.text }];
-    return true;
+    if (lost && this.turns === shown) this.show(replaced ? [...before, replaced] : before);
+    this.keep();
+    if (lost && first.error) this.onError(first.error);
+    return !lost;
+  }
+}
+
+class Turn {
+  constructor(question, compared, onAgain) {
+    Object.assign(this, { question, compared, onAgain, views: [] });
+    this.verdict = compared ? verdict() : null;
+    this.place = el("div", { class: "answers" });
+    this.shared = el("div", { class: "more" });
+    this.element = el("article", { class: "turn", tabindex: "-1" }, questionView(question), this.verdict?.element, this.place, this.shared);
+  }
+
+  static of({ question, compared, answers }, onAgain) {
+    const turn = new Turn(question, compared, onAgain);
+    for (const answer of answers) turn.add(answer.method).restore(answer);
+    turn.compare();
+    return turn;
+  }
+
+  record() {
+    return { question: this.question, compared: this.compared, answers: this.views.map((view) => view.record()) };
+  }
+
+  // What of it goes with the next question.
+  messages() {
+    const said = this.views[0]?.text;
+    return said ? [{ role: "user", content: this.question }, { role: "assistant", content: said }] : [];
+  }
+
+  add(method) {
+    const first = !this.views.length;
+    const view = new AnswerView(method, this.compared, first ? this.shared : null, first ? () => this.onAgain(this) : null);
+    this.views.push(view);
+    this.place.append(view.element);
+    return view;
   }
 
   // One after the other: side by side they would slow each other down, and no time would be true.
-  async answers(turn, messages, signal) {
-    const compared = this.options.compares();
-    const place = el("div", { class: "answers" });
-    const said = compared ? verdict() : null;
-    turn.append(...(said ? [said.element] : []), place);
-    const views = [];
-    for (const method of compared ? ["blend", "full"] : ["blend"]) {
-      const view = new AnswerView(method, compared);
-      views.push(view);
-      place.append(view.element);
-      await stream(view, this.options.body(messages, method), signal);
-      if (view.error || signal.aborted) return views;
+  async answer(body, signal) {
+    for (const method of this.compared ? ["blend", "full"] : ["blend"]) {
+      const view = this.add(method);
+      view.start();
+      await stream(view, body(method), signal);
+      if (!view.complete) return;
     }
-    said?.tell(...views);
-    return views;
+    this.compare();
+  }
+
+  compare() {
+    const [blended, full] = this.views;
+    if (!full?.complete) return;
+    this.verdict.tell(blended, full);
+    if (blended.opened && full.opened) blended.showTimes(full.opened.figures.ttft_s);
   }
 }
 
@@ -78,11 +145,21 @@ async function stream(view, body, signal) {
   }
 }
 
-function addTurn(question) {
-  byId("welcome").hidden = true;
-  const element = el("article", { class: "turn" }, el("h2", { class: "question" }, el("span", { class: "unseen" }, "You asked: "), question));
-  byId("turns").append(element);
-  element.scrollIntoView({ block: "start" });
-  announce("Reading the prompt");
-  return element;
+// A long one, such as a pasted prompt, is shown by its beginning and its end.
+function questionView(question) {
+  const text = el("span", {}, question);
+  const heading = el("h2", { class: "question" }, el("span", { class: "unseen" }, "You asked: "), text);
+  const lines = question.split("\n");
+  if (question.length <= LONG.characters && lines.length <= LONG.lines) return [heading];
+  heading.classList.add("long");
+  const ends = [lines.slice(0, SHOWN.lines).join("\n").slice(0, SHOWN.characters), lines.slice(-SHOWN.lines).join("\n").slice(-SHOWN.characters)];
+  const button = el("button", { type: "button", class: "quiet fold" });
+  const fold = (folded) => {
+    text.textContent = folded ? ends.join("\n…\n") : question;
+    button.textContent = folded ? `Show the whole message, ${question.length.toLocaleString("en")} characters` : "Fold the message";
+    button.setAttribute("aria-expanded", String(!folded));
+  };
+  button.addEventListener("click", () => fold(button.getAttribute("aria-expanded") === "true"));
+  fold(true);
+  return [heading, button];
 }

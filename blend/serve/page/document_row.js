@@ -24,8 +24,9 @@ function stateOf(item) {
   if (item.reason) return [el("span", { class: "soft bad" }, item.reason)];
   if (!working(item)) return item.chunks ? [el("span", { class: "soft" }, count(item.chunks, "passage"))] : [];
   if (!item.progress?.total) return [el("span", { class: "soft" }, STEPS[item.status] ?? item.status)];
-  const share = item.progress.done / item.progress.total;
-  return [el("progress", { "aria-label": `Preparing ${nameOf(item)}`, max: "1", value: String(share) })];
+  const { done, total } = item.progress;
+  const label = `${STEPS[item.status] ?? item.status}: ${Math.floor((100 * done) / total)} %`;
+  return [el("span", { class: "soft" }, label), el("progress", { "aria-label": `${nameOf(item)} is ${label}`, max: String(total), value: String(done) })];
 }
 
 // Pressed twice: there is no way back.

@@ -15,6 +15,7 @@ export class Documents {
     this.listed = [];
     this.rows = new Map();
     this.timer = null;
+    this.uploads = [];
     byId("files").addEventListener("change", (event) => {
       this.add([...event.target.files]);
       event.target.value = "";
@@ -69,14 +70,28 @@ export class Documents {
 
   add(files) {
     if (!files.length) return;
-    announce(`Adding ${count(files.length, "file")}`);
     const form = new FormData();
     for (const file of files) form.append("file", file);
     this.attempt(async () => {
-      await request(`v1/documents${this.query()}`, { method: "POST", body: form });
+      await this.uploading(files, request(`v1/documents${this.query()}`, { method: "POST", body: form }));
       await this.onChange();
       await this.refresh();
     });
+  }
+
+  // Shown until the server has them all.
+  async uploading(files, sent) {
+    const show = (uploads) => {
+      this.uploads = uploads;
+      const names = uploads.flat();
+      tell(byId("document-note"), names.length ? `Uploading ${names.length === 1 ? names[0].name : count(names.length, "file")}…` : "");
+    };
+    show([...this.uploads, files]);
+    try {
+      await sent;
+    } finally {
+      show(this.uploads.filter((one) => one !== files));
+    }
   }
 
   remove(id) {

@@ -1,4 +1,4 @@
-// Elements without markup: whatever a document or an answer holds becomes a text node and nothing else.
+// Elements without markup: whatever a document or an answer holds becomes a text node and nothing else. And this tab's storage.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -23,6 +23,27 @@ export function tell(paragraph, line) {
 // Said by a screen reader when it has nothing else to say; seen by nobody.
 export function announce(line) {
   byId("status").textContent = line;
+}
+
+// A word with its explanation, for the pointer as a title and for the keyboard as text below it.
+export const term = (word, meaning) => el("span", { class: "term", tabindex: "0", title: meaning }, word);
+
+// What a reload keeps, in this tab alone; null where there is nothing that can be read.
+export function kept(name) {
+  try {
+    return JSON.parse(sessionStorage.getItem(`kvblend.${name}`));
+  } catch {
+    return null;
+  }
+}
+
+export function keep(name, value) {
+  try {
+    sessionStorage.setItem(`kvblend.${name}`, JSON.stringify(value));
+  } catch {
+    // Too much for the browser's quota: better nothing than an earlier state.
+    sessionStorage.removeItem(`kvblend.${name}`);
+  }
 }
 
 export const count = (number, one, many = `${one}s`) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;

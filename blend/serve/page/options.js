@@ -1,13 +1,29 @@
 // What is asked for besides the question.
 
-import { announce, byId, el } from "./dom.js";
+import { byId, el, keep, kept } from "./dom.js";
 
 const CORPUS = "+corpus";
 const NOTHING = "nothing";
+const NUMBERS = ["top-k", "max-tokens"];
+const SWITCHES = ["compare", "trace"];
 
 export class Options {
   constructor() {
     this.model = "";
+    const options = kept("options") ?? {};
+    for (const id of NUMBERS) byId(id).value = options[id] ?? byId(id).value;
+    for (const id of SWITCHES) byId(id).checked = options[id] ?? byId(id).checked;
+    this.chosen = options.corpus ?? null;
+  }
+
+  keep() {
+    const values = [...NUMBERS.map((id) => [id, byId(id).value]), ...SWITCHES.map((id) => [id, byId(id).checked])];
+    keep("options", { ...Object.fromEntries(values), corpus: this.chosen });
+  }
+
+  choose() {
+    this.chosen = byId("corpus").value;
+    this.lock();
   }
 
   // ids: of /v1/models. A name that ends in "+corpus" or "+corpus:NAME" is the same model answering from a corpus.
@@ -16,14 +32,11 @@ export class Options {
     byId("model").textContent = this.model;
     const names = ids.filter((id) => id.startsWith(this.model + CORPUS)).map((id) => id.slice((this.model + CORPUS).length).replace(/^:/, ""));
     const select = byId("corpus");
-    const chosen = select.value;
     select.replaceChildren(
       ...names.map((name) => el("option", { value: `corpus:${name}` }, name ? `Corpus ${name}` : "Your documents")),
       el("option", { value: NOTHING }, "The model alone"),
     );
-    // What was chosen stays; but "the model alone" was no choice while there was nothing else.
-    if (this.hadCorpus && [...select.options].some((option) => option.value === chosen)) select.value = chosen;
-    this.hadCorpus = names.length > 0;
+    if ([...select.options].some((option) => option.value === this.chosen)) select.value = this.chosen;
     this.lock();
   }
 
@@ -41,24 +54,19 @@ export class Options {
     return byId("compare").checked;
   }
 
-  // Whether the numbers can be sent; the browser says what is wrong with them.
-  check() {
-    const wrong = [byId("top-k"), byId("max-tokens")].find((field) => !field.disabled && !field.checkValidity());
-    if (!wrong) return true;
-    byId("side").scrollIntoView();
-    wrong.reportValidity();
-    announce(wrong.validationMessage);
-    return false;
+  // The first number that cannot be sent, or undefined.
+  wrong() {
+    return NUMBERS.map(byId).find((field) => !field.disabled && !field.checkValidity());
   }
 
-  body(messages, method) {
+  body(messages, method, temperature) {
     const corpus = this.corpus();
     const retrieve = corpus === null ? {} : { retrieve: { top_k: Number(byId("top-k").value), ...(corpus && { corpus }) } };
     return {
       model: this.model,
       messages,
       max_tokens: Number(byId("max-tokens").value),
-      temperature: 0,
+      temperature,
       stream: true,
       stream_options: { include_usage: true },
       // What an earlier prompt left in memory would make full prefill look faster than it is.

@@ -67,8 +67,7 @@ function render(block) {
   const lines = block.split("\n");
   if (FENCE.test(block)) {
     const closed = lines.length > 1 && FENCE.test(lines.at(-1));
-    // Wide code scrolls: from the keyboard too.
-    return el("pre", { tabindex: "0", role: "group", "aria-label": "Code" }, el("code", {}, lines.slice(1, closed ? -1 : undefined).join("\n")));
+    return el("pre", {}, el("code", {}, lines.slice(1, closed ? -1 : undefined).join("\n")));
   }
   if (/^#{1,6} /.test(block)) return el("p", { class: "heading", role: "heading", "aria-level": "4" }, inline(block.replace(/^#+ /, "")));
   if (ITEM.test(block)) return list(lines);

@@ -1,6 +1,6 @@
 // What an answer was given from. Nothing here is made up by the model: the server says what stood in the prompt.
 
-import { count, el } from "./dom.js";
+import { count, el, term } from "./dom.js";
 
 const KINDS = {
   document: "sent along",
@@ -8,6 +8,9 @@ const KINDS = {
   pasted: "found in the message",
   learned: "learned from earlier messages",
 };
+
+const HIT = "Hit: the store held this passage’s KV cache, so the model did not read the passage again.";
+const MISS = "Miss: the store held no KV cache of this passage, so the model computed it for this answer.";
 
 // Nothing where there are no sources.
 export function sourcesView(sources) {
@@ -17,7 +20,7 @@ export function sourcesView(sources) {
     el(
       "div",
       { class: "sources", role: "group", "aria-label": "Sources" },
-      el("h3", {}, "Sources ", el("span", { class: "count" }, `${hits} of ${count(sources.length, "stored cache")} found`)),
+      el("h3", {}, "Sources ", el("span", { class: "count" }, term(`${count(hits, "hit")} of ${sources.length}`, `${HIT} ${MISS}`))),
       el("ol", {}, sources.map(sourceView)),
     ),
   ];
@@ -38,11 +41,11 @@ function sourceView(source, index) {
         {},
         el("span", { class: "number", "aria-hidden": "true" }, String(index + 1)),
         el("span", { class: "title" }, title),
-        el("span", { class: source.hit ? "badge hit" : "badge miss" }, source.hit ? "hit" : "miss"),
+        el("span", { class: source.hit ? "badge hit" : "badge miss", title: source.hit ? HIT : MISS }, source.hit ? "hit" : "miss"),
         el("span", { class: "soft" }, facts.join(" · ")),
       ),
       el("p", { class: "passage", tabindex: "0", role: "group", "aria-label": `Text of ${title}` }, source.text),
-      el("p", { class: "soft" }, source.hit ? "Its cache came out of the store." : "It had no cache in the store and was computed for this answer."),
+      el("p", { class: "soft" }, source.hit ? HIT : MISS),
     ),
   );
 }

@@ -1,6 +1,6 @@
-// Where the time to the first token went, beside what full prefill of the same prompt would have taken.
+// Where the time to the first token went, and what full prefill of the same prompt took or would take.
 
-import { el, seconds } from "./dom.js";
+import { el, seconds, term } from "./dom.js";
 
 const STAGES = {
   waited: "waiting",
@@ -13,20 +13,22 @@ const STAGES = {
   first_token: "computing the first token",
   other: "everything else",
 };
+const ROWS = "A row is the KV of one token in one layer. The selector chooses the rows of the stored caches that are computed again.";
 const COLOURS = 8;
 
-export function timeView(figures) {
+// Folded to one line. compared: {measured}, the seconds of full prefill in a comparison or null; null outside of one.
+export function timeView(figures, compared = null) {
+  const full = fullOf(figures, compared);
   const parts = stagesOf(figures);
-  const whole = parts.reduce((sum, part) => sum + part.took, 0);
-  const longest = Math.max(whole, figures.full_s ?? 0);
+  const longest = Math.max(figures.ttft_s, full?.took ?? 0);
   const name = figures.method === "full" ? "Full prefill" : "Blended";
   return el(
-    "div",
-    { class: "times", role: "group", "aria-label": "Where the time went" },
-    el("h3", {}, "Time to the first token ", el("span", { class: "count" }, comparison(figures))),
-    row(name, whole, parts, longest),
-    figures.method !== "full" && figures.full_s !== null && figures.full_s !== undefined ? row("Full prefill", figures.full_s, [{ name: "full", took: figures.full_s }], longest) : null,
-    el("ul", { class: "legend" }, parts.map((part) => el("li", {}, swatch(part), `${part.label} `, el("b", {}, seconds(part.took))))),
+    "details",
+    { class: "times", "aria-label": "Where the time went" },
+    el("summary", {}, el("span", { class: "title" }, `First token after ${seconds(figures.ttft_s)}`), el("span", { class: "soft" }, comparison(figures, full, compared))),
+    row(name, figures.ttft_s, parts, longest),
+    full && row(full.label, full.took, [full], longest),
+    el("ul", { class: "legend" }, parts.map((part) => el("li", {}, swatch(part), part.name === "select" ? term(part.label, ROWS) : part.label, " ", el("b", {}, seconds(part.took))))),
     notes(figures).map((line) => el("p", { class: "remark" }, line)),
   );
 }
@@ -44,19 +46,26 @@ function stagesOf(figures) {
   return parts;
 }
 
-function comparison(figures) {
-  if (figures.method === "full") return "nothing was blended";
-  if (!figures.full_s) return "full prefill is not measured yet";
-  const times = figures.full_s / figures.ttft_s;
-  return times >= 1.05 ? `${times.toFixed(1)} times as fast as full prefill` : "no faster than full prefill";
+// Full prefill of this prompt as {name, label, took, measured}, or null. A measurement goes before an estimate; a comparison shows no estimate.
+function fullOf(figures, compared) {
+  if (figures.method === "full") return null;
+  const measured = compared ? compared.measured : figures.full_measured_s;
+  const took = measured ?? (compared ? null : figures.full_estimated_s);
+  return took ? { name: "full", label: `Full prefill, ${measured ? "measured" : "estimated"}`, took, measured: Boolean(measured) } : null;
+}
+
+function comparison(figures, full, compared) {
+  if (figures.method === "full") return ["nothing was blended", figures.reason].filter(Boolean).join(": ");
+  if (!full) return compared ? "full prefill comes next" : "full prefill is not measured yet";
+  const times = full.took / figures.ttft_s;
+  const speed = times >= 1.05 ? `${times.toFixed(1)} times as fast as full prefill` : "no faster than full prefill";
+  return full.measured ? `${speed}, measured` : `estimated ${speed}`;
 }
 
 function notes(figures) {
-  const lines = [...(figures.notes ?? [])];
   // What earlier turns of the conversation blended is part of this prompt, whether or not anything was added to it.
-  const nothing = figures.method === "full" ? "Nothing was blended" : "Nothing more was blended";
-  if (figures.reason) lines.unshift(`${nothing}: ${figures.reason}.`.replace(/\.\.$/, "."));
-  return lines;
+  const nothing = figures.reason && figures.method !== "full" ? [`Nothing more was blended: ${figures.reason}.`.replace(/\.\.$/, ".")] : [];
+  return [...nothing, ...(figures.notes ?? [])];
 }
 
 // Widths are set on the element's own style: a style attribute would break the policy that keeps foreign styles out.
@@ -67,7 +76,7 @@ function row(name, took, parts, longest) {
 }
 
 function piece(part) {
-  const node = el("span", { class: part.name === "full" ? "piece full" : `piece stage${part.colour}`, title: `${part.label ?? "full prefill, by this machine’s profile"} ${seconds(part.took)}` });
+  const node = el("span", { class: part.name === "full" ? "piece full" : `piece stage${part.colour}`, title: `${part.label} ${seconds(part.took)}` });
   // Shares below 1 in all would leave a part of the bar empty.
   node.style.flexGrow = String(1000 * part.took);
   return node;

@@ -1,0 +1,82 @@
+"""What a reload of the page keeps, and for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from playwright.sync_api import expect
+from visitor import Visitor
+
+Visit = Callable[..., Visitor]
+
+
+def test_a_reload_keeps_conversation_and_options(visit: Visit) -> None:
+    visitor = visit().options(passages=2, tokens=12)
+    page = visitor.page
+    page.get_by_label("Show the prompt’s tokens").uncheck()
+    turn = visitor.answered("How many gates has the harbour?")
+    before = [turn.locator(part).inner_text() for part in (".question", ".prose", ".facts", ".times summary")]
+    page.reload()
+    expect(page.locator(".turn")).to_have_count(1)
+    assert [turn.locator(part).inner_text() for part in (".question", ".prose", ".facts", ".times summary")] == before
+    expect(turn.locator(".sources li")).to_have_count(2)
+    expect(page.get_by_label("Passages to find")).to_have_value("2")
+    expect(page.get_by_label("Longest answer, tokens")).to_have_value("12")
+    expect(page.get_by_label("Show the prompt’s tokens")).not_to_be_checked()
+    visitor.answered("And the orchard?")
+    first, second = (body["messages"] for body in visitor.sent)
+    assert second[:1] == first
+    assert [message["role"] for message in second] == ["user", "assistant", "user"]
+
+
+def test_a_reload_keeps_a_comparison_and_what_it_measured(visit: Visit) -> None:
+    visitor = visit()
+    visitor.page.get_by_label("Compare with full prefill").check()
+    visitor.play(("One.", {"full_estimated_s": 1.4}), ("Two.", {"method": "full", "ttft_s": 0.25}))
+    said = visitor.answered("How many?").locator(".verdict").inner_text()
+    visitor.page.reload()
+    expect(visitor.page.get_by_label("Compare with full prefill")).to_be_checked()
+    expect(visitor.page.locator(".verdict")).to_have_text(said)
+    expect(visitor.page.locator(".times summary").first).to_contain_text("2.5 times as fast as full prefill, measured")
+
+
+def test_a_reload_keeps_the_choice_of_no_corpus(visit: Visit) -> None:
+    visitor = visit()
+    expect(visitor.page.locator("#corpus option")).not_to_have_count(0)
+    visitor.page.get_by_label("Answer from").select_option(label="The model alone")
+    visitor.page.reload()
+    expect(visitor.page.locator("#corpus option:checked")).to_have_text("The model alone")
+    expect(visitor.page.get_by_label("Passages to find")).to_be_disabled()
+
+
+def test_a_reload_amid_an_answer_keeps_what_had_come(visit: Visit) -> None:
+    visitor = visit().options(tokens=2000)
+    turn = visitor.ask("How many gates has the harbour?")
+    expect(turn.locator(".prose")).not_to_be_empty()
+    visitor.page.reload()
+    expect(turn.locator(".question")).to_contain_text("How many gates has the harbour?")
+    expect(turn.locator(".prose")).not_to_be_empty()
+    expect(turn.locator(".answer > .remark")).to_have_text("Stopped.")
+
+
+def test_a_new_conversation_leaves_nothing_behind(visit: Visit) -> None:
+    visitor = visit().options(tokens=5)
+    page = visitor.page
+    visitor.answered("How many gates has the harbour?")
+    other = page.context.new_page()
+    other.goto(visitor.url)
+    expect(other.locator("#welcome")).to_be_visible()
+    page.get_by_role("button", name="New conversation").click()
+    assert "harbour" not in page.evaluate("Object.values(sessionStorage).join() + Object.values(localStorage).join()")
+    page.reload()
+    expect(page.locator("#welcome")).to_be_visible()
+    expect(page.locator(".turn")).to_have_count(0)
+
+
+def test_what_another_version_of_the_page_kept_is_let_go(visit: Visit) -> None:
+    visitor = visit()
+    page = visitor.page
+    page.evaluate("sessionStorage.setItem('kvblend.conversation', '[{\"question\": 7}]')")
+    page.reload()
+    expect(page.locator("#welcome")).to_be_visible()
+    expect(page.locator("#corpus option")).not_to_have_count(0)
