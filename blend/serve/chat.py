@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from blend.config import PromptConfig
 from blend.errors import PromptError
 from blend.plain_text import TextTokenizer
 from blend.prompt import Parts, apply_chat_template
@@ -101,15 +100,6 @@ class ChatTemplate:
         """Whether the template trims messages, as those of Llama 3 do."""
         return f" {_PROBE} " not in self._apply([{"role": "user", "content": f" {_PROBE} "}])
 
-    @cached_property
-    def has_system_role(self) -> bool:
-        """Whether the template has a place for a system message in front of a user's."""
-        try:
-            text = self._apply([{"role": "system", "content": _PROBE}, {"role": "user", "content": "?"}])
-        except PromptError:
-            return False
-        return _PROBE in text
-
     def _apply(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] = DIRECT) -> str:
         if len(messages) > _MOST_MESSAGES:
             raise PromptError(f"the conversation has {len(messages)} messages; shorten it to {_MOST_MESSAGES}")
@@ -153,24 +143,11 @@ class ChatTemplate:
         return PromptLayout(ids[:-1], (), ids[-1:], canonical_prefix=self._canonical_prefix)
 
 
-def question_turns(
-    messages: Sequence[Message], passages: Sequence[Passage], config: PromptConfig, *, system_role: bool = True
-) -> list[Turn]:
-    """A conversation whose last message is asked over documents, which stand in front of it.
+def question_turns(messages: Sequence[Message], passages: Sequence[Passage], instructions: str) -> list[Turn]:
+    """A conversation whose last message is asked over documents.
 
-    Without a system message of its own it is put as `PromptTemplate` puts a question, and has the same token ids. system_role:
-    whether the chat template knows that role; else what the system says opens the first turn.
+    They stand in front of it, the `instructions` in front of them; the messages are as they were sent.
     """
     *before, last = messages
-    turns = [Turn(message.role, (message.content,)) for message in before]
-    if any(message.role == "system" for message in before):
-        return [*turns, Turn("user", (DOCUMENTS, *passages, last.content))]
-    asked = config.question.replace("{question}", last.content.strip())
-    turns.append(Turn("user", (config.instruction, *passages, asked)))
-    if system_role:
-        return [Turn("system", (config.system,)), *turns]
-    first, *later = turns
-    return [Turn(first.role, (config.system, "\n\n", *first.content)), *later]
-
-
-DOCUMENTS = "Answer from these documents.\n\n"
+    opening = f"{instructions.strip()}\n\n" if instructions.strip() else ""
+    return [*(Turn(one.role, (one.content,)) for one in before), Turn("user", (opening, *passages, last.content))]

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from blend.answering import NONE_RETRIEVED
 from blend.serve.engine import ASKED_FOR, Ended, EndReason, Event, Failed, Handle, Sampling, Started, Token
+from blend.serve.faults import LOG
 from blend.serve.outage import STORE_UNREACHABLE, StoreWatch
 from blend.serve.request import (
     AnswerRequest,
@@ -118,10 +120,13 @@ class Conversation:
     def _opened(self, started: Started) -> Opened:
         if started.reason == STORE_UNREACHABLE:
             self._watch.lost("it could be read when a question came, and not when its caches were loaded")
+        for line in started.problems:
+            LOG.warning("damaged", extra={"told": {"why": line}})
         sources = tuple(
             Source(one.kind, one.id, one.document, one.title, one.text, one.score, hit, len(one.passage.ids))
             for one, hit in zip(self._cited, started.hits, strict=True)
         )
+        measured = self._full_measured(started)
         figures = Figures(
             method="full" if started.reason and not started.rows_inexact else "blend",
             reason="" if started.reason == ASKED_FOR else started.reason,
@@ -136,11 +141,23 @@ class Conversation:
             stages={"prepare": self.before_s, **started.stages},
             waited_s=started.waited_s,
             ttft_s=self.before_s + started.ttft_s,
-            full_s=self._profile.seconds(started.rows),
-            notes=started.notes,
+            full_estimated_s=self._profile.seconds(started.rows) if measured is None else None,
+            full_measured_s=measured,
+            notes=(*started.notes, NONE_RETRIEVED) if self._none_retrieved else started.notes,
         )
         cached = started.rows - started.rows_computed
-        return Opened(started.rows, cached, sources, figures, self._traced(started))
+        return Opened(started.rows, cached, sources, figures, self._traced(started), len(started.problems))
+
+    @property
+    def _none_retrieved(self) -> bool:
+        return self._request.top_k is not None and not any(one.kind in ("retrieved", "document") for one in self._cited)
+
+    def _full_measured(self, started: Started) -> float | None:
+        """Seconds that full prefill of this prompt took, now or when the tenant last asked for it; None where it did not."""
+        prompt = hash((self._request.tenant, self._layout.token_ids))
+        if self._request.cold and started.stages and started.rows_computed == started.rows:
+            self._profile.took(prompt, self.before_s + started.ttft_s - started.waited_s)
+        return self._profile.measured(prompt)
 
     def _traced(self, started: Started) -> tuple[TracedToken, ...]:
         """The prompt's tokens, one by one."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.deciding import remove_spare
 from blend.chunks.library import ChunkLibrary
 from blend.chunks.open_library import Tokens
-from blend.corpora import corpora, index_dir, make_folder
-from blend.errors import ConfigError
+from blend.corpora import corpora, index_dir
+from blend.errors import ConfigError, StoreError
 from blend.indexing import Corpus, CorpusChange, Prepared, plan, prepare
 from blend.prompt import PromptTemplate
 from blend.serve.removed import removed_from
@@ -74,10 +75,10 @@ class CorpusKeeper:
         The caches of what went are still there: `forget` is to follow. progress: is also called before every text that is
         tokenised. Raises `RetrievalError`, `StoreError`, and what `progress` raises; the index is then as it was.
         """
-        make_folder(self._rag.root, self._rag.corpus_config.name)
-        change = plan(
-            self._corpus(progress), documents, stays=lambda name: not _among(name, removed), progress=progress
-        )
+        change = self._plan(documents, removed, progress)
+        if removed:  # first, as a full disk needs the room; what cannot be removed now is left to `forget`
+            with suppress(StoreError):
+                self._free(change)
         # First on disk: a process that ends behind the new index would not know what to remove.
         self._spool.write_gone({*self._spool.gone(), *change.gone}.difference(change.ids))
         prepared = prepare(change, progress=progress)
@@ -88,6 +89,10 @@ class CorpusKeeper:
         self._rag.store.advance()
         return Applied(_by_document(change), prepared)
 
+    def free(self, removed: str) -> None:
+        """Remove the caches of an upload that is to leave the index, with nothing written before. Raises `StoreError`."""
+        self._free(self._plan((), [removed]))
+
     def forget(self, chunks: Collection[Tokens], library: ChunkLibrary, current: Collection[Tokens]) -> None:
         """Remove the caches of these chunks and of those that went before, unless they are current or others use them.
 
@@ -96,14 +101,22 @@ class CorpusKeeper:
         """
         gone = tuple({*self._spool.gone(), *chunks}.difference(current))
         self._spool.write_gone(gone)
-        change = CorpusChange(self._corpus(), library, (), (), gone)
-        removed_from(self._rag.store).add(change.spare)
-        change.forget()
+        self._free(CorpusChange(self._corpus(), library, (), (), gone))
         self._spool.write_gone(())
 
     def remove_spare(self, library: ChunkLibrary, current: Sequence[Tokens]) -> None:
         """Of a corpus in one copy, remove what is not to stay."""
         remove_spare(library, current, CorpusChange(self._corpus(), library, (), (), ()).keep)
+
+    def _free(self, change: CorpusChange) -> None:
+        removed_from(self._rag.store).add(change.spare)
+        change.forget()
+
+    def _plan(
+        self, documents: Sequence[Document], removed: Sequence[str], progress: Progress = no_progress
+    ) -> CorpusChange:
+        corpus = self._corpus(progress)
+        return plan(corpus, documents, stays=lambda name: not _among(name, removed), progress=progress)
 
     def _corpus(self, progress: Progress = no_progress) -> Corpus:
         rag, config = self._rag, self._rag.corpus_config

@@ -14,17 +14,20 @@ from blend.errors import ConfigError, StoreError, first_line
 from blend.serve.cache_feeder import CacheFeeder, Calibrate
 from blend.serve.caching import Compute, DocumentState
 from blend.serve.corpus_keeper import CorpusKeeper
-from blend.serve.reasons import log_failure, reason_of
-from blend.serve.spool import Spool
+from blend.serve.reasons import MENDABLE, is_passing, log_failure, reason_of
+from blend.serve.spool import GivenUpError, Spool
 from blend.serve.uploads import DocumentLimits, Upload, part_of, read
 from retrieval import Document
 from retrieval.apart import ApartReader, StoppedError
 from retrieval.errors import DocumentsError
 
 MOST_AT_ONCE, MOST_BYTES_AT_ONCE = 16, 64 << 20  # that go into the index together
+FIRST_RETRY_S, RETRY_S = (
+    1.0,
+    30.0,
+)  # until what the store, the disk or memory refused is tried again, twice as long each time
 LAST_S = 10.0  # until the thread is left to itself, which then ends with the process
 _BREATH_S = 5e-5
-RETRY_S = 30.0  # until what a store refused is tried again
 MOST_FAILED = 1000  # that are remembered
 
 
@@ -34,11 +37,16 @@ class ClosingError(Exception):
 
 @dataclass(eq=False)
 class Task:
-    """An upload on its way into the index. upload: without its bytes. done: has the error of one that did not get there."""
+    """An upload on its way into the index.
+
+    upload: without its bytes. alone: it goes into the index without others, for one of them is at fault or too much. done: has
+    the error of one that did not get there.
+    """
 
     number: int
     upload: Upload
     nbytes: int
+    alone: bool = False
     state: DocumentState = "queued"
     done: Future[None] = field(default_factory=Future)
 
@@ -49,8 +57,8 @@ class Task:
 class CorpusWorker:
     """What is shared with it is read and changed under `changed`.
 
-    tasks: what waits, in order. failed: reasons by the ids of uploads, for clients. problem: what the thread failed at in the
-    background and will try again, in the words of the error, or empty.
+    tasks: what waits, in order. failed: numbers and uploads with their reasons, by the ids of uploads. problem: what the thread
+    failed at in the background and will try again, in the words of the error, or empty.
     """
 
     def __init__(
@@ -66,17 +74,34 @@ class CorpusWorker:
         self._look, self._busy, self._closed = True, False, False
         self.changed = threading.Condition()
         self.caches = CacheFeeder(keeper, compute, calibrate, self.changed, lambda: bool(self.tasks) or self._closed)
-        self.tasks = deque(Task(number, *spool.head(number)) for number in spool.numbers())
-        self.failed: dict[str, str] = {}
+        self.tasks = deque(Task(number, *spool.head(number), spool.alone(number)) for number in spool.numbers())
+        self.failed = {upload.id: (number, upload) for number, upload in spool.failed().items()}
         self.problem = ""
+        self._pause_s, self._resume_at = 0.0, 0.0
         self._thread = threading.Thread(target=self._run, name="kvblend-documents", daemon=True)
         self._thread.start()
 
     def put(self, tasks: Sequence[Task]) -> None:
-        """Let these wait."""
+        """Let these wait. One that takes a document away is tried at once: it may make the room that others wait for."""
         with self.changed:
             self.tasks.extend(tasks)
+            if any(task.upload.kind == "delete" for task in tasks):
+                self._resume_at = 0.0
             self.changed.notify_all()
+
+    def free(self, name: str) -> None:
+        """Make room on a full disk by all that the upload of this id takes there, but for the index, which still holds it.
+
+        Raises `StoreError`.
+        """
+        with self.changed:
+            mine = [task for task in self.tasks if task.state == "queued" and task.upload.id == name]
+            for task in mine:
+                if task.upload.kind != "delete":
+                    self._finish(task)
+            self._note(name)
+            self._look = True  # where it stays after all, its caches are computed again
+        self._keeper.free(name)
 
     def saw(self, documents: Collection[str]) -> None:
         """The index holds these now. Where none of its own tasks made it so, another process did: it is looked at again."""
@@ -108,7 +133,7 @@ class CorpusWorker:
     def _run(self) -> None:
         while True:
             with self.changed:
-                on_time = self.changed.wait_for(self._due, RETRY_S)
+                on_time = self.changed.wait_for(self._due, self._patience())
             if not self._store_is_there():
                 return
             with self.changed:
@@ -116,6 +141,8 @@ class CorpusWorker:
                     self.caches.retry()
                     self._look = self._look or bool(self.problem)
                 batch, looking = list(self._batch()), self._look
+                for task in batch:
+                    task.state = "reading"
                 self._look, self._busy = looking and bool(batch), True
             try:
                 self._step(batch, looking)
@@ -126,6 +153,9 @@ class CorpusWorker:
                 problem = self._failed_at(error)
             with self.changed:
                 self.problem, self._busy = self.problem if problem is None else problem, False
+                if batch:
+                    self._pause_s = 0.0 if problem is None else min(RETRY_S, max(FIRST_RETRY_S, 2 * self._pause_s))
+                    self._resume_at = time.monotonic() + self._pause_s
                 self.changed.notify_all()
 
     def _store_is_there(self) -> bool:
@@ -153,7 +183,14 @@ class CorpusWorker:
         return line
 
     def _due(self) -> bool:
-        return bool(self.tasks or self._look or self._closed) or self.caches.due
+        return bool(self.tasks and not self._pausing) or self._look or self._closed or self.caches.due
+
+    @property
+    def _pausing(self) -> bool:
+        return time.monotonic() < self._resume_at
+
+    def _patience(self) -> float:
+        return self._resume_at - time.monotonic() if self.tasks and self._pausing else RETRY_S
 
     def _step(self, batch: Sequence[Task], looking: bool) -> None:
         """One thing, the most urgent first: what is indexed can be asked for."""
@@ -168,42 +205,57 @@ class CorpusWorker:
     def _batch(self) -> Iterator[Task]:
         """The first tasks, as many as may go together."""
         nbytes = 0
-        for number, task in enumerate(self.tasks):
+        for number, task in enumerate(() if self._pausing else self.tasks):
             nbytes += task.nbytes
-            if number == MOST_AT_ONCE or (number and nbytes > MOST_BYTES_AT_ONCE):
+            if number == MOST_AT_ONCE or (number and (task.alone or nbytes > MOST_BYTES_AT_ONCE)):
                 return
             yield task
+            if task.alone:
+                return
 
     def _take(self, batch: Sequence[Task]) -> None:
-        """Read some uploads and put them into the index together; one after another where together they fail."""
+        """Read some uploads and put them into the index together; where that fails, each comes again alone.
+
+        Raises `ClosingError`, and what is no document's fault.
+        """
         documents: dict[str, Document] = {}
         removed: list[str] = []
         fine: list[Task] = []
         try:
             fine.extend(task for task in batch if self._read(task, documents, removed))
-            if fine:
+            if documents or any(part_of(name, one) for name in self._keeper.documents() for one in removed):
                 self._apply(list(documents.values()), removed)
         except ClosingError:
-            for task in batch:
-                if task.state != "queued" and not task.done.done():
-                    self._spool.put_back(task.number)
+            self._put_back(batch)
             raise
         except Exception as error:  # no document may end the thread
-            for task in fine:
-                if len(fine) > 1:
-                    self._take([task])
-                else:
-                    self._finish(task, error)
+            if len(fine) == len(batch) == 1 and not is_passing(error):
+                self._finish(fine[0], error)
+                return
+            self._put_back(batch)
+            if is_passing(error):
+                raise
         else:
             for task in fine:
                 self._finish(task)
 
+    def _put_back(self, batch: Sequence[Task]) -> None:
+        """Those of them that are not done wait again, behind others that may fare better; what has one id keeps its order."""
+        with self.changed:
+            left = [task for task in batch if not task.done.done()]
+            for task in left:
+                task.state, task.alone = "queued", True
+                with suppress(OSError):  # a folder that cannot be written: it is found by its number all the same
+                    self._spool.put_back(task.number)
+            files = {_file_of(task) for task in left}
+            self.tasks = deque(sorted(self.tasks, key=lambda task: _file_of(task) in files))
+            self.changed.notify_all()
+
     def _read(self, task: Task, documents: dict[str, Document], removed: list[str]) -> bool:
         """Whether an upload could be read; what it brings or takes is then in `documents` and `removed`.
 
-        Raises `ClosingError`.
+        Raises `ClosingError`, and what is not its fault.
         """
-        self._enter(task, "reading")
         try:
             upload = self._spool.take(task.number)
             if upload.kind == "delete":
@@ -211,16 +263,19 @@ class CorpusWorker:
                 for name in [name for name in documents if part_of(name, upload.id)]:
                     del documents[name]
             else:
-                documents |= self._documents(upload, documents)
+                documents |= self._documents(task, upload, documents)
         except StoppedError:
             raise ClosingError from None
-        except Exception as error:  # an upload that is damaged, a process that cannot be started
+        except Exception as error:  # an upload that is damaged
+            if is_passing(error):
+                raise
             self._finish(task, error)
             return False
-        self._enter(task, "indexing")
+        with self.changed:
+            task.state = "indexing"
         return True
 
-    def _documents(self, upload: Upload, others: dict[str, Document]) -> dict[str, Document]:
+    def _documents(self, task: Task, upload: Upload, others: dict[str, Document]) -> dict[str, Document]:
         found, skipped = read(upload, self._reader)
         reasons = [f"{one.source} {one.reason}" for one in skipped]
         if not found:
@@ -228,7 +283,8 @@ class CorpusWorker:
         names = self._keeper.documents() | set(others) | {one.id for one in found}
         if len(names) > self._limit:
             raise ConfigError(f"the corpus would have {len(names):,} documents, at most {self._limit:,} are taken")
-        self._note(upload.id, f"{len(reasons)} left out, the first: {reasons[0]}" if reasons else "")
+        reason = f"{len(reasons)} left out, the first: {reasons[0]}" if reasons else ""
+        task.upload = task.upload._replace(reason=reason)
         return {one.id: one for one in found}
 
     def _apply(self, documents: Sequence[Document], removed: Sequence[str]) -> None:
@@ -246,33 +302,48 @@ class CorpusWorker:
             raise ClosingError
         time.sleep(_BREATH_S)  # else a thread that answers waits for Python's switch interval, 5 ms, again and again
 
-    def _enter(self, task: Task, state: DocumentState) -> None:
+    def _note(self, name: str, failed: tuple[int, Upload] | None = None) -> None:
+        """Remember that an upload failed and why, or that it did not."""
         with self.changed:
-            task.state = state
-
-    def _note(self, name: str, reason: str) -> None:
-        """Remember why an upload failed, or that it did not."""
-        with self.changed:
-            self.failed.pop(name, None)
-            if reason:
-                self.failed[name] = reason
+            before = self.failed.pop(name, None)
+            if failed is not None:
+                self.failed[name] = failed
+            gone = [before] if before else []
             while len(self.failed) > MOST_FAILED:
-                del self.failed[next(iter(self.failed))]
+                gone.append(self.failed.pop(next(iter(self.failed))))
+            for number, _ in gone:
+                self._remove(number)
+
+    def _remove(self, number: int) -> None:
+        with suppress(OSError):  # a folder that cannot be written: then the next process does it again, to the same end
+            self._spool.remove(number)
 
     def _finish(self, task: Task, error: Exception | None = None) -> None:
         """An upload is in the index, or never will be."""
-        with suppress(OSError):  # a folder that cannot be written: then the next process does it again, to the same end
-            self._spool.remove(task.number)
-        name, leaving = task.upload.id, task.upload.kind == "delete"
-        if error is not None and not leaving:
-            self._note(name, reason_of(error))
+        number, upload = task.number, task.upload
+        if error is not None:
+            upload = upload._replace(reason=reason_of(error))
             log_failure(error)
         with self.changed:
-            if error is None and leaving:
-                self.failed = {one: reason for one, reason in self.failed.items() if not part_of(one, name)}
+            if upload.kind == "delete":
+                for name in [name for name in self.failed if error is None and part_of(name, upload.id)]:
+                    self._note(name)
+            else:
+                self._note(upload.id, (number, upload) if upload.reason else None)
+            if upload.reason and upload.kind != "delete":
+                with suppress(StoreError):
+                    whole = isinstance(error, GivenUpError) or not isinstance(error, MENDABLE)
+                    self._spool.fail(number, upload, whole=error is not None and whole)
+            else:
+                self._remove(number)
             self.tasks.remove(task)
             self.changed.notify_all()
         if error is None:
             task.done.set_result(None)
         else:
             task.done.set_exception(error)
+
+
+def _file_of(task: Task) -> str:
+    """The id of the upload that brings, or brought, what the task is about."""
+    return task.upload.id.partition("#")[0]

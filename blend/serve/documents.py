@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.errors import ConfigError
+from blend.errors import ConfigError, StoreError
 from blend.serve.cache_feeder import Calibrate
 from blend.serve.caching import Compute, DocumentState, compute_here
 from blend.serve.corpus_keeper import CorpusKeeper, current_index
@@ -102,8 +102,9 @@ class Documents:
         indexed = self._indexed()
         with self._worker.changed:
             found = {name: self._held(name, one) for name, one in indexed.items()}
-        for name, reason in failed.items():
-            found[name] = found.get(name, DocumentStatus(name, name, "failed"))._replace(state="failed", reason=reason)
+        for name, (_, upload) in failed.items():
+            one = found.get(name, DocumentStatus(name, upload.title or name, "failed"))
+            found[name] = one._replace(state="failed", reason=upload.reason)
         for upload, state in waiting:
             if upload.kind == "delete":
                 found = {name: one for name, one in found.items() if not part_of(name, upload.id)}
@@ -126,7 +127,7 @@ class Documents:
         """Remove a document, or all that were uploaded in one file; False where there is none of that id.
 
         When it returns, nothing new is answered from it; it is out of the index too, unless that takes longer than `wait_s`.
-        Raises what kept it from being removed.
+        Raises `StoreError` when the removal cannot be written down; the document then stays.
         """
         removal = self.remove(name)
         if removal is None:
@@ -140,8 +141,13 @@ class Documents:
         status = self.get(name)
         if status is None:
             return None
+        removal = Upload("delete", status.id)
         with self._putting:
-            (task,) = self._put([Upload("delete", status.id)])
+            try:
+                (task,) = self._put([removal])
+            except StoreError:  # a full disk: what goes makes the room to write down that it goes
+                self._worker.free(status.id)
+                (task,) = self._put([removal])
         return task.done
 
     @property

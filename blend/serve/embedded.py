@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blend.errors import PromptError, StoreError
+from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model.threads import take_threads
 from blend.serve.beside import Beside
 from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
@@ -105,9 +105,11 @@ class EmbeddedEngine:
         work, blender = self._placed(work)
         job = Job(work, blender, self._prefixes, next(self._numbers), on_event, least_gain=self._least_gain)
         if self._bytes(job) > self._kv_budget:
-            raise PromptError(
+            raise ContextLengthError(
                 f"the prompt and its answer need {self._bytes(job) >> 20} MiB of KV memory, all there is are "
-                f"{self._kv_budget >> 20}: use fewer chunks, a shorter answer or a larger budget"
+                f"{self._kv_budget >> 20}: use fewer chunks, a shorter answer or a larger budget",
+                self._kv_budget // self._row_bytes - work.sampling.max_tokens,
+                work.layout.rows,
             )
         with self._changed:
             self.require_room(work.tenant)

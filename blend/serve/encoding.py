@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from blend.errors import StoreError
@@ -47,12 +49,19 @@ class Encoding:
     """Caches that are to be computed and stored one after another, but for what the store has by then and what was removed.
 
     Only the engine's thread runs it, and what waits for the store runs beside; on_done is called in either. `cancel`, `len`,
-    how many are left, and `keys` are for everybody.
+    how many are left, and `keys` are for everybody. begun: see `Removed.unless_removed`.
     """
 
     def __init__(
-        self, library: ChunkLibrary, variants: Sequence[Variant], most_rows: int, on_done: OnDone, beside: Beside
+        self,
+        library: ChunkLibrary,
+        variants: Sequence[Variant],
+        most_rows: int,
+        on_done: OnDone,
+        beside: Beside,
+        begun: float = inf,
     ) -> None:
+        self._begun = begun
         self._library, self._left, self._most_rows, self._on_done = library, deque(variants), most_rows, on_done
         self._stepper = Stepper(self._steps(), beside)
         self._piece: RowRequest | None = None
@@ -117,7 +126,7 @@ class Encoding:
                     cache = yield from encoder.steps(one.chunk, self._most_rows)
                     yield Resume.BESIDE
                     keep = partial(self._library.keep, one, cache)
-                    removed_from(self._library.store).unless_removed(self._library.key(one), keep)
+                    removed_from(self._library.store).unless_removed(self._library.key(one), self._begun, keep)
             except Exception as error:  # the store, a chunk that is too long, a pass that failed
                 self._end(error)
             else:
@@ -156,9 +165,9 @@ class Encodings:
     def __bool__(self) -> bool:
         return bool(self._queue)
 
-    def add(self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone) -> Encoding:
-        """Have these computed."""
-        encoding = Encoding(library, variants, self._most_rows, on_done, self._beside)
+    def add(self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone, begun: float = inf) -> Encoding:
+        """Have these computed. begun: of the prompt that lacked them; who looks after removals itself gives none."""
+        encoding = Encoding(library, variants, self._most_rows, on_done, self._beside, begun)
         with self._lock:
             if self._closed:
                 encoding.cancel()
@@ -172,13 +181,16 @@ class Encodings:
         with self._lock:
             return found.union(*(one.keys(store) for one in self._queue))
 
-    def remember(self, lacking: Lacking) -> None:
-        """Have those computed that a prompt lacked and nobody has called for yet; while the store is out of reach, none."""
+    def remember(self, lacking: Lacking, begun: float | None = None) -> None:
+        """Have those computed that a prompt lacked and nobody has called for yet; while the store is out of reach, none.
+
+        begun: when the prompt was put together, by `time.monotonic`; now, where it is not given.
+        """
         with self._lock:
             self._asking += 1
-        self._beside.start(partial(self._remember, lacking))
+        self._beside.start(partial(self._remember, lacking, monotonic() if begun is None else begun))
 
-    def _remember(self, lacking: Lacking) -> None:
+    def _remember(self, lacking: Lacking, begun: float) -> None:
         try:
             with suppress(StoreError):
                 library, missing = lacking()
@@ -187,7 +199,7 @@ class Encodings:
                     room = sum(map(len, self._queue)) < MOST_LACKING
                 new = [one for one in missing if library.key(one) not in queued]
                 if new and room:
-                    self.add(library, new, self._on_remembered)
+                    self.add(library, new, self._on_remembered, begun)
         finally:
             with self._lock:
                 self._asking -= 1

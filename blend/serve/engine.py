@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from blend.config import ANSWER_TOKENS, BlendConfig
@@ -77,7 +78,8 @@ class Work:
     corpus: of the tenant, whose chunks these are. full: nothing is to be blended, and the store not asked; reason: why. Where
     that was asked for, nothing is taken over either that an earlier turn blended.
     cold: nothing of how earlier prompts began is used, nor the prefix that is at hand, and nothing of this one is kept.
-    remember: whether what the store lacks for it may be computed and stored afterwards. priority: smaller ones first.
+    remember: whether what the store lacks for it may be computed and stored afterwards. begun: when it was begun to be put
+    together, by `time.monotonic`. priority: smaller ones first.
     deadline_s: seconds from its arrival in which the first token must come. trace: whether `Started` is to tell row by row what
     was done. handover: takes the blended prompt, in the engine's thread, if somebody else is to go on with it: then nothing is
     decoded, and where `Started` gives a reason to compute the prompt in full, nothing is computed either.
@@ -92,6 +94,7 @@ class Work:
     reason: str = ASKED_FOR
     cold: bool = False
     remember: bool = True
+    begun: float = field(default_factory=monotonic)
     priority: int = 0
     deadline_s: float | None = None
     trace: bool = False
@@ -107,7 +110,7 @@ class Started(NamedTuple):
     that the store should have had; a chunk may hit all the same, with its other cache. reason: why all rows that were not
     reused were computed, or "". stages: seconds by stage. waited_s: before anything was done for it. ttft_s: from its
     arrival. notes: what was done otherwise than configured. trace: for each row, where that was asked for, whether it was
-    computed, and the selector's score or None.
+    computed, and the selector's score or None. problems: a line for each entry of the store that was damaged.
     """
 
     hits: tuple[bool, ...]
@@ -123,6 +126,7 @@ class Started(NamedTuple):
     ttft_s: float
     notes: tuple[str, ...]
     trace: tuple[tuple[bool, float | None], ...] = ()
+    problems: tuple[str, ...] = ()
 
 
 class Token(NamedTuple):

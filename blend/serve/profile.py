@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from blend.model.full_prefill import full_prefill
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from blend.model.decoder import Decoder
 
 MEASURED_ROWS = 256
+_TIMINGS = 3  # the first one warms up; other programs only make one slower
+_MEASURED_PROMPTS = 1024
 
 
 class Profile:
@@ -30,14 +33,32 @@ class Profile:
         width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
         self._of_row, self._of_pair = 2.0 * weights, 4.0 * heads * width * len(decoder.layers)
         self._rate: float | None = None
+        self._prompts: OrderedDict[int, float] = OrderedDict()
+        token = 1 % decoder.vocabulary
+        rows = min(MEASURED_ROWS, (decoder.context_length or MEASURED_ROWS) - 1)
+        self.sample = PromptLayout((token,), (), (token,) * (rows - 1))
+        """The prompt that is timed; an answer of one token fits behind it."""
 
     def measure(self) -> None:
-        """Prefill some rows in full, once to warm up and once for the clock."""
-        token = 1 % self._decoder.vocabulary
-        rows = min(MEASURED_ROWS, self._decoder.context_length or MEASURED_ROWS)
-        layout = PromptLayout((token,), ((token,) * (rows - 2),), (token,))
-        for _ in range(2):
-            self.saw(rows, rows * (rows + 1) // 2, full_prefill(self._decoder, layout).ttft_s, anew=True)
+        """Time full prefill of some rows while nothing else is computed."""
+        self.timed(min(full_prefill(self._decoder, self.sample).ttft_s for _ in range(_TIMINGS)))
+
+    def timed(self, seconds: float) -> None:
+        """Full prefill of the `sample` took so long; earlier timings count no more."""
+        rows = self.sample.rows
+        self.saw(rows, rows * (rows + 1) // 2, seconds, anew=True)
+
+    def took(self, prompt: int, seconds: float) -> None:
+        """Full prefill of this very prompt, named by a hash, took so long."""
+        with self._lock:
+            self._prompts[prompt] = seconds
+            self._prompts.move_to_end(prompt)
+            if len(self._prompts) > _MEASURED_PROMPTS:
+                self._prompts.popitem(last=False)
+
+    def measured(self, prompt: int) -> float | None:
+        """Seconds that full prefill of this very prompt took the last time; None where that is not known."""
+        return self._prompts.get(prompt)
 
     def saw(self, rows: int, pairs: int, seconds: float, *, anew: bool = False) -> None:
         """Rows that look at so many keys together were computed in so many seconds, in one pass."""

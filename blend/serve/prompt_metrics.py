@@ -49,6 +49,7 @@ class PromptMetrics:
         ProcessCollector(registry=self.registry)
         self._misses = self.counter("chunk_misses", "Chunks that had to be computed.")
         self._loaded = self.counter("bytes_loaded", "Bytes of chunk caches read.")
+        self._damaged = self.counter("damaged_entries", "Entries of the store that were found damaged.")
         self._blended = self.counter("prompts_blended", "Prompts that were blended.")
         self._fallbacks = self.counter("fallbacks", "Prompts for which nothing was blended, by why.", "reason")
         self._errors = self.counter("errors", "Requests that failed, by kind of error.", "kind")
@@ -65,6 +66,7 @@ class PromptMetrics:
         self._tiers.hits += figures.hits
         self._misses.inc(figures.chunks - figures.hits)
         self._loaded.inc(figures.bytes_loaded)
+        self._damaged.inc(opened.damaged)
         if figures.reason:
             self.fell_back(figures.reason)
         elif figures.method == "blend":

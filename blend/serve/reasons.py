@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from blend.errors import ConfigError, PromptError, StoreError, first_line
+from blend.errors import BlendError, ConfigError, PromptError, StoreError, first_line, is_out_of_memory
 from retrieval.errors import ChunkingError, DocumentsError, QueryError, RetrievalError
 
 LOG = logging.getLogger("kvblend.serve")
@@ -22,6 +22,12 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, MENDABLE):
         return first_line(error)
     return STORE_FAILS if isinstance(error, StoreError | OSError) else CORPUS_FAILS
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether the store, the disk or memory is at fault and no document: what failed may work later."""
+    operators = isinstance(error, BlendError | RetrievalError | OSError) and not isinstance(error, MENDABLE)
+    return operators or is_out_of_memory(error)
 
 
 def log_failure(error: Exception) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from itertools import takewhile
+from time import monotonic
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -17,11 +19,17 @@ if TYPE_CHECKING:
     from blend.store import ChunkStore
 
 
+KEEP_S = 3600.0
+
+
 class Removed:
-    """Keys of one store, until somebody calls for them anew. Threads may share it."""
+    """Keys of one store, until somebody calls for them anew. Threads may share it.
+
+    A key is forgotten after `KEEP_S`: by then nothing more is stored for the prompts that began before it was removed.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._keys, self._namespaces = threading.Lock(), set[ChunkKey](), set[str]()
+        self._lock, self._keys, self._namespaces = threading.Lock(), dict[ChunkKey, float](), set[str]()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -29,7 +37,12 @@ class Removed:
     def add(self, keys: Iterable[ChunkKey]) -> None:
         """Nothing more is put under these. To be called before they are deleted: what was put by then goes with them."""
         with self._lock:
-            self._keys.update(keys)
+            now = monotonic()
+            for key in keys:
+                self._keys.pop(key, None)  # the oldest stay in front
+                self._keys[key] = now
+            for key in list(takewhile(lambda key: self._keys[key] < now - KEEP_S, self._keys)):
+                del self._keys[key]
 
     def add_all(self, namespace: str) -> None:
         """Nothing more is put into this namespace, whatever calls for it: a surrogate context was exchanged."""
@@ -39,12 +52,16 @@ class Removed:
     def allow(self, keys: Iterable[ChunkKey]) -> None:
         """A document or a question brings them anew."""
         with self._lock:
-            self._keys.difference_update(keys)
+            for key in keys:
+                self._keys.pop(key, None)
 
-    def unless_removed(self, key: ChunkKey, keep: Callable[[], None]) -> None:
-        """Have a cache stored under this key, unless it was removed. keep: stores it; what it raises goes on."""
+    def unless_removed(self, key: ChunkKey, begun: float, keep: Callable[[], None]) -> None:
+        """Have a cache stored under this key, unless it was removed. keep: stores it; what it raises goes on.
+
+        begun: when what calls for it began, by `time.monotonic`. Nothing is stored `KEEP_S` later.
+        """
         with self._lock:  # until it is written: a removal waits, and deletes it then
-            if key not in self._keys and key.namespace not in self._namespaces:
+            if key not in self._keys and key.namespace not in self._namespaces and begun >= monotonic() - KEEP_S:
                 keep()
 
 

@@ -85,8 +85,9 @@ class Figures(NamedTuple):
     every layer. rows_reused: of earlier prompts with the same beginning; rows_inexact: the last ones of these, from the first
     on that an earlier turn blended. hits, chunks: stored chunks found, and looked for. bytes_loaded: of their KV. lacking:
     caches that the store should have had; a chunk may hit all the same, with its other cache, and another answer come of it.
-    stages: seconds by stage. waited_s: in the queue. ttft_s: from arrival to the first token. full_s: what full prefill of the
-    prompt would have taken by this machine's measured profile, None while there is none. notes: what was done otherwise than
+    stages: seconds by stage. waited_s: in the queue. ttft_s: from arrival to the first token. full_measured_s: what full
+    prefill of this prompt took, from when work on it began, if it was asked for with `cold`. full_estimated_s: without such a
+    measurement what it would take, by this machine's timings; None while there are none. notes: what was done otherwise than
     configured.
     """
 
@@ -103,7 +104,8 @@ class Figures(NamedTuple):
     stages: Mapping[str, float]
     waited_s: float
     ttft_s: float
-    full_s: float | None
+    full_estimated_s: float | None
+    full_measured_s: float | None
     notes: tuple[str, ...]
 
 
@@ -117,13 +119,18 @@ class TracedToken(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The first token is there. prompt_tokens: of the prompt; cached_tokens: of these not computed for this answer."""
+    """The first token is there.
+
+    prompt_tokens: of the prompt; cached_tokens: of these not computed for this answer. damaged: entries of the store that were
+    found so, which is told operators alone.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     sources: tuple[Source, ...]
     figures: Figures
     trace: tuple[TracedToken, ...] = ()
+    damaged: int = 0
 
 
 class TokenText(NamedTuple):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from blend.corpora import check_corpus_name, corpora, in_words, is_corpus_name
-from blend.errors import ConfigError, PromptError, StoreError
+from blend.errors import ConfigError, ContextLengthError, PromptError, StoreError
 from blend.indexing import TitledText
 from blend.prompt import render_chunk
 from blend.serve.chat import ChatTemplate, Passage, Turn
@@ -70,10 +70,14 @@ def kept_corpora(root: Path) -> set[tuple[str, str]]:
     tenants = [path.name for path in _folders(root / TENANTS) if is_corpus_name(path.name)]
     for tenant in ("", *tenants):
         mine = room_root(root, tenant)
-        waiting = [path.name for path in _folders(mine / "corpora") if (path / INCOMING).is_dir()]
-        named = [name for name in waiting if is_corpus_name(name)]
-        found |= {(tenant, name) for name in (*corpora(mine), *named, *([""] if (mine / INCOMING).is_dir() else []))}
+        found |= {(tenant, name) for name in (*corpora(mine), *begun_corpora(mine))}
     return found
+
+
+def begun_corpora(mine: Path) -> set[str]:
+    """Names of the corpora in a tenant's store that documents were taken in for, indexed or not."""
+    folders = [mine, *(path for path in _folders(mine / "corpora") if is_corpus_name(path.name))]
+    return {"" if path == mine else path.name for path in folders if (path / INCOMING).is_dir()}
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -131,31 +135,48 @@ class Room:
         """Uploads that are not to be answered from. To be asked before the index: what leaves it meanwhile is among them."""
         return self._leaving.get(corpus, frozenset)()
 
-    def retrieved(self, corpus: str, question: str, top_k: int) -> list[Cited]:
-        """The chunks of a corpus that are most like the question.
+    def retrieved(self, corpus: str, asked: Sequence[str], top_k: int) -> list[Cited]:
+        """The chunks of a corpus that are most like the last question, and in part those before it.
 
         Raises `RetrievalError` where there is no corpus, `StoreError` where that is not known.
         """
         gone, rag, index = self._gone(corpus), self.rag(corpus), self._index(corpus)
         hidden = (lambda document: any(part_of(document, one) for one in gone)) if gone else None
-        found = Retriever(index, rag.embedder).search(question, top_k, hidden)
-        if not found:
+        found = Retriever(index, rag.embedder, rag.corpus_config.min_score).search(
+            asked[-1], top_k, hidden, before=asked[:-1]
+        )
+        if not found and not rag.corpus_config.min_score:
             raise PromptError("the corpus holds no chunks; add documents first")
         return [self._of_chunk(rag, hit.chunk, "retrieved", hit.score) for hit in found]
 
-    def given(self, corpus: str, documents: Sequence[GivenDocument]) -> list[Cited]:
-        """Documents that came with a question, or that it names, as chunks. Raises `PromptError` for ids that nothing has."""
-        rag = self.rag(corpus)
+    def given(
+        self, corpus: str, documents: Sequence[GivenDocument], require: Callable[[], None] = lambda: None
+    ) -> list[Cited]:
+        """Documents that came with a question, or that it names, as chunks.
+
+        require: called between pieces of the work. Raises `PromptError` for ids that nothing has, and for more than the model
+        reads.
+        """
+        rag, tokens = self.rag(corpus), 0
         found: list[Cited] = []
+
+        def encode(text: str) -> list[int]:
+            require()
+            return rag.template.encode(text)
+
         for number, document in enumerate(documents):
             chunks: Iterable[Chunk] = ()
             if brought := bool(document.text.strip()):
                 name = document.id or f"document {number + 1}"
                 new = Document(name, document.title, document.text, "")
-                chunks = chunk_documents([new], rag.template.encode, rag.corpus_config.chunk_tokens, _rendered)
+                chunks = chunk_documents([new], encode, rag.corpus_config.chunk_tokens, _rendered)
             elif document.id:
                 chunks = self._named(corpus, document.id)
-            found.extend(self._of_chunk(rag, chunk, "document", None)._replace(brought=brought) for chunk in chunks)
+            for chunk in chunks:
+                require()
+                found.append(self._of_chunk(rag, chunk, "document", None)._replace(brought=brought))
+                tokens += len(found[-1].passage.ids)
+                require_length(tokens, rag.decoder.context_length)
         return found
 
     def written(self, corpus: str | None, messages: Sequence[Message], *, bare: bool = False) -> WrittenMessages:
@@ -270,11 +291,18 @@ class Room:
                 if chunks := [chunk for chunk in held if part_of(chunk.document_id, name)]:
                     return chunks
         self.watch.require()
-        raise PromptError(f"no document has the id {document!r}; GET /v1/documents lists those there are")
+        raise PromptError(f"no document of the corpus has the id {document!r}; give its text, or an id that is there")
 
     def _of_chunk(self, rag: Rag, chunk: Chunk, kind: SourceKind, score: float | None) -> Cited:
         ids = rag.template.chunk_ids(chunk)
         return Cited(Passage(ids), kind, chunk.id, chunk.document_id, chunk.title, chunk.text, score)
+
+
+def require_length(tokens: int, longest: int | None) -> None:
+    """Raise `ContextLengthError` where a part of a prompt already has more tokens than the model reads."""
+    if longest is not None and tokens > longest:
+        message = f"the prompt has more than {longest:,} tokens, all that the model reads; shorten it"
+        raise ContextLengthError(message, longest)
 
 
 def _without(index: ChunkIndex | None, gone: frozenset[str]) -> Sequence[Chunk]:

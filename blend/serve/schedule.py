@@ -90,7 +90,7 @@ class Schedule:
         """Have computed what the store lacked for this prompt; while it is out of reach, the next prompts remind."""
         lacking = job.lacking if self.remember and job.work.remember else None
         if lacking is not None:
-            self._encodings.remember(lacking)
+            self._encodings.remember(lacking, job.work.begun)
 
 
 def _guarded(job: Job, call: Callable[[], None]) -> None:

@@ -10,17 +10,27 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.errors import PromptError, StoreError
+from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.serve.budgets import LEARN_BUDGET
 from blend.serve.chat import DIRECT, question_turns
 from blend.serve.conversation import Conversation, OnReply
 from blend.serve.documents import Documents
-from blend.serve.engine import ASKED_FOR, Engine, Handle, QueueFullError, Work
+from blend.serve.engine import (
+    ASKED_FOR,
+    Engine,
+    EngineFailedError,
+    Event,
+    Handle,
+    QueueFullError,
+    Sampling,
+    Started,
+    Work,
+)
 from blend.serve.learning import Learning
 from blend.serve.outage import STORE_UNREACHABLE
 from blend.serve.profile import Profile
 from blend.serve.request import AnswerRequest, Message
-from blend.serve.room import Cited, Room, kept_corpora, room_root
+from blend.serve.room import Cited, Room, begun_corpora, kept_corpora, require_length, room_root
 
 if TYPE_CHECKING:
     from blend.rag import Rag
@@ -28,7 +38,11 @@ if TYPE_CHECKING:
     from blend.types import PromptLayout
 
 _LOOK_S = 0.5
+TIMED_EVERY_S = 120.0  # at most so often full prefill is timed again, while the server is idle
 MOST_OF_A_TOKEN = 64  # characters that no text has in a token on average
+_COUNTED = 4096  # characters whose tokens are counted at a time
+_CUT_TOKENS = 32  # that a cut through a text may add to it
+Require = Callable[[], None]
 
 
 class _GivenUpError(Exception):
@@ -76,7 +90,8 @@ class Service:
         profile: Profile | None = None,
     ) -> None:
         self.engine, self.full = engine, full
-        self.model = rag.decoder.name
+        self.model, self.context_length = rag.decoder.name, rag.decoder.context_length
+        self.created = int(time.time())
         self._rag, self._learn_budget = rag, learn_budget
         self._own = Room(rag, learn_budget)
         self._rooms: dict[str, Room] = {"": self._own}
@@ -84,6 +99,11 @@ class Service:
         self._profile = profile or Profile(rag.decoder)
         self._documents: dict[tuple[str, str], Documents] = {}
         self._open, self.ready = True, False
+        self._asked = self._calibrating = False
+        self._closing = threading.Event()
+        self._timing: Handle | None = None
+        self._timer = threading.Thread(target=self._time_again, name="kvblend-timer", daemon=True)
+        self._timer.start()
         self.learning = Learning(engine.encode, self._calibrate)
 
     def warm_up(self) -> None:
@@ -131,6 +151,10 @@ class Service:
         """Names of a tenant's corpora; "" is the one without a name."""
         return self.room(tenant).corpora
 
+    def begun(self, tenant: str) -> set[str]:
+        """The same, with those that documents were taken in for and that have no index yet."""
+        return {*self.corpora(tenant), *begun_corpora(room_root(self._rag.root, tenant))}
+
     def documents(self, tenant: str, corpus: str = "") -> Documents:
         """The documents of a tenant's corpus.
 
@@ -169,30 +193,52 @@ class Service:
                 time.sleep(_LOOK_S)
             raise _GivenUpError
 
-        with suppress(_GivenUpError):
+        self._calibrating = True
+        try:
             until_nobody_waits()
             rag.blender.calibrate(rag.template.prefix, chunks, anew=anew, progress=until_nobody_waits)
             return True
-        return False
+        except _GivenUpError:
+            return False
+        finally:
+            self._calibrating = False
 
-    def submit(self, request: AnswerRequest, on_reply: OnReply) -> Handle:
+    def _time_again(self) -> None:
+        """Time full prefill again, as prompts get it, where questions came since the last time and the server is idle now."""
+        while not self._closing.wait(TIMED_EVERY_S):
+            holding = self.engine.holding()
+            if not self._asked or self._calibrating or holding.running or holding.waiting or holding.encoding:
+                continue
+            self._asked = False
+            work = Work(self._profile.sample, Sampling(max_tokens=1), full=True, cold=True, remember=False)
+            with suppress(QueueFullError, EngineFailedError):
+                self._timing = self.engine.submit(work, self._on_timed)
+
+    def _on_timed(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self._profile.timed(event.ttft_s - event.waited_s)
+
+    def submit(
+        self, request: AnswerRequest, on_reply: OnReply, begun: float | None = None, require: Require = lambda: None
+    ) -> Handle:
         """Take a question in; its replies go to `on_reply`, from another thread, which must not wait in there.
 
-        Raises as `prepare` does, and `QueueFullError` when too many wait.
+        begun, require: see `prepare`. Raises as `prepare` does, and `QueueFullError` when too many wait.
         """
         self.engine.require_room(request.tenant)  # who is to come again later must not cost a search first
-        return self.take(self.prepare(request), on_reply)
+        return self.take(self.prepare(request, begun, require), on_reply)
 
-    def prepare(self, request: AnswerRequest) -> Prepared:
+    def prepare(self, request: AnswerRequest, begun: float | None = None, require: Require = lambda: None) -> Prepared:
         """Put a question into a prompt: takes as long as retrieval and tokenising do.
 
-        Raises `PromptError` and `ConfigError` for what cannot be answered, `RetrievalError` where there is nothing to retrieve
-        from, `StoreError` where what it names cannot be read now.
+        begun: when it came, by `time.monotonic`; by default now. require: called between pieces of the work; raises where the
+        question is to be given up. Raises `PromptError` and `ConfigError` for what cannot be answered, `RetrievalError` where
+        there is nothing to retrieve from, `StoreError` where what it names cannot be read now.
         """
-        begin = time.monotonic()
+        begin = time.monotonic() if begun is None else begun
         room = self.room(request.tenant)
         reachable = room.watch.reachable()
-        layout, cited, corpus = put(room, request)
+        layout, cited, corpus = put(room, request, require)
         rag = room.rag(corpus)
         sampling = replace(request.sampling, max_tokens=_room_for(rag, layout, request.sampling.max_tokens))
         full = self.full or request.method == "full"
@@ -205,6 +251,7 @@ class Service:
             reason=ASKED_FOR if full else STORE_UNREACHABLE,
             cold=request.cold,
             remember=not self.full and reachable and room.learn(corpus, cited),
+            begun=begin,
             priority=request.priority,
             deadline_s=request.deadline_s,
             trace=request.trace,
@@ -214,6 +261,9 @@ class Service:
     def take(self, prepared: Prepared, on_reply: OnReply) -> Handle:
         """Have a prompt answered; see `submit`."""
         request, room, work, cited, begin = prepared
+        self._asked = True
+        if self._timing is not None:
+            self._timing.cancel()
         rag, before_s = prepared.rag, time.monotonic() - begin
         conversation = Conversation(
             rag, request, work.sampling, work.layout, cited, on_reply, self._profile, before_s, room.watch
@@ -231,42 +281,57 @@ class Service:
         with self._lock:
             self._open = False
             documents = list(self._documents.values())
+        self._closing.set()
+        self._timer.join()
         self.engine.close(finish_s)
         self.learning.close()
         for one in documents:
             one.close()
 
 
-def _require_length(room: Room, request: AnswerRequest) -> None:
-    """Refuse what cannot fit before a tokenizer spends minutes on it."""
+def _require_length(room: Room, request: AnswerRequest, require: Require) -> None:
+    """Refuse what cannot fit before it is cut into chunks, which takes far longer than counting its tokens."""
     longest = room.rag().decoder.context_length
     said = [request.prompt or "", *(message.content for message in request.messages)]
-    characters = sum(map(len, said)) + sum(len(document.text) + len(document.title) for document in request.documents)
-    if longest is not None and characters > longest * MOST_OF_A_TOKEN:
-        raise PromptError(
+    said += [document.text for document in request.documents]
+    characters = sum(map(len, said)) + sum(len(document.title) for document in request.documents)
+    if longest is None or characters <= longest:
+        return
+    if characters > longest * MOST_OF_A_TOKEN:
+        raise ContextLengthError(
             f"the prompt has {characters:,} characters, more than the {longest:,} tokens that the model reads can hold; "
-            "shorten it"
+            "shorten it",
+            longest,
         )
+    tokens = 0
+    for text in said:
+        for start in range(0, len(text), _COUNTED):
+            require()
+            words = " ".join(text[start : start + _COUNTED].split())  # a prompt need not keep all blanks of a document
+            tokens += max(0, room.rag().template.count(words) - _CUT_TOKENS)
+            require_length(tokens, longest)
 
 
-def put(room: Room, request: AnswerRequest) -> Put:
-    """The prompt of a question."""
-    _require_length(room, request)
+def put(room: Room, request: AnswerRequest, require: Require = lambda: None) -> Put:
+    """The prompt of a question. require: see `Service.prepare`."""
+    _require_length(room, request, require)
     if request.prompt is not None:
         corpus, (turn,), cited = room.written(request.corpus or None, [Message("user", request.prompt)], bare=True)
         return Put(room.chat.continued(turn.content), cited, corpus)
     if not request.messages or request.messages[-1].role != "user" or not request.messages[-1].content.strip():
         raise PromptError("the last message must be the user's, and say something")
     arguments = DIRECT if request.template is None else request.template
-    found = room.given(request.corpus, request.documents)
+    found = room.given(request.corpus, request.documents, require)
     if request.top_k is not None:
         given = {one.passage for one in found}
-        retrieved = room.retrieved(request.corpus, request.messages[-1].content, request.top_k)
+        asked = [message.content for message in request.messages if message.role == "user"]
+        retrieved = room.retrieved(request.corpus, asked, request.top_k)
         found.extend(one for one in retrieved if one.passage not in given)
+    require()
     if found:
         passages = [one.passage for one in found]
-        config, system_role = room.rag(request.corpus).prompt_config, room.chat.has_system_role
-        turns = question_turns(request.messages, passages, config, system_role=system_role)
+        instructions = room.rag(request.corpus).prompt_config.chat_instructions
+        turns = question_turns(request.messages, passages, instructions)
         return Put(room.chat.layout(turns, arguments), found, request.corpus)
     corpus, turns, cited = room.written(request.corpus or None, request.messages)
     return Put(room.chat.layout(turns, arguments), cited, corpus)

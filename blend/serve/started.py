@@ -33,8 +33,9 @@ def started(
         stages=blend.stages,
         waited_s=waited_s,
         ttft_s=ttft_s,
-        notes=(*blend.notes, *blend.problems, *blend.artifact_problems),
+        notes=blend.notes,
         trace=_traced(blend) if work.trace else (),
+        problems=(*blend.problems, *blend.artifact_problems),
     )
 
 

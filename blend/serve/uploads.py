@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -32,12 +33,16 @@ class UploadedFile(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """Something that is to happen to a corpus. id: of a file its name; the documents in it may have `#...` behind it."""
+    """Something that is to happen to a corpus. id: of a file its name; the documents in it may have `#...` behind it.
+
+    reason: why it failed, or what of it was left out.
+    """
 
     kind: Literal["file", "text", "delete"]
     id: str
     title: str = ""
     data: bytes = b""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,11 @@ def checked(files: Sequence[UploadedFile], texts: Sequence[GivenDocument], limit
                 f"the document {shown(upload.id)} has {len(upload.data):,} bytes, at most {limits.file_bytes:,} are "
                 "taken: divide it"
             )
+    # Texts without an id have one of what they say: where these are the same, so are the texts.
+    named = [upload_id(one.name) for one in files] + [upload_id(one.id) for one in texts if upload_id(one.id)]
+    for name, times in Counter(named).items():
+        if times > 1:
+            raise ConfigError(f"{times} documents of one request have the id {shown(name)}: give each its own")
     return found
 
 

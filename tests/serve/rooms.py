@@ -12,6 +12,7 @@ from blend.config import BlendConfig, CorpusConfig, PromptConfig
 from blend.rag import Rag
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.engine import Sampling
+from blend.serve.profile import Profile
 from blend.serve.request import AnswerRequest, Closed, Delta, Message, Opened, Refused, Reply
 from blend.serve.service import Service
 from tests.tiny_model import save_tiny_model
@@ -27,19 +28,31 @@ def write_corpus(folder: Path) -> tuple[Path, Path]:
     return save_tiny_model(folder / "tiny", "\n".join(texts.values())), folder / "documents"
 
 
-def make_rag(store: Path, model: Path) -> Rag:
-    corpus = CorpusConfig(chunk_tokens=96, top_k=4, surrogate_tokens=64, codec="native")
-    # The tiny tokenizer makes so many tokens of a word that the usual instruction would be learned as a passage.
-    prompt = PromptConfig(instruction="Answer from these.\n\n")
+def make_rag(store: Path, model: Path, instructions: str = "Answer from these.", min_score: float = 0.0) -> Rag:
+    corpus = CorpusConfig(chunk_tokens=96, top_k=4, surrogate_tokens=64, codec="native", min_score=min_score)
+    # The tiny tokenizer makes so many tokens of a word that the usual instruction would be learned as a passage. A client that
+    # sends the system message asks as `blend answer` does.
+    prompt = PromptConfig(instruction="Answer from these.\n\n", question="{question}", chat_instructions=instructions)
     return Rag(store, model=str(model), device="cpu", blend=BlendConfig(ratio=0.2), prompt=prompt, corpus=corpus)
 
 
 @contextmanager
 def serving(
-    store: Path, model: Path, *, learn_budget: int = 1 << 24, full: bool = False, **options: int
+    store: Path,
+    model: Path,
+    *,
+    learn_budget: int = 1 << 24,
+    full: bool = False,
+    timing_s: float | None = None,
+    instructions: str = "Answer from these.",
+    min_score: float = 0.0,
+    **options: int,
 ) -> Iterator[Service]:
-    """A service over a store."""
-    rag = make_rag(store, model)
+    """A service over a store. timing_s: what full prefill of the sample took when it was timed first."""
+    rag = make_rag(store, model, instructions, min_score)
+    profile = Profile(rag.decoder)
+    if timing_s is not None:
+        profile.timed(timing_s)
     service: Service | None = None
 
     def blender_of(tenant: str, corpus: str):  # type: ignore[no-untyped-def]
@@ -47,7 +60,7 @@ def serving(
         return service.room(tenant).rag(corpus).blender
 
     engine = EmbeddedEngine(rag.blender, blender_of=blender_of, least_gain=-(10**6), **options)
-    service = Service(rag, engine, learn_budget=learn_budget, full=full)
+    service = Service(rag, engine, learn_budget=learn_budget, full=full, profile=profile)
     service.warm_up()
     try:
         yield service

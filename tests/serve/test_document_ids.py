@@ -72,5 +72,5 @@ def test_a_question_names_a_document_as_it_was_called_or_as_it_is(rag: Rag, make
     assert [one.text for one in room.given("", [GivenDocument(id="set.jsonl#a")])] == ["The mill."]
     assert len(room.given("", [GivenDocument(id="set.jsonl")])) == 2, "all records of the file"
     for name in ("set", "a", "https://example.com"):
-        with pytest.raises(PromptError, match="no document has the id"):
+        with pytest.raises(PromptError, match="no document of the corpus has the id"):
             room.given("", [GivenDocument(id=name)])

@@ -7,11 +7,14 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
-from changing import Engine, page, states
+from changing import Engine, page, states, until
 from documents_made import LAST_S, caches, ids, left, make, model, rag
 
 from blend import Rag
@@ -123,4 +126,90 @@ def test_what_ends_the_process_again_and_again_is_given_up(rag: Rag, make: Calla
     assert found["deadly"][0] == found["000000000009-0.upload"][0] == "failed"
     assert "given up" in found["deadly"][1]
     assert "hand it in again" in found["000000000009-0.upload"][1]
-    assert left(rag) == []
+    assert left(rag) == ["000000000007.failed", "000000000009.failed"]
+    kept = (incoming / "000000000007.failed").read_text()
+    assert "given up" in kept
+    assert kept.endswith("The harbour.")
+    assert documents.delete("deadly")
+    assert left(rag) == ["000000000009.failed"]
+
+
+_SERVER = """
+import sys, time
+from pathlib import Path
+from changing import WordCounts, room
+from served import listening
+from blend.serve.embedded import EmbeddedEngine
+from blend.serve.service import Service
+
+class Deadly(WordCounts):
+    def embed(self, texts, progress=None):
+        if any("deadly" in text for text in texts):
+            print("at it", flush=True)
+            time.sleep(600)
+        return super().embed(texts, progress)
+
+rag = room(Path(sys.argv[1]), Path(sys.argv[2]))
+rag.embedder = Deadly()
+service = Service(rag, EmbeddedEngine(rag.blender), learn_budget=0)
+service.warm_up()
+with listening(service) as found:
+    print(found.url, flush=True)
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def server(rag: Rag, model: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """A server's process, which stays at documents that hold the word deadly and says so; it is killed at the end."""
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": f"{root}:{root / 'kernels'}:{root / 'tests' / 'serve'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _SERVER, str(rag.root), str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        try:
+            while not (line := process.stdout.readline()).startswith("http"):
+                assert line == "at it\n"
+            with httpx.Client(base_url=line.strip(), timeout=60) as http:
+                yield process, http
+        finally:
+            process.send_signal(signal.SIGKILL)
+
+
+def listed(http: httpx.Client, corpus: str) -> dict[str, tuple[str, str | None]]:
+    found = http.get("/v1/documents", params={"corpus": corpus}).json()["data"]
+    return {one["id"]: (one["status"], one["reason"]) for one in found}
+
+
+def test_what_kills_the_server_again_and_again_takes_no_innocent_document_along(rag: Rag, model: Path) -> None:
+    """Accepted documents are listed, asked for and deleted over HTTP after each restart, also before there is an index."""
+    names, corpus = ("harbour", "deadly", "mill", "quarry"), "tales"
+    place = {"corpus": corpus}
+    texts = [{"id": name, "text": f"The {name} opened in 1801. Its bell weighs 7 kilograms."} for name in names]
+    for kill in range(5):
+        with server(rag, model) as (process, http):
+            if kill == 0:
+                assert http.post("/v1/documents", params=place, json={"documents": texts}).status_code == 202
+            assert set(names) <= listed(http, corpus).keys() | ({"quarry"} if kill > 1 else set())
+            assert http.get("/v1/documents/deadly", params=place).json()["status"] in ("queued", "reading", "indexing")
+            if kill == 1:
+                assert http.delete("/v1/documents/quarry", params=place, timeout=60).status_code == 200
+                assert http.get("/v1/documents/quarry", params=place).status_code == 404
+            if kill == 0:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "at it\n"
+            time.sleep(1)  # until it is at the deadly one
+    for _ in range(2):
+        with server(rag, model) as (_, http):
+            until(lambda: all(one[0] in ("ready", "failed") for one in listed(http, corpus).values()))
+            found = listed(http, corpus)
+            assert {name: one[0] for name, one in found.items()} == {
+                "harbour": "ready",
+                "mill": "ready",
+                "deadly": "failed",
+            }
+            assert "given up" in str(found["deadly"][1])
+            assert http.delete("/v1/documents/none", params=place).status_code == 404
+    with server(rag, model) as (_, http):
+        assert http.delete("/v1/documents/deadly", params=place).status_code == 200
+        assert set(listed(http, corpus)) == {"harbour", "mill"}

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,46 @@ def test_openai(served: Served, expected: str) -> None:
     assert (missing.value.code, refused.value.param) == ("model_not_found", "n")
 
 
+def test_openai_learns_what_the_model_reads(served: Served) -> None:
+    with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+        models, again = list(client.models.list()), client.models.retrieve(f"{served.model}+corpus")
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(
+                model=served.model, messages=[{"role": "user", "content": "word " * 15_000}], user="me", metadata={}
+            )
+    assert again in models
+    service = served.hall.service
+    for model in models:
+        assert (model.object, model.owned_by, model.root) == ("model", "kvblend", served.model)
+        assert model.max_model_len == service.room("").rag().decoder.context_length
+        assert model.created > 1_700_000_000
+    assert refused.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        lambda text, title: f"{title}\n{text}",
+        lambda text, title: {"data": f"{title}\n{text}"},
+        lambda text, title: {"data": {"title": title, "text": text}},
+        lambda text, title: {"data": {"title": title, "snippet": text}, "id": "one"},
+    ],
+)
+def test_documents_as_texts_and_as_cohere_has_them(
+    served: Served, expected: str, spelled: Callable[[str, str], Any]
+) -> None:
+    chunks = [hit.chunk for hit in served.hall.service.room("").rag().retriever.search(QUESTION, 4)]
+    documents = [spelled(chunk.text, chunk.title) for chunk in chunks]
+    with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model=served.model, messages=MESSAGES, max_tokens=TOKENS, extra_body={"documents": documents}
+        )
+    assert answer.choices[0].message.content == expected
+    assert [source["document"] == "one" for source in answer.kvblend["sources"]] == [
+        isinstance(one, dict) and "id" in one for one in documents
+    ]
+
+
 def test_openai_at_the_same_time(served: Served, expected: str) -> None:
     async def ask(client: openai.AsyncOpenAI, stream: bool) -> str:
         found = await client.chat.completions.create(
@@ -102,11 +143,9 @@ def test_langchain_with_documents_and_with_pasted_text(served: Served, expected:
     given = ChatOpenAI(model=served.model, extra_body={"documents": documents}, **options)
     assert given.invoke(QUESTION).content == expected
     config = rag.prompt_config
-    chain = ChatPromptTemplate([("system", "{system}"), ("user", "{context}")]) | ChatOpenAI(
-        model=served.model, **options
-    )
-    pasted = config.instruction + "".join(map(render_chunk, chunks)) + config.question.format(question=QUESTION)
-    assert chain.invoke({"system": config.system, "context": pasted}).content == expected
+    chain = ChatPromptTemplate([("user", "{context}")]) | ChatOpenAI(model=served.model, **options)
+    pasted = f"{config.chat_instructions}\n\n" + "".join(map(render_chunk, chunks)) + QUESTION
+    assert chain.invoke({"context": pasted}).content == expected
 
 
 def test_llamaindex(served: Served, expected: str) -> None:

@@ -8,6 +8,7 @@ import resource
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from http.client import HTTPResponse
 
 import httpx
 import pytest
@@ -72,6 +73,16 @@ def test_a_request_that_came_has_time_for_its_body_and_its_answer(serve: Callabl
         connection.settimeout(30)
         connection.sendall(raw)
         assert connection.recv(100_000).startswith(b"HTTP/1.1 200 ")
+
+
+def test_what_is_no_http_is_refused_as_everything_else_is(served: Served) -> None:
+    with connected(served) as connection:
+        connection.sendall(b"GET / HTTP/9\r\n\r\n")
+        refused = HTTPResponse(connection)
+        refused.begin()
+        assert (refused.status, refused.headers["content-type"]) == (400, "application/json")
+        assert json.loads(refused.read())["error"]["code"] == "invalid_request"
+        assert connection.recv(1) == b""
 
 
 def test_of_too_many_connections_the_one_goes_that_waited_longest(

@@ -44,6 +44,10 @@ def prepared(http: httpx.Client, **query: str) -> dict[str, Any]:
         time.sleep(0.05)
 
 
+def listed(http: httpx.Client) -> set[str]:
+    return {one["id"] for one in http.get(DOCUMENTS).json()["data"]}
+
+
 def sources(http: httpx.Client, question: str, **retrieve: Any) -> list[Any]:
     body = {"messages": [{"role": "user", "content": question}], "max_tokens": 2, "kvblend": {"retrieve": retrieve}}
     response = http.post(CHAT, json=body)
@@ -125,7 +129,7 @@ def test_a_document_of_a_named_corpus_is_asked_by_its_id(mine: httpx.Client) -> 
         assert [one["kind"] for one in found] == ["document"] * chunks, "none is there twice"
     refused = ask()
     assert error(refused) == (400, "invalid_value")
-    assert refused.json()["error"]["message"].startswith("no document has the id 'obs'")
+    assert refused.json()["error"]["message"].startswith("no document of the corpus has the id 'obs'")
 
 
 def test_who_asks_a_store_of_named_corpora_alone_is_not_told_where_it_lies(
@@ -142,7 +146,7 @@ def test_who_asks_a_store_of_named_corpora_alone_is_not_told_where_it_lies(
             service.room("").retrieved("", "How many?", 1)
         assert "secret" not in str(caught.value)
     assert error(refused) == (400, "invalid_value")
-    assert refused.json()["error"]["message"].startswith("no document has the id 'obs'")
+    assert refused.json()["error"]["message"].startswith("no document of the corpus has the id 'obs'")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +161,9 @@ def test_who_asks_a_store_of_named_corpora_alone_is_not_told_where_it_lies(
         {"json": {"documents": [{"text": "x"}], "corpus": "../up"}},
         {"json": {"documents": [{"text": "x"}], "corpus": "a"}, "params": {"corpus": "b"}},
         {"json": {"documents": [{"text": "x"}]}, "params": {"corpse": "b"}},
+        {"json": {"documents": [{"id": "a", "text": "x"}, {"id": "a", "text": "x"}]}},
+        {"json": {"documents": [{"id": "a#", "text": "x"}, {"id": "a_", "text": "y"}]}},
+        {"files": [("file", ("a.txt", b"x")), ("file", ("a.txt", b"y"))]},
         {"content": b"x"},
         {"content": b"--a\r\n", "headers": {"content-type": "multipart/form-data; boundary=a"}},
         {"content": b"--a\r\n", "headers": {"content-type": "multipart/form-data"}},
@@ -216,13 +223,21 @@ def test_deletes_that_wait_for_the_index_hold_up_nobody(
         assert not {*names} & prepared(http).keys()
 
 
-def test_who_deletes_hears_of_what_kept_it_from_being_done(mine: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delete_holds_though_the_index_cannot_be_written_yet(
+    mine: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def down(*given: Any) -> Any:
         raise StoreError("the store is down")
 
-    monkeypatch.setattr(CorpusKeeper, "apply", down)
-    name = next(iter(prepared(mine)))
-    assert error(mine.delete(f"{DOCUMENTS}/{name}")) == (503, "unavailable")
+    before = set(prepared(mine))
+    first, second, *_ = sorted(before)
+    with monkeypatch.context() as patch:
+        patch.setattr(CorpusKeeper, "apply", down)
+        assert mine.delete(f"{DOCUMENTS}/{first}").json()["deleted"]
+        assert first not in listed(mine)
+        assert error(mine.delete(f"{DOCUMENTS}/{first}")) == (404, "not_found")
+    assert mine.delete(f"{DOCUMENTS}/{second}").json()["deleted"]
+    assert listed(mine) == before - {first, second}
 
 
 def test_documents_are_their_tenants_own(served: Served) -> None:
@@ -232,6 +247,11 @@ def test_documents_are_their_tenants_own(served: Served) -> None:
             headers = {"authorization": f"Bearer {key}"}
             return httpx.request(method, f"{locked.url}{DOCUMENTS}{path}", headers=headers, timeout=60, **more)
 
+        body = {"messages": [{"role": "user", "content": "How many domes?"}], "kvblend": {"retrieve": {}}}
+        headers = {"authorization": "Bearer anns"}
+        refused = httpx.post(f"{locked.url}{CHAT}", json=body, headers=headers, timeout=60)
+        assert error(refused)[0] == 400
+        assert refused.json()["error"]["message"].startswith("no document is indexed yet: add some")
         added = call("anns", "POST", json={"documents": [{"id": "secret", "text": DOMES}]})
         assert added.status_code == 202
         assert [one["id"] for one in call("anns", "GET").json()["data"]] == ["secret"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from served import Served
 
 from blend.errors import StoreError
-from blend.serve.door import schemas
+from blend.serve.door import fields, schemas
 from blend.serve.door.mistakes import EXAMPLES
 from blend.serve.faults import LOG
 
@@ -41,7 +42,7 @@ def ask(http: httpx.Client, **fields: Any) -> httpx.Response:
 UNSUPPORTED = {
     "n": 2,
     "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "auto",
+    "tool_choice": "required",
     "functions": [{"name": "f"}],
     "function_call": "auto",
     "response_format": {"type": "json_object"},
@@ -52,9 +53,8 @@ UNSUPPORTED = {
     "frequency_penalty": -1,
     "store": True,
     "reasoning_effort": "high",
-    "parallel_tool_calls": True,
     "prediction": {"type": "content", "content": "x"},
-    "service_tier": "flex",
+    "verbosity": "low",
     "web_search_options": {},
 }
 
@@ -76,8 +76,9 @@ def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
         "presence_penalty": 0.0,
         "frequency_penalty": 0,
         "store": False,
-        "user": "somebody",
-        "metadata": {"a": "b"},
+        "min_p": 0,
+        "repetition_penalty": 1.0,
+        "verbosity": "medium",
         "stop": None,
         "stream_options": None,
         "seed": None,
@@ -91,8 +92,47 @@ def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
     assert ask(http, **nothing, messages=messages).status_code == 200
 
 
+IGNORED = {
+    "user": "somebody",
+    "safety_identifier": "5f1",
+    "metadata": {"a": "b"},
+    "service_tier": "flex",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_what_cannot_change_an_answer_is_accepted(http: httpx.Client, path: str) -> None:
+    asked = {"max_tokens": 2, **({"messages": USER} if "chat" in path else {"prompt": "The harbour"})}
+    plain, more = (http.post(path, json={**asked, **fields}) for fields in ({}, IGNORED))
+    assert (plain.status_code, more.status_code) == (200, 200), more.text
+    for answer in (one.json()["choices"][0] for one in (plain, more)):
+        assert answer == plain.json()["choices"][0]
+
+
+def test_the_docs_list_what_is_ignored() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    listed = page.split("accepted and ignored", 1)[1].split(".", 1)[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == set(fields.IGNORED)
+
+
+@pytest.mark.parametrize("brought", [{}, {"documents": [{"text": "The harbour has nine gates. " * 20}] * 60}])
+def test_a_prompt_that_is_too_long_is_told_so_in_words_that_clients_know(
+    http: httpx.Client, served: Served, brought: dict[str, Any]
+) -> None:
+    messages = USER if brought else [{"role": "user", "content": "word " * 15_000}]
+    error = error_of(ask(http, messages=messages, **brought))
+    assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
+    longest = http.get("/v1/models").json()["data"][0]["max_model_len"]
+    assert f"maximum context length is {longest} tokens" in error["message"]
+    assert "--" not in error["message"]
+
+
 WRONG = [
-    ({"min_p": 0.1}, "min_p", "unknown_parameter"),
+    ({"min_p": 0.1}, "min_p", "unsupported_parameter"),
     ({"kvblend": {"retrive": {}}}, "kvblend.retrive", "unknown_parameter"),
     ({"n": True}, "n", "unsupported_parameter"),
     ({"temperature": 2.5}, "temperature", "invalid_value"),
@@ -130,7 +170,11 @@ WRONG = [
     ({"kvblend": {"documents": [{"text": "x"}] * 65}}, "documents", "invalid_value"),
     ({"documents": [{}]}, "documents[0]", "invalid_value"),
     ({"documents": [{"id": "x", "title": "y"}]}, "documents[0].title", "invalid_value"),
-    ({"documents": ["x"]}, "documents[0]", "invalid_value"),
+    ({"documents": [3]}, "documents[0]", "invalid_value"),
+    ({"documents": [" "]}, "documents[0].text", "invalid_value"),
+    ({"documents": [{"data": 3}]}, "documents[0]", "invalid_value"),
+    ({"documents": [{"data": {"url": "x", "text": "x"}}]}, "documents[0].url", "unknown_parameter"),
+    ({"documents": [{"data": {"text": "x"}, "text": "x"}]}, "documents[0]", "invalid_value"),
     ({"documents": [{"text": "x"}, {"title": "t", "text": " \n"}]}, "documents[1].text", "invalid_value"),
     ({"documents": [{"text": ""}]}, "documents[0].text", "invalid_value"),
     ({"documents": [{"text": "x"}], "kvblend": {"documents": [{"text": "x"}]}}, "kvblend.documents", None),
@@ -140,7 +184,6 @@ WRONG = [
     ({"kvblend": {"retrieve": {"top_k": 0}}}, "kvblend.retrieve.top_k", "invalid_value"),
     ({"kvblend": {"deadline_s": 0}}, "kvblend.deadline_s", "invalid_value"),
     ({"kvblend": {"method": "magic"}}, "kvblend.method", "invalid_value"),
-    ({"metadata": {"a": 1}}, "metadata.a", "invalid_value"),
 ]
 
 
@@ -164,8 +207,8 @@ SAID = [
     ({"kvblend": {"deadline_s": 10**6}}, "kvblend.deadline_s is too large; give 86,400 or less"),
     ({"kvblend": {"cold": 1}}, "kvblend.cold is neither true nor false; give one of them"),
     (
-        {"documents": ["x"]},
-        'documents[0] is no object; give one, such as {"title": "...", "text": "..."}, or {"id": "..."}',
+        {"documents": [3]},
+        'documents[0] is no object; give one, such as {"title": "...", "text": "..."}, a text, or {"id": "..."}',
     ),
     ({"documents": {"text": "x"}}, "documents is no list; give one, as [...]"),
     ({"temperature": "1"}, "temperature is no number; give one, without quotes"),
@@ -179,7 +222,6 @@ SAID = [
     ({"messages": [3]}, 'messages[0] is no object; give one, such as {"role": "user", "content": "..."}'),
     ({"messages": [{"role": "tool", "content": "x"}]}, 'messages[0].role is not supported; give "system", "developer"'),
     ({"messages": [{"role": "user", "content": 3}]}, 'messages[0].content is no text; give one, as "..."'),
-    ({"metadata": "x"}, 'metadata is no object; give texts under names, such as {"name": "text"}'),
     ({"stream": True, "stream_options": 1}, 'stream_options is no object; give one, such as {"include_usage": true}'),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation is not"),
 ]
@@ -244,7 +286,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-FIELDS = ("model", "messages", "max_tokens", "stop", "kvblend", "documents", "stream", "n", "logprobs", "metadata", "x")
+FIELDS = ("model", "messages", "max_tokens", "stop", "kvblend", "documents", "stream", "n", "logprobs", "x")
 
 
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -65,6 +65,16 @@ def test_events_of_a_chat(http: httpx.Client) -> None:
     assert all("kvblend" not in one for one in found[1:])
 
 
+def test_usage_in_every_chunk(http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with http.stream("POST", CHAT, json=body(stream_options=options)) as response:
+        first, *middle, ending, last = [one["usage"] for one in events(response.iter_lines())]
+    assert [one["completion_tokens"] for one in (first, *middle, ending)] == [0, 1, 2, 3, 4, 4]
+    assert ending == last
+    assert {one["prompt_tokens"] for one in (first, *middle)} == {last["prompt_tokens"]}
+    assert middle[0]["total_tokens"] == last["prompt_tokens"] + 1
+
+
 def test_without_usage_no_chunk_speaks_of_it(http: httpx.Client) -> None:
     with http.stream("POST", CHAT, json=body()) as response:
         assert all("usage" not in one for one in events(response.iter_lines()))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rooms import FEW, QUESTION, Told, ask, make_rag, serving
 
+from blend.config import PromptConfig
 from blend.prompt import render_chunk
 from blend.serve.request import AnswerRequest, GivenDocument, Message
 from blend.serve.service import Service
@@ -21,6 +22,9 @@ DROPS_SYSTEM = NO_SYSTEM_ROLE.replace(
     "{{ raise_exception('System role not supported') }}", "{% set messages = messages[1:] %}"
 )
 
+AS_BLEND_ANSWER = f"{PromptConfig.system}\n\nAnswer from these."
+"""What stands in front of the documents in a prompt of `blend answer`, where the template has no place for a system message."""
+
 
 @pytest.mark.parametrize("template", [NO_SYSTEM_ROLE, DROPS_SYSTEM])
 def test_four_ways_where_the_chat_template_knows_no_system_role(
@@ -29,7 +33,7 @@ def test_four_ways_where_the_chat_template_knows_no_system_role(
     store, model = (shutil.copytree(one, tmp_path / one.name) for one in filled)
     (model / "chat_template.jinja").write_text(template)
     make_rag(store, model).precompute(filled[0].parent / "documents")
-    with serving(store, model, learn_budget=0) as service:
+    with serving(store, model, learn_budget=0, instructions=AS_BLEND_ANSWER) as service:
         _four_ways(service)
         assert len(ask(service, "Hello.", "Yes?", QUESTION, top_k=2).opened.sources) == 2
 
@@ -38,7 +42,7 @@ def test_four_ways_where_there_is_no_chat_template(filled: tuple[Path, Path], tm
     store, model = (shutil.copytree(one, tmp_path / one.name) for one in filled)
     (model / "chat_template.jinja").unlink()
     make_rag(store, model).precompute(filled[0].parent / "documents")
-    with serving(store, model, learn_budget=0) as service:
+    with serving(store, model, learn_budget=0, instructions=AS_BLEND_ANSWER) as service:
         _four_ways(service)
         _with_a_system_message(service)
         first = ask(service, QUESTION)

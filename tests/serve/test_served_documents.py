@@ -296,7 +296,7 @@ def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
     assert "mill.md" in {chunk.document_id for chunk in rag.index.chunks}
     assert sources() == {"The harbour"}
     assert len(room.retrieved("", question, 3)) == 3
-    with pytest.raises(PromptError, match="no document has the id"):
+    with pytest.raises(PromptError, match="no document of the corpus has the id"):
         room.given("", [GivenDocument(id="mill.md")])
     go_on.set()
     assert documents.wait(LAST_S)

@@ -16,6 +16,7 @@ import pytest
 from rooms import QUESTION, make_rag, serving
 from served import Served, listening
 
+from blend.config import PromptConfig
 from blend.prompt import render_chunk
 from blend.serve.tenants import Tenants
 from tests.towns import TOPICS, document
@@ -184,7 +185,8 @@ def test_what_changed_while_it_was_gone_is_noticed(store: Path, model: Path, tmp
         assert {source["title"].split(" > ")[0] for source in own["sources"]} <= {"The harbour", "The bakery"}
         assert all("town 4" in source["text"] for source in own["sources"])
         expected = make_rag(store, model).answer(QUESTION, top_k=3, max_new_tokens=6).text
-        assert told(put(client, **ways()["retrieved"]))[0].strip() == expected
+        asked = [{"role": "system", "content": PromptConfig.system}, {"role": "user", "content": QUESTION}]
+        assert told(put(client, messages=asked, **ways()["retrieved"]))[0].strip() == expected
         assert put(client, documents=[{"id": "orchard.md"}]).status_code == 400
 
 

@@ -46,7 +46,7 @@ def ways(rag: Rag, question: str) -> dict[str, Way]:
     """A question with its context in every way in which that can come."""
     found = [hit.chunk for hit in rag.retriever.search(question, 3)]
     named = [chunk for chunk in rag.index.chunks if chunk.document_id == "market.md"]
-    asked = (Message("user", question),)
+    asked = (Message("system", rag.prompt_config.system), Message("user", question))
     given = tuple(GivenDocument(chunk.text, chunk.title) for chunk in found)
     return {
         "retrieved": Way("retrieved", AnswerRequest(asked, top_k=3, sampling=FEW), found),

@@ -33,7 +33,11 @@ class Answer(ABC):
         """The answer in one piece."""
         text, tokens = "".join(one.text for one in deltas), [token for one in deltas for token in one.tokens]
         choice = {**self._content(text), **self._end(closed), "logprobs": self._tokens(tokens)}
-        return {**self._head(self.whole_object, choice), "usage": usage(opened, closed), "kvblend": own(opened)}
+        return {
+            **self._head(self.whole_object, choice),
+            "usage": usage(opened, closed.completion_tokens),
+            "kvblend": own(opened),
+        }
 
     def opening(self, opened: Opened) -> Document:
         """The first chunk."""
@@ -49,7 +53,12 @@ class Answer(ABC):
 
     def last(self, opened: Opened, closed: Closed) -> Document:
         """The chunk that has the usage and no choice."""
-        return {**self._common, "object": self.chunk_object, "choices": [], "usage": usage(opened, closed)}
+        return {
+            **self._common,
+            "object": self.chunk_object,
+            "choices": [],
+            "usage": usage(opened, closed.completion_tokens),
+        }
 
     def _chunk(self, choice: Document) -> Document:
         return self._head(self.chunk_object, {"logprobs": None, "finish_reason": None, **choice})
@@ -113,12 +122,12 @@ class TextAnswer(Answer):
         }
 
 
-def usage(opened: Opened, closed: Closed) -> Document:
+def usage(opened: Opened, completion_tokens: int) -> Document:
     """Tokens of prompt and answer."""
     return {
         "prompt_tokens": opened.prompt_tokens,
-        "completion_tokens": closed.completion_tokens,
-        "total_tokens": opened.prompt_tokens + closed.completion_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": opened.prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": opened.cached_tokens},
     }
 

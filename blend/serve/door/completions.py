@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 from anyio import to_thread
 from starlette.requests import Request
@@ -15,8 +16,9 @@ from blend.serve.door.errors import DoorError, Failure, json_response
 from blend.serve.door.hall import Hall, hall_of
 from blend.serve.door.log import Entry, entry_of
 from blend.serve.door.parsing import OF_A_CORPUS, Offered, read_body, request_of
-from blend.serve.door.schemas import ChatBody, CompletionBody
+from blend.serve.door.schemas import ChatBody, CompletionBody, StreamOptions
 from blend.serve.door.stream import Conversation, EventStream, collected, failed
+from blend.serve.engine import QueueFullError
 
 if TYPE_CHECKING:
     from blend.serve.service import Service
@@ -37,11 +39,8 @@ async def text(request: Request) -> Response:
 async def _answer(request: Request, kind: type[ChatBody] | type[CompletionBody]) -> Response:
     hall, tenant, entry = hall_of(request), admitted(request), entry_of(request)
     service = hall.open()
-    raw = await bodies.read(request, hall.limits.body_bytes, hall.limits.body_s)
-    trace = hall.tracing.begin(entry.id, request.headers, entry.begun) if hall.tracing else None
-    conversation = Conversation(request.receive, hall.metrics, entry, trace)
+    body, conversation = await _taken_in(request, kind, service, tenant)
     try:
-        body = await to_thread.run_sync(_submit, raw, kind, service, hall, tenant, conversation, limiter=hall.questions)
         answer = (ChatAnswer if isinstance(body, ChatBody) else TextAnswer)(
             body.model or service.model, logprobs=body.wanted_logprobs is not None
         )
@@ -57,6 +56,24 @@ async def _answer(request: Request, kind: type[ChatBody] | type[CompletionBody])
     return json_response(answer.whole(*found))
 
 
+async def _taken_in(
+    request: Request, kind: type[ChatBody] | type[CompletionBody], service: Service, tenant: str
+) -> tuple[Body, Conversation]:
+    """Receive a question and hand it to the service. Its body counts as held until it is a prompt."""
+    hall, entry = hall_of(request), entry_of(request)
+    with bodies.limited(request, hall.limits.body_bytes, hall.limits.body_s, hall.bodies) as receive:
+        raw = await bodies.read(receive)
+        trace = hall.tracing.begin(entry.id, request.headers, entry.begun) if hall.tracing else None
+        conversation = Conversation(request.receive, hall.metrics, entry, trace)
+        given = (raw, kind, service, hall, tenant, conversation)
+        try:
+            async with hall.share(tenant):
+                return await to_thread.run_sync(_submit, *given, limiter=hall.questions), conversation
+        except BaseException:
+            conversation.close()
+            raise
+
+
 def _submit(
     raw: bytes,
     kind: type[ChatBody] | type[CompletionBody],
@@ -66,6 +83,8 @@ def _submit(
     conversation: Conversation,
 ) -> Body:
     """Read, check and hand over, in a worker thread: all of it may take a while."""
+    hall.open()  # the body may have taken a while
+    conversation.require()
     body = read_body(raw, kind, hall.limits)
     try:
         request = request_of(body, Offered(service.model, tenant, service.corpora(tenant)), hall.limits)
@@ -73,7 +92,12 @@ def _submit(
         if error.failure.code in OF_A_CORPUS:  # which there are is not known while the store cannot be read
             service.require_store(tenant)
         raise
-    conversation.took(service.submit(request, conversation.reply))
+    require = partial(conversation.require, request.deadline_s)
+    try:
+        conversation.took(service.submit(request, conversation.reply, conversation.begun, require))
+    except QueueFullError:
+        hall.open()  # it may be closed rather than full
+        raise
     return body
 
 
@@ -82,5 +106,8 @@ async def _stream(body: Body, conversation: Conversation, answer: Answer, hall: 
     first = await conversation.next(hall.limits.keep_alive_s)
     if first is not None and (failure := failed(first)):
         raise DoorError(failure)
-    usage = bool(body.stream_options and body.stream_options.include_usage)
+    options = body.stream_options or StreamOptions()
+    usage: Literal["last", "every"] | None = None
+    if options.include_usage:
+        usage = "every" if options.continuous_usage_stats else "last"
     return EventStream(conversation, first, answer, entry, keep_alive_s=hall.limits.keep_alive_s, usage=usage)

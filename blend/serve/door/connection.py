@@ -9,8 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from blend.serve.door.errors import refuse
 from blend.serve.faults import LOG
 
 ACCEPTED_AT_ONCE = 64  # before any of them is looked at
@@ -63,6 +65,18 @@ class Connection(H11Protocol):
         """It is closed."""
         super().connection_lost(exc)
         self._stop_waiting()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, in the shape of all other errors."""
+        answer = refuse("this is no HTTP request that can be read", None, "invalid_request").failure.response
+        headers = [*answer.raw_headers, (b"connection", b"close")]
+        for event in (
+            h11.Response(status_code=400, headers=headers),
+            h11.Data(data=bytes(answer.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def end(self) -> None:
         """Close it without an answer."""

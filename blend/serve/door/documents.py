@@ -12,6 +12,7 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from blend.limits import shown
 from blend.serve.door import body
@@ -43,12 +44,13 @@ async def add(request: Request) -> Response:
     hall, tenant = hall_of(request), admitted(request)
     hall.open()
     form = request.headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data"
-    brought = await (_from_form if form else _from_json)(request, hall)
+    with body.limited(request, hall.limits.upload_bytes, hall.limits.upload_s, hall.bodies) as receive:
+        brought = await (_from_form if form else _from_json)(request, receive)
 
-    def work() -> tuple[DocumentStatus, ...]:
-        return _begun(hall, tenant, brought.corpus).add(brought.files, brought.texts)
+        def work() -> tuple[DocumentStatus, ...]:
+            return _begun(hall, tenant, brought.corpus).add(brought.files, brought.texts)
 
-    return json_response(_list(await run_in_threadpool(work)), 202)
+        return json_response(_list(await run_in_threadpool(work)), 202)
 
 
 async def listing(request: Request) -> Response:
@@ -99,33 +101,26 @@ def _known(hall: Hall, tenant: str, corpus: str) -> Documents | None:
     """Of a corpus that there is; None where there is none: asking after one does not make it."""
     service = hall.open()
     service.require_store(tenant)
-    if corpus not in service.corpora(tenant) and (tenant, corpus) not in hall.begun:
-        return None
-    return service.documents(tenant, corpus)
+    return service.documents(tenant, corpus) if corpus in service.begun(tenant) else None
 
 
 def _begun(hall: Hall, tenant: str, corpus: str) -> Documents:
-    """Of a corpus that there is from now on."""
+    """Of a corpus that there is as soon as a document was taken in."""
     service = hall.open()
     service.require_store(tenant)
-    names = {*service.corpora(tenant), *(name for whose, name in hall.begun if whose == tenant), corpus}
-    if len(names) > hall.limits.corpora:
+    if len({*service.begun(tenant), corpus}) > hall.limits.corpora:
         raise refuse(f"{hall.limits.corpora} corpora are all that there may be; use one of them", "corpus")
-    documents = service.documents(tenant, corpus)
-    hall.begun.add((tenant, corpus))
-    return documents
+    return service.documents(tenant, corpus)
 
 
-async def _from_json(request: Request, hall: Hall) -> _Brought:
-    raw = await body.read(request, hall.limits.upload_bytes, hall.limits.upload_s)
-    told = await run_in_threadpool(uploads_of, raw)
+async def _from_json(request: Request, receive: Receive) -> _Brought:
+    told = await run_in_threadpool(uploads_of, await body.read(receive))
     texts = [GivenDocument(one.text or "", one.title or "", one.id or "") for one in told.documents]
     return _Brought(_one(request, told.corpus), [], texts)
 
 
-async def _from_form(request: Request, hall: Hall) -> _Brought:
-    limits = hall.limits
-    received = Request(request.scope, body.limited(request, limits.upload_bytes, limits.upload_s))
+async def _from_form(request: Request, receive: Receive) -> _Brought:
+    received = Request(request.scope, receive)
     try:
         async with received.form(max_files=_MOST_FILES, max_fields=len(_IN_A_FORM)) as form:
             files: list[UploadedFile] = []

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from blend.errors import StoreError
+from blend.errors import ContextLengthError, StoreError
 from blend.serve.engine import EndReason, EngineFailedError, QueueFullError
 from blend.serve.reasons import MENDABLE, STORE_FAILS
 from blend.visible import json_text
 from retrieval.errors import IndexMissingError, RetrievalError
 
+_CLOSING = "shutting_down"
 GONE = 499  # what nginx logs for a client that left; nobody receives it
 
 
@@ -41,6 +42,8 @@ class Failure(NamedTuple):
         headers = {} if self.retry_s is None else {"retry-after": str(max(1, math.ceil(self.retry_s)))}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if self.code == _CLOSING:
+            headers["connection"] = "close"
         return json_response(self.document, self.status, headers)
 
 
@@ -67,6 +70,11 @@ def unavailable(message: str, code: str = "unavailable", retry_s: float | None =
     return DoorError(Failure(503, message, code, None, "server_error", retry_s))
 
 
+def closing() -> DoorError:
+    """No request is taken any more, and no connection kept."""
+    return unavailable("the server is shutting down", _CLOSING)
+
+
 def engine_failed() -> DoorError:
     """Nothing is answered any more."""
     return unavailable("the server has failed and must be started anew; its log says where", retry_s=None)
@@ -86,6 +94,8 @@ def failure_of(error: Exception) -> Failure:
         return Failure(
             400, "there is no corpus to retrieve from: add documents, or ask without", "no_corpus", "kvblend"
         )
+    if isinstance(error, ContextLengthError):
+        return Failure(400, _too_long(error), "context_length_exceeded", "messages")
     if isinstance(error, MENDABLE):
         return Failure(400, " ".join(str(error).split()), "invalid_value")
     if isinstance(error, StoreError):
@@ -93,6 +103,14 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, RetrievalError):
         return unavailable("the corpus cannot be searched now; the server's log says why").failure
     return Failure(500, "the server failed at this request; its log says where", "internal_error", None, "server_error")
+
+
+def _too_long(error: ContextLengthError) -> str:
+    """In OpenAI's words, by which clients shorten a conversation by themselves."""
+    return (
+        f"This model's maximum context length is {max(0, error.longest)} tokens. However, your messages resulted in "
+        f"{error.rows or 'more'} tokens. Please reduce the length of the messages."
+    )
 
 
 def ended_early(reason: EndReason) -> Failure:
@@ -103,4 +121,4 @@ def ended_early(reason: EndReason) -> Failure:
         )
     if reason == "cancelled":
         return Failure(GONE, "the request was cancelled", "cancelled")
-    return unavailable("the server is shutting down", "shutting_down").failure
+    return closing().failure

@@ -1,6 +1,6 @@
 """A request's body as JSON, and the fields of OpenAI's protocol that are known and not supported.
 
-Such a field is refused by its name unless it holds what changes nothing; so is one that nobody knows. None is ignored.
+A field that cannot change an answer is left out. Every other one is refused by its name unless it holds what changes nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from blend.limits import shown
 from blend.serve.door.errors import refuse
 
 _NOTHING: tuple[Any, ...] = (None,)
+IGNORED = (
+    *("user", "safety_identifier", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+    "parallel_tool_calls",
+)
+"""Fields for bookkeeping, caches and tools elsewhere: no answer depends on them, whatever they hold."""
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": _NOTHING,
     "best_of": (None, 1),
@@ -22,20 +27,19 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "function_call": (None, "none"),
     "functions": (None, []),
     "logit_bias": (None, {}),
+    "min_p": (None, 0),
     "modalities": (None, ["text"]),
     "n": (None, 1),
-    "parallel_tool_calls": _NOTHING,
     "prediction": _NOTHING,
     "presence_penalty": (None, 0),
-    "prompt_cache_key": _NOTHING,
     "reasoning_effort": (None, "none"),
+    "repetition_penalty": (None, 1),
     "response_format": (None, {"type": "text"}),
-    "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "suffix": (None, ""),
-    "tool_choice": (None, "none"),
+    "tool_choice": (None, "none", "auto"),  # tools are refused themselves
     "tools": (None, []),
-    "verbosity": _NOTHING,
+    "verbosity": (None, "medium"),
     "web_search_options": _NOTHING,
 }
 """Each with the values that ask for nothing."""

@@ -126,7 +126,7 @@ def log_to_stderr(*, requests: bool = True) -> None:
     """Write what happens to standard error. requests: each of them, not only what fails."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Lines())
-    others = dict.fromkeys(("uvicorn.error", "asyncio", "opentelemetry"), logging.WARNING)
+    others = dict.fromkeys(("uvicorn.error", "asyncio", "opentelemetry", "kvblend.retrieval"), logging.WARNING)
     for name, level in {LOG.name: logging.INFO if requests else logging.WARNING, **others}.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

@@ -15,7 +15,7 @@ from blend.serve.door.errors import DoorError, refuse
 
 EXAMPLES: Mapping[type[BaseModel], str] = {
     schemas.MessageBody: '{"role": "user", "content": "..."}',
-    schemas.DocumentBody: '{"title": "...", "text": "..."}, or {"id": "..."}',
+    schemas.DocumentBody: '{"title": "...", "text": "..."}, a text, or {"id": "..."}',
     schemas.RetrieveBody: '{"top_k": 8}, or {} for as many chunks as usual',
     schemas.OwnBody: '{"retrieve": {"top_k": 8}}',
     schemas.StreamOptions: '{"include_usage": true}',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -14,11 +14,14 @@ from blend.serve.door.errors import json_response, refuse
 from blend.serve.door.hall import hall_of
 from blend.serve.door.parsing import Offered
 
+if TYPE_CHECKING:
+    from blend.serve.service import Service
+
 
 async def models(request: Request) -> Response:
     """GET /v1/models."""
-    names = await _names(request)
-    return json_response({"object": "list", "data": [_model(name) for name in names]})
+    names, service = await _names(request), hall_of(request).open()
+    return json_response({"object": "list", "data": [_model(name, service) for name in names]})
 
 
 async def model(request: Request) -> Response:
@@ -27,7 +30,7 @@ async def model(request: Request) -> Response:
     if name not in names:
         there = ", ".join(names)
         raise refuse(f"the model {shown(name)} does not exist; there are: {there}", "model", "model_not_found", 404)
-    return json_response(_model(name))
+    return json_response(_model(name, hall_of(request).open()))
 
 
 async def _names(request: Request) -> tuple[str, ...]:
@@ -35,5 +38,7 @@ async def _names(request: Request) -> tuple[str, ...]:
     return (await run_in_threadpool(lambda: Offered(service.model, tenant, service.corpora(tenant)))).names
 
 
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "kvblend"}
+def _model(name: str, service: Service) -> dict[str, Any]:
+    """OpenAI's fields, and vLLM's, by which clients learn how long a prompt may be. created: when the server was started."""
+    theirs = {"root": service.model, "parent": None, "max_model_len": service.context_length}
+    return {"id": name, "object": "model", "created": service.created, "owned_by": "kvblend", **theirs}

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from blend.corpora import in_words
 from blend.limits import shown
 from blend.serve.door.errors import refuse
-from blend.serve.door.fields import IN_MESSAGES, UNSUPPORTED, body_of, without
+from blend.serve.door.fields import IGNORED, IN_MESSAGES, UNSUPPORTED, body_of, without
 from blend.serve.door.hall import DoorLimits
 from blend.serve.door.mistakes import mistake
 from blend.serve.door.schemas import ChatBody, Common, CompletionBody, DocumentBody, OwnBody, UploadBody
@@ -38,6 +38,8 @@ class Offered(NamedTuple):
 def read_body(raw: bytes, kind: type[BodyT], limits: DoorLimits) -> BodyT:
     """A checked body. Raises `DoorError` for whatever is wrong with it."""
     values = without(body_of(raw), UNSUPPORTED)
+    for name in IGNORED:
+        values.pop(name, None)
     own = values.get("kvblend")
     for name, holder, most in (
         ("messages", values, limits.messages),
@@ -173,8 +175,11 @@ def _retrieval(model: str, own: OwnBody, offered: Offered, usual: int) -> tuple[
         if name != corpus:
             raise refuse(f"{other} names another corpus than {field}", other)
     if (names or own.retrieve) and corpus not in offered.corpora:
-        held = ", ".join(map(in_words, offered.corpora)) or "none"
-        raise refuse(f"there is no corpus {shown(corpus)}; there are: {held}", field, _NO_CORPUS)
+        held = ", ".join(map(in_words, offered.corpora))
+        if not held:
+            raise refuse("no document is indexed yet: add some, or ask without retrieval", field, _NO_CORPUS)
+        lacking = f"no corpus {shown(corpus)}" if corpus else "no corpus without a name"
+        raise refuse(f"there is {lacking}; there are: {held}", field, _NO_CORPUS)
     if own.retrieve is None:
         return (usual if named else None), corpus
     return own.retrieve.top_k or usual, corpus

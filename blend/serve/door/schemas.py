@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from blend.limits import NUMBERS, shown
 
@@ -72,11 +72,31 @@ class MessageBody(Body):
 
 
 class DocumentBody(Body):
-    """A document that comes with the question: its text, maybe with an id of the client's, or the id of one that is known."""
+    """A document that comes with the question: its text, maybe with an id of the client's, or the id of one that is known.
+
+    A string is the text. Cohere's {"data": ...} holds the text, or title and text, which may be called snippet.
+    """
 
     id: Name | None = None
     title: str | None = None
     text: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"text": value}
+        if not isinstance(value, dict) or "data" not in value:
+            return value
+        rest = {name: one for name, one in value.items() if name != "data"}
+        data = {"text": value["data"]} if isinstance(value["data"], str) else value["data"]
+        if not isinstance(data, dict):
+            raise ValueError('data is no object; give one, such as {"title": "...", "text": "..."}')
+        if "snippet" in data and "text" not in data:
+            data = {"text" if name == "snippet" else name: one for name, one in data.items()}
+        if twice := sorted(data.keys() & rest.keys()):
+            raise ValueError(f"{twice[0]} stands in data and outside; give it once")
+        return {**rest, **data}
 
 
 class UploadBody(Body):
@@ -111,14 +131,11 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, the usage so far in every chunk
 
 
 class Common(Body):
-    """What both kinds of completions take.
-
-    model: the decoder itself where there is none. user, metadata, safety_identifier: the client's own notes; nothing depends
-    on them.
-    """
+    """What both kinds of completions take. model: the decoder itself where there is none."""
 
     model: Name | None = None
     max_tokens: Tokens | None = None
@@ -129,9 +146,6 @@ class Common(Body):
     ignore_eos: bool | None = None  # vLLM's: an answer of a given length, for measuring
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: dict[str, str] | None = None
     documents: list[DocumentBody] | None = None
     kvblend: OwnBody | None = None
 

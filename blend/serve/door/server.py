@@ -8,8 +8,10 @@ import errno
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,6 +22,7 @@ from blend.serve.door.hall import Hall
 
 _BACKLOG = 512
 _LAST_WORDS_S = 5.0  # for answers to be told that they end
+_LOOK_S = 0.05
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -49,8 +52,9 @@ def url_of(place: socket.socket) -> str:
 class Server(uvicorn.Server):
     """Serves an application until SIGTERM, SIGINT or `stop`.
 
-    Then it takes no more requests, lets the service finish what runs for `grace_s` seconds, and returns; answers that take
-    longer are ended with an error. A second SIGINT ends them at once. on_started: called when it listens; it must not wait.
+    Then it refuses requests with 503, lets the service finish what runs for `grace_s` seconds, closes the socket and returns;
+    answers that take longer are ended with an error. A second signal ends them at once. on_started: called when it listens; it
+    must not wait.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 backlog=ACCEPTED_AT_ONCE,
-                timeout_graceful_shutdown=round(grace_s + _LAST_WORDS_S),
+                timeout_graceful_shutdown=round(_LAST_WORDS_S),
             )
         )
         self._hall, self._place, self._grace_s, self._on_started = hall, place, grace_s, on_started
@@ -82,6 +86,11 @@ class Server(uvicorn.Server):
         """As SIGTERM does; any thread may call it."""
         self.should_exit = True
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came. Of uvicorn's own, a second SIGTERM does nothing."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
         await super().startup(sockets)
@@ -89,12 +98,15 @@ class Server(uvicorn.Server):
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End in good order."""
+        """End in good order: uvicorn's own closes the socket first, so it comes last."""
         self._hall.closing = True
+        until = time.monotonic() + self._grace_s
         closing = asyncio.create_task(asyncio.to_thread(self._close, self._grace_s))
-        await super().shutdown(sockets)
+        while not self.force_exit and (not closing.done() or (self.server_state.tasks and time.monotonic() < until)):
+            await asyncio.sleep(_LOOK_S)
         if self.force_exit:
             await asyncio.to_thread(self._close, 0.0)
+        await super().shutdown(sockets)
         await closing
 
     def _close(self, finish_s: float) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from blend.serve.door.answers import Answer
-from blend.serve.door.errors import GONE, Failure, ended_early, failure_of
+from blend.serve.door.answers import Answer, usage
+from blend.serve.door.errors import GONE, DoorError, Failure, ended_early, failure_of
 from blend.serve.door.log import Entry
 from blend.serve.door.tracing import RequestTrace
 from blend.serve.engine import Handle
@@ -38,7 +38,7 @@ class Conversation:
     def __init__(self, receive: Receive, metrics: Metrics, entry: Entry, trace: RequestTrace | None = None) -> None:
         self._trace = trace
         self._loop, self._metrics, self._entry = asyncio.get_running_loop(), metrics, entry
-        self._begun = time.monotonic()  # when the request came
+        self.begun = time.monotonic()  # when the request came
         self._queue: asyncio.Queue[Reply | Gone] = asyncio.Queue()
         self._handle: Handle | None = None
         self._left = False
@@ -50,6 +50,13 @@ class Conversation:
         if self._trace is not None:
             self._trace.reply(reply)
         self._loop.call_soon_threadsafe(self._queue.put_nowait, reply)
+
+    def require(self, deadline_s: float | None = None) -> None:
+        """Raise `DoorError` where the client has left, or the first token can no longer come in time."""
+        if self._left:
+            raise DoorError(ended_early("cancelled"))
+        if deadline_s is not None and time.monotonic() - self.begun > deadline_s:
+            raise DoorError(ended_early("deadline"))
 
     def took(self, handle: Handle) -> None:
         """The service took the question in."""
@@ -85,7 +92,7 @@ class Conversation:
             self._handle.cancel()
 
     def _count(self, reply: Reply) -> None:
-        seconds = time.monotonic() - self._begun
+        seconds = time.monotonic() - self.begun
         if isinstance(reply, Opened):
             self._entry.ttft_s, self._entry.rows = seconds, reply.figures.rows
             self._metrics.opened(reply, seconds)
@@ -110,7 +117,10 @@ def failed(reply: Reply | Gone) -> Failure | None:
 class EventStream(Response):
     """An answer as server-sent events.
 
-    first: the reply that has come already, None if none did for `keep_alive_s`. usage: whether the last chunk tells it.
+    Args:
+        first: the reply that has come already, None if none did for `keep_alive_s`.
+        usage: "last" gives it in the last chunk, "every" in all of them.
+
     """
 
     media_type = "text/event-stream"
@@ -123,7 +133,7 @@ class EventStream(Response):
         entry: Entry,
         *,
         keep_alive_s: float,
-        usage: bool,
+        usage: Literal["last", "every"] | None,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -141,15 +151,16 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        reply, opened = self._first, None
+        reply, opened, tokens = self._first, None, 0
         while not isinstance(reply, Closed | Refused | Gone):
             if reply is None:
                 yield _KEEP_ALIVE
             elif isinstance(reply, Opened):
                 opened = reply
-                yield self._event(self._answer.opening(reply))
+                yield self._event(self._answer.opening(reply), opened)
             else:
-                yield self._event(self._answer.delta(reply))
+                tokens += len(reply.gaps) + (not tokens)  # the answer's first token has no gap
+                yield self._event(self._answer.delta(reply), opened, tokens)
             reply = await self._conversation.next(self._keep_alive_s)
         for part in self._ending(opened, reply):
             yield part
@@ -157,16 +168,22 @@ class EventStream(Response):
     def _ending(self, opened: Opened | None, reply: Closed | Refused | Gone) -> list[bytes]:
         if failure := failed(reply):
             self._entry.failed(failure)
-            return [] if failure.status == GONE else [self._event(failure.document, chunk=False), _DONE]
+            return [] if failure.status == GONE else [_event(failure.document), _DONE]
         assert isinstance(reply, Closed)
-        parts = [self._event(self._answer.ending(reply))]
+        parts = [self._event(self._answer.ending(reply), opened, reply.completion_tokens)]
         if self._usage and opened is not None:
-            parts.append(self._event(self._answer.last(opened, reply), chunk=False))
+            parts.append(_event(self._answer.last(opened, reply)))
         return [*parts, _DONE]
 
-    def _event(self, document: dict[str, Any], *, chunk: bool = True) -> bytes:
-        shown = {**document, "usage": None} if self._usage and chunk else document
-        return f"data: {json_text(shown, allow_nan=False)}\n\n".encode()
+    def _event(self, chunk: dict[str, Any], opened: Opened | None, tokens: int = 0) -> bytes:
+        """A chunk of the answer, of which so many tokens have come."""
+        if self._usage:
+            chunk["usage"] = usage(opened, tokens) if self._usage == "every" and opened is not None else None
+        return _event(chunk)
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return f"data: {json_text(document, allow_nan=False)}\n\n".encode()
 
 
 async def collected(conversation: Conversation) -> tuple[Opened, list[Delta], Closed] | Failure:

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 
 from blend.errors import StoreError
-from blend.files import write_atomically
+from blend.files import make_private_folder, write_atomically
 from blend.types import ChunkKey
 
 _VERSION = 1
@@ -89,7 +89,7 @@ class Learned:
             caches = [[*key, nbytes] for key, nbytes in content[1]]
             told = json.dumps({"version": _VERSION, "decisions": content[0], "caches": caches}).encode()
             try:
-                self._path.parent.mkdir(0o700, parents=True, exist_ok=True)
+                make_private_folder(self._path.parent)
                 write_atomically(self._path, [told], durable=False)
             except OSError as error:
                 raise StoreError(f"the book of learned passages {self._path} cannot be written: {error}") from error

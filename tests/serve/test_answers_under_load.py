@@ -1,0 +1,74 @@
+"""A greedy answer does not depend on how busy the server is, nor does whether the KV correction fits its prompt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+from engines import FEW, Answer, ask
+from models import VOCABULARY, decoder
+
+from blend.blender import Blender
+from blend.chunks.correction import Bounds, KVCorrection
+from blend.config import BlendConfig
+from blend.serve.embedded import EmbeddedEngine
+from blend.store import open_store
+from blend.types import PromptLayout
+
+PREFIX = (5, 6, 7, 8, 9)
+PROMPTS = 40
+TOGETHER = 16
+TIMES = 2.0  # so much more than is fitted, the map does harm to about half of the prompts
+
+
+@pytest.fixture(scope="module")
+def corpus() -> tuple[Blender, list[PromptLayout]]:
+    """Stored chunks with a map that fits some of the prompts only."""
+    draw = random.Random(0)
+    chunks = [tuple(draw.choices(range(3, VOCABULARY), k=draw.choice((14, 30, 60)))) for _ in range(60)]
+    blender = Blender(decoder("qwen2"), open_store("memory:", codec="native"), BlendConfig("query_guided", ratio=0.4))
+    library = blender.library(PREFIX)
+    library.compute(library.missing(chunks))
+    blender.calibrate(PREFIX, chunks)
+    name, found = blender.encoder(PREFIX).identity.correction_name, blender.correction(PREFIX)
+    assert found is not None
+    blender.store.write_artifact(name, _scaled(found).to_bytes())
+    prompts = [
+        PromptLayout(PREFIX, tuple(draw.sample(chunks, draw.choice((3, 5, 8)))), tuple(draw.choices(range(3, 90), k=6)))
+        for _ in range(PROMPTS)
+    ]
+    return blender, prompts
+
+
+def _scaled(found: KVCorrection) -> KVCorrection:
+    layers = [
+        part and replace(part, up=part.up * TIMES, bounds=Bounds(part.bounds.reach, 1e6, 1e6)) for part in found.layers
+    ]
+    return replace(found, layers=tuple(layers))
+
+
+def answers(blender: Blender, prompts: list[PromptLayout], together: int, pass_rows: int) -> Iterator[Answer]:
+    """To these prompts, so many at a time."""
+    options = {"prefix_budget": 0, "least_gain": -(10**6), "remember": False}  # nothing is left to later prompts
+    with closing(EmbeddedEngine(blender, most_running=TOGETHER, pass_rows=pass_rows, **options)) as engine:
+        for at in range(0, len(prompts), together):
+            asked = [ask(engine, layout, FEW, trace=True) for layout in prompts[at : at + together]]
+            yield from [answer.wait() for answer in asked]
+
+
+@pytest.mark.parametrize("rows", [10, 40])
+def test_an_answer_is_the_same_alone_and_among_fifteen_others(
+    rows: int, corpus: tuple[Blender, list[PromptLayout]]
+) -> None:
+    blender, prompts = corpus
+    alone = list(answers(blender, prompts, 1, rows + TOGETHER))
+    unfit = sum(bool(answer.started.notes) for answer in alone)
+    assert PROMPTS / 4 < unfit < PROMPTS * 3 / 4
+    for mine, theirs in zip(answers(blender, prompts, TOGETHER, rows + TOGETHER), alone, strict=True):
+        assert mine.tokens == theirs.tokens
+        assert mine.started.notes == theirs.started.notes
+        assert mine.started.rows_computed == theirs.started.rows_computed
+        assert [computed for computed, _ in mine.started.trace] == [computed for computed, _ in theirs.started.trace]

@@ -1,0 +1,231 @@
+"""A disk that is full or read-only, and memory that is short: accepted documents wait, and removed ones stay removed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from changing import WordCounts, page, room, states, until
+from documents_made import LAST_S, caches, ids, left, make, model, rag
+
+from blend import Rag
+from blend.errors import StoreError
+from blend.serve.documents import Documents
+
+__all__ = ["make", "model", "rag"]  # fixtures
+
+
+def mount(*arguments: str) -> None:
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this user may not mount a file system: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount("-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder))
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def on_disk(disk: Path, model: Path) -> Rag:
+    """A corpus on that file system, of two documents with all their caches."""
+    made = room(disk / "store", model)
+    documents = Documents(made)
+    documents.add([page("harbour"), page("mill")])
+    assert documents.wait(LAST_S)
+    documents.close()
+    return made
+
+
+def fill(disk: Path, pages: int = 0, name: str = "filler") -> Path:
+    """Fill a disk, but for so many pages."""
+    filler = disk / name
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)) == 4096:
+                pass
+        except OSError:
+            pass
+        file.truncate(max(0, file.tell() - pages * 4096))
+    return filler
+
+
+def same_after_restart(rag: Rag, documents: Documents, make: Callable[..., Documents]) -> Documents:
+    """Another process's, which sees the same documents."""
+    before = set(states(documents.listing()))
+    documents.close()
+    again = make(rag=rag)
+    assert set(states(again.listing())) == before
+    return again
+
+
+def test_a_document_waits_while_the_disk_is_full(disk: Path, on_disk: Rag, make: Callable[..., Documents]) -> None:
+    documents = make(rag=on_disk)
+    assert documents.wait(LAST_S)
+    filler = fill(disk, 2)
+    documents.add([page("quarry", 2)])
+    until(lambda: bool(documents.problem))
+    documents = same_after_restart(on_disk, documents, make)
+    until(lambda: bool(documents.problem))
+    held = documents.get("quarry.md")
+    assert held is not None
+    assert held.state in ("queued", "reading", "indexing")
+    assert ids(on_disk) == {"harbour.md", "mill.md"}
+    filler.unlink()
+    until(lambda: ids(on_disk) == {"harbour.md", "mill.md", "quarry.md"})
+    assert documents.wait(LAST_S)
+    assert set(states(documents.listing()).values()) == {"ready"}
+    assert left(on_disk) == []
+
+
+def test_a_document_waits_while_the_index_is_read_only(on_disk: Rag, make: Callable[..., Documents]) -> None:
+    documents, index = make(rag=on_disk), str(on_disk.index_dir)
+    assert documents.wait(LAST_S)
+    mount("--bind", index, index)
+    try:
+        mount("-o", "remount,ro,bind", index)
+        documents.add([page("quarry", 2)])
+        until(lambda: bool(documents.problem))
+        documents = same_after_restart(on_disk, documents, make)
+        until(lambda: bool(documents.problem))
+    finally:
+        subprocess.run(["umount", "--lazy", index], check=True)
+    until(lambda: "quarry.md" in ids(on_disk))
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_document_waits_while_a_folder_may_not_be_written(rag: Rag, make: Callable[..., Documents]) -> None:
+    rag.index_dir.mkdir(parents=True)
+    rag.index_dir.chmod(0o500)
+    documents = make()
+    documents.add([page("quarry", 2)])
+    until(lambda: bool(documents.problem))
+    rag.index_dir.chmod(0o700)
+    until(lambda: states(documents.listing()) == {"quarry.md": "ready"})
+
+
+class Short(WordCounts):
+    """Memory is short for the first calls in which a word stands."""
+
+    def __init__(self, error: Exception, word: str, times: int) -> None:
+        self.error, self.word, self.times = error, word, times
+
+    def embed(self, texts, progress=None):  # type: ignore[no-untyped-def]
+        if self.times and any(self.word in text for text in texts):
+            self.times -= 1
+            raise self.error
+        return super().embed(texts, progress)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"),
+        OSError(5, "Input/output error"),
+        PermissionError(13, "Permission denied"),
+    ],
+    ids=lambda error: f"{type(error).__name__} {error}"[:40],
+)
+def test_a_document_waits_while_memory_is_short_and_others_go_on(
+    rag: Rag, make: Callable[..., Documents], error: Exception
+) -> None:
+    rag.embedder = short = Short(error, "quarry", 10**6)
+    documents = make()
+    documents.add([page(topic, 2) for topic in ("harbour", "quarry", "mill")])
+    until(lambda: (rag.index_dir / "manifest.json").exists() and ids(rag) == {"harbour.md", "mill.md"})
+    documents.add([page("quarry", 3)])  # the later one is to stay
+    held = same_after_restart(rag, documents, make)
+    tried = short.times
+    until(lambda: short.times < tried)
+    assert states(held.listing())["quarry.md"] in ("queued", "reading", "indexing")
+    short.times = 0
+    until(lambda: set(states(held.listing()).values()) == {"ready"})
+    assert any("number 2" in chunk.text for chunk in rag.index.chunks if chunk.document_id == "quarry.md")
+    assert left(rag) == []
+
+
+def test_a_document_that_itself_is_at_fault_fails_at_once_and_is_told_after_a_restart(
+    rag: Rag, make: Callable[..., Documents]
+) -> None:
+    documents = make()
+    documents.add([page("harbour", 2), page("broken")._replace(name="broken.pdf")])
+    assert documents.wait(LAST_S)
+    before = documents.get("broken.pdf")
+    documents = same_after_restart(rag, documents, make)
+    assert before == documents.get("broken.pdf")
+    assert before is not None
+    assert (before.state, "is not a PDF" in before.reason) == ("failed", True)
+    assert documents.delete("broken.pdf")
+    assert set(states(same_after_restart(rag, documents, make).listing())) == {"harbour.md"}
+    assert left(rag) == []
+
+
+@pytest.mark.parametrize("pages", [0, 1, 2, 3, 5])
+def test_a_document_is_deleted_on_a_full_disk_and_makes_room(
+    disk: Path, on_disk: Rag, make: Callable[..., Documents], pages: int
+) -> None:
+    documents = make(rag=on_disk)
+    assert documents.wait(LAST_S)
+    before = caches(on_disk)
+    fill(disk, pages)
+    assert documents.delete("mill.md", wait_s=LAST_S)
+    assert ids(on_disk) == {"harbour.md"}
+    assert caches(on_disk) < before
+    documents.add([page("quarry", 2)])
+    assert documents.wait(LAST_S)
+    documents = same_after_restart(on_disk, documents, make)
+    assert set(states(documents.listing())) == {"harbour.md", "quarry.md"}
+
+
+def test_a_document_that_waits_is_deleted_on_a_full_disk(
+    disk: Path, on_disk: Rag, make: Callable[..., Documents]
+) -> None:
+    documents = make(rag=on_disk)
+    assert documents.wait(LAST_S)
+    fill(disk, 2)
+    documents.add([page("quarry", 2)])
+    until(lambda: bool(documents.problem))
+    fill(disk, name="more")
+    assert documents.delete("quarry.md", wait_s=LAST_S)
+    documents = same_after_restart(on_disk, documents, make)
+    assert set(states(documents.listing())) == {"harbour.md", "mill.md"}
+
+
+def test_a_removal_that_cannot_be_kept_is_refused(disk: Path, on_disk: Rag, make: Callable[..., Documents]) -> None:
+    documents = make(rag=on_disk)
+    assert documents.wait(LAST_S)
+    mount("-o", "remount,ro", str(disk))
+    with pytest.raises(StoreError, match="Read-only file system"):
+        documents.delete("mill.md")
+    mount("-o", "remount,rw", str(disk))
+    assert states(documents.listing()) == {"harbour.md": "ready", "mill.md": "ready"}
+    assert documents.delete("mill.md")
+    assert ids(on_disk) == {"harbour.md"}
+
+
+def test_a_removal_that_the_index_does_not_take_yet_is_tried_again(
+    on_disk: Rag, make: Callable[..., Documents]
+) -> None:
+    documents, index = make(rag=on_disk), str(on_disk.index_dir)
+    assert documents.wait(LAST_S)
+    mount("--bind", index, index)
+    try:
+        mount("-o", "remount,ro,bind", index)
+        assert documents.delete("mill.md", wait_s=2)
+        assert set(states(documents.listing())) == {"harbour.md"}
+        documents = same_after_restart(on_disk, documents, make)
+        until(lambda: bool(documents.problem))
+    finally:
+        subprocess.run(["umount", "--lazy", index], check=True)
+    until(lambda: ids(on_disk) == {"harbour.md"})
+    assert documents.wait(LAST_S)
+    assert left(on_disk) == []

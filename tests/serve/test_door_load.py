@@ -1,0 +1,159 @@
+"""Clients that bring very much, or leave before it was looked at: they do not keep others waiting."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPResponse
+from typing import Any
+
+import httpx
+import pytest
+from changing import until
+from served import Served, listening
+
+from blend.prompt import PromptTemplate
+from blend.serve.room import Room
+from blend.serve.tenants import Tenants
+from tests.towns import document
+
+CHAT, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
+SHORT = {"messages": [{"role": "user", "content": "When did the harbour open?"}], "max_tokens": 1}
+TOWNS = "\n\n".join(document("windmill", number) for number in range(500))
+
+
+@contextmanager
+def sent(served: Served, raw: bytes, *, path: str = CHAT, length: int = 0) -> Iterator[socket.socket]:
+    """A connection on which a request was sent; of a body of `length` bytes only `raw`."""
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length or len(raw)}\r\n\r\n"
+        connection.sendall(head.encode() + raw)
+        yield connection
+
+
+def with_document(text: str, **fields: Any) -> bytes:
+    return json.dumps({**SHORT, "documents": [{"text": text}], **fields}).encode()
+
+
+@pytest.fixture
+def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokenising takes a while; the lengths of the texts of clients that were tokenised."""
+    counted, encode = list[int](), PromptTemplate.encode
+
+    def slowly(self: PromptTemplate, text: str) -> list[int]:
+        if "windmill" in text:  # the server's own corpus has none
+            counted.append(len(text))
+            time.sleep(0.02)
+        return encode(self, text)
+
+    monkeypatch.setattr(PromptTemplate, "encode", slowly)
+    return counted
+
+
+def test_a_client_that_leaves_behind_long_documents_holds_up_no_other(serve: Callable[..., Served]) -> None:
+    served = serve()
+    httpx.post(f"{served.url}{CHAT}", json=SHORT, timeout=60).raise_for_status()
+    with ExitStack() as stack:
+        for _ in range(12):
+            stack.enter_context(sent(served, with_document(TOWNS[:260_000])))
+        time.sleep(0.5)
+    begin = time.monotonic()
+    httpx.post(f"{served.url}{CHAT}", json=SHORT, timeout=60).raise_for_status()
+    until(lambda: served.hall.questions.borrowed_tokens == 0, 10)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_prompt_beyond_the_context_is_refused_before_it_is_cut(
+    serve: Callable[..., Served], slow_tokens: list[int]
+) -> None:
+    served = serve()
+    for fields in ({}, {"messages": [{"role": "user", "content": TOWNS[:200_000]}]}):
+        raw = {**json.loads(with_document(TOWNS[:200_000])), **fields}
+        refused = httpx.post(f"{served.url}{CHAT}", json=raw, timeout=60)
+        assert refused.status_code == 400
+        assert "maximum context length is 4096 tokens" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert len(slow_tokens) < 20
+    assert sum(slow_tokens) < 100_000
+
+
+def test_a_prompt_just_within_the_context_is_answered(serve: Callable[..., Served]) -> None:
+    """Blanks in great number, and cuts through words, do not count as tokens that the prompt has not."""
+    served = serve()
+    text = document("windmill", 1)
+    spaced = text.replace("\n\n", "\n" * 3000)
+    answer = httpx.post(f"{served.url}{CHAT}", content=with_document(spaced), timeout=60).raise_for_status().json()
+    plain = httpx.post(f"{served.url}{CHAT}", content=with_document(text), timeout=60).raise_for_status().json()
+    assert answer["usage"]["prompt_tokens"] < plain["usage"]["prompt_tokens"] + 200
+
+
+def test_documents_of_a_client_that_has_left_are_not_cut_further(
+    serve: Callable[..., Served], slow_tokens: list[int]
+) -> None:
+    served = serve()
+    with sent(served, with_document(TOWNS[:6000])):
+        until(lambda: len(slow_tokens) > 10)
+    until(lambda: served.hall.questions.borrowed_tokens == 0, 5)
+    count = len(slow_tokens)
+    time.sleep(0.5)
+    assert len(slow_tokens) == count
+
+
+def test_a_deadline_ends_the_cutting_of_documents(serve: Callable[..., Served], slow_tokens: list[int]) -> None:
+    served = serve()
+    begin = time.monotonic()
+    raw = with_document(TOWNS[:6000], kvblend={"deadline_s": 0.5})
+    refused = httpx.post(f"{served.url}{CHAT}", content=raw, timeout=60)
+    assert refused.status_code == 504
+    assert refused.json()["error"]["code"] == "deadline_exceeded"
+    assert time.monotonic() - begin < 5
+
+
+def test_a_tenant_leaves_places_to_the_others(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, given = threading.Event(), Room.given
+
+    def waiting(self: Room, corpus: str, documents: Any, *more: Any) -> Any:
+        assert not documents or go_on.wait(60)
+        return given(self, corpus, documents, *more)
+
+    monkeypatch.setattr(Room, "given", waiting)
+    service = serve().hall.service
+    with listening(service, Tenants([("anns", "ann"), ("bobs", "bob")])) as served, ThreadPoolExecutor(50) as pool:
+
+        def ask(key: str, raw: bytes) -> int:
+            key_header = {"authorization": f"Bearer {key}"}
+            return httpx.post(f"{served.url}{CHAT}", content=raw, headers=key_header, timeout=60).status_code
+
+        anns = [pool.submit(ask, "anns", with_document("The harbour has nine gates.")) for _ in range(45)]
+        try:
+            until(lambda: served.hall.questions.borrowed_tokens >= 10)
+            time.sleep(0.5)
+            assert pool.submit(ask, "bobs", json.dumps(SHORT).encode()).result(20) == 200
+        finally:
+            go_on.set()
+        assert {one.result() for one in anns} <= {200, 429}
+        served.hall.service = None  # the other server's
+
+
+@pytest.mark.parametrize("path", [CHAT, DOCUMENTS])
+def test_bodies_that_are_received_together_have_a_bound(serve: Callable[..., Served], path: str) -> None:
+    """Small requests pass all the same, and what a client leaves behind is free again."""
+    served = serve({"all_bytes": 1_000_000})
+    part = b'{"messages": "' + b"x" * 399_986
+    with sent(served, part, path=path, length=500_000), sent(served, part, path=path, length=500_000):
+        until(lambda: served.hall.bodies.held > 600_000)
+        with sent(served, part, path=path, length=500_000) as third:
+            refused = HTTPResponse(third)
+            refused.begin()
+            assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+            assert json.loads(refused.read())["error"]["code"] == "unavailable"
+        assert httpx.post(f"{served.url}{CHAT}", json=SHORT, timeout=60).status_code == 200
+    until(lambda: served.hall.bodies.held == 0, 10)
+    assert httpx.post(f"{served.url}{path}", content=part, timeout=60).status_code == 400  # that is no JSON
+    assert served.hall.bodies.held == 0
