@@ -58,7 +58,7 @@ def command(
         _calibrate(rag, records, prompts)
     analyzed, left_out, interrupted = _analyze(rag, prompts, layer, head)
     if analyzed:
-        _write(_document(rag, analyzed, left_out, dataset, given["model"]), page, json_path)
+        _write(_document(rag, analyzed, left_out, dataset), page, json_path)
     if interrupted:
         raise click.Abort(f"interrupted after {len(analyzed)} of {len(prompts)} questions")
 
@@ -160,9 +160,7 @@ def _kept(rag: Rag, found: PromptAnalysis, identity: dict[str, str], before: int
     return Analyzed(identity["id"], identity["question"], summarize(found), found.mapped, view)
 
 
-def _document(
-    rag: Rag, analyzed: list[Analyzed], left_out: list[str], dataset: Path | None, model: str
-) -> dict[str, Any]:
+def _document(rag: Rag, analyzed: list[Analyzed], left_out: list[str], dataset: Path | None) -> dict[str, Any]:
     from blend.analyze import RunFacts, analysis_document
 
     notes = list(left_out)
@@ -173,7 +171,7 @@ def _document(
             "No KV correction was applied: the store has none that fits these prompts, or no prompt has two chunks."
         )
     facts = RunFacts(
-        model=model,
+        model=rag.model,
         workload=dataset.name if dataset else "one question over the index",
         command=shlex.join(["blend", *sys.argv[1:]]),
         config=rag.blend_config,

@@ -45,7 +45,7 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
             say()
         _tell(answer, rag)
     if as_json:
-        print_json(answer_document(answer, given["model"], given["selector"], rag.blend_config.ratio))
+        print_json(answer_document(answer, rag.model, given["selector"], rag.blend_config.ratio))
     elif not quiet:
         from blend.cli.panel import answer_panel
 
@@ -93,7 +93,7 @@ def _tell(answer: Answer, rag: Rag) -> None:
     if answer.cut:
         length = len(answer.generation.token_ids)
         note(f"the answer was cut after {length} tokens; --max-new-tokens allows more, as far as the context does")
-    if not any(answer.blend.hits):
+    if answer.chunks and not any(answer.blend.hits):
         mine = rag.blender.encoder(rag.template.prefix).identity.namespace
         _explain_misses(rag.store.namespaces(), mine)
 
@@ -128,14 +128,13 @@ def answer_document(answer: Answer, model: str, selector: str, ratio: float) -> 
 
 
 def _explain_misses(namespaces: dict[str, dict[str, str]], mine: str) -> None:
-    """Why nothing was in the store: it was made with another model, dtype or prompt."""
+    """Why nothing was in the store, where it has caches of this model and dtype; of others a note was written before."""
     from blend.cli.console import note
 
-    others = sorted(
-        {f"{d['model']} in {d.get('dtype', '?')}" for n, d in namespaces.items() if n != mine and "model" in d}
-    )
-    if others:
+    words = namespaces.get(mine, {})
+    others = [one for space, one in namespaces.items() if space != mine and "contextual" not in one]
+    if any((one.get("model"), one.get("dtype")) == (words["model"], words["dtype"]) for one in others if words):
         note(
-            f"no chunk was cached for this model, dtype and prompt: the store was made with {', '.join(others)}; "
-            "the chunks of this answer were computed now, `blend precompute` does it for all"
+            f"no chunk was cached for this prompt: the store's other caches of {words['model']} are of other weights or of "
+            "another prompt prefix; the chunks of this answer were computed now, `blend precompute` does it for all"
         )

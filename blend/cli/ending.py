@@ -17,6 +17,7 @@ from types import FrameType
 
 import click
 
+from blend.errors import is_out_of_memory
 from blend.visible import visible
 
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
@@ -57,7 +58,7 @@ def _failed(error: Exception) -> int:
         return _say(str(error), code)
     if isinstance(error, OSError) and error.strerror:
         return _say(f"{error.strerror}: {error.filename or 'no file named'}", 1)
-    if isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error):
+    if is_out_of_memory(error):
         return _say("out of memory; use a smaller model, --dtype bfloat16, or fewer and smaller chunks", 1)
     with suppress(OSError):
         click.echo(visible("".join(traceback.format_exception(error)), keep="\n"), err=True, nl=False)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blend.config import BlendConfig, CorpusConfig
+from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import index_dir, require_corpus
+from blend.errors import ConfigError, StoreUnreachableError
+from blend.store import read_precomputed, read_words
 from blend.store.replica import root_of
+from blend.weights import lasting_name
 
 if TYPE_CHECKING:
     from blend.rag import Rag
@@ -49,24 +55,72 @@ def open_rag(options: dict[str, Any]) -> Rag:
     from blend.cli.early import check_model
 
     check(options)
-    key = store_key(options)
-    check_model(options["model"])
-    note(f"Loading {options['model']} ...")
+    key, model = store_key(options), model_of(options)
+    check_model(model)
+    note(f"Loading {model} ...")
     from blend.rag import Rag
+
+    _note_other_caches(options, model)
 
     budget, memory = options.get("store_budget"), options.get("memory_budget")
     return Rag(
         options["store"],
-        model=options["model"],
+        model=model,
         device=options["device"],
         dtype=options["dtype"],
         blend=_pick(BlendConfig, options),
+        prompt=_pick(PromptConfig, options),
         corpus=_pick(CorpusConfig, options),
         budget_bytes=int(budget * 1e9) if budget is not None else None,
         store_key=key,
         on_fetch=show_fetch,
         memory=_hot_memory(memory),
     )
+
+
+def model_of(options: dict[str, Any]) -> str:
+    """The model that --model names, else the one that made the store's caches, else the default.
+
+    Raises `ConfigError` where several made them, or the one that did is not here.
+    """
+    from blend.cli.console import note
+
+    if options["model"]:
+        return str(options["model"])
+    store, corpus = options["store"], (options["name"] or "") if "name" in options else None
+    made = _words(store, lambda kv: read_precomputed(kv, corpus))
+    names = sorted({words["model"] for words in made if "model" in words})
+    if len(names) > 1:
+        raise ConfigError(f"the caches of {store} were made with {', '.join(names)}: name one of these with --model")
+    if names and Path(names[0]).is_absolute() and not Path(names[0]).is_dir():
+        raise ConfigError(f"{store} was made with {names[0]}, which is not here: say where it lies with --model")
+    if names:
+        note(f"Taking {names[0]}, which made the caches of {store}; --model names another")
+    elif made:
+        note(f"{store} does not say which model made its caches: taking {DEFAULT_MODEL}; --model names another")
+    return names[0] if names else DEFAULT_MODEL
+
+
+def _note_other_caches(options: dict[str, Any], model: str) -> None:
+    """Say before anything is computed that the store's caches are of another model or dtype."""
+    from blend.cli.console import note
+    from blend.model.decoder import pick_device, pick_dtype
+
+    dtype = str(pick_dtype(options["dtype"], pick_device(options["device"]))).removeprefix("torch.")
+    described = _words(options["store"], lambda kv: list(read_words(kv).values()))
+    held = {(words["model"], words.get("dtype", "?")) for words in described if "model" in words}
+    if held and (lasting_name(model), dtype) not in held:
+        others = ", ".join(f"{name} in {one}" for name, one in sorted(held))
+        note(f"{options['store']} was made with {others}: caches of {model} in {dtype} are computed anew where needed")
+
+
+def _words(store: Path, read: Callable[[Path], list[dict[str, str]]]) -> list[dict[str, str]]:
+    """Of a store's namespaces; none where there is no store yet, or one elsewhere does not answer."""
+    if root_of(store) is None and not (store / "kv").is_dir():
+        return []
+    with suppress(StoreUnreachableError):
+        return read(store / "kv")
+    return []
 
 
 def _hot_memory(gigabytes: float | None) -> HotMemory | None:
@@ -95,6 +149,21 @@ def open_all_corpora(options: dict[str, Any]) -> Rag:
     rag = open_rag(options)
     if not options.get("embedder"):
         rag.take_embedder_of_index()
+    return rag
+
+
+def open_for_documents(options: dict[str, Any]) -> Rag:
+    """`open_rag` for a corpus that is to hold documents, with the embedder that made its index unless one was named."""
+    from blend.cli.console import note
+    from retrieval import RetrievalError
+
+    rag = open_rag(options)
+    if not options["embedder"]:
+        usual = rag.corpus_config.embedder
+        with suppress(RetrievalError):  # what is wrong with the index shows when it is written
+            rag.take_embedder_of_index()
+        if rag.corpus_config.embedder != usual:
+            note(f"Embedding with {rag.corpus_config.embedder}, which made the index; --embedder names another")
     return rag
 
 

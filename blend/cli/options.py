@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args
 import click
 
 from blend.cli.values import NAME, PLACE, SELECTOR, STORE, STORE_DIRECTORY, TEXT, number
-from blend.config import DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, MaskMode
+from blend.config import DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, MaskMode, PromptConfig
 from blend.corpora import check_corpus_name
 from blend.errors import ConfigError
 from blend.limits import NUMBERS, shown
@@ -149,7 +149,11 @@ _CORPUS_NAME = _shared(
     help="Name of one of the store's corpora, each with its own index.  [default: the one without a name]",
 )
 model_option = _shared(
-    "--model", type=NAME, default=DEFAULT_MODEL, help="Catalog name, HuggingFace id or model directory."
+    "--model",
+    type=NAME,
+    default=None,
+    show_default=f"the one that made the store's caches, or {DEFAULT_MODEL}",
+    help="Catalog name, HuggingFace id or model directory.",
 )
 device_option = _shared(
     "--device", type=TEXT, default="auto", callback=_known_device, help="auto, cpu, cuda or cuda:N."
@@ -211,6 +215,15 @@ _CHUNKING = (
     ),
 )
 _TOP_K = _corpus("top_k", "Chunks to retrieve.")
+_MIN_SCORE = _corpus("min_score", "Least similarity to the question of a chunk that is retrieved; 0: any.")
+_INSTRUCTIONS = click.option(
+    "--instructions",
+    "chat_instructions",
+    type=TEXT,
+    default=PromptConfig.chat_instructions,
+    show_default=True,
+    help='What the model is told in front of documents; "" for nothing.',
+)
 _BY_INDEX = "the one that made the index"
 
 
@@ -220,8 +233,10 @@ def common(function: F) -> F:
 
 
 def all_corpora(function: F) -> F:
-    """The same without --corpus, and --chunk-tokens and so on for what is added, --top-k and --embedder."""
-    return _apply((*_OF_A_STORE, *_CHUNKING, _TOP_K, _embedder(show_default=_BY_INDEX)), function)
+    """The same without --corpus; --chunk-tokens and so on, --top-k, --min-score, --embedder, --instructions."""
+    return _apply(
+        (*_OF_A_STORE, *_CHUNKING, _TOP_K, _MIN_SCORE, _embedder(show_default=_BY_INDEX), _INSTRUCTIONS), function
+    )
 
 
 def blending(function: F) -> F:
@@ -236,12 +251,12 @@ def dividing(function: F) -> F:
 
 def chunking(function: F) -> F:
     """--chunk-tokens, --surrogate-tokens, --one-copy and --embedder, of a corpus that is being made."""
-    return _apply((*_CHUNKING, _embedder(default=_CORPUS.embedder, show_default=True)), function)
+    return _apply((*_CHUNKING, _embedder(show_default=f"{_BY_INDEX}, or {_CORPUS.embedder}")), function)
 
 
 def retrieval(function: F) -> F:
-    """--top-k and --embedder, of a corpus that is there."""
-    return _apply((_TOP_K, _embedder(show_default=_BY_INDEX)), function)
+    """--top-k, --min-score and --embedder, of a corpus that is there."""
+    return _apply((_TOP_K, _MIN_SCORE, _embedder(show_default=_BY_INDEX)), function)
 
 
 def _embedder(**attributes: Any) -> Callable[[F], F]:

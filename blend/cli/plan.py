@@ -10,7 +10,7 @@ import click
 
 from blend.cli import opening, options
 from blend.cli.values import PLACE, number
-from blend.config import BlendConfig, CorpusConfig
+from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig
 from blend.errors import ConfigError
 from blend.limits import shown
 from blend.model.shapes import SHAPES
@@ -107,7 +107,7 @@ def command(paths: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     config = opening.corpus_config(given)
     _check(paths, given)
     dtype = _dtype(given)
-    subject = Subject(given["model"], given["shape"], config, dtype)
+    subject = Subject(DEFAULT_MODEL if given["shape"] else opening.model_of(given), given["shape"], config, dtype)
     given_corpus = (given["chunks"], given["tokens"])
     corpus = subject.counted(load_documents(paths)) if paths else subject.given(*given_corpus)
     terms = _terms(given, dtype)

@@ -45,7 +45,7 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
     opening.check(given)
     by = By.of({**given, "quick": quick})
     documents = load_documents(paths)
-    rag = opening.open_rag(given)
+    rag = opening.open_for_documents(given)
     try:
         _ = rag.store, rag.decoder
         with stage_progress(by.words) as progress:

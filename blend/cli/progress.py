@@ -33,28 +33,19 @@ def stage_progress(part: str = "") -> Iterator[OnProgress]:
 @contextmanager
 def _bars(part: str) -> Iterator[OnProgress]:
     """A bar per stage with rate and time left."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
-    bar = Progress(
-        TextColumn("{task.description}"), *columns, TextColumn("left"), TimeRemainingColumn(), console=errors
-    )
+    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[pace]}"))
+    bar = Progress(TextColumn("{task.description}"), *columns, console=errors)
     tasks: dict[str, Any] = {}
+    begun: dict[str, float] = {}
 
     def show(stage: str, done: int, total: int) -> None:
         words, unit = _STAGES[stage]
+        now = time.monotonic()
         if stage not in tasks:
-            tasks[stage] = bar.add_task(words + part, total=total, rate="")
-        task = bar.tasks[tasks[stage]]
-        speed = task.finished_speed or task.speed
-        bar.update(tasks[stage], completed=done, rate=f"{speed:,.0f} {unit}/s" if speed else "")
+            tasks[stage], begun[stage] = bar.add_task(words + part, total=total, pace=""), now
+        bar.update(tasks[stage], completed=done, pace=_pace(unit, done, total, now - begun[stage]).removeprefix(", "))
 
     with bar:
         yield show
@@ -78,9 +69,12 @@ def _lines(part: str) -> Iterator[OnProgress]:
 
 def _line(stage: str, done: int, total: int, elapsed: float, part: str = "") -> str:
     words, unit = _STAGES[stage]
-    words += part
-    if done < total / FORESEEABLE:
-        return f"{words}: {done:,} of {total:,} {unit}"
-    rate = f", {done / elapsed:,.0f} {unit}/s" if elapsed else ""
+    return f"{words}{part}: {done:,} of {total:,} {unit}{_pace(unit, done, total, elapsed)}"
+
+
+def _pace(unit: str, done: int, total: int, elapsed: float) -> str:
+    """The rate since the stage began, as the summary has it, and the time left; nothing before that says anything."""
+    if not elapsed or done < total / FORESEEABLE:
+        return ""
     left = f", {seconds((total - done) * elapsed / done)} left" if done < total else ""
-    return f"{words}: {done:,} of {total:,} {unit}{rate}{left}"
+    return f", {done / elapsed:,.0f} {unit}/s{left}"

@@ -58,7 +58,7 @@ def command(
     rag, records = load_records(given, dataset, limit or BUILTIN_QUESTIONS if dataset is None else limit)
     measured, interrupted = _measure(rag, records, max_new_tokens, repeats)
     if measured:
-        show_report(_summarise(rag, measured, dataset, given), json_path, picture)
+        show_report(_summarise(rag, measured, dataset), json_path, picture)
     if interrupted:
         done = len({row.record_id for row in measured})
         raise click.Abort(f"interrupted after {done} of {len(records)} questions")
@@ -109,13 +109,13 @@ def _fitting(rag: Rag, records: list[Record], max_new_tokens: int) -> list[Recor
     return fitting
 
 
-def _summarise(rag: Rag, measured: list[Measurement], dataset: Path | None, given: dict[str, Any]) -> Report:
+def _summarise(rag: Rag, measured: list[Measurement], dataset: Path | None) -> Report:
     from blend.eval.machine import describe_machine
     from blend.eval.report import RunInfo, summarise
 
-    config = {"blend": rag.blend_config.plain(), "corpus": asdict(rag.corpus_config), "model": given["model"]}
+    config = {"blend": rag.blend_config.plain(), "corpus": asdict(rag.corpus_config), "model": rag.model}
     info = RunInfo(
-        model=given["model"],
+        model=rag.model,
         workload=dataset.name if dataset else "built-in questions",
         command=shlex.join(["blend", *sys.argv[1:]]),
         config=config,

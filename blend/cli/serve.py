@@ -15,7 +15,15 @@ from blend.cli.values import NAME, PLACE, TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError
 from blend.serve.addresses import is_loopback, origin_of
-from blend.serve.budgets import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
+from blend.serve.budgets import (
+    BODY_BUDGET,
+    KV_BUDGET,
+    LEARN_BUDGET,
+    MEMORY_BUDGET,
+    MOST_RUNNING,
+    MOST_WAITING,
+    PREFIX_BUDGET,
+)
 
 if TYPE_CHECKING:
     from blend.serve.tenants import Tenants
@@ -78,6 +86,7 @@ def _counted(name: str, words: str, default: float, unit: str | None = None) -> 
 @_counted("memory_budget", "Memory for the chunk caches that are used most; 0 keeps none.", MEMORY_BUDGET / 1e9, "GB")
 @_counted("body_limit", "Largest request.", 16, "MB")
 @_counted("upload_limit", "Largest request that adds documents.", 64, "MB")
+@_counted("body_budget", "Memory for the bodies of all requests that are being received.", BODY_BUDGET / 1e9, "GB")
 @_counted("max_new_tokens", "Longest answer where the request does not say.", ANSWER_TOKENS)
 @_counted("grace", "Time to finish what runs when the server is stopped.", 30, "SECONDS")
 @click.option("-q", "--quiet", is_flag=True, help="Log what fails, not every request.")

@@ -31,6 +31,7 @@ def serve(given: dict[str, Any], tenants: Tenants) -> None:
     limits = DoorLimits(
         body_bytes=_bytes(given["body_limit"], 1e6),
         upload_bytes=_bytes(given["upload_limit"], 1e6),
+        all_bytes=_bytes(max(given["body_budget"], given["body_limit"] / 1e3, given["upload_limit"] / 1e3)),
         answer_tokens=given["max_new_tokens"],
         top_k=given["top_k"],
         any_host=given["no_api_key"],
@@ -122,8 +123,8 @@ def make_service(given: dict[str, Any]) -> Service:
     take_threads(1)
     learn = 0 if given["no_learn"] else _bytes(given["learn_budget"])
     service = Service(rag, engine, learn_budget=learn, full=given["full"], profile=profile)
-    if Path(given["model"]).is_dir():
-        service.model = Path(given["model"]).resolve().name  # where it lies is nobody's business
+    if Path(rag.model).is_dir():
+        service.model = Path(rag.model).resolve().name  # where it lies is nobody's business
     return service
 
 

@@ -11,10 +11,13 @@ import click
 from blend.cli import opening, options
 from blend.cli.store_caches import in_bytes, in_time, list_caches, open_caches, tiers_of
 from blend.cli.values import OUTPUT, PLACE
+from blend.corpora import corpora
+from blend.store.replica import root_of
 
 if TYPE_CHECKING:
     from blend.store import Backend
 
+_ANEW = "`blend precompute PATH --store {}` makes it and uses the caches that are there"
 _TIERS = ("far", "hot", "local")
 
 
@@ -99,10 +102,12 @@ def verify(store: Path, store_key: Path | None, delete: bool) -> None:
 @options.store_key_option
 def export(file: Path, store: Path, store_key: Path | None) -> None:
     """Write all caches, and of a shared store the indexes, into one tar file, as they are."""
-    from blend.cli.console import say
+    from blend.cli.console import note, say
     from blend.store.archive import export_store
 
     done = export_store(open_caches(store, store_key), file)
+    if root_of(store) is None:
+        note(f"{file} holds no index: after the import, {_ANEW.format('STORE')}")
     say(f"{file}: {done.names:,} names, {in_bytes(done.nbytes)}")
 
 
@@ -117,6 +122,8 @@ def import_(file: Path, store: Path, store_key: Path | None) -> None:
     from blend.store.archive import import_store
 
     done = import_store(lambda: open_store(store / "kv", key=opening.store_key({"store_key": store_key})), file)
+    if root_of(store) is None and not corpora(store):
+        note(f"{store} has no index yet: {_ANEW.format(store)}")
     for line in done.refused:
         note(f"left out: {line}")
     say(f"{done.names:,} names, {in_bytes(done.nbytes)}; {len(done.refused):,} left out")

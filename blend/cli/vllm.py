@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,16 +12,21 @@ import click
 
 from blend.cli import opening, options
 from blend.cli.values import NAME, number
-from blend.errors import ConfigError
+from blend.errors import ConfigError, StoreError
 from blend.serve.budgets import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 
 if TYPE_CHECKING:
     from blend.integrations.vllm.metrics import MetricsPage
+    from blend.rag import Rag
 
 F = TypeVar("F", bound=Callable[..., Any])
 _EXTRA = ("starlette", "pydantic", "prometheus_client")
 _SOCKET = "@kvblend"
 _ANSWERS_S = 5.0  # a process that is asked for its status
+
+
+class _NotUsedError(click.ClickException):
+    exit_code = 3
 
 
 def _gigabytes(name: str, words: str, default: int) -> Callable[[F], F]:
@@ -43,7 +48,8 @@ def _gigabytes(name: str, words: str, default: int) -> Callable[[F], F]:
 @click.option(
     "--status",
     is_flag=True,
-    help="Print what the process at --socket holds, as one JSON object, and end: with 0 where it answers, else with 1.",
+    help="Print what the process at --socket holds, as one JSON object, and end: with 0 where it answers, with 3 "
+    "where it answers and vLLM refuses its KV, else with 1.",
 )
 @click.option(
     "--metrics",
@@ -70,8 +76,9 @@ def _gigabytes(name: str, words: str, default: int) -> Callable[[F], F]:
 def command(**given: Any) -> None:
     """Blend prompts for vLLM on this machine, which decodes them.
 
-    vLLM is started with kvblend's connector and middleware; docs/vllm.md says how. Both hold the same model. SIGTERM and Ctrl-C
-    end the process; vLLM then prefills by itself.
+    vLLM is started with kvblend's connector and middleware; docs/vllm.md says how. Both hold the same model and compute in the
+    same dtype: --dtype auto takes vLLM's own default, the checkpoint's dtype. Give both the same --dtype otherwise. SIGTERM and
+    Ctrl-C end the process; vLLM then prefills by itself.
     """
     if given["status"]:
         _status(given["socket"])
@@ -105,6 +112,39 @@ def _status(socket: str) -> None:
     except wire.WireError as error:
         raise click.ClickException(str(error)) from None
     say(json.dumps(told))
+    if told.get("refused"):
+        raise _NotUsedError(f"vLLM does not use blended KV: {told['refused']}")
+
+
+def dtype_of_vllm(model: str) -> str:
+    """What vLLM computes in unless it is started with --dtype: the checkpoint's dtype, and bfloat16 for one of 32 bits."""
+    from blend.cli.console import show_fetch
+    from blend.cli.early import check_model
+    from blend.model.outline import read_config
+    from blend.weights import resolve_model
+
+    check_model(model)
+    config = read_config(str(resolve_model(model, progress=show_fetch)), model).get_text_config(decoder=True)
+    kept = str(config.dtype).removeprefix("torch.")
+    return kept if kept in ("bfloat16", "float16") else "bfloat16"
+
+
+def note_other_dtype(rag: Rag) -> None:
+    """Say it where the store has this model's caches in another dtype alone: none of them would be used."""
+    from dataclasses import replace
+
+    from blend.cli.console import note
+    from blend.model.decoder import DTYPES
+
+    mine = rag.decoder.identity(rag.template.prefix)
+    with suppress(StoreError):
+        held = rag.store.namespaces()
+        others = [dtype for dtype in DTYPES if replace(mine, dtype=dtype).namespace in held]
+        if others and mine.dtype not in others:
+            note(
+                f"the store's caches were computed in {others[0]}, and this process computes in {mine.dtype}: run "
+                f"blend precompute with --dtype {mine.dtype}, or start vLLM and blend vllm with --dtype {others[0]}"
+            )
 
 
 def _serve(given: dict[str, Any], place: Any, page: MetricsPage | None) -> None:
@@ -119,8 +159,11 @@ def _serve(given: dict[str, Any], place: Any, page: MetricsPage | None) -> None:
     from blend.serve.door.log import log_to_stderr
 
     log_to_stderr(requests=False)
-    service = make_service({**given, "full": False})
+    given = {**given, "model": opening.model_of(given)}
+    dtype = dtype_of_vllm(given["model"]) if given["dtype"] == "auto" else given["dtype"]
+    service = make_service({**given, "full": False, "dtype": dtype})
     try:
+        note_other_dtype(service.room("").rag())
         service.warm_up()
         shelf = Shelf(round(given["held_budget"] * 1e9))
         desk = Desk(service, shelf, DoorLimits(top_k=given["top_k"]))

@@ -43,6 +43,7 @@ def start(request: dict[str, Any]) -> int:
 
 def run(request: dict[str, Any]) -> int:
     os.setsid()
+    os.umask(0o022)
     # Tests that run in the background inherit that it is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     flags = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

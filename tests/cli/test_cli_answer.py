@@ -89,8 +89,8 @@ def test_another_models_store_answers_says_so_and_hits_from_then_on(filled: Blen
     call = ("answer", QUESTION, "--json", "--max-new-tokens", "2", "--top-k", "3")
     first, second = filled(*call), filled(*call)
     assert first.code == 0
-    assert "the store was made with" in first.err
-    assert "tiny in float32" in first.err
+    assert "was made with" in first.err
+    assert "tiny in float32: caches of" in first.err
     assert [chunk["hit"] for chunk in first.json["chunks"]] == [False] * 3
     assert [chunk["hit"] for chunk in second.json["chunks"]] == [True] * 3
     assert "made with" not in second.err
@@ -227,3 +227,11 @@ def test_a_correction_that_does_not_fit_the_prompt_is_left_out_and_told(filled: 
     assert answer.code == 0
     assert answer.err.count("the KV correction does not fit this prompt: left out, and 30% of the rows recomputed") == 1
     assert "KV correction" not in filled("answer", QUESTION, "--no-correction").err
+
+
+def test_without_a_passage_that_is_similar_enough_the_model_answers_alone(filled: Blend) -> None:
+    result = filled("answer", QUESTION, "--json", "--max-new-tokens", "4", "--min-score", "0.999")
+    assert result.code == 0
+    assert result.json["chunks"] == []
+    assert "no passage is similar enough to the question" in result.err
+    assert "no chunk was cached" not in result.err

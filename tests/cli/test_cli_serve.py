@@ -17,6 +17,7 @@ import pytest
 from blend_process import Blend, Running, one_line
 
 from blend.cli import blend as group
+from blend.config import PromptConfig
 from blend.errors import ConfigError
 
 QUESTION = "How many gates does the harbour have?"
@@ -42,19 +43,26 @@ def served(
 
 def test_it_answers_as_the_command_does(filled: Blend) -> None:
     told = filled("answer", QUESTION, "--json", "--top-k", "4", "--max-new-tokens", "8", "--dtype", "float32").json
-    with served(filled, "--top-k", "4", "--max-new-tokens", "8", "--dtype", "float32") as (running, http):
+    mine = ("--instructions", PromptConfig.instruction)
+    with served(filled, "--top-k", "4", "--max-new-tokens", "8", "--dtype", "float32", *mine) as (running, http):
         names = [model["id"] for model in http.get("/v1/models").json()["data"]]
         assert names == ["tiny", "tiny+corpus"]
-        body = {"model": "tiny+corpus", "messages": MESSAGES}
+        asked = PromptConfig.question.replace("{question}", QUESTION)
+        messages = [{"role": "system", "content": PromptConfig.system}, {"role": "user", "content": asked}]
+        retrieved = http.post("/v1/chat/completions", json={"model": "tiny+corpus", "messages": MESSAGES}).json()
+        sources = retrieved["kvblend"]["sources"]
+        documents = [{"title": one["title"], "text": one["text"]} for one in sources]
+        body = {"messages": messages, "documents": documents}
         answer = http.post("/v1/chat/completions", json=body, headers={"x-request-id": "abc"}).json()
         metrics = http.get("/metrics").text
     assert answer["choices"][0]["message"]["content"].strip() == told["answer"]
-    assert [source["id"] for source in answer["kvblend"]["sources"]] == [chunk["id"] for chunk in told["chunks"]]
-    assert answer["kvblend"]["figures"]["full_s"] > 0
-    assert "kvblend_time_to_first_token_seconds_count 1.0" in metrics
+    assert [source["id"] for source in sources] == [chunk["id"] for chunk in told["chunks"]]
+    assert all(source["hit"] for source in answer["kvblend"]["sources"])
+    assert answer["kvblend"]["figures"]["full_estimated_s"] > 0
+    assert "kvblend_time_to_first_token_seconds_count 2.0" in metrics
     logged = [json.loads(line) for line in running.err.splitlines() if line.startswith("{")]
-    assert [line["path"] for line in logged] == ["/v1/models", "/v1/chat/completions", "/metrics"]
-    assert logged[1]["id"] == "abc"
+    assert [line["path"] for line in logged] == ["/v1/models", *["/v1/chat/completions"] * 2, "/metrics"]
+    assert logged[2]["id"] == "abc"
     assert "gates" not in running.err
 
 
@@ -81,16 +89,42 @@ def test_what_runs_is_finished_first(blend: Blend, number: signal.Signals) -> No
     assert '"finish_reason": "length"' in found[-2]
 
 
-def test_a_second_ctrl_c_waits_for_nobody(blend: Blend) -> None:
+@pytest.mark.parametrize("last", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_waits_for_nobody(blend: Blend, last: signal.Signals) -> None:
     body = {"messages": MESSAGES, "max_tokens": 3900, "stream": True}
-    with served(blend, "--grace", "600", last=signal.SIGINT) as (running, http):
+    with served(blend, "--grace", "600", last=last) as (running, http):
         stack = ExitStack()
         lines = stack.enter_context(http.stream("POST", "/v1/chat/completions", json=body)).iter_lines()
         next(lines)
-        running.send(signal.SIGINT)
-        running.until(lambda: refuses(str(http.base_url)))
+        running.send(signal.SIGTERM)
+        running.until(lambda: http.get("/ready").status_code == 503)
     with stack, suppress(httpx.TransportError):
         assert not [line for line in lines if '"finish_reason": "length"' in line]
+
+
+def test_requests_are_refused_politely_while_what_runs_is_finished(blend: Blend) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 400, "stream": True}
+    raw = json.dumps({"messages": MESSAGES, "max_tokens": 1}).encode()
+    with served(blend, "--grace", "600") as (running, http), ExitStack() as stack:
+        lines = stack.enter_context(http.stream("POST", "/v1/chat/completions", json=body)).iter_lines()
+        next(lines)
+        begun = stack.enter_context(socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
+        begun.sendall(head.encode() + raw[:5])
+        running.send(signal.SIGTERM)
+        running.until(lambda: http.get("/ready").status_code == 503)
+        asked = [http.post("/v1/chat/completions", json=body), http.get("/ready"), http.get("/v1/models")]
+        for refused in (*asked, http.post("/v1/documents", json={"documents": [{"text": "The mill has a wheel."}]})):
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "shutting_down"
+            assert refused.headers["retry-after"] == "1"
+            assert refused.headers["connection"] == "close"
+        begun.sendall(raw[5:])
+        assert b"shutting_down" in b"".join(iter(lambda: begun.recv(100_000), b""))
+        found = [line for line in lines if line.startswith("data: ")]
+        assert found[-1] == "data: [DONE]"
+        assert '"finish_reason": "length"' in found[-2]
+        running.until(lambda: refuses(str(http.base_url)))
 
 
 def refuses(url: str) -> bool:
@@ -99,6 +133,28 @@ def refuses(url: str) -> bool:
     except httpx.TransportError:
         return True
     return False
+
+
+def test_all_folders_below_a_store_are_the_owners_alone(blend: Blend) -> None:
+    """Those of tenants, corpora, uploads and learned passages too; processes here have the umask 022."""
+    store, keys = blend.folder / "new" / "store", blend.folder / "keys"
+    keys.write_text("of-ann ann\n")
+    keys.chmod(0o600)
+    asked = {"messages": MESSAGES, "max_tokens": 1, "documents": [{"text": "The harbour has two gates. " * 40}]}
+    with served(blend.at(store), "--api-keys", keys, env={"KVBLEND_API_KEY": "of-all"}) as (running, http):
+        for key in ("of-all", "of-ann"):
+            http.headers["authorization"] = f"Bearer {key}"
+            http.post("/v1/chat/completions", json=asked).raise_for_status()
+            for corpus in ("", "mine"):
+                texts = {"documents": [{"id": "mill", "text": "The mill has a wheel of oak. " * 20}], "corpus": corpus}
+                http.post("/v1/documents", json=texts).raise_for_status()
+                mill = f"/v1/documents/mill?corpus={corpus}"
+                running.until(lambda mill=mill: http.get(mill).json()["status"] == "ready")
+    found = [store.parent, store, *(path for path in store.rglob("*") if path.is_dir())]
+    names = {str(path.relative_to(store)) for path in found[1:]}
+    assert names >= {f"{room}{name}" for room in ("", "tenants/ann/") for name in ("kv", "index", "corpora/mine/index")}
+    assert {str(path): oct(path.stat().st_mode & 0o777) for path in found if path.stat().st_mode & 0o077} == {}
+    assert (store / "tenants" / "ann" / "learned.json").is_file()
 
 
 def test_keys_out_of_a_file_and_the_environment(blend: Blend) -> None:

