@@ -17,6 +17,8 @@ from blend.store import open_store
 from blend.types import PromptLayout
 from retrieval import RankedChunk
 
+NONE_RETRIEVED = "no passage is similar enough to the question (--min-score): answered without documents"
+
 
 @dataclass(frozen=True)
 class FullAnswer:

@@ -53,12 +53,14 @@ class PromptConfig:
     """What stands around the chunks.
 
     system: the system message. instruction: what the user's turn opens with. question: how the question is put after the
-    chunks; `{question}` is replaced.
+    chunks; `{question}` is replaced. All three are of the command line: its answers are short, to be marked against short gold
+    answers. chat_instructions: the only text that a server adds, in front of documents; empty adds none.
     """
 
     system: str = "You are a careful assistant who answers from the given documents."
     instruction: str = "Answer the question using only the documents below. Be brief and exact.\n\n"
     question: str = "Question: {question}\nReply with the answer alone, in a few words."
+    chat_instructions: str = "These documents may help to answer."
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -73,12 +75,14 @@ class CorpusConfig:
     name: which corpus of the store (`blend.corpora`); each has its own index, surrogate context and KV corrections.
     surrogate_tokens: every chunk's cache is also computed behind so many tokens of other chunks (`blend.chunks.library`);
     0 does not. surrogate_text: those tokens out of this text instead of chunks of the corpus; empty leaves what the store has.
+    min_score: chunks whose similarity to the question is below it are not retrieved; 0 retrieves all.
     one_copy: keep that cache alone, for a prompt's first place too: half the store, more error.
     """
 
     name: str = ""
     chunk_tokens: int = 256
     top_k: int = 8
+    min_score: float = 0.0
     embedder: str = DEFAULT_EMBEDDER
     codec: str = "bfloat16"
     batch_tokens: int = BATCH_TOKENS

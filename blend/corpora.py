@@ -62,14 +62,6 @@ def require_corpus(root: Path, name: str) -> None:
         raise ConfigError(f"the store {root} has {lacking}; there are: {', '.join(map(in_words, held))}")
 
 
-def make_folder(root: Path, name: str) -> None:
-    """A folder for the corpus, which only its owner may enter. What cannot be made is for the index's writer to report."""
-    if name:
-        with suppress(OSError):
-            root.mkdir(parents=True, exist_ok=True)
-            (root / _FOLDER).mkdir(0o700, exist_ok=True)
-
-
 def in_words(name: str) -> str:
     """The corpus for a line to people."""
     return name or "the one without a name"

@@ -2,7 +2,8 @@
 
     BlendError
     ├── ConfigError             an option outside its range, an unknown name, a selector that breaks its contract
-    ├── PromptError             a prompt that cannot be laid out or does not fit the model's context
+    ├── PromptError             a prompt that cannot be laid out
+    │   └── ContextLengthError      a prompt that does not fit the model's context
     ├── UnsupportedModelError   a decoder whose keys cannot be moved or whose attention cannot be driven
     ├── WeightsError            weights that cannot be fetched, or do not match their checksum
     ├── DatasetError            a question file that cannot be read
@@ -21,6 +22,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory is short, of this machine or of a device: libraries say so in words of their own."""
+    words = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return isinstance(error, MemoryError) or any(
+        sign in words for sign in ("out of memory", "allocate memory", "bad_alloc", "can't start new thread")
+    )
+
+
 class BlendError(Exception):
     """Base of every error that a user can cause or mend."""
 
@@ -37,6 +46,21 @@ class PromptError(BlendError, ValueError):
     """A prompt that cannot be laid out, or that is longer than the model's context."""
 
     exit_code = 3
+
+
+class ContextLengthError(PromptError):
+    """A prompt that is longer than the model's context, or than the memory for its KV.
+
+    Args:
+        message: with the remedy for the one who runs kvblend.
+        longest: tokens that a prompt may have.
+        rows: tokens that it has, where they were counted.
+
+    """
+
+    def __init__(self, message: str, longest: int = 0, rows: int | None = None) -> None:
+        super().__init__(message)
+        self.longest, self.rows = longest, rows
 
 
 class UnsupportedModelError(BlendError):

@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from io import FileIO
 from pathlib import Path
 
+from retrieval.privacy import make_private_folder as make_private_folder
+
 STALE_AFTER_S = 3600.0
 _HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
 _NAME = re.compile(r"\.(?P<host>[0-9a-f]{8})-(?P<pid>[0-9]+)-\w+\.tmp")

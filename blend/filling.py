@@ -39,14 +39,16 @@ NewCache = Callable[[int], "BlendedCache"]
 """An empty cache for a prompt, with room for so many rows."""
 
 MOST_PREFIXES = 16  # whose libraries are kept, each with the prefix's own KV: a prompt a user may have one of its own
-LEAST_RATIO_UNCORRECTED = 0.3  # of rows, where the KV correction was measured and turns out not to fit a prompt
+_UNCORRECTED = "there is no KV correction for these caches yet: {:.0%} of the rows recomputed"
+LEAST_RATIO_UNCORRECTED = 0.3  # of rows, where there is no KV correction yet, or it turns out not to fit a prompt
 
 
 class Filled(NamedTuple):
     """A prompt put together and recomputed.
 
     logits: what was sent for the last rows. fits: whether the KV correction did no harm to the rows where that shows. problems:
-    a line for every artifact that had to be refused. exact_rows, notes: see `Blend`.
+    a line for every artifact that had to be refused. exact_rows, notes: see `Blend`. uncorrected: whether stored rows were used
+    as they are, because there is no KV correction for them yet.
     """
 
     cache: BlendedCache
@@ -57,17 +59,26 @@ class Filled(NamedTuple):
     placed: Placed
     exact_rows: int
     notes: tuple[str, ...] = ()
+    uncorrected: bool = False
 
 
 class Filler:
     """Fills the caches of prompts from one store, for one decoder.
 
     config: how rows are chosen, unless a call says otherwise. corpus: whose surrogate context and KV corrections are used.
+    careful: whether more rows are recomputed as long as there is no KV correction for what the store holds.
     """
 
     def __init__(
-        self, decoder: RowDecoder, store: ChunkStore, config: BlendConfig | None = None, *, corpus: str = ""
+        self,
+        decoder: RowDecoder,
+        store: ChunkStore,
+        config: BlendConfig | None = None,
+        *,
+        corpus: str = "",
+        careful: bool = False,
     ) -> None:
+        self.careful = careful
         self.decoder = decoder
         self.store = store
         self.corpus = corpus
@@ -192,22 +203,27 @@ class Filler:
             placed = place(layout, opener, contextual=config.surrogate)
         with closing(placed):
             with watch.stage("reposition"):
+                selector = make_selector(config.selector)
+                adding = corrected and not isinstance(selector, All)
+                found = self.corrections(placed) if adding else Corrections((), ())
+                uncorrected = self.careful and adding and _uncorrected(placed, found)
+                ratio = max(config.ratio, LEAST_RATIO_UNCORRECTED) if uncorrected else config.ratio
                 plan = make_plan(
                     layout,
                     placed.hits,
-                    make_selector(config.selector),
-                    config.ratio,
+                    selector,
+                    ratio,
                     self.decoder.device,
                     first_exact=placed.first_exact,
                     first_lossless=placed.opened.first_lossless,
                     known=known.tokens,
                 )
-                adding = corrected and not isinstance(plan.selector, All)
-                found = self.corrections(placed) if adding else Corrections((), ())
                 assembly = Assembly(self.decoder, layout, known, placed.readers, new_cache(), found.of_chunks, watch)
             check = CorrectionCheck(self.decoder, layout, assembly.added)
             with assembly, assembly.cache.watched(check.see) if assembly.added else nullcontext():
-                found_rows = recompute(self.decoder, assembly.cache, plan, watch=watch, most_rows=most_rows)
+                found_rows = recompute(
+                    self.decoder, assembly.cache, plan, watch=watch, most_rows=most_rows, on_rows=check.choose
+                )
                 logits, selection = yield from found_rows
         return Filled(
             assembly.cache,
@@ -217,6 +233,8 @@ class Filler:
             found.problems,
             placed,
             plan.exact_rows(selection.rows),
+            (_UNCORRECTED.format(ratio),) if ratio > config.ratio else (),
+            uncorrected,
         )
 
     def corrections(self, placed: Placed) -> Corrections:
@@ -262,6 +280,12 @@ def _asks_store(layout: PromptLayout) -> bool:
 def _with_more_rows(config: BlendConfig) -> BlendConfig:
     """For another attempt, from the stored values: the KV correction took the rows seen further from the truth."""
     return replace(config, ratio=min(1.0, max(2 * config.ratio, LEAST_RATIO_UNCORRECTED)))
+
+
+def _uncorrected(placed: Placed, found: Corrections) -> bool:
+    """Whether a stored chunk is neither exact nor corrected, as after `--quick`, and soon after a text was learned."""
+    stored = list(zip(placed.hits, found.of_chunks, strict=True))
+    return any(hit and one is None for hit, one in stored[int(placed.first_exact) :])
 
 
 def _instead_of(first: Filled, again: Filled, more: BlendConfig) -> Filled:

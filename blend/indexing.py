@@ -207,13 +207,12 @@ def decide(change: CorpusChange, *, quick: bool = False) -> ChunkLibrary:
     Raises `StoreError` when the store cannot be written.
     """
     corpus, library = change.corpus, change.library
-    words = describe_namespace(corpus.decoder, corpus.template)
     space = library.isolated.identity.namespace
-    corpus.store.describe(space, {**corpus.store.namespaces().get(space, {}), **words})
+    corpus.store.describe(space, {**corpus.store.namespaces().get(space, {}), **library.words(contextual=False)})
     if not quick:
         library = in_copies(_with_surrogate(library, change), one=corpus.config.one_copy)
     if library.contextual:
-        corpus.store.describe(library.contextual.identity.namespace, {**words, "contextual": "surrogate context"})
+        corpus.store.describe(library.contextual.identity.namespace, library.words(contextual=True))
     write_sources(corpus.store, corpus.config.name, space, _sources(library, change))
     return library
 
@@ -252,12 +251,6 @@ def divided(
         )
         progress("chunk", number, len(documents))
     return chunks
-
-
-def describe_namespace(decoder: Decoder, template: PromptTemplate) -> dict[str, str]:
-    """Words for a group of entries, so that a store made with another model can be named."""
-    dtype = str(decoder.dtype).removeprefix("torch.")
-    return {"model": decoder.name, "dtype": dtype, "prefix_tokens": str(len(template.prefix))}
 
 
 def _held(index_dir: Path, *, required: bool) -> tuple[Chunk, ...]:

@@ -80,6 +80,7 @@ NUMBERS = {
     "surrogate_tokens": Limits(0, MOST_ROWS),
     "batch_tokens": _ROWS,
     "top_k": Limits(1, 10_000),
+    "min_score": _SHARE,
     "max_new_tokens": _ROWS,
     # What only the command line has.
     "store_budget": Limits(1e-6, 1e6, whole=False),
@@ -104,6 +105,7 @@ NUMBERS = {
     "held_budget": Limits(1e-6, 1e6, whole=False),
     "memory_budget": Limits(1e-6, 1e6, whole=False, zero=True),
     "learn_budget": Limits(1e-6, 1e6, whole=False),
+    "body_budget": Limits(1e-6, 1e6, whole=False),
     "body_limit": Limits(1e-3, 100_000, whole=False),
     "upload_limit": Limits(1e-3, 100_000, whole=False),
     "grace": Limits(0, 86_400, whole=False),

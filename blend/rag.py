@@ -10,10 +10,10 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-from blend.answering import Answer, full_answer, rehearse, remember, room_for
+from blend.answering import NONE_RETRIEVED, Answer, full_answer, rehearse, remember, room_for
 from blend.blender import Blender
 from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, PromptConfig
-from blend.corpora import corpora, index_dir, make_folder, require_corpus
+from blend.corpora import corpora, index_dir, require_corpus
 from blend.errors import ConfigError, PromptError
 from blend.lazy import loaded_once
 from blend.model.decoder import Decoder, pick_device
@@ -27,7 +27,7 @@ from blend.store.places import is_address
 from blend.store.replica import origin_of, replica_of
 from blend.timing import Progress, Stopwatch, no_progress
 from blend.types import PromptLayout
-from blend.weights import resolve_model
+from blend.weights import lasting_name, resolve_model
 from retrieval import (
     ChunkIndex,
     CurrentIndex,
@@ -89,7 +89,7 @@ class Rag:
         self.corpus_config = corpus or CorpusConfig()
         self._index = CurrentIndex(index_dir(self.root, self.corpus_config.name))
         self.prompt_config = prompt or PromptConfig()
-        self._model, self._device, self._dtype = model, device, dtype
+        self.model, self._device, self._dtype = lasting_name(model), device, dtype
         self._budget_bytes, self._on_fetch = budget_bytes, on_fetch
         self._rehearsed: PromptLayout | None = None
         self._rehearsed_full = False
@@ -102,7 +102,7 @@ class Rag:
         kv = self.store if root is None or root == self.root else None
         other = Rag(
             root or self.root,
-            model=self._model,
+            model=self.model,
             blend=self.blend_config,
             prompt=self.prompt_config,
             corpus=replace(self.corpus_config, name=corpus),
@@ -123,11 +123,11 @@ class Rag:
 
         A store at an address is named by that: other machines have a directory of their own that stands for it.
         """
-        here, origin = Path(self._model).expanduser(), origin_of(self.root / "kv")
+        origin = origin_of(self.root / "kv")
         place = {"store": self.root.absolute()} if origin is None else {"store": origin.address, "hot": origin.hot}
         return {
             **place,
-            "model": str(here.absolute()) if here.is_dir() else self._model,
+            "model": self.model,
             "device": self._device,
             "dtype": str(self.decoder.dtype).removeprefix("torch."),
             "blend": self.blend_config,
@@ -162,8 +162,8 @@ class Rag:
         if self._shared[0] is not None:
             return self._shared[0]
         pick_device(self._device)  # before weights are fetched in vain
-        location = resolve_model(self._model, progress=self._on_fetch)
-        return Decoder.load(str(location), name=self._model, device=self._device, dtype=self._dtype)
+        location = resolve_model(self.model, progress=self._on_fetch)
+        return Decoder.load(str(location), name=self.model, device=self._device, dtype=self._dtype)
 
     @loaded_once
     def template(self) -> PromptTemplate:
@@ -198,7 +198,7 @@ class Rag:
         """The search over the index. Raises `RetrievalError` as `index` does, and when another embedder made it."""
         index, held = self.index, self._retriever
         if held is None or held.index is not index:
-            self._retriever = held = Retriever(index, self.embedder)
+            self._retriever = held = Retriever(index, self.embedder, self.corpus_config.min_score)
         return held
 
     def take_embedder_of_index(self) -> None:
@@ -224,9 +224,8 @@ class Rag:
         Documents are read and the store is opened before any model is loaded, so that mistakes show at once.
         """
         loaded = documents if isinstance(documents, LoadedDocuments) else load_documents(documents)
-        store, name = self.store, self.corpus_config.name
+        store = self.store
         self.refresh()
-        make_folder(self.root, name)
         done = precompute(
             loaded,
             embedder=self.embedder,
@@ -297,12 +296,14 @@ class Rag:
         with watch.stage("retrieve"):
             ranked = self.retriever.search(question, self.corpus_config.top_k if top_k is None else top_k)
             layout = self.template.layout(question, [hit.chunk for hit in ranked])
-        if not ranked:
+        if not len(self.index):
             raise PromptError("the index holds no chunks; run `blend precompute` on your documents first")
         room = room_for(self.decoder, layout, max_new_tokens)
         blend = self.blender.prefill(layout, room=room, watch=watch)
         generation = generate(self.decoder, blend, layout.token_ids, max_new_tokens=room, on_text=on_text, **options)
         problems = remember(self.blender, blend)
+        if not ranked:
+            problems = (*problems, NONE_RETRIEVED)
         full = full_answer(self.decoder, blend, room, options) if compare else None
         cut = len(generation.token_ids) >= room and generation.token_ids[-1] not in self._stop_ids
         return Answer(question, generation.text, ranked, blend, generation, full, cut, problems)

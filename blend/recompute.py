@@ -92,13 +92,20 @@ def make_plan(
 
 
 def recompute(
-    decoder: RowDecoder, cache: BlendedCache, plan: Plan, *, watch: Stopwatch, most_rows: MostRows | None = None
+    decoder: RowDecoder,
+    cache: BlendedCache,
+    plan: Plan,
+    *,
+    watch: Stopwatch,
+    most_rows: MostRows | None = None,
+    on_rows: Callable[[torch.Tensor], None],
 ) -> Steps[tuple[torch.Tensor, Selection]]:
     """Fill `cache` with fresh KV of the selected rows; next-token logits `[1, vocab]` and the selection made.
 
     The rows are yielded, to be run by `Decoder.prefill`, alone or beside other prompts' rows, and its logits sent back. All at
     once, or with `most_rows` in pieces of no more, positions ascending: a row reads what the pieces before it wrote, as it
-    would in one pass. A selector that chooses while layers are computed sees all rows in one piece.
+    would in one pass. A selector that chooses while layers are computed sees all rows in one piece. on_rows: called with the
+    positions of all rows that are computed from then on, before the first piece, and again whenever the selector narrows them.
 
     Time goes to the stages select and recompute of `watch`. Raises `ConfigError` when the selector needs a layer that the
     decoder does not have, or breaks its contract (`blend.select.contract`).
@@ -126,7 +133,9 @@ def recompute(
     choice = _Choice(plan, cache, attention, truth, watch, with_prefix=not asks)
     for step in (s for s in needs.steps if s.layer == 0):
         choice.narrow(step, None)
-    narrowings = tuple(Narrowing(step.layer, partial(_narrow, choice, step)) for step in needs.steps if step.layer > 0)
+    on_rows(choice.rows)
+    narrow = partial(_narrow, choice, on_rows)
+    narrowings = tuple(Narrowing(step.layer, partial(narrow, step)) for step in needs.steps if step.layer > 0)
     with watch.stage("recompute"):
         for piece in _pieces(choice.rows, None if narrowings else most_rows):
             logits = yield RowRequest(ids[piece][None], piece, cache, narrowings)
@@ -205,8 +214,12 @@ class _Choice:
         )
 
 
-def _narrow(choice: _Choice, step: Step, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return choice.narrow(step, (keys, values))
+def _narrow(
+    choice: _Choice, on_rows: Callable[[torch.Tensor], None], step: Step, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    rows = choice.narrow(step, (keys, values))
+    on_rows(rows)
+    return rows
 
 
 def _at(kv: KV, index: torch.Tensor) -> KV:

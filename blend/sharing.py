@@ -17,7 +17,7 @@ from threading import Lock
 
 from blend.corpora import index_dir, is_corpus_name
 from blend.errors import EntryDamagedError, StoreChangedError, StoreError, StoreUnreachableError
-from blend.files import write_atomically
+from blend.files import make_private_folder, write_atomically
 from blend.store.base import ChunkStore
 from blend.store.names import INDEXES
 from blend.store.replica import root_of
@@ -163,7 +163,7 @@ class Sharing:
     def _learn(self, corpus: str, raw: bytes) -> None:
         path = self._memory(corpus)
         try:
-            path.parent.mkdir(0o700, parents=True, exist_ok=True)
+            make_private_folder(path.parent)
             write_atomically(path, [raw])
         except OSError as error:
             raise StoreError(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from retrieval.errors import ChunkIndexError, IndexBusyError, IndexDamagedError, IndexMissingError
-from retrieval.privacy import PRIVATE_FILE, PRIVATE_FOLDER, make_private
+from retrieval.privacy import PRIVATE_FILE, make_private, make_private_folder
 
 FORMAT_VERSION = 1
 MANIFEST, LOCK = "manifest.json", ".lock"
@@ -47,7 +47,7 @@ def write_lock(directory: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     try:
-        directory.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+        make_private_folder(directory)
         keep_private(directory)
         with FileLock(directory / LOCK, timeout=LOCK_TIMEOUT, mode=PRIVATE_FILE):
             yield
@@ -79,7 +79,7 @@ def write_generation(directory: Path, generation: Generation) -> None:
     """Make this generation the current one. The caller holds the lock."""
     name = hashlib.sha256(generation.chunks + generation.vectors).hexdigest()[:16]
     contents = {f"chunks-{name}.jsonl": generation.chunks, f"index-{name}.faiss": generation.vectors}
-    before = _current_files(directory)
+    _remove_others(directory, _current_files(directory))
     for file, data in contents.items():
         _write(directory / file, data)
     manifest = {
@@ -89,7 +89,6 @@ def write_generation(directory: Path, generation: Generation) -> None:
         "files": {file: {"bytes": len(data), "sha256": _sha256(data)} for file, data in contents.items()},
     }
     _write(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
-    _remove_others(directory, {*contents, *before})
 
 
 def read_generation(directory: Path) -> Generation:
@@ -124,6 +123,7 @@ def install_generation(directory: Path, manifest: bytes, read: Callable[[str], b
     caller holds the lock.
     """
     parsed, before = _parse_manifest(manifest, directory), _current_files(directory)
+    _remove_others(directory, before)
     for name, digest in parsed.files:
         if name in before and _held_digest(directory / name) == digest:
             continue
@@ -132,7 +132,6 @@ def install_generation(directory: Path, manifest: bytes, read: Callable[[str], b
             raise IndexDamagedError(f"{name} of the index for {directory} is not as it was written; {_REMEDY}")
         _write(directory / name, data)
     _write(directory / MANIFEST, manifest)
-    _remove_others(directory, {*(name for name, _ in parsed.files), *before})
 
 
 def _held_digest(path: Path) -> str:
@@ -202,16 +201,22 @@ def _write(path: Path, data: bytes) -> None:
     """Write a file whole or not at all, and have it on the disk before anything that comes after."""
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)  # of a killed writer, perhaps for all to read
-    with open(part, "xb", opener=lambda name, flags: os.open(name, flags, PRIVATE_FILE)) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with open(part, "xb", opener=lambda name, flags: os.open(name, flags, PRIVATE_FILE)) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)  # of a disk that is full
 
 
 def _remove_others(directory: Path, keep: set[str]) -> None:
-    """Files of generations before the last one, which readers may still be opening, and what killed writers left."""
-    for path in directory.iterdir():
+    """Files of generations before the current one, and what writers left that failed.
+
+    Called before anything is written: a disk that is nearly full needs the room.
+    """
+    for path in directory.iterdir() if keep else ():
         if _GENERATION.fullmatch(path.name) and path.name not in keep:
             path.unlink(missing_ok=True)
 

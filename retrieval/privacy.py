@@ -11,6 +11,16 @@ PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 _OTHERS = 0o077
 
 
+def make_private_folder(path: Path) -> None:
+    """Make a folder unless it is there, and the parents that it lacks, each for its owner alone. Raises OSError.
+
+    `Path.mkdir` leaves the modes of parents to the umask.
+    """
+    if not path.parent.exists():
+        make_private_folder(path.parent)
+    path.mkdir(PRIVATE_FOLDER, exist_ok=True)
+
+
 def make_private(path: Path) -> None:
     """Take the rights of group and others from a file or folder of ours. What is not ours, a link too, stays as it is."""
     with suppress(OSError):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from retrieval.chunking import Chunk
 from retrieval.embedders import Embedder
 from retrieval.errors import IndexMismatchError, QueryError
 from retrieval.index import ChunkIndex
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_DECAY = 0.5
+_MOST_ASKED = 4  # what is earlier counts too little to be embedded
 
 
 class RankedChunk(NamedTuple):
@@ -25,18 +33,22 @@ RankedChunks = tuple[RankedChunk, ...]
 
 
 class Retriever:
-    """Searches an index with the embedder that made it. Raises `IndexMismatchError` when that is another one."""
+    """Searches an index with the embedder that made it. Raises `IndexMismatchError` when that is another one.
 
-    def __init__(self, index: ChunkIndex, embedder: Embedder) -> None:
+    min_score: chunks below it are passed over; 0 passes over none.
+    """
+
+    def __init__(self, index: ChunkIndex, embedder: Embedder, min_score: float = 0.0) -> None:
         if (index.embedder, index.dimension) != (embedder.name, embedder.dimension):
             raise IndexMismatchError(
                 f"the index was made with {index.embedder}, not {embedder.name}; load that embedder"
             )
-        self.index, self._embedder = index, embedder
+        self.index, self._embedder, self._floor = index, embedder, min_score or -math.inf
 
-    def search(self, query: str, k: int, hidden: Hidden | None = None) -> RankedChunks:
-        """The `k` chunks most similar to the question, best first: all of them when the index holds fewer.
+    def search(self, query: str, k: int, hidden: Hidden | None = None, before: Sequence[str] = ()) -> RankedChunks:
+        """The `k` chunks most similar to the question, best first: fewer where no more are there or score enough.
 
+        before: questions earlier in the conversation, which a follow-up may leave unsaid; each counts half as much as the next.
         Chunks of hidden documents are passed over. Raises `QueryError` for an empty question or a `k` below 1.
         """
         if not query.strip():
@@ -50,6 +62,16 @@ class Retriever:
             {name for name in {chunk.document_id for chunk in chunks} if hidden(name)} if hidden is not None else set()
         )
         more = sum(chunk.document_id in gone for chunk in chunks) if gone else 0
-        found = self.index.search(self._embedder.embed_query(query.strip()), k + more)
+        found = self.index.search(self._embedded(query, before), k + more)
         ranked = (RankedChunk(chunks[row], score) for row, score in found)
-        return tuple(one for one in ranked if one.chunk.document_id not in gone)[:k]
+        return tuple(one for one in ranked if one.chunk.document_id not in gone and one.score >= self._floor)[:k]
+
+    def _embedded(self, query: str, before: Sequence[str]) -> npt.NDArray[np.float32]:
+        """The weighted sum of the embeddings, of length 1."""
+        asked = [text.strip() for text in (query, *reversed(before)) if text.strip()][:_MOST_ASKED]
+        vector: npt.NDArray[np.float32] = self._embedder.embed_query(asked[0])
+        for number, text in enumerate(asked[1:], 1):
+            vector = vector + _DECAY**number * self._embedder.embed_query(text)
+        if len(asked) > 1:
+            vector = vector / max(float(vector @ vector) ** 0.5, 1e-12)
+        return vector

@@ -41,10 +41,10 @@ def project_environment(threads: int) -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
 
 
-def fill_store(file: Path, store: Path, model: str, chunk_tokens: int, threads: int) -> None:
+def fill_store(file: Path, store: Path, model: str, chunk_tokens: int, threads: int, dtype: str) -> None:
     """`blend precompute` on a JSONL file, whose output goes to standard error. Raises SystemExit when it fails."""
     command = [sys.executable, "-m", "blend", "precompute", str(file), "--store", str(store), "--model", model]
-    command += ["--chunk-tokens", str(chunk_tokens), "--dtype", "float32"]
+    command += ["--chunk-tokens", str(chunk_tokens), "--dtype", dtype]
     done = subprocess.run(command, env=project_environment(threads), stdout=sys.stderr, check=False)
     if done.returncode:
         raise SystemExit(f"blend precompute ended with {done.returncode}; see its own line above")
@@ -74,7 +74,14 @@ def tiny_model(folder: Path, **shape: Any) -> Path:
 
 
 def make_corpus(
-    model: Path, store: Path, *, questions: Path | None, passages: int, chunk_tokens: int, threads: int
+    model: Path,
+    store: Path,
+    *,
+    questions: Path | None,
+    passages: int,
+    chunk_tokens: int,
+    threads: int,
+    dtype: str = "float32",
 ) -> Corpus:
     """Passages of about `chunk_tokens` tokens, in an order of their own, with their caches in `store`.
 
@@ -89,7 +96,7 @@ def make_corpus(
         chosen = _choose(source, model, passages, chunk_tokens)
         lines = [{"id": str(i), "title": one.title, "text": one.text} for i, one in enumerate(chosen)]
         file.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
-        fill_store(file, store, str(model), chunk_tokens, threads)
+        fill_store(file, store, str(model), chunk_tokens, threads, dtype)
     index = ChunkIndex.load(index_dir(store, ""))
     held = [Passage(chunk.title, chunk.text, chunk.tokens) for chunk in index.chunks]
     return Corpus(_shuffled(held), tuple(asked))

@@ -24,7 +24,7 @@ from _serving_load import Request, Words
 Way = Literal["documents", "pasted"]
 BLEND = ("-m", "blend", "serve", "--dtype", "float32", "--host", "127.0.0.1", "--port", "0")
 VLLM = (
-    *("-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32", "--host", "127.0.0.1"),
+    *("-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"),
     *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
 )
 CONNECTOR = {
@@ -88,7 +88,14 @@ def greedy(tokens: int) -> dict[str, Any]:
 
 
 def vllm_server(
-    python: str, model: Path, *, threads: int, answer_tokens: int, longest: int, eager: bool = False
+    python: str,
+    model: Path,
+    *,
+    threads: int,
+    answer_tokens: int,
+    longest: int,
+    eager: bool = False,
+    dtype: str = "float32",
 ) -> Server:
     """The server that comes with vLLM, on a CPU, in the environment of `python`, on so many cores.
 
@@ -100,7 +107,7 @@ def vllm_server(
     def words(asked: TimedQuestion) -> Request:
         return Request("/v1/completions", {"prompt": list(layout(asked)), **greedy(answer_tokens)})
 
-    return _vllm("vllm", _command(python, eager), model, longest, words, vllm_environment(python, threads))
+    return _vllm("vllm", _command(python, eager, dtype), model, longest, words, vllm_environment(python, threads))
 
 
 def blended_vllm_server(
@@ -114,6 +121,7 @@ def blended_vllm_server(
     eager: bool = False,
     way: Way = "documents",
     ratio: float = 0.15,
+    dtype: str = "float32",
 ) -> Server:
     """The same server with kvblend in it: vLLM's own model recomputes this share of the rows."""
     options = {"stage": "rows", "store": str(store), "ratio": ratio}
@@ -129,11 +137,11 @@ def blended_vllm_server(
     def words(asked: TimedQuestion) -> Request:
         return Request("/v1/chat/completions", {**chat(asked, way), **greedy(answer_tokens)})
 
-    return _vllm("vllm + kvblend", (*_command(python, eager), *added), model, longest, words, environment)
+    return _vllm("vllm + kvblend", (*_command(python, eager, dtype), *added), model, longest, words, environment)
 
 
-def _command(python: str, eager: bool) -> tuple[str, ...]:
-    return (python, *VLLM, *(("--enforce-eager",) if eager else ()))
+def _command(python: str, eager: bool, dtype: str) -> tuple[str, ...]:
+    return (python, *VLLM, "--dtype", dtype, *(("--enforce-eager",) if eager else ()))
 
 
 def _vllm(

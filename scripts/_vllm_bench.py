@@ -52,7 +52,7 @@ class VllmBench:
         given = self.options
         return make_corpus(
             self.model, self.store, questions=None, passages=given.passages, chunk_tokens=given.chunk_tokens,
-            threads=given.threads,
+            threads=given.threads, dtype=given.dtype,
         )  # fmt: skip
 
     def asked(self, count: int, context: int, *seed: int) -> list[TimedQuestion]:
@@ -62,7 +62,12 @@ class VllmBench:
     def servers(self) -> list[Server]:
         """Both."""
         given = self.options
-        sizes = {"answer_tokens": given.answer_tokens, "threads": given.threads, "eager": given.tiny}
+        sizes = {
+            "answer_tokens": given.answer_tokens,
+            "threads": given.threads,
+            "eager": given.tiny,
+            "dtype": given.dtype,
+        }
         longest = max(given.context_tokens) + given.answer_tokens + MARGIN
         ours = blended_vllm_server(given.vllm, self.store, self.model, longest=longest, ratio=given.ratio, **sizes)
         return [vllm_server(given.vllm, self.model, longest=longest, **sizes), ours]

@@ -86,6 +86,6 @@ def draw(rows: Sequence[Row], held: Mapping[str, Any], file: Path) -> None:
         fontsize=11,
     )
     cores = "one thread" if given["threads"] == 1 else f"{given['threads']} threads"
-    foot = f"{held['machine']['cpu']}, {cores}, float32, {given['prompts']} prompts a rate"
+    foot = f"{held['machine']['cpu']}, {cores}, {given.get('dtype', 'float32')}, {given['prompts']} prompts a rate"
     figure.supxlabel(foot, fontsize=7.5, color="#555555")
     figure.savefig(file, dpi=130)

@@ -5,7 +5,7 @@ Computing a chunk behind the real prefix keeps the attention sink where every pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -40,17 +40,23 @@ class ChunkEncoder:
         self._batch_tokens = batch_tokens
         self._prefix: ChunkCache | None = None
 
-    def encode(self, chunks: Sequence[Sequence[int]]) -> Iterator[tuple[int, ChunkCache]]:
+    def encode(
+        self, chunks: Sequence[Sequence[int]], on_tokens: Callable[[int], None] = lambda tokens: None
+    ) -> Iterator[tuple[int, ChunkCache]]:
         """Yield `(index into chunks, its cache)`, in order of length; tensors are on the decoder's device.
 
-        Raises `PromptError` for an empty chunk or one that does not fit behind the prefix.
+        on_tokens: called in every layer with the tokens computed by then; each layer counts for its share of a batch. Raises
+        `PromptError` for an empty chunk or one that does not fit behind the prefix.
         """
         for index, chunk in enumerate(chunks):
             if not chunk:
                 raise PromptError(f"chunk {index} is empty; drop it before encoding")
             self.decoder.check_length(len(self.prefix_tokens) + len(chunk))
+        done = 0
         for batch in self.batches(chunks):
-            yield from zip(batch, self._encode_batch([chunks[i] for i in batch]), strict=True)
+            mine = [chunks[i] for i in batch]
+            yield from zip(batch, self._encode_batch(mine, beyond(done, on_tokens)), strict=True)
+            done += sum(map(len, mine))
 
     def batches(self, chunks: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Indices of chunks of similar length, so that little is padded: what `encode` runs in one forward pass each."""
@@ -63,14 +69,15 @@ class ChunkEncoder:
         if batch:
             yield batch
 
-    def _encode_batch(self, chunks: Sequence[Sequence[int]]) -> list[ChunkCache]:
-        longest = max(map(len, chunks))
+    def _encode_batch(self, chunks: Sequence[Sequence[int]], on_tokens: Callable[[int], None]) -> list[ChunkCache]:
+        tokens, longest = sum(map(len, chunks)), max(map(len, chunks))
         # Padding stands behind the real tokens, where causal attention never looks; any id will do.
         ids = torch.tensor([[*chunk, *[chunk[-1]] * (longest - len(chunk))] for chunk in chunks])
         start = len(self.prefix_tokens)
         cache = self.decoder.new_cache(start + longest)
         self._put_prefix(cache, len(chunks))
-        self.decoder.encode_rows(ids.to(self.decoder.device), start, cache)
+        with cache.watched(lambda layer, *_: on_tokens(tokens * layer // len(cache.layers))):
+            self.decoder.encode_rows(ids.to(self.decoder.device), start, cache)
         return [_cut(cache, row, start, len(chunk)) for row, chunk in enumerate(chunks)]
 
     def _put_prefix(self, cache: BlendedCache, batch: int) -> None:
@@ -109,6 +116,11 @@ class ChunkEncoder:
         for piece in torch.split(rows, most_rows):
             yield RowRequest(tokens[piece][None], piece + start, cache)
         return cache
+
+
+def beyond(done: int, on_tokens: Callable[[int], None]) -> Callable[[int], None]:
+    """Counts on from tokens that were done before."""
+    return lambda tokens: on_tokens(done + tokens)
 
 
 def _cut(cache: BlendedCache, row: int, start: int, length: int) -> ChunkCache:

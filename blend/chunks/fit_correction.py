@@ -61,15 +61,16 @@ def fit_corrections(
     distinct = [tuple(chunk) for chunk in dict.fromkeys(map(tuple, chunks)) if chunk]
     prompts = deal_prompts(encoder, distinct)
     seen = _Seen(encoder.decoder, prompts, len(sources))
-    for number, layout in enumerate(prompts):
+    done, total = 0, sum(prompt.rows for prompt in prompts)
+    progress("calibrate", 0, total)
+    for layout in prompts:
         held = [seen.flat(_together(encoder, layout), layout)]
         for source in sources:
             readers = [HeldChunk(cache) for cache in source.caches(layout.chunks)]
             held.append(seen.flat(assemble(encoder.decoder, layout, encoder.prefix, readers).cache, layout))
         seen.add(held)
-        progress(
-            "calibrate", sum(prompt.rows for prompt in prompts[: number + 1]), sum(prompt.rows for prompt in prompts)
-        )
+        done += layout.rows
+        progress("calibrate", done, total)
     return [seen.solve(number, source, distinct) for number, source in enumerate(sources, 1)]
 
 

@@ -42,6 +42,7 @@ def fit_first(
     if len(taken) < 2:  # no chunk could be held out
         return None
     held: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in decoder.rotations]
+    progress("calibrate", 0, sum(map(len, taken)))
     for number, chunk in enumerate(taken, 1):
         (stored,), (exact,) = (of([chunk]) for of in caches)
         for index, pairs in enumerate(held):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping, 
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from blend.chunks.encode import ChunkEncoder
+from blend.chunks.encode import ChunkEncoder, beyond
 from blend.chunks.open_entries import Expected, open_chunks
 from blend.chunks.open_library import OpenLibrary, Tokens, Variant, read_cache
 from blend.chunks.still import without_positions
@@ -64,6 +64,7 @@ class ChunkLibrary:
     ) -> None:
         self.decoder, self.store, self.prefix, self.corpus = decoder, store, prefix, corpus
         self._batch_tokens = batch_tokens
+        self._described: set[str] = before._described if before else set()
         self.isolated: ChunkEncoder = before.isolated if before else self._encoder(prefix)
         self.generation = store.generation  # asked first: what is written while the rest is read shows as a change
         found = read_surrogate(store, self.isolated.identity.surrogate_name, decoder.vocabulary)
@@ -152,11 +153,11 @@ class ChunkLibrary:
         progress: of the stage "encode", in tokens.
         Raises `StoreError` when the store cannot be written.
         """
-        total, done = sum(len(one.chunk) for one in variants), 0
+        total = sum(len(one.chunk) for one in variants)
         progress("encode", 0, total)
-        for one, _ in self._computed(variants):
-            done += len(one.chunk)
-            progress("encode", done, total)
+        for _ in self._computed(variants, on_tokens=lambda tokens: progress("encode", tokens, total)):
+            pass
+        progress("encode", total, total)
         return total
 
     def passes(self, variants: Sequence[Variant]) -> list[tuple[Variant, ...]]:
@@ -182,21 +183,35 @@ class ChunkLibrary:
         return len(lacking)
 
     def _computed(
-        self, variants: Sequence[Variant], kept: Container[Variant] | None = None
+        self,
+        variants: Sequence[Variant],
+        kept: Container[Variant] | None = None,
+        on_tokens: Callable[[int], None] = lambda tokens: None,
     ) -> Iterator[tuple[Variant, ChunkCache]]:
         """Each of these caches when it is computed and stored, as far as it is one of `kept`; None keeps all."""
+        before = 0
         for contextual in (False, True):
             encoder = self.encoder(contextual=contextual)
             mine = [one for one in variants if one.contextual == contextual]
-            for index, cache in encoder.encode([one.chunk for one in mine]):
+            for index, cache in encoder.encode([one.chunk for one in mine], beyond(before, on_tokens)):
                 if kept is None or mine[index] in kept:
                     self.keep(mine[index], cache)
                 yield mine[index], cache
+            before += sum(len(one.chunk) for one in mine)
 
     def keep(self, one: Variant, cache: ChunkCache) -> None:
         """Store this cache of a chunk, in the form that the store's codec asks for. Raises `StoreError` as `put` does."""
-        still = self.store.codec.still and not cache.still
-        self.store.put(self.key(one), without_positions(cache, self.decoder.rotations) if still else cache)
+        still, key = self.store.codec.still and not cache.still, self.key(one)
+        self.store.put(key, without_positions(cache, self.decoder.rotations) if still else cache)
+        if key.namespace not in self._described:
+            self.store.describe_new(key.namespace, self.words(contextual=one.contextual))
+            self._described.add(key.namespace)
+
+    def words(self, *, contextual: bool) -> dict[str, str]:
+        """What these caches are of, in words, for a store to remember."""
+        dtype = str(self.decoder.dtype).removeprefix("torch.")
+        words = {"model": self.decoder.name, "dtype": dtype, "prefix_tokens": str(len(self.prefix))}
+        return {**words, "contextual": "surrogate context"} if contextual else words
 
     def keys(self, chunks: Sequence[Tokens]) -> set[ChunkKey]:
         """Where the store keeps the caches of these chunks."""

@@ -51,7 +51,11 @@ class Machine:
     def summary(self) -> str:
         """One line for the foot of a table or picture."""
         parts = [self.cpu, f"{self.cores} cores" if self.cores > 1 else "1 core"]
-        parts += [f"{self.threads} threads"] if self.threads and self.threads != self.cores else []
+        parts += (
+            [f"{self.threads} thread{'' if self.threads == 1 else 's'}"]
+            if self.threads and self.threads != self.cores
+            else []
+        )
         parts += [f"{self.ram_bytes / 2**30:.0f} GiB"] if self.ram_bytes else []
         parts += [self.gpu] if self.gpu else []
         parts += [f"{name} {version}" for name, version in self._main_versions() if version]

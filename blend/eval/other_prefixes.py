@@ -77,8 +77,8 @@ class OtherPrefixes:
     def _layout(self, record: Record, name: str) -> PromptLayout:
         before = [Message("system", SYSTEMS[name])] if name in SYSTEMS else self._turns
         passages = [Passage(self._template.chunk_ids(chunk)) for chunk in record.chunks]
-        messages, system_role = [*before, Message("user", record.question)], self._chat.has_system_role
-        return self._chat.layout(question_turns(messages, passages, PromptConfig(), system_role=system_role))
+        messages = [*before, Message("user", record.question)]
+        return self._chat.layout(question_turns(messages, passages, PromptConfig.chat_instructions))
 
     def _kl(self, layout: PromptLayout, *, own: bool) -> dict[str, float]:
         full = full_prefill(self._decoder, layout)

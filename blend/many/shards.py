@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from blend.chunks.deciding import remove_spare
 from blend.chunks.probe import leave_probe
 from blend.chunks.work import Pass, Share, Work, close, finish, take_up, tokens_of
-from blend.corpora import make_folder
 from blend.errors import StoreChangedError
 from blend.indexing import Corpus, CorpusChange, decide, write_index
 from blend.precompute import Precomputed, note_rate, planned, unread_in
@@ -72,7 +71,6 @@ def precompute_share(
     `Rag.precompute` raises.
     """
     rag.refresh()
-    make_folder(rag.root, rag.corpus_config.name)
     change = _plan(rag, loaded, add, progress)
     change.forget()
     update = _index(rag, change, progress)
@@ -110,6 +108,8 @@ def precompute_share(
 
 def compute_here(work: Work, passes: list[Pass], progress: Progress) -> Computed:
     """Run the passes one after another; progress: of the stage "encode", in tokens."""
+    lacking = set(work.library.lacking([one for each in passes for one in each]))
+    passes = [one for one in passes if lacking.intersection(one)]  # the rest counts neither as work nor as progress
     total, seen, done = sum(map(tokens_of, passes)), 0, Computed()
     progress("encode", 0, total)
     for one in passes:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from blend.errors import BlendError, UnsupportedModelError
+from blend.errors import BlendError, UnsupportedModelError, first_line
 from blend.model.cache import BlendedCache
 from blend.model.driver import RowDriver
 from blend.model.rope import Rotation, find_rotation
@@ -59,14 +59,15 @@ def admit(driver: RowDriver, config: Any, name: str) -> tuple[LayerRotation, ...
         with torch.inference_mode():
             here, logits = _native_forward(driver, ids, 0)
             there, _ = _native_forward(driver, ids, PROBE_DELTA)
+        _check_every_layer_has_kv(driver, name, here)
+        rotations = tuple(_rotations(driver, name, here, there))
     except BlendError:
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{name}: its forward pass takes no position ids or returns no cache ({error}); "
-            "use full prefill for this model"
+            f"{name}: its forward pass takes no position ids or returns no cache of keys and values "
+            f"({type(error).__name__}: {first_line(error)}); use full prefill for this model"
         ) from error
-    rotations = tuple(_rotations(driver, name, here, there))
     _check_driving(driver, name, ids, logits)
     return rotations
 
@@ -111,6 +112,17 @@ def _native_forward(driver: RowDriver, ids: torch.Tensor, start: int) -> tuple[A
     if out.past_key_values is None:
         raise ValueError("use_cache=True gave no cache")
     return out.past_key_values, out.logits[:, -1]
+
+
+def _check_every_layer_has_kv(driver: RowDriver, name: str, cache: Any) -> None:
+    """Refuse models whose upper layers read the KV of lower ones, as Gemma 3n and some of Gemma 4 do."""
+    depth = len(driver.layers)
+    own = [layer for layer in cache.layers[:depth] if getattr(layer, "keys", None) is not None]
+    if len(own) < depth:
+        raise UnsupportedModelError(
+            f"{name}: {depth - len(own)} of its {depth} layers share the KV of other layers, which kvblend cannot move yet; "
+            "use full prefill for this model"
+        )
 
 
 def _rotations(driver: RowDriver, name: str, here: Any, there: Any) -> list[LayerRotation]:
@@ -158,7 +170,7 @@ def _check_driving(driver: RowDriver, name: str, ids: torch.Tensor, logits: torc
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{name}: its attention cannot be driven over chosen rows ({type(error).__name__}: {error}); "
+            f"{name}: its attention cannot be driven over chosen rows ({type(error).__name__}: {first_line(error)}); "
             "use full prefill for this model"
         ) from error
     scale = logits.abs().amax().clamp_min(1e-6)

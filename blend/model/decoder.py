@@ -65,9 +65,9 @@ class Decoder:
         before = checkpoint_stamps(location)
         try:
             tokenizer, model = here_or_from_hub(location, fetched)
-        except (OSError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a file that is damaged or inconsistent makes transformers raise
             raise ConfigError(_unloadable(location, error)) from error
         weights = checkpoint_digest(location, unless_changed_since=before)
         return cls(model.to(place), tokenizer, name or location, weights=weights)
@@ -237,9 +237,11 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def _unloadable(name: str, error: Exception) -> str:
+    explains_itself = isinstance(error, OSError | ValueError)
+    reason = first_line(error) if explains_itself else f"{type(error).__name__}: {first_line(error)}"
     if Path(name).is_dir():
-        return f"{name} holds no causal language model that transformers can load ({first_line(error)})"
+        return f"{name} holds no causal language model that transformers can load ({reason})"
     return (
-        f"cannot load model {name!r}: not a directory, and no hub answers for it ({first_line(error)}); "
+        f"cannot load model {name!r}: not a directory, and no hub answers for it ({reason}); "
         "pass a model directory, a reachable HuggingFace id, or a catalog name (`blend models`)"
     )

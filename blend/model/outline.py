@@ -100,8 +100,8 @@ def read_config(location: str, name: str) -> Any:
 def _read(kind: Any, location: str, what: str, remedy: str) -> Any:
     try:
         return here_or_from_hub(location, partial(kind.from_pretrained, location))
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a damaged file makes transformers raise
         reason = str(error).strip().partition("\n")[0][:200]
         raise ConfigError(f"cannot read {what} ({reason}); {remedy}") from None

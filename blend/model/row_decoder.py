@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from blend.errors import PromptError
+from blend.errors import ContextLengthError, PromptError
 from blend.types import ChunkCache
 
 if TYPE_CHECKING:
@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 class RowDecoder(Protocol):
     """Computes KV of rows anywhere in a prompt. All of it stays the same while it lives.
 
-    name: how messages call it. layers: as many as the decoder has. rotations: of each, how its keys and values turn. device,
+    layers: as many as the decoder has. rotations: of each, how its keys and values turn. device,
     dtype: where and in what it computes. vocabulary: how many token ids there are. context_length: the longest prompt, or None.
     """
+
+    @property
+    def name(self) -> str:
+        """How messages call it, and how a store remembers it."""
 
     @property
     def layers(self) -> Sized:
@@ -76,11 +80,13 @@ class RowDecoder(Protocol):
 
 
 def check_length(name: str, context_length: int | None, rows: int) -> None:
-    """Refuse prompts beyond a decoder's context, with `PromptError`."""
+    """Refuse prompts beyond a decoder's context, with `ContextLengthError`."""
     if context_length is not None and rows > context_length:
-        raise PromptError(
+        raise ContextLengthError(
             f"the prompt has {rows} tokens but {name} reads at most {context_length}; "
-            "use fewer or smaller chunks (--top-k, --chunk-tokens)"
+            "use fewer or smaller chunks (--top-k, --chunk-tokens)",
+            context_length,
+            rows,
         )
 
 

@@ -16,7 +16,7 @@ from blend.plan.rates import PromptSize, Rates, from_prefill, from_profile, meas
 from blend.precompute import RATE
 from blend.prompt import PromptTemplate
 from blend.store import read_words
-from blend.weights import resolve_model
+from blend.weights import lasting_name, resolve_model
 
 if TYPE_CHECKING:
     from blend.config import CorpusConfig
@@ -94,7 +94,8 @@ class Subject:
             described = read_words(store / "kv").values()
         except StoreError:
             raise ConfigError(NO_RATES) from None
-        mine = [words for words in described if words.get("model") == self.name and words.get("dtype") == self.dtype]
+        me = (lasting_name(self.name), self.dtype)
+        mine = [words for words in described if (words.get("model"), words.get("dtype")) == me]
         rates = [float(words[RATE]) for words in mine if words.get(RATE, "").replace(".", "", 1).isdigit()]
         if not rates:
             raise ConfigError(NO_RATES)

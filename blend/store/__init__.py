@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.store.artifacts import is_as_written, read_descriptions
-from blend.store.backend import Backend, Blob, MemoryStats, Range, Stored
+from blend.store.backend import CACHES, Backend, Blob, MemoryStats, Range, Stored
 from blend.store.base import ChunkStore, StoreStats
 from blend.store.codec import Codec
 from blend.store.hot import HotBackend
 from blend.store.hot_memory import HotMemory
-from blend.store.names import key_of
+from blend.store.names import SOURCES, key_of
 from blend.store.patience import Patience
 from blend.store.pins import FarPins
 from blend.store.places import hot_backend, is_address, is_mounted, mounted_at, remote_backend
@@ -24,6 +24,7 @@ from blend.store.registry import codec_names, get_codec, register_codec
 from blend.store.replica import above, origin_of
 from blend.store.seal import Seal, make_seal, read_store_key
 from blend.store.sealed import looker
+from blend.store.sources import note_of
 
 if TYPE_CHECKING:
     from blend.store.mounted import MountedFiles
@@ -43,6 +44,7 @@ __all__ = [
     "codec_names",
     "get_codec",
     "open_store",
+    "read_precomputed",
     "read_store_key",
     "read_words",
     "register_codec",
@@ -103,6 +105,19 @@ def read_words(location: str | os.PathLike[str]) -> dict[str, dict[str, str]]:
     """`ChunkStore.namespaces` of a store: words that say nothing secret, and need no key. Raises `StoreError`."""
     backend = _backend(location, None, make_seal(None), Elsewhere(None, None, Patience()))
     return read_descriptions(backend)
+
+
+def read_precomputed(location: str | os.PathLike[str], corpus: str | None = None) -> list[dict[str, str]]:
+    """`read_words` of the namespaces that a corpus was precomputed in, else any corpus, else of all that hold caches.
+
+    Words are empty where a store has none. Raises `StoreError`.
+    """
+    backend = _backend(location, None, make_seal(None), Elsewhere(None, None, Patience()))
+    words: dict[str, dict[str, str]] = {space: {} for space in backend.folders(CACHES)}
+    words |= read_descriptions(backend)
+    notes = [note_of(name) for page in backend.names(SOURCES) for name in page]
+    known = [(of, words[space]) for of, space in notes if "model" in words.get(space, {})]
+    return [one for of, one in known if of == corpus] or [one for _, one in known] or list(words.values())
 
 
 class Elsewhere(NamedTuple):

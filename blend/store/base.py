@@ -191,6 +191,10 @@ class ChunkStore:
         """
         self.backend.put(description_name(namespace), [pack_description(description)])
 
+    def describe_new(self, namespace: str, description: Mapping[str, str]) -> None:
+        """`describe` a namespace that has no description yet. Raises `StoreError` when it cannot be written."""
+        self.backend.swap(description_name(namespace), pack_description(description), None)
+
     def undescribe(self, namespace: str) -> None:
         """Forget the words for a namespace; nothing happens when there are none. Raises `StoreError`."""
         self.backend.delete(description_name(namespace))

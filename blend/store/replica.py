@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from blend.errors import ConfigError, StoreError
-from blend.files import cache_root, write_atomically
+from blend.files import cache_root, make_private_folder, write_atomically
 from blend.store.places import check_address, inside, shown
 
 FILE = "kvblend-replica.json"
@@ -47,7 +47,7 @@ def replica_of(address: str, cache: Path | None, hot: str | None) -> Path:
                 f"{root} stands for {shown(held.address)} already: choose another directory with --store-cache"
             )
         if held != origin:
-            root.mkdir(0o700, parents=True, exist_ok=True)
+            make_private_folder(root)
             fields = {"kind": _KIND, "address": origin.address, "hot": origin.hot}
             write_atomically(root / FILE, [json.dumps(fields, indent=1).encode() + b"\n"])
     except OSError as error:

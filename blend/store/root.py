@@ -16,7 +16,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from blend.errors import EntryDamagedError, StoreError
-from blend.files import sweep, write_atomically
+from blend.files import make_private_folder, sweep, write_atomically
 from blend.store.artifacts import as_json
 from blend.store.files import MANIFEST, StoreFiles, linked, unusable
 
@@ -45,7 +45,7 @@ def open_root(root: Path) -> StoreFiles:
 def make_root(files: StoreFiles, new_id: str = "") -> None:
     """Make the root a store unless it is one. Raises `StoreError` when it is something else, and OSError."""
     root = files.root
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(root)
     names = [path.name for path in root.iterdir()]
     if MANIFEST not in names and not (root / MANIFEST).exists():
         _require_empty(root, names)

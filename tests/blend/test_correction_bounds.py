@@ -14,13 +14,14 @@ from corrections import gained
 from blend.blender import Blend, Blender
 from blend.chunks import regression
 from blend.chunks.correction import Bounds, KVCorrection
-from blend.chunks.correction_check import _nearest
+from blend.chunks.correction_check import CorrectionCheck, _nearest
 from blend.chunks.deciding import with_surrogate
 from blend.chunks.regression import LayerRows, RowPlaces, fit_layer
 from blend.config import BlendConfig
-from blend.filling import LEAST_RATIO_UNCORRECTED
+from blend.filling import LEAST_RATIO_UNCORRECTED, Filled, Filler, run_steps
 from blend.model.decoder import Decoder
 from blend.store import open_store
+from blend.timing import Stopwatch
 from blend.types import PromptLayout
 
 PREFIX, SUFFIX = (5, 6, 7, 8, 9), (11, 12, 13)
@@ -193,6 +194,33 @@ def test_a_map_that_does_not_fit_the_prompt_is_left_out_and_more_is_recomputed(s
     assert blend.artifact_problems == ()
 
 
+def test_until_there_is_a_correction_more_rows_are_recomputed_and_the_reply_says_so() -> None:
+    """Where a worker computes caches by itself: at 15 % those without a correction change answers."""
+    chunks = texts(30, 40, 30, 50, *[14] * 60)
+    blender = Blender(models.decoder("qwen2"), open_store("memory:"), GUIDED)
+    filler = Filler(blender.decoder, blender.store, GUIDED, careful=True)
+    library, layout = blender.library(PREFIX), PromptLayout(PREFIX, (chunks[1], chunks[0], chunks[3]), SUFFIX)
+    library.compute(library.missing(chunks))
+
+    def filled(**changes: object) -> Filled:
+        config, watch = replace(GUIDED, **changes), Stopwatch(blender.decoder.device)  # type: ignore[arg-type]
+        steps = filler.fill(layout, config=config, room=0, watch=watch)
+        return run_steps(steps, lambda request: blender.decoder.prefill([request]))
+
+    before, asked_for = filled(), filled(correction=False)
+    assert torch.equal(before.selection.rows, filled(correction=False, ratio=LEAST_RATIO_UNCORRECTED).selection.rows)
+    assert before.uncorrected
+    assert before.notes == ("there is no KV correction for these caches yet: 30% of the rows recomputed",)
+    assert (
+        asked_for.selection.rows.shape < before.selection.rows.shape
+    )  # who wants none gets the ratio that was asked for
+    assert asked_for.notes == ()
+    blender.calibrate(PREFIX, chunks)
+    after = filled()
+    assert after.selection.rows.shape == asked_for.selection.rows.shape
+    assert (after.uncorrected, after.notes) == (False, ())
+
+
 def assert_same_cache(one: Blend, other: Blend) -> None:
     for mine, theirs in zip(cache_of(one), cache_of(other), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
@@ -249,3 +277,56 @@ def test_a_share_above_the_least_is_doubled() -> None:
     blend = blender.prefill(layout, config=replace(GUIDED, ratio=0.2))
     without = blender.prefill(layout, config=replace(GUIDED, correction=False, ratio=0.4))
     assert torch.equal(blend.logits, without.logits)
+
+
+def scaled(found: KVCorrection, times: float) -> KVCorrection:
+    """The map with gains `times` as large, without bounds."""
+    layers = [
+        part and replace(part, up=part.up * times, bounds=Bounds(part.bounds.reach, 1e6, 1e6)) for part in found.layers
+    ]
+    return replace(found, layers=tuple(layers))
+
+
+@pytest.fixture
+def scores(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What `CorrectionCheck` makes of each prompt whose map it judges."""
+    found, score = list[float](), CorrectionCheck.score
+
+    def recorded(self: CorrectionCheck) -> float:
+        found.append(score(self))
+        return found[-1]
+
+    monkeypatch.setattr(CorrectionCheck, "score", recorded)
+    return found
+
+
+@pytest.mark.parametrize("selector", ["query_guided", "first_k", "random", "hkvd", "gradual", "mixed"])
+def test_a_map_is_judged_alike_however_the_rows_are_cut(selector: str, scores: list[float]) -> None:
+    """Near the threshold too, where a map that is scaled does as much good as harm."""
+    chunks = texts(140, 120, 100, 80, *[14] * 60)
+    blender = calibrated(chunks, "qwen2")
+    name, found = blender.encoder(PREFIX).identity.correction_name, blender.correction(PREFIX)
+    layout = PromptLayout(PREFIX, (chunks[1], chunks[0], chunks[3], chunks[2]), SUFFIX)
+    config = replace(GUIDED, selector=selector, ratio=0.4)
+
+    def judged(times: float, most_rows: int | None) -> tuple[float, Blend]:
+        blender.store.write_artifact(name, scaled(found, times).to_bytes())
+        scores.clear()
+        blend = run_steps(
+            blender.steps(layout, config=config, most_rows=most_rows), lambda rows: blender.decoder.prefill([rows])
+        )
+        return scores[0], blend
+
+    low, high = 0.0, 100.0  # the score falls from one to the other
+    for _ in range(14):
+        middle = (low + high) / 2
+        low, high = (middle, high) if judged(middle, None)[0] > 0.001 else (low, middle)
+    for times in (low, 1.0):
+        score, alone = judged(times, None)
+        assert times == 1.0 or 0 < score < 0.05
+        for most_rows in (1, 7, 64):
+            in_pieces, blend = judged(times, most_rows)
+            assert in_pieces == pytest.approx(score, abs=1e-5)
+            assert torch.equal(blend.selection.rows, alone.selection.rows)
+            assert blend.notes == alone.notes
+            torch.testing.assert_close(blend.logits, alone.logits, atol=1e-3, rtol=1e-3)

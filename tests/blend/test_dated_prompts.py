@@ -77,7 +77,9 @@ def test_a_server_and_the_command_line_make_the_same_prompt_of_a_question(
         clock(day)
         mine = rag.template.layout_of_ids("What is it?", [tuple(chunk) for chunk in chunks])
         passages = [Passage(tuple(chunk)) for chunk in chunks]
-        turns = question_turns([Message("user", "What is it?")], passages, rag.template.config)
+        config = rag.template.config
+        asked = config.question.replace("{question}", "What is it?")
+        turns = question_turns([Message("system", config.system), Message("user", asked)], passages, config.instruction)
         assert ChatTemplate(rag.decoder.tokenizer, rag.template.prefix).layout(turns) == mine
         assert mine.prefix != mine.kept_behind
 

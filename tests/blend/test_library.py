@@ -299,3 +299,17 @@ def test_an_entry_that_is_larger_than_its_tokens_can_make_it_is_not_read() -> No
     opened = library.open([chunk], contextual=False)
     assert opened.missing == (one,)
     assert f"bytes, one of {len(chunk)} tokens at most" in opened.problems[0]
+
+
+def test_progress_moves_before_the_first_cache_is_there_and_ends_with_all_tokens() -> None:
+    chunks = corpus()
+    library = with_surrogate(ChunkLibrary(decoder("llama"), open_store("memory:"), LAYOUT.prefix), chunks, 28)
+    ticks: list[tuple[int, int, int]] = []
+    total = library.compute(
+        library.variants(chunks), lambda _, done, of: ticks.append((done, of, len(set(library.store.keys()))))
+    )
+    done = [tick[0] for tick in ticks]
+    assert {of for _, of, _ in ticks} == {total}
+    assert (done[0], done[-1]) == (0, total)
+    assert done == sorted(done)
+    assert any(seen and not stored for seen, _, stored in ticks)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 from selection_rows import row
 
 from blend.errors import ConfigError, DatasetError
+from blend.eval.selection import picture
 from blend.eval.selection.picture import families, write_frontier
 from blend.eval.selection.row import append_rows, read_rows
 from blend.eval.selection.show import show
@@ -90,6 +92,31 @@ def test_ratios_of_a_method_are_one_line_of_the_picture() -> None:
         (15, pytest.approx(25.0), pytest.approx(25.0)),
     ]
     assert found["query"][1].kl == pytest.approx(0.1)
+
+
+def test_the_picture_names_what_the_tables_do_and_no_label_covers_another() -> None:
+    ratios = [
+        row(
+            f"{name} {percent} %",
+            str(n),
+            kl * (1 - percent / 40),
+            share=0.02 + percent / 100,
+            ttft_s=0.5 + percent / 90,
+        )
+        for name, kl in (("query", 0.1), ("published", 0.3))
+        for percent in (0, 1, 2, 5, 10, 15, 30)
+        for n in (1, 2)
+    ]
+    from matplotlib.text import Text
+
+    figure = picture._draw("m", [row("full", "1", 0.0), row("full", "2", 0.0), *ratios])
+    shown = {text.get_text() for axes in figure.axes if axes.get_legend() for text in axes.get_legend().get_texts()}
+    assert shown == {"kvblend", "published"}
+    assert "2 records" in figure.get_suptitle()
+    for axes in figure.axes:
+        boxes = [Text.get_window_extent(label) for label in axes.texts]
+        assert len(boxes) == 14
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
 def test_the_last_line_of_a_key_counts_and_another_file_is_refused(tmp_path: Path) -> None:

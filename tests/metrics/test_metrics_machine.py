@@ -64,3 +64,4 @@ def test_summary_is_one_line():
     found = replace(describe_machine(), cpu="Some CPU", cores=4, threads=2, ram_bytes=8 * 2**30, gpu="NVIDIA L4")
     assert found.summary().startswith("Some CPU, 4 cores, 2 threads, 8 GiB, NVIDIA L4, kvblend ")
     assert "\n" not in found.summary()
+    assert "4 cores, 1 thread, 8 GiB" in replace(found, threads=1).summary()

@@ -1,6 +1,7 @@
 import itertools
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,6 +39,17 @@ def test_points_and_bars_are_the_numbers_of_the_report(report):
         assert (low, high) == pytest.approx((level + difference.low, level + difference.high))
     for summary, (_, y, low, high) in zip(report.methods, errorbars(divergence), strict=True):
         assert (y, low, high) == pytest.approx([getattr(summary.quality["kl"], end) for end in ("mean", "low", "high")])
+
+
+def test_no_bar_leaves_its_panel(measurements):
+    right = {("full", "q0"): 1.0, ("reuse", "q1"): 1.0}  # what one gets right the other does not
+    rows = [replace(one, f1=right.get((one.method, one.record_id), 0.0)) for one in measurements(3)]
+    report = summarise(rows)
+    assert min(summary.differences["f1"].low for summary in report.methods) < -0.9
+    for axes in panels(report):
+        bottom, top = axes.get_ylim()
+        for _, _, low, high in errorbars(axes):
+            assert bottom < low <= high < top
 
 
 def test_every_method_is_labelled_in_both_panels(report):

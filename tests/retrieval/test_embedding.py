@@ -1,4 +1,5 @@
 import importlib.util
+import inspect
 import logging
 
 import numpy as np
@@ -39,7 +40,7 @@ def test_batches_change_nothing_and_report_progress(minilm):
     texts = [f"text number {n} " * (n % 5 + 1) for n in range(70)]
     ticks = []
     together = minilm.embed(texts, lambda *step: ticks.append(step))
-    assert ticks == [("embed", n, 70) for n in (32, 64, 70)]
+    assert ticks == [("embed", n, 70) for n in (0, 32, 64, 70)]
     alone = np.stack([minilm.embed([text])[0] for text in texts[::23]])
     np.testing.assert_allclose(together[::23], alone, atol=1e-5)
 
@@ -100,3 +101,44 @@ def test_unknown_names_are_one_line_with_a_remedy(tmp_path, monkeypatch):
         load_embedder(str(tmp_path / "file"))
     with pytest.raises(EmbeddingError, match="use `minilm`"):
         load_embedder("not a / valid // id")
+
+
+GERMAN = (
+    "Die Fähre Aurora verlässt den Hafen um neun Uhr und trägt vierzig Autos. Ihre Kapitänin ist Mara Lind, die sie seit "
+    "zwölf Jahren fährt. Im Winter liegt das Schiff in der Werft und wird überholt; der Kran hebt es aus dem Wasser."
+)
+CHINESE = (
+    "渡轮奥罗拉号每天早上九点离开港口，可以载四十辆汽车。船长是玛拉·林德，她已经驾驶这艘船十二年了。冬天船停在船厂里进行检修，"
+    "起重机把它从水里吊起来。市政厅的钟铸造于一七一三年，重三吨，只在星期天敲响。"
+)
+ENGLISH = (
+    "The ferry Aurora leaves the harbour at nine and carries forty cars. Its captain is Mara Lind, who has sailed it for "
+    "twelve years. In winter the ship lies in the yard and is overhauled; the crane lifts it out of the water."
+)
+NAMES = "František Tkadlík\nFrantišek Tkadlík( or Kadlik; 23 November 1786, Prague – 16 January 1840, Prague) was a painter."
+
+
+@packaged
+@pytest.mark.parametrize(("text", "code"), [(GERMAN, "'de'"), (CHINESE, "'zh'")], ids=["german", "chinese"])
+def test_text_that_an_english_model_does_not_know_is_told_once(offline, caplog, text, code):
+    embedder = load_embedder("minilm")
+    embedder.embed([ENGLISH, *[text] * 3])
+    embedder.embed([text])
+    (line,) = caplog.messages
+    assert code in line
+    assert "--embedder intfloat/multilingual-e5-small" in line
+
+
+@packaged
+def test_english_text_with_some_of_another_language_is_told_nothing(offline, caplog):
+    embedder = load_embedder("minilm")
+    embedder.embed([ENGLISH, ENGLISH, GERMAN])
+    embedder.embed([NAMES, "| a | b |\n|--|--|\n| 12 | 34 |", "x", ""])
+    embedder.embed([inspect.getsource(sentence)])
+    assert caplog.messages == []
+
+
+@packaged
+def test_a_model_of_ones_own_may_know_any_language(offline, caplog):
+    load_embedder(sentence._location("minilm")).embed([GERMAN] * 3)
+    assert caplog.messages == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,10 +26,28 @@ def place_labels(axes: Axes) -> None:
     from matplotlib.text import Annotation
 
     # Markers, ends of bars and level lines; then the bars themselves. All in pixels.
-    taken = [mark.get_window_extent().padded(2) for mark in (*axes.lines, *axes.collections)]
+    taken = list(_marks(axes))
     for label in (child for child in axes.texts if isinstance(child, Annotation)):
         _place(axes, label, taken)
         taken.append(_extent(label))
+
+
+def _marks(axes: Axes) -> Iterator[Bbox]:
+    """Of a line through several points each point, of bars each bar: the box around all of them is mostly empty."""
+    from matplotlib.collections import LineCollection
+    from matplotlib.transforms import Bbox
+
+    for line in axes.lines:
+        points = line.get_transform().transform(line.get_xydata())
+        half = line.get_markersize()  # of a marker, in pixels at 144 dpi
+        yield from (
+            [Bbox.from_extents(x - half, y - half, x + half, y + half).padded(2) for x, y in points]
+            if len(points) > 2
+            else [line.get_window_extent().padded(2)]
+        )
+    for bars in axes.collections:
+        ends = bars.get_segments() if isinstance(bars, LineCollection) else ()
+        yield from (Bbox(bars.get_transform().transform(bar)).padded(2) for bar in ends)
 
 
 def _place(axes: Axes, label: Annotation, taken: list[Bbox]) -> None:

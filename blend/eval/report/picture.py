@@ -94,8 +94,6 @@ def _draw_quality(axes: Axes, report: Report) -> None:
     axes.axhline(level.mean, color="#000000", linewidth=1, linestyle="--", alpha=0.6)
     _points(axes, report, lambda summary: _quality_ends(summary, metric, level.mean))
     axes.margins(y=0.12)
-    low, high = axes.get_ylim()
-    axes.set_ylim(max(low, -0.02), min(high, 1.02))
 
 
 def _quality_ends(summary: MethodSummary, metric: str, level: float) -> tuple[float, float, float] | None:
@@ -115,7 +113,8 @@ def _draw_divergence(axes: Axes, report: Report) -> None:
     _points(axes, report, _divergence_ends)
     axes.axhline(0, color="#000000", linewidth=1, linestyle="--", alpha=0.6)
     axes.margins(y=0.12)
-    axes.set_ylim(bottom=-0.08 * axes.get_ylim()[1])
+    low, high = axes.get_ylim()
+    axes.set_ylim(bottom=min(low, -0.08 * high))
 
 
 def _divergence_ends(summary: MethodSummary) -> tuple[float, float, float] | None:

@@ -10,6 +10,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import ConfigError
+from blend.eval.report.labels import place_labels
 from blend.eval.report.output import write_whole
 from blend.eval.report.picture import SUFFIXES
 from blend.eval.selection.naming import FULL, ratio_of
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _MARKERS = "os^vDP*X<>h"
+_AS_IN_TABLES = {"query": "kvblend", "reuse": "plain reuse"}
 
 
 class Point(NamedTuple):
@@ -44,13 +46,11 @@ def write_frontier(model: str, rows: Sequence[Row], path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"{path}: a picture ends in one of {', '.join(SUFFIXES)}")
     try:
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401, ICN001
     except ImportError as error:
         raise ConfigError("the picture needs matplotlib: pip install 'kvblend[report]'") from error
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
-    _draw(figure, model, rows)
     drawn = BytesIO()
-    figure.savefig(drawn, format=path.suffix[1:] or "png", dpi=130)
+    _draw(model, rows).savefig(drawn, format=path.suffix[1:] or "png", dpi=130)
     write_whole(path, drawn.getvalue())
 
 
@@ -68,7 +68,10 @@ def families(rows: Sequence[Row]) -> dict[str, list[Point]]:
     return {name: sorted(found[name]) for name in sorted(found, key=lambda name: (-len(found[name]), name))}
 
 
-def _draw(figure: Figure, model: str, rows: Sequence[Row]) -> None:
+def _draw(model: str, rows: Sequence[Row]) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
     by_rows, by_ttft = figure.subplots(1, 2, sharey=True)
     for number, (family, points) in enumerate(families(rows).items()):
         style = (_COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)])
@@ -76,18 +79,42 @@ def _draw(figure: Figure, model: str, rows: Sequence[Row]) -> None:
         _line(by_ttft, family, points, [point.ttft for point in points], style)
     _label(by_rows, by_ttft)
     records, sets = len({(row.set, row.id) for row in rows}), len(sets_of(rows))
-    figure.suptitle(f"{model}: fidelity against cost; {records} records, mean over {sets} sets, 95 % intervals")
+    figure.suptitle(
+        f"{model}: fidelity against cost; {records} records, mean over {sets} set{'' if sets == 1 else 's'}, 95 % intervals"
+    )
+    figure.draw_without_rendering()
+    for axes in (by_rows, by_ttft):
+        place_labels(axes)
+    return figure
 
 
 def _line(axes: Axes, family: str, points: Sequence[Point], x: Sequence[float], style: tuple[str, str]) -> None:
     colour, marker = style
     spread = [[point.kl - point.low for point in points], [point.high - point.kl for point in points]]
     kl = [point.kl for point in points]
-    axes.errorbar(x, kl, spread, marker=marker, color=colour, capsize=2, elinewidth=0.8, lw=1.4, label=family)
+    axes.errorbar(
+        x,
+        kl,
+        spread,
+        marker=marker,
+        color=colour,
+        capsize=2,
+        elinewidth=0.8,
+        lw=1.4,
+        label=_AS_IN_TABLES.get(family, family),
+    )
     if len(points) > 1:
         for place, point in zip(x, points, strict=True):
             text, at = f"{point.percent} %", (place, point.kl)
-            axes.annotate(text, at, (5, 5), textcoords="offset points", fontsize=8, color=colour)
+            axes.annotate(
+                text,
+                at,
+                (0, 0),
+                textcoords="offset points",
+                fontsize=8,
+                color=colour,
+                arrowprops={"arrowstyle": "-", "lw": 0.4},
+            )
 
 
 def _label(by_rows: Axes, by_ttft: Axes) -> None:
