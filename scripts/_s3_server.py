@@ -1,7 +1,8 @@
 """An S3 server on loopback, a process of its own: requests one after another, as conditional puts need.
 
 python _s3_server.py BUCKET...   prints its port. A file named in KVBLEND_S3_FAULT says what it does wrong: "stale" answers
-listings as they were at first, "full" refuses puts, "busy" asks to come again; "full 1234" does it to those
+listings as they were at first, "full" refuses puts, "busy" asks to come again, "list" and "read" refuse what the
+credentials of a policy with no more than that are refused; "full 1234" does it to those
 alone who came by that port, of a proxy. Every request that this was done to is a byte in the file `met` beside it.
 """
 
@@ -19,6 +20,11 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 _ERROR = b'<?xml version="1.0"?><Error><Code>%s</Code><Message>m</Message></Error>'
+
+_POLICIES: dict[str, Callable[[str, bool], bool]] = {
+    "list": lambda method, listing: listing,
+    "read": lambda method, listing: method in ("GET", "HEAD"),
+}
 
 
 class OneAtATime:
@@ -38,6 +44,9 @@ class OneAtATime:
                 self._met()
                 return _refused(environ, start, "503 Slow Down", b"SlowDown")
             query = environ.get("QUERY_STRING", "")
+            if fault in _POLICIES and not _POLICIES[fault](environ["REQUEST_METHOD"], "list-type=2" in query):
+                self._met()
+                return _refused(environ, start, "403 Forbidden", b"AccessDenied")
             if "list-type=2" in query:
                 return self._listed(environ, start, query, stale=fault == "stale")
             return list(self._app(environ, start))

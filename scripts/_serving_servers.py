@@ -165,10 +165,21 @@ def vllm_environment(python: str, threads: int) -> dict[str, str]:
 def _layout(model: Path) -> Any:
     from transformers import AutoTokenizer
 
+    from blend.config import PromptConfig
     from blend.prompt import PromptTemplate
+    from blend.serve.chat import ChatTemplate, Passage, question_turns
+    from blend.serve.request import Message
 
-    template = PromptTemplate(AutoTokenizer.from_pretrained(str(model)))
-    return lambda asked: template.layout(asked.question, asked.passages).token_ids
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    template = PromptTemplate(tokenizer)
+    chat = ChatTemplate(tokenizer, template.prefix)
+
+    def ids(asked: TimedQuestion) -> tuple[int, ...]:
+        passages = [Passage(template.chunk_ids(one)) for one in asked.passages]
+        turns = question_turns([Message("user", asked.question)], passages, PromptConfig.chat_instructions)
+        return chat.layout(turns).token_ids
+
+    return ids
 
 
 def free_port() -> int:

@@ -103,7 +103,8 @@ class VllmBench:
                 key = {"server": up.server.name, "context": context, "question": number}
                 if self.results.find("first", key) is None:
                     [sample] = self._samples(up, [asked])
-                    say(f"{up.server.name}, {sample.prompt_tokens} tokens: {sample.error or f'{sample.ttft_s:.2f} s'}")
+                    came = "no text" if sample.ttft_s is None else f"{sample.ttft_s:.2f} s"
+                    say(f"{up.server.name}, {sample.prompt_tokens} tokens: {sample.error or came}")
                     self.results.put("first", key, _row(sample))
 
     def _together(self, ups: list[Running]) -> None:

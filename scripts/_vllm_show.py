@@ -12,11 +12,13 @@ from _serving_picture import STYLES
 from _vllm_bench import BLENDED, PLAIN
 
 TTFT_GOAL, DECODE_GOAL = 3.0, 0.95
+_TIMES = ("ttft_s", "tpot_s")
 
 
 def _pairs(rows: Sequence[Row], keys: Sequence[str]) -> list[tuple[Row, Row]]:
-    """Rows of the two servers about the same question, without those that failed."""
-    held = {(row["server"], *(row[key] for key in keys)): row for row in rows if not row.get("error")}
+    """Rows of the two servers about the same question, without those that failed or have no time to a text."""
+    whole = [row for row in rows if not row.get("error") and all(row.get(key, 0) is not None for key in _TIMES)]
+    held = {(row["server"], *(row[key] for key in keys)): row for row in whole}
     plain = {key[1:]: row for key, row in held.items() if key[0] == PLAIN}
     return [(row, held[BLENDED, *key]) for key, row in plain.items() if (BLENDED, *key) in held]
 

@@ -387,3 +387,22 @@ def test_a_redis_that_evicts_evicts_caches_alone(key, cache, tmp_path):
         if reader is not None:
             with reader:
                 assert torch.equal(reader.layer(1)[0], cache(number, tokens=300).keys[1])
+
+
+@pytest.mark.parametrize("policy", ["list", "read"])
+def test_credentials_that_may_not_do_it_are_no_miss(make, bucket, key, cache, policy):
+    store = make(cache=None, hot=None)
+    store.put(key(1), cache(1))
+    tell_bucket(policy)
+    again = make(cache=None, hot=None)
+    assert list(again.keys()) == [key(1)]
+    if policy == "list":
+        with pytest.raises(StoreError, match="refuses to be read: see which credentials"):
+            again.open(key(1))
+    else:
+        assert_same(read(again, key(1)), cache(1))
+    for change in (lambda: again.put(key(2), cache(2)), lambda: again.delete(key(1))):
+        with pytest.raises(StoreError, match=r"refuses to be (written|read): see which credentials"):
+            change()
+    tell_bucket("")
+    assert_same(read(make(cache=None, hot=None), key(1)), cache(1))

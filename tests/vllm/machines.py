@@ -95,7 +95,18 @@ class Machines:
         self.server: Process | None = None
 
     def start_prefill(self, *more: str) -> Process:
-        options = ["--model", self.model, "--store", self.store, "--socket", self.socket, "--device", "cpu"]
+        options = [
+            "--model",
+            self.model,
+            "--store",
+            self.store,
+            "--socket",
+            self.socket,
+            "--device",
+            "cpu",
+            "--dtype",
+            "float32",
+        ]
         corpus = ["--codec", "native", "--chunk-tokens", 96, "--top-k", 4, "--surrogate-tokens", 64, "--ratio", 0.15]
         self.prefill = Process(
             ["-m", "blend", "vllm", *map(str, (*options, *corpus)), *more], self.folder / "prefill.log"
