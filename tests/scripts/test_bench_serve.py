@@ -22,7 +22,7 @@ from _serving_figures import Capacity, capacity, percentile, pooled, summary, ve
 from _serving_load import UNFINISHED, Request, Sample, open_loop
 from _serving_parts import stalls, together
 from _serving_servers import vllm_server
-from blend.prompt import PromptTemplate
+from blend.config import PromptConfig
 from tests.tiny_model import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -264,7 +264,9 @@ def test_vllm_gets_the_token_ids_of_our_own_prompt(tmp_path: Path) -> None:
     passages = (Passage("Harbour", "the harbour opens", 9), Passage("", "in the morning", 7))
     request = server.words(TimedQuestion(0.0, "when?", passages))
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(model))
-    assert request.body["prompt"] == list(PromptTemplate(tokenizer).layout("when?", passages).token_ids)
+    content = f"{PromptConfig.chat_instructions}\n\nHarbour\nthe harbour opens\n\nin the morning\n\nwhen?"
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)["input_ids"]
+    assert tokenizer.decode(request.body["prompt"]) == tokenizer.decode(ids)
     assert (request.body["max_tokens"], request.body["temperature"]) == (5, 0)
     assert {"--enable-prefix-caching", "float32"} <= set(server.command)
     assert "PYTHONPATH" not in server.environment
