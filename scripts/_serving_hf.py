@@ -20,16 +20,18 @@ def measure(model: Any, context: int, steps: int, batch: int) -> float:
     """
     import torch
 
+    from blend.model.cache import cache_argument, output_cache
+
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.config.vocab_size, (1, context), generator=generator)
     with torch.inference_mode():
         out = model(ids, use_cache=True, logits_to_keep=1)
-        cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1).repeat(batch, 1)
+        cache, token = output_cache(out), out.logits[:, -1:].argmax(-1).repeat(batch, 1)
         cache.batch_repeat_interleave(batch)
         taken = []
         for _ in range(steps + 2):  # the first two warm up
             begin = time.perf_counter()
-            token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            token = model(token, use_cache=True, **{cache_argument(model): cache}).logits[:, -1:].argmax(-1)
             taken.append(time.perf_counter() - begin)
     return batch / median(taken[2:])
 

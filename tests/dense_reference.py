@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from blend.model.cache import cache_argument
+
 LayerKV = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -102,7 +104,7 @@ def _forward(
         input_ids=torch.tensor([list(ids)]),
         position_ids=torch.arange(start, start + len(ids))[None],
         attention_mask=mask,
-        past_key_values=cache,
         use_cache=True,
+        **{cache_argument(model): cache},
     )
     return Dense(out.logits[0], tuple((layer.keys, layer.values) for layer in layers))

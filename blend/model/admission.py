@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from blend.errors import BlendError, UnsupportedModelError, first_line
-from blend.model.cache import BlendedCache
+from blend.model.cache import BlendedCache, output_cache
 from blend.model.driver import RowDriver
 from blend.model.rope import Rotation, find_rotation
 from blend.model.rows import Narrowing, RowRequest
@@ -109,9 +109,10 @@ def _native_forward(driver: RowDriver, ids: torch.Tensor, start: int) -> tuple[A
     """The model's own forward pass of `ids` at positions `start...`: its cache and the last row's logits."""
     positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
     out = driver.run_whole(input_ids=ids, position_ids=positions, use_cache=True)
-    if out.past_key_values is None:
+    cache = output_cache(out)
+    if cache is None:
         raise ValueError("use_cache=True gave no cache")
-    return out.past_key_values, out.logits[:, -1]
+    return cache, out.logits[:, -1]
 
 
 def _check_every_layer_has_kv(driver: RowDriver, name: str, cache: Any) -> None:

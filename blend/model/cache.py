@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
     from blend.model.rows import ForwardPass, Run
 
 KV = tuple[torch.Tensor, torch.Tensor]
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the argument through which this model's `forward` takes its cache: `past_key_values` before transformers 5.24."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+
+
+def output_cache(output: Any) -> Any:
+    """The cache in a model's output, under the name that this version of transformers gives it."""
+    return output.get("cache" if "cache" in output else "past_key_values")
 
 
 class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here

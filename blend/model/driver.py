@@ -18,7 +18,7 @@ import torch
 
 from blend.config import MaskMode
 from blend.model.attention import AttentionCall
-from blend.model.cache import Halt, PassCache
+from blend.model.cache import Halt, PassCache, cache_argument
 from blend.model.few_rows import FewRows, worth_it
 from blend.model.narrowing import narrowing_hooks
 from blend.model.rows import ForwardPass, Narrowing, RowRequest, running
@@ -48,6 +48,7 @@ class RowDriver:
         self._few_rows = FewRows(model)
         self.one_copy: bool | None = None
         self._switch = AttentionSwitch(model)
+        self.cache_argument = cache_argument(model)
 
     @property
     def device(self) -> torch.device:
@@ -106,8 +107,8 @@ class RowDriver:
             return self.model(
                 input_ids=forward.token_ids,
                 position_ids=forward.position_ids,
-                past_key_values=cache,
                 use_cache=True,
+                **{self.cache_argument: cache},
                 **model_kwargs,
             )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from blend.model.cache import output_cache
 from blend.model.row_decoder import check_ids
 from blend.timing import Stopwatch
 from blend.types import PromptLayout
@@ -31,7 +32,8 @@ class FullPrefill:
     @torch.inference_mode()
     def append(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Run further tokens `[1, n]` the model's own way; logits `[1, n, vocab]`."""
-        out = self.decoder.driver.run_whole(input_ids=token_ids, past_key_values=self.cache, use_cache=True)
+        driver = self.decoder.driver
+        out = driver.run_whole(input_ids=token_ids, use_cache=True, **{driver.cache_argument: self.cache})
         return out.logits  # type: ignore[no-any-return]
 
 
@@ -44,4 +46,4 @@ def full_prefill(decoder: Decoder, layout: PromptLayout) -> FullPrefill:
     out = decoder.driver.run_whole(input_ids=ids, use_cache=True, **decoder.last_row_only)
     logits = out.logits[:, -1]
     first_token = int(logits[0].argmax())
-    return FullPrefill(decoder, out.past_key_values, logits, first_token, watch.total())
+    return FullPrefill(decoder, output_cache(out), logits, first_token, watch.total())

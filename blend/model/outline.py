@@ -49,11 +49,13 @@ def outline(config: Any, name: str) -> ModelOutline:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from blend.model.cache import output_cache
+
     try:
         with torch.device("meta"), torch.inference_mode():
             # The dtype that every kernel of transformers takes; nothing is computed in it.
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-            found = model(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=True).past_key_values
+            found = output_cache(model(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=True))
         layers = [(layer.keys.shape, layer.values.shape) for layer in found.layers]
     except Exception as error:  # whatever the model's own code raises on tensors without memory
         reason = str(error).strip().partition("\n")[0][:200]

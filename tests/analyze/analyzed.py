@@ -17,6 +17,7 @@ from blend.analyze import PromptAnalysis, analyze_prompt
 from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.model.attention import AttentionCall
+from blend.model.cache import cache_argument
 from blend.store import open_store
 
 LAYOUT = make_layout()
@@ -61,9 +62,9 @@ def dense_attention(
     with torch.inference_mode():
         out = model(
             input_ids=torch.tensor([LAYOUT.token_ids]),
-            past_key_values=Cache(layers=[_SubstitutingLayer(kv, fresh) for kv in kept]),
             use_cache=True,
             output_attentions=True,
+            **{cache_argument(model): Cache(layers=[_SubstitutingLayer(kv, fresh) for kv in kept])},
         )
     return tuple(weights[0].double().numpy() for weights in out.attentions)
 

@@ -9,6 +9,7 @@ from models import CORE, FAMILIES, WIDE, decoder, tokenizer
 from transformers.cache_utils import Cache, DynamicLayer
 
 from blend.blender import Blend
+from blend.model.cache import cache_argument
 from blend.model.decoder import Decoder
 from blend.model.full_prefill import full_prefill
 from blend.model.generate import generate, teacher_forced_logits
@@ -31,9 +32,9 @@ def _hf_greedy(blend: Blend, cache: Cache, **options: object) -> tuple[int, ...]
     out = blend.decoder.model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
         max_new_tokens=NEW,
         do_sample=False,
+        **{cache_argument(blend.decoder.model): cache},
         **options,
     )
     return tuple(out[0, ids.shape[1] :].tolist())

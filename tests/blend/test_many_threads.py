@@ -15,6 +15,7 @@ from models import build, decoder, tokenizer
 
 from blend import BlendConfig, CorpusConfig, Rag
 from blend.blender import Blender
+from blend.model.cache import cache_argument
 from blend.model.decoder import Decoder
 from blend.model.full_prefill import full_prefill
 from blend.model.generate import generate, teacher_forced_logits
@@ -50,7 +51,9 @@ def _generated(dec: Decoder) -> torch.Tensor:
     blend = blender.prefill(LAYOUT)
     ids = torch.tensor([[*LAYOUT.token_ids, blend.first_token]])
     with dec.exclusive():
-        found: torch.Tensor = dec.model.generate(ids, past_key_values=blend.cache, max_new_tokens=8, do_sample=False)
+        found: torch.Tensor = dec.model.generate(
+            ids, max_new_tokens=8, do_sample=False, **{cache_argument(dec.model): blend.cache}
+        )
     return found
 
 

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from blend.blender import Blender
 from blend.config import BlendConfig, PromptConfig
+from blend.model.cache import cache_argument
 from blend.model.decoder import Decoder
 from blend.model.generate import generate
 from blend.prompt import PromptTemplate
@@ -127,12 +128,12 @@ def test_invariant_8_greedy_decoding_is_that_of_model_generate(
     expected = real_decoder.model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=Cache(layers=layers),
         max_new_tokens=16,
         do_sample=False,
         temperature=None,
         top_p=None,
         top_k=None,
+        **{cache_argument(real_decoder.model): Cache(layers=layers)},
     )[0, ids.shape[1] :]
     pieces: list[str] = []
     ours = generate(real_decoder, blend, layout.token_ids, max_new_tokens=16, on_text=pieces.append)
