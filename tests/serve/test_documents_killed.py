@@ -7,7 +7,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -160,18 +159,36 @@ with listening(service) as found:
 
 
 @contextmanager
-def server(rag: Rag, model: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """A server's process, which stays at documents that hold the word deadly and says so; it is killed at the end."""
+def server(rag: Rag, model: Path) -> Iterator[tuple[Callable[[], None], httpx.Client]]:
+    """A server's process, which stays at documents that hold the word deadly; it is killed at the end.
+
+    The first of what it gives waits until it is at one.
+    """
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{root}:{root / 'kernels'}:{root / 'tests' / 'serve'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _SERVER, str(rag.root), str(model)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
-        assert process.stdout is not None
+        output, url, stuck = process.stdout, "", False
+        assert output is not None
+
+        def read() -> None:
+            nonlocal url, stuck
+            line = output.readline().strip()
+            if line == "at it":
+                stuck = True
+            else:
+                assert line.startswith("http"), line
+                url = line
+
+        def until_stuck() -> None:
+            while not stuck:
+                read()
+
         try:
-            while not (line := process.stdout.readline()).startswith("http"):
-                assert line == "at it\n"
-            with httpx.Client(base_url=line.strip(), timeout=60) as http:
-                yield process, http
+            while not url:
+                read()
+            with httpx.Client(base_url=url, timeout=60) as http:
+                yield until_stuck, http
         finally:
             process.send_signal(signal.SIGKILL)
 
@@ -187,7 +204,7 @@ def test_what_kills_the_server_again_and_again_takes_no_innocent_document_along(
     place = {"corpus": corpus}
     texts = [{"id": name, "text": f"The {name} opened in 1801. Its bell weighs 7 kilograms."} for name in names]
     for kill in range(5):
-        with server(rag, model) as (process, http):
+        with server(rag, model) as (until_stuck, http):
             if kill == 0:
                 assert http.post("/v1/documents", params=place, json={"documents": texts}).status_code == 202
             assert set(names) <= listed(http, corpus).keys() | ({"quarry"} if kill > 1 else set())
@@ -195,10 +212,7 @@ def test_what_kills_the_server_again_and_again_takes_no_innocent_document_along(
             if kill == 1:
                 assert http.delete("/v1/documents/quarry", params=place, timeout=60).status_code == 200
                 assert http.get("/v1/documents/quarry", params=place).status_code == 404
-            if kill == 0:
-                assert process.stdout is not None
-                assert process.stdout.readline() == "at it\n"
-            time.sleep(1)  # until it is at the deadly one
+            until_stuck()
     for _ in range(2):
         with server(rag, model) as (_, http):
             until(lambda: all(one[0] in ("ready", "failed") for one in listed(http, corpus).values()))
