@@ -68,15 +68,20 @@ def distance(blender: Blender, prompts: list[PromptLayout]) -> float:
     return sum(found) / len(found)
 
 
+def isolated(rag: Rag, prompts: list[PromptLayout]) -> Blender:
+    """With a cache of each chunk alone, and no corrections."""
+    alone = Blender(rag.decoder, open_store("memory:"), rag.blend_config)
+    library = alone.library(rag.template.prefix)
+    library.compute(library.missing([chunk for layout in prompts for chunk in layout.chunks]))
+    return alone
+
+
 def test_learned_text_is_blended_nearer_to_full_recompute(tmp_path: Path, model: Path) -> None:
     given = texts(10)
     with serving(tmp_path / "store", model) as service:
         rag = service.room("").rag()
         prompts = layouts(rag, service, given)
-        alone = Blender(rag.decoder, open_store("memory:"), rag.blend_config)
-        library = alone.library(rag.template.prefix)
-        library.compute(library.missing([chunk for layout in prompts for chunk in layout.chunks]))
-        before = distance(alone, prompts)
+        before = distance(isolated(rag, prompts), prompts)
         tell(service, given)
         library = rag.blender.library(rag.template.prefix)
         assert library.surrogate
@@ -88,6 +93,24 @@ def test_learned_text_is_blended_nearer_to_full_recompute(tmp_path: Path, model:
         opened.close()
         after = distance(rag.blender, prompts)
         assert after < before, (before, after)
+
+
+def test_nonsense_that_was_learned_does_other_texts_no_harm(tmp_path: Path, model: Path) -> None:
+    """The surrogate context and the corrections are made of one client's texts alone; then another's are learned."""
+    draw, honest = random.Random(1), texts(10)
+    nonsense = [GivenDocument(" ".join(draw.choices(["gate", "bell"], k=120)), f"Nonsense {n}") for n in range(24)]
+    with serving(tmp_path / "store", model) as service:
+        rag = service.room("").rag()
+        prompts = layouts(rag, service, honest)
+        before = distance(isolated(rag, prompts), prompts)
+        tell(service, nonsense)
+        library = rag.blender.library(rag.template.prefix)
+        assert library.surrogate
+        assert set(library.surrogate) <= chunks_of(service, nonsense, "")
+        assert rag.blender.correction(rag.template.prefix, contextual=True) is not None
+        tell(service, honest)
+        after = distance(rag.blender, prompts)
+        assert after < 1.15 * before, (before, after)
 
 
 def test_tenants_learn_apart_and_a_decision_is_made_twice_at_most(tmp_path: Path, model: Path) -> None:
@@ -125,7 +148,8 @@ def test_tenants_learn_apart_and_a_decision_is_made_twice_at_most(tmp_path: Path
 
 
 def chunks_of(service: Service, given: list[GivenDocument], tenant: str) -> set[tuple[int, ...]]:
-    return {one.passage.ids for one in service.room(tenant).given("", given)}
+    room = service.room(tenant)
+    return {one.passage.ids for text in given for one in room.given("", [text])}
 
 
 def test_documents_decide_for_themselves(tmp_path: Path, model: Path) -> None:
