@@ -15,7 +15,7 @@ from blend.model.generate import Generation, generate
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.types import PromptLayout
-from retrieval import RankedChunk
+from blend_retrieval import RankedChunk
 
 NONE_RETRIEVED = "no passage is similar enough to the question (--min-score): answered without documents"
 

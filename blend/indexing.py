@@ -23,12 +23,12 @@ from blend.store.base import ChunkStore
 from blend.store.sources import write_sources
 from blend.timing import Progress, no_progress
 from blend.types import ChunkKey
-from retrieval import Chunk, ChunkIndex, Document, IndexUpdate, RetrievalError, chunk_documents, update_index
-from retrieval.errors import IndexMissingError
+from blend_retrieval import Chunk, ChunkIndex, Document, IndexUpdate, RetrievalError, chunk_documents, update_index
+from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
-    from retrieval import Embedder
+    from blend_retrieval import Embedder
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from blend.indexing import Corpus, CorpusChange, plan, prepare
 from blend.prompt import PromptTemplate
 from blend.store.base import ChunkStore
 from blend.timing import Progress, no_progress
-from retrieval import LoadedDocuments, SkippedDocument
+from blend_retrieval import LoadedDocuments, SkippedDocument
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.model.decoder import Decoder
-    from retrieval import Embedder
+    from blend_retrieval import Embedder
 
 
 LEAST_TOKENS = 4_000  # of a run whose rate means anything

@@ -28,7 +28,7 @@ from blend.store.replica import origin_of, replica_of
 from blend.timing import Progress, Stopwatch, no_progress
 from blend.types import PromptLayout
 from blend.weights import lasting_name, resolve_model
-from retrieval import (
+from blend_retrieval import (
     ChunkIndex,
     CurrentIndex,
     LoadedDocuments,
@@ -37,12 +37,12 @@ from retrieval import (
     load_documents,
     load_embedder,
 )
-from retrieval.errors import IndexMissingError
+from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
     from blend.store import ChunkStore
     from blend.store.hot_memory import HotMemory
-    from retrieval import Embedder
+    from blend_retrieval import Embedder
 
 
 def _replica(address: str, cache: str | Path | None, hot: str | None) -> Path:

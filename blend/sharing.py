@@ -21,8 +21,8 @@ from blend.files import make_private_folder, write_atomically
 from blend.store.base import ChunkStore
 from blend.store.names import INDEXES
 from blend.store.replica import root_of
-from retrieval.errors import ChunkIndexError
-from retrieval.generations import generation_files, install_generation, write_lock
+from blend_retrieval.errors import ChunkIndexError
+from blend_retrieval.generations import generation_files, install_generation, write_lock
 
 UNNAMED = "_"
 _MANIFEST = "manifest.json"

@@ -34,7 +34,7 @@ class Corpus(NamedTuple):
 
 def project_environment(threads: int) -> dict[str, str]:
     """The environment of this repository's commands: so many threads for what computes, and nobody's own options."""
-    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "retrieval"), *filter(None, [os.environ.get("PYTHONPATH")])]
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith("KVBLEND_") or name == "KVBLEND_CACHE"
     }
@@ -51,13 +51,13 @@ def fill_store(file: Path, store: Path, model: str, chunk_tokens: int, threads: 
 
 
 def write_texts(questions: Path | None, folder: Path) -> tuple[Path, list[str]]:
-    """Documents as `retrieval.load_documents` reads them, and the questions: of a question file, or Python's own docs."""
+    """Documents as `blend_retrieval.load_documents` reads them, and the questions: of a question file, or Python's own docs."""
     if questions is not None:
         from blend.eval.dataset import load_dataset
 
         return questions, [record.question for record in load_dataset(questions)]
-    from retrieval import write_stdlib_corpus
-    from retrieval.demo_questions import DEMO_QUESTIONS
+    from blend_retrieval import write_stdlib_corpus
+    from blend_retrieval.demo_questions import DEMO_QUESTIONS
 
     write_stdlib_corpus(folder / "docs")
     return folder / "docs", [question.question for question in DEMO_QUESTIONS]
@@ -65,7 +65,7 @@ def write_texts(questions: Path | None, folder: Path) -> tuple[Path, list[str]]:
 
 def tiny_model(folder: Path, **shape: Any) -> Path:
     """A random model of four narrow layers, with a tokenizer made of the corpus. shape: entries of its configuration."""
-    from retrieval import load_documents
+    from blend_retrieval import load_documents
     from tests.tiny_model import save_tiny_model
 
     source, _ = write_texts(None, folder)
@@ -88,7 +88,7 @@ def make_corpus(
     They are taken from the whole corpus by a fixed seed. What the store holds already is not computed again.
     """
     from blend.corpora import index_dir
-    from retrieval import ChunkIndex
+    from blend_retrieval import ChunkIndex
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "passages.jsonl"
@@ -106,7 +106,7 @@ def _choose(source: Path, model: Path, count: int, chunk_tokens: int) -> Sequenc
     from transformers import AutoTokenizer
 
     from blend.prompt import PromptTemplate, render_chunk
-    from retrieval import chunk_documents, load_documents
+    from blend_retrieval import chunk_documents, load_documents
 
     template = PromptTemplate(AutoTokenizer.from_pretrained(str(model)))
 

@@ -16,8 +16,8 @@ from blend.corpora import index_dir
 from blend.errors import StoreChangedError, StoreError
 from blend.store import lease
 from blend.store.names import INDEXES
-from retrieval.errors import IndexMissingError
-from retrieval.generations import Generation, generation_files, read_generation, write_generation, write_lock
+from blend_retrieval.errors import IndexMissingError
+from blend_retrieval.generations import Generation, generation_files, read_generation, write_generation, write_lock
 
 LEASE_S, ASLEEP_S, WAIT_S = 2.0, 0.5, 8.0
 _PLACE = f"{INDEXES}_/"

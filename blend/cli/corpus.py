@@ -17,7 +17,7 @@ from blend.cli.values import FOLDER, NAME
 def command(folder: Path, modules: tuple[str, ...]) -> None:
     """Write Python's own documentation to FOLDER, one Markdown document a module."""
     from blend.cli.console import counted, say
-    from retrieval import write_stdlib_corpus
+    from blend_retrieval import write_stdlib_corpus
 
     written = write_stdlib_corpus(folder, modules or None)
     say(f"{counted(len(written), 'document')} in {folder}")

@@ -1,6 +1,6 @@
 """How a command ends: one line on stderr and an exit code for every mistake, interruption, signal and closed pipe.
 
-Exit codes: 0, those of `blend.errors` and `retrieval.errors`, 2 for a command line that cannot be understood, 130 after
+Exit codes: 0, those of `blend.errors` and `blend_retrieval.errors`, 2 for a command line that cannot be understood, 130 after
 Ctrl-C, 141 when the reader of a pipe went away, 143 after SIGTERM, 1 for a bug.
 """
 

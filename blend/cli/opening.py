@@ -134,7 +134,7 @@ def _hot_memory(gigabytes: float | None) -> HotMemory | None:
 
 def open_corpus(options: dict[str, Any]) -> Rag:
     """`open_rag` for a corpus that must be there, with the embedder that made its index unless another one was named."""
-    from retrieval import ChunkIndex
+    from blend_retrieval import ChunkIndex
 
     check(options)
     name = options["name"] or ""
@@ -155,7 +155,7 @@ def open_all_corpora(options: dict[str, Any]) -> Rag:
 def open_for_documents(options: dict[str, Any]) -> Rag:
     """`open_rag` for a corpus that is to hold documents, with the embedder that made its index unless one was named."""
     from blend.cli.console import note
-    from retrieval import RetrievalError
+    from blend_retrieval import RetrievalError
 
     rag = open_rag(options)
     if not options["embedder"]:

@@ -102,7 +102,7 @@ def command(paths: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     from blend.cli.plan_table import plan_document, show
     from blend.plan.estimate import make_plan
     from blend.plan.inputs import Subject
-    from retrieval import load_documents
+    from blend_retrieval import load_documents
 
     config = opening.corpus_config(given)
     _check(paths, given)

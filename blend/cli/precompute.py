@@ -40,7 +40,7 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
     """
     from blend.cli.console import print_json, say
     from blend.cli.progress import stage_progress
-    from retrieval import load_documents
+    from blend_retrieval import load_documents
 
     opening.check(given)
     by = By.of({**given, "quick": quick})

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from blend.precompute import Precomputed
     from blend.rag import Rag
     from blend.timing import Progress
-    from retrieval import LoadedDocuments
+    from blend_retrieval import LoadedDocuments
 
 F = TypeVar("F", bound="Callable[..., Any]")
 

@@ -15,7 +15,7 @@ from blend.eval.needles import MIN_CHUNKS, make_needles
 if TYPE_CHECKING:
     from blend.eval.evaluator import Evaluator
     from blend.rag import Rag
-    from retrieval import Chunk
+    from blend_retrieval import Chunk
 
 NEEDLE_CHUNKS = 8
 
@@ -61,7 +61,7 @@ def builtin_records(rag: Rag, limit: int) -> list[Record]:
 
 
 def _corpus_questions(rag: Rag, documents: set[str]) -> list[Record]:
-    from retrieval.demo_questions import DEMO_QUESTIONS
+    from blend_retrieval.demo_questions import DEMO_QUESTIONS
 
     return [
         Record(

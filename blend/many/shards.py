@@ -21,11 +21,11 @@ from blend.indexing import Corpus, CorpusChange, decide, write_index
 from blend.precompute import Precomputed, note_rate, planned, unread_in
 from blend.sharing import begun_with
 from blend.timing import Progress, no_progress
-from retrieval.errors import IndexBusyError
+from blend_retrieval.errors import IndexBusyError
 
 if TYPE_CHECKING:
     from blend.rag import Rag
-    from retrieval import IndexUpdate, LoadedDocuments
+    from blend_retrieval import IndexUpdate, LoadedDocuments
 
 
 class Computed(NamedTuple):

@@ -13,7 +13,7 @@ from blend.plan.sizes import CorpusSize
 if TYPE_CHECKING:
     from blend.config import CorpusConfig
     from blend.prompt import PromptTemplate
-    from retrieval import LoadedDocuments
+    from blend_retrieval import LoadedDocuments
 
 PREFIX = 40  # tokens before the first chunk, where no tokenizer says how many: about what the default prompt has
 

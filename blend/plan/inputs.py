@@ -21,7 +21,7 @@ from blend.weights import lasting_name, resolve_model
 if TYPE_CHECKING:
     from blend.config import CorpusConfig
     from blend.plan.sizes import CorpusSize
-    from retrieval import LoadedDocuments
+    from blend_retrieval import LoadedDocuments
 
 NO_RATES = (
     "nothing says how fast this model is here: measure it with --measure, give --prefill-rate, "

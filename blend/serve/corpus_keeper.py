@@ -17,12 +17,12 @@ from blend.serve.removed import removed_from
 from blend.serve.spool import Spool
 from blend.serve.uploads import part_of
 from blend.timing import Progress, no_progress
-from retrieval import Document
-from retrieval.errors import IndexMissingError
+from blend_retrieval import Document
+from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
     from blend.rag import Rag
-    from retrieval import ChunkIndex
+    from blend_retrieval import ChunkIndex
 
 
 class Applied(NamedTuple):

@@ -17,9 +17,9 @@ from blend.serve.corpus_keeper import CorpusKeeper
 from blend.serve.reasons import MENDABLE, is_passing, log_failure, reason_of
 from blend.serve.spool import GivenUpError, Spool
 from blend.serve.uploads import DocumentLimits, Upload, part_of, read
-from retrieval import Document
-from retrieval.apart import ApartReader, StoppedError
-from retrieval.errors import DocumentsError
+from blend_retrieval import Document
+from blend_retrieval.apart import ApartReader, StoppedError
+from blend_retrieval.errors import DocumentsError
 
 MOST_AT_ONCE, MOST_BYTES_AT_ONCE = 16, 64 << 20  # that go into the index together
 FIRST_RETRY_S, RETRY_S = (

@@ -28,7 +28,7 @@ from blend.serve.uploads import DocumentLimits, Upload, UploadedFile, UploadsFul
 
 if TYPE_CHECKING:
     from blend.rag import Rag
-    from retrieval import Chunk, ChunkIndex
+    from blend_retrieval import Chunk, ChunkIndex
 
 _ORDER: tuple[DocumentState, ...] = ("failed", "queued", "reading", "indexing", "computing", "ready")
 

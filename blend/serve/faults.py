@@ -6,7 +6,7 @@ import logging
 import traceback
 
 from blend.errors import StoreError
-from retrieval.errors import RetrievalError
+from blend_retrieval.errors import RetrievalError
 
 LOG = logging.getLogger("kvblend.serve")
 

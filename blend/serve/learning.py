@@ -17,7 +17,7 @@ from blend.serve.caching import Compute
 from blend.serve.corpus_keeper import current_index
 from blend.serve.heard import AGAIN, SHARE, Tokens
 from blend.serve.removed import removed_from
-from retrieval import RetrievalError
+from blend_retrieval import RetrievalError
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from blend.errors import BlendError, ConfigError, PromptError, StoreError, first_line, is_out_of_memory
-from retrieval.errors import ChunkingError, DocumentsError, QueryError, RetrievalError
+from blend_retrieval.errors import ChunkingError, DocumentsError, QueryError, RetrievalError
 
 LOG = logging.getLogger("kvblend.serve")
 MENDABLE = (PromptError, ConfigError, QueryError, DocumentsError, ChunkingError)

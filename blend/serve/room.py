@@ -25,14 +25,14 @@ from blend.serve.request import GivenDocument, Message, SourceKind
 from blend.serve.spool import INCOMING
 from blend.serve.uploads import part_of, spellings
 from blend.types import Part
-from retrieval import Chunk, RetrievalError, Retriever, chunk_documents
-from retrieval.document import Document
-from retrieval.errors import IndexMissingError
+from blend_retrieval import Chunk, RetrievalError, Retriever, chunk_documents
+from blend_retrieval.document import Document
+from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
     from blend.chunks.open_library import Tokens
     from blend.rag import Rag
-    from retrieval import ChunkIndex
+    from blend_retrieval import ChunkIndex
 
 TENANTS = "tenants"
 

@@ -21,7 +21,7 @@ from blend.chunks.open_library import Tokens
 from blend.errors import StoreError
 from blend.files import make_private_folder, sweep, write_atomically
 from blend.serve.uploads import Upload
-from retrieval.errors import DocumentsError
+from blend_retrieval.errors import DocumentsError
 
 MOST_TRIES, TRIES_TOGETHER = 5, 2
 """How often a process may end while an upload is under way; and how often while several are under way together."""

@@ -14,11 +14,11 @@ from blend.errors import ConfigError
 from blend.limits import shown
 from blend.serve.engine import QueueFullError
 from blend.serve.request import GivenDocument
-from retrieval import Document, LoadedDocuments
-from retrieval.apart import ApartReader, ReadingLimits
-from retrieval.cleaning import clean, clean_title
-from retrieval.errors import DocumentsError
-from retrieval.readers import SUFFIXES
+from blend_retrieval import Document, LoadedDocuments
+from blend_retrieval.apart import ApartReader, ReadingLimits
+from blend_retrieval.cleaning import clean, clean_title
+from blend_retrieval.errors import DocumentsError
+from blend_retrieval.readers import SUFFIXES
 
 LONGEST_ID = 200  # characters
 _DRIVE = re.compile(r"[A-Za-z]:")
@@ -26,7 +26,7 @@ _RETRY_S = 10.0
 
 
 class UploadedFile(NamedTuple):
-    """A file of one of the formats of `retrieval.readers`, under the name that the client gives it."""
+    """A file of one of the formats of `blend_retrieval.readers`, under the name that the client gives it."""
 
     name: str
     data: bytes

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from blend.errors import ConfigError
 from blend.weights.files import checkpoint_files
-from retrieval.hub import why_not
+from blend_retrieval.hub import why_not
 
 BRIEFLY_S = 2.0  # where there is another way
 _REMEDY = "pass a model directory, a reachable HuggingFace id, or a catalog name (`blend models`)"

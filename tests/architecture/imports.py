@@ -11,7 +11,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 SOURCES = {
     "blend": ROOT / "blend",
-    "retrieval": ROOT / "retrieval",
+    "blend_retrieval": ROOT / "retrieval" / "blend_retrieval",
     "blend_kernels": ROOT / "kernels" / "blend_kernels",
 }
 

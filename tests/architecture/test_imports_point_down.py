@@ -73,12 +73,12 @@ def test_no_module_imports_the_root_package() -> None:
     assert {
         entry.module
         for entry in imports()
-        if entry.target in ("blend", "retrieval", "blend_kernels") and top(entry.module) == entry.target
+        if entry.target in ("blend", "blend_retrieval", "blend_kernels") and top(entry.module) == entry.target
     } == set()
 
 
 # A factory that loads an implementation of the contract beside it when it is asked for one.
-FACTORIES = {("retrieval.embedders", "retrieval.embedders.sentence")}
+FACTORIES = {("blend_retrieval.embedders", "blend_retrieval.embedders.sentence")}
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:
@@ -106,10 +106,10 @@ DOORS = {
         "blend.model.outline",
         "blend.model.shapes",
         "blend.weights",
-        "retrieval.embedders.sentence",
+        "blend_retrieval.embedders.sentence",
     },
     "vllm": {"blend.integrations"},
-    "retrieval": {
+    "blend_retrieval": {
         "blend.many",
         "blend.plan",
         "blend.answering",
@@ -122,9 +122,9 @@ DOORS = {
         "blend.weights",
         "blend.files",
     },
-    "faiss": {"retrieval.index"},
-    "sentence_transformers": {"retrieval.embedders.sentence"},
-    "py3langid": {"retrieval.embedders.sentence"},
+    "faiss": {"blend_retrieval.index"},
+    "sentence_transformers": {"blend_retrieval.embedders.sentence"},
+    "py3langid": {"blend_retrieval.embedders.sentence"},
     "triton": {"blend_kernels"},
     "matplotlib": {"blend.eval.report", "blend.eval.selection"},
     "rouge_score": {"blend.eval.metrics"},
@@ -146,7 +146,7 @@ DOORS = {
 @pytest.mark.parametrize("library", DOORS)
 def test_a_library_is_imported_only_through_its_doors(library: str) -> None:
     inside = {m for m in importers(library) if top(m) != library}
-    found = {m if top(m) == "retrieval" else top(m) if top(m) == "blend_kernels" else _door(m) for m in inside}
+    found = {m if top(m) == "blend_retrieval" else top(m) if top(m) == "blend_kernels" else _door(m) for m in inside}
     assert found <= DOORS[library]
 
 
@@ -166,7 +166,7 @@ def _outside(package: str) -> set[str]:
 
 
 def test_retrieval_knows_nothing_of_blend() -> None:
-    assert not _outside("retrieval") & {"blend", "blend_kernels", "triton"}
+    assert not _outside("blend_retrieval") & {"blend", "blend_kernels", "triton"}
 
 
 def test_kernels_import_only_torch_and_triton() -> None:
@@ -216,7 +216,7 @@ def test_files_come_to_their_place_through_one_writer_a_package() -> None:
                 moves = node.func.attr == "replace" and len(node.args) == 1
                 if moves or node.func.attr in {"mkstemp", "NamedTemporaryFile"}:
                     movers.add(module)
-    assert movers == {"blend.files", "retrieval.generations", "blend_kernels.tuning"}
+    assert movers == {"blend.files", "blend_retrieval.generations", "blend_kernels.tuning"}
 
 
 def test_kernels_is_a_source_root_and_no_package() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from imports import ROOT
+from places import PYTHONPATH
 
 import blend
 
@@ -26,8 +27,8 @@ HEAVY = (
 )
 LIGHT = (
     "blend",
-    "retrieval",
-    "retrieval.apart",
+    "blend_retrieval",
+    "blend_retrieval.apart",
     "blend_kernels",
     "blend.cli",
     "blend.config",
@@ -45,7 +46,7 @@ LIGHT = (
 
 def _python(code: str) -> str:
     """Output of a fresh interpreter that sees the source tree; another folder must not help it."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False, cwd=ROOT / "tests"
     )

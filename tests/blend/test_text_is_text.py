@@ -17,7 +17,7 @@ from blend.config import PromptConfig
 from blend.plain_text import TextTokenizer
 from blend.prompt import PromptTemplate, render_chunk
 from blend.weights import resolve_model
-from retrieval import Document, chunk_documents
+from blend_retrieval import Document, chunk_documents
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

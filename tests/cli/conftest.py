@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from blend_process import REPOSITORY, SHORT_CONTEXT, Blend
+from blend_process import SHORT_CONTEXT, Blend
+from places import PYTHONPATH
 from undisturbed import ASK, CHUNKS, Undisturbed, contents
 
 from tests import towns
@@ -20,7 +21,11 @@ from tests.tiny_model import save_tiny_model
 @pytest.fixture(scope="session")
 def server() -> Iterator[subprocess.Popen[str]]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVBLEND")}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}", "COLUMNS": "80"}
+    env |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": PYTHONPATH,
+        "COLUMNS": "80",
+    }
     env |= {"HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(Path(__file__).with_name("preloaded.py"))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from blend_process import REPOSITORY, Blend, one_line
+from places import PYTHONPATH
 
 from tests.tiny_model import save_tiny_model
 
@@ -139,7 +140,11 @@ def test_weights_that_need_a_package(blend: Blend, tmp_path: Path) -> None:
         "sys.argv = ['blend', 'precompute', 'note.md', '--model', 'smollm2-135m']\n"
         "from blend.cli import main; main()"
     )
-    env = {"KVBLEND_CACHE": str(tmp_path), "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}", "PATH": "/usr/bin"}
+    env = {
+        "KVBLEND_CACHE": str(tmp_path),
+        "PYTHONPATH": PYTHONPATH,
+        "PATH": "/usr/bin",
+    }
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
     )

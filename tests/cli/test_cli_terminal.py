@@ -18,6 +18,7 @@ from pathlib import Path
 import click
 import pytest
 from blend_process import REPOSITORY, Blend
+from places import PYTHONPATH
 from rich.console import Console
 
 from blend.cli import blend as group
@@ -59,7 +60,7 @@ TERMINAL = {"TERM": "xterm-256color", "COLUMNS": ""}
 
 
 def _python(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}", **options}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, **options}
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, check=False)
 
 

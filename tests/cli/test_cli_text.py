@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from blend_process import REPOSITORY, Blend, one_line
+from blend_process import Blend, one_line
+from places import PYTHONPATH
 
 ODD = os.fsdecode(b"caf\xe9 \xff")
 
@@ -90,7 +91,7 @@ def test_a_store_and_a_dataset_whose_paths_are_not_utf8(blend: Blend, documents:
 
 
 def _python(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}", **options}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, **options}
     return subprocess.run(arguments, capture_output=True, text=True, env=env, check=False)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import PYTHONPATH
 from visitor import KEY, Visitor
 
 from tests.cli.blend_process import REPOSITORY, Blend
@@ -66,7 +67,11 @@ def visit(browser: Any, url: str) -> Iterator[Callable[..., Visitor]]:
 def commands() -> Iterator[subprocess.Popen[str]]:
     """What starts `blend` in forked processes."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVBLEND")}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}", "HF_HUB_OFFLINE": "1"}
+    env |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": PYTHONPATH,
+        "HF_HUB_OFFLINE": "1",
+    }
     command = [sys.executable, str(REPOSITORY / "tests" / "cli" / "preloaded.py")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
         yield process

@@ -4,8 +4,8 @@ import zlib
 import numpy as np
 import pytest
 
-from retrieval.document import Document
-from retrieval.embedders import Embedder
+from blend_retrieval.document import Document
+from blend_retrieval.embedders import Embedder
 
 
 class BagOfWords(Embedder):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from retrieval import chunking
-from retrieval.document import Document
+from blend_retrieval import chunking
+from blend_retrieval.document import Document
 
 
 def render(title: str, text: str) -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retrieval import index as index_module
-from retrieval.chunking import Chunk
-from retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
-from retrieval.index import ChunkIndex, update_index
+from blend_retrieval import index as index_module
+from blend_retrieval.chunking import Chunk
+from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
+from blend_retrieval.index import ChunkIndex, update_index
 
-ROOT = Path(__file__).resolve().parents[2]
+RETRIEVAL = Path(__file__).resolve().parents[2] / "retrieval"
 
 
 def chunks(*texts):
@@ -167,8 +167,8 @@ import os, signal, sys
 from pathlib import Path
 sys.path[:0] = [{root!r}, {here!r}]
 from conftest import BagOfWords
-from retrieval.chunking import Chunk
-from retrieval.index import update_index
+from blend_retrieval.chunking import Chunk
+from blend_retrieval.index import update_index
 left = {step}
 def deadly(call):
     def wrapped(*args, **kwargs):
@@ -190,7 +190,9 @@ def test_killed_at_any_step_leaves_the_old_index_or_the_new_one(tmp_path, bag):
         directory = tmp_path / str(step)
         for old in ("x", "ab"):  # the first generation is there to be removed
             update_index(directory, chunks(*old), bag)
-        script = KILLED.format(root=str(ROOT), here=str(Path(__file__).parent), step=step, directory=str(directory))
+        script = KILLED.format(
+            root=str(RETRIEVAL), here=str(Path(__file__).parent), step=step, directory=str(directory)
+        )
         run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         through = "through" in run.stdout
         assert through or run.returncode == -9, run.stderr
@@ -231,7 +233,7 @@ def test_readers_go_on_while_a_writer_writes(tmp_path, bag):
 
 
 def test_two_writers_take_turns(tmp_path, bag, monkeypatch):
-    from retrieval import generations
+    from blend_retrieval import generations
 
     monkeypatch.setattr(generations, "LOCK_TIMEOUT", 0.05)
     with generations.write_lock(tmp_path), pytest.raises(ChunkIndexError, match="another process"):
@@ -243,8 +245,8 @@ WRITER = """
 import sys
 sys.path[:0] = [{root!r}, {here!r}]
 from conftest import BagOfWords
-from retrieval.chunking import Chunk
-from retrieval.index import ChunkIndex, update_index
+from blend_retrieval.chunking import Chunk
+from blend_retrieval.index import ChunkIndex, update_index
 for turn in range(25):
     update_index({directory!r}, [Chunk("id-" + t, "d.md", "Title", t, 3) for t in {name!r} + str(turn % 10)], BagOfWords())
     assert len(ChunkIndex.load({directory!r})) == 2
@@ -253,7 +255,7 @@ for turn in range(25):
 
 def test_two_processes_write_and_read_at_once(tmp_path, bag):
     index = tmp_path / "index"
-    script = {"root": str(ROOT), "here": str(Path(__file__).parent), "directory": str(index)}
+    script = {"root": str(RETRIEVAL), "here": str(Path(__file__).parent), "directory": str(index)}
     writers = [
         subprocess.Popen([sys.executable, "-c", WRITER.format(**script, name=name)], stderr=subprocess.PIPE, text=True)
         for name in "ab"

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rendered import chunk_documents, render
 
-from retrieval.document import Document
-from retrieval.errors import ChunkingError
-from retrieval.headings import find_headings
+from blend_retrieval.document import Document
+from blend_retrieval.errors import ChunkingError
+from blend_retrieval.headings import find_headings
 
 PARAGRAPH = " ".join(f"Sentence number {n} says something about tables." for n in range(8))
 

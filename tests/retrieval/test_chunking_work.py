@@ -4,8 +4,8 @@ import pytest
 import semantic_text_splitter
 from rendered import chunk_documents
 
-from retrieval.document import Document
-from retrieval.headings import find_headings
+from blend_retrieval.document import Document
+from blend_retrieval.headings import find_headings
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 SHAPES = {
@@ -92,7 +92,7 @@ def test_a_title_as_long_as_a_book_is_not_encoded_for_every_chunk():
 
 @pytest.mark.parametrize("shape", ["one line", "chinese", "paragraphs", "code", "no spaces"])
 def test_windows_lose_nothing_and_cut_as_before(shape, monkeypatch):
-    from retrieval import chunking
+    from blend_retrieval import chunking
 
     text = SHAPES[shape](18_000)
     chunks = chunk_documents([Document("d", "T", text, "d")], encode, MAX_TOKENS)
@@ -152,7 +152,7 @@ Last
 
 @pytest.mark.parametrize("stretch", [1, 7, 30, 100])
 def test_headings_do_not_depend_on_how_much_is_parsed_at_a_time(monkeypatch, stretch):
-    from retrieval import markdown_headings as headings
+    from blend_retrieval import markdown_headings as headings
 
     text = BLOCKS * 3
     whole = find_headings(text)
@@ -162,7 +162,7 @@ def test_headings_do_not_depend_on_how_much_is_parsed_at_a_time(monkeypatch, str
 
 
 def test_the_first_heading_is_found_without_parsing_the_rest(monkeypatch):
-    from retrieval import markdown_headings as headings
+    from blend_retrieval import markdown_headings as headings
 
     parsed, parse = [], headings._parse
     monkeypatch.setattr(headings, "_parse", lambda text: parsed.append(len(text)) or parse(text))
@@ -174,7 +174,7 @@ def test_the_first_heading_is_found_without_parsing_the_rest(monkeypatch):
     "text", [">" * 100_000, "- " * 50_000, "1. " * 33_000, "[" * 100_000, "*a " * 33_000, "#" * 100_000]
 )
 def test_markdown_nested_a_hundred_thousand_deep_is_chunked(tmp_path, text):
-    from retrieval.loading import load_documents
+    from blend_retrieval.loading import load_documents
 
     (tmp_path / "a.md").write_text(f"# Title\n\n{text}\n")
     chunks = chunk_documents(load_documents(tmp_path).documents, encode, 256)

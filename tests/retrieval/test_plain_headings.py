@@ -5,9 +5,9 @@ import json
 import pytest
 from rendered import chunk_documents
 
-from retrieval.document import Document
-from retrieval.headings import find_headings
-from retrieval.loading import load_documents
+from blend_retrieval.document import Document
+from blend_retrieval.headings import find_headings
+from blend_retrieval.loading import load_documents
 
 TUTORIAL = """NumPy 入门教程
 

@@ -3,8 +3,8 @@ import stat
 
 import pytest
 
-from retrieval.chunking import Chunk
-from retrieval.index import ChunkIndex, update_index
+from blend_retrieval.chunking import Chunk
+from blend_retrieval.index import ChunkIndex, update_index
 
 
 def chunks(*texts):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import retrieval
+import blend_retrieval
 
-ROOT = Path(retrieval.__file__).resolve().parent
+ROOT = Path(blend_retrieval.__file__).resolve().parent
 HEAVY = {
     "torch", "transformers", "faiss", "sentence_transformers", "numpy", "bs4", "docutils", "pypdf", "markdown_it",
     "markdownify", "semantic_text_splitter", "filelock", "blend", "blend_kernels",
@@ -30,11 +30,11 @@ def test_nothing_of_the_engine_is_imported():
         assert not re.search(r"^\s*(?:from|import) (?:blend|blend_kernels)\b", path.read_text(), re.MULTILINE), path
 
 
-@pytest.mark.parametrize("name", retrieval.__all__)
+@pytest.mark.parametrize("name", blend_retrieval.__all__)
 def test_every_public_name_is_there(name):
-    assert getattr(retrieval, name) is not None
+    assert getattr(blend_retrieval, name) is not None
 
 
 def test_other_names_are_not():
     with pytest.raises(AttributeError, match="nothing"):
-        _ = retrieval.nothing
+        _ = blend_retrieval.nothing

@@ -1,9 +1,9 @@
 import pytest
 
-from retrieval.chunking import Chunk
-from retrieval.errors import IndexMismatchError, QueryError
-from retrieval.index import ChunkIndex
-from retrieval.retriever import Retriever
+from blend_retrieval.chunking import Chunk
+from blend_retrieval.errors import IndexMismatchError, QueryError
+from blend_retrieval.index import ChunkIndex
+from blend_retrieval.retriever import Retriever
 
 TEXTS = ("the cat sat on the mat", "a dog in the fog", "stocks fell on monday")
 

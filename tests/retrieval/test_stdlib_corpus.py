@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from retrieval import corpus_stdlib
-from retrieval.corpus_stdlib import DEFAULT_MODULES, SIDE_EFFECTS, write_stdlib_corpus
-from retrieval.demo_questions import DEMO_QUESTIONS
-from retrieval.errors import CorpusError
-from retrieval.headings import find_headings
-from retrieval.loading import load_documents
+from blend_retrieval import corpus_stdlib
+from blend_retrieval.corpus_stdlib import DEFAULT_MODULES, SIDE_EFFECTS, write_stdlib_corpus
+from blend_retrieval.demo_questions import DEMO_QUESTIONS
+from blend_retrieval.errors import CorpusError
+from blend_retrieval.headings import find_headings
+from blend_retrieval.loading import load_documents
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +69,8 @@ def test_modules_that_do_not_belong_are_refused_unimported(tmp_path, name, monke
 def test_defaults_have_no_side_effects_and_modules_stay_out_of_this_process(tmp_path):
     assert not SIDE_EFFECTS & {name.partition(".")[0] for name in DEFAULT_MODULES}
     script = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})\n"
-        "from retrieval.corpus_stdlib import write_stdlib_corpus\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2] / 'retrieval')!r})\n"
+        "from blend_retrieval.corpus_stdlib import write_stdlib_corpus\n"
         f"write_stdlib_corpus({str(tmp_path)!r}, ['sqlite3', 'statistics', 'wave'])\n"
         "print({'sqlite3', 'statistics', 'wave', 'numpy', 'torch'} & set(sys.modules))"
     )

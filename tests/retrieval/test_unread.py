@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from retrieval import load_documents
-from retrieval.readers import html
+from blend_retrieval import load_documents
+from blend_retrieval.readers import html
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ import builtins, sys
 found = builtins.__import__
 def refused(name, globals=None, locals=None, fromlist=(), level=0):
     top = (globals or {{}}).get("__name__", "").partition(".")[0]
-    ours = top in ("blend", "retrieval", "blend_kernels", "__main__") or top.startswith(("_", "bench_"))
+    ours = top in ("blend", "blend_retrieval", "blend_kernels", "__main__") or top.startswith(("_", "bench_"))
     if ours and level == 0 and name.partition(".")[0] in {BLOCKED!r}:
         raise ImportError(f"{{name}} is not installed here, {{top}} asked for it")
     return found(name, globals, locals, fromlist, level)

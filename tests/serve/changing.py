@@ -17,7 +17,7 @@ from blend.chunks.library import ChunkLibrary
 from blend.chunks.open_library import Variant
 from blend.serve.caching import Computing, OnDone
 from blend.serve.documents import DocumentStatus, UploadedFile
-from retrieval.embedders import Embedder, Progress
+from blend_retrieval.embedders import Embedder, Progress
 
 CONFIG = CorpusConfig(chunk_tokens=64, top_k=3, surrogate_tokens=96)
 

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from changing import Engine, page, states, until
 from documents_made import LAST_S, caches, ids, left, make, model, rag
+from places import PYTHONPATH
 
 from blend import Rag
 from blend.errors import StoreError
@@ -52,8 +53,11 @@ documents.wait(120)
 
 def test_a_killed_process_goes_on_where_it_was(rag: Rag, model: Path, make: Callable[..., Documents]) -> None:
     """Two documents are in the index and some of their caches are there, a third one waits."""
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": f"{root}:{root / 'kernels'}:{root / 'tests' / 'serve'}", "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{PYTHONPATH}:{Path(__file__).parent}",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", _PROGRAM, str(rag.root), str(model)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
@@ -164,8 +168,11 @@ def server(rag: Rag, model: Path) -> Iterator[tuple[Callable[[], None], httpx.Cl
 
     The first of what it gives waits until it is at one.
     """
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": f"{root}:{root / 'kernels'}:{root / 'tests' / 'serve'}", "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{PYTHONPATH}:{Path(__file__).parent}",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", _SERVER, str(rag.root), str(model)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         output, url, stuck = process.stdout, "", False

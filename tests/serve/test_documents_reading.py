@@ -13,7 +13,7 @@ from blend import Rag
 from blend.serve import corpus_keeper
 from blend.serve.documents import DocumentLimits, Documents, UploadedFile
 from blend.serve.request import GivenDocument
-from retrieval.apart import ReadingLimits
+from blend_retrieval.apart import ReadingLimits
 
 __all__ = ["make", "model", "rag"]  # fixtures
 

@@ -15,7 +15,7 @@ from blend.serve.documents import DocumentLimits, Documents, UploadedFile
 from blend.serve.reasons import CORPUS_FAILS
 from blend.serve.request import GivenDocument
 from blend.serve.uploads import UploadsFullError, safe_id
-from retrieval.errors import DocumentsError
+from blend_retrieval.errors import DocumentsError
 
 __all__ = ["make", "model", "rag"]  # fixtures
 

@@ -19,7 +19,7 @@ from blend.errors import StoreError
 from blend.serve.corpus_keeper import CorpusKeeper
 from blend.serve.request import GivenDocument
 from blend.serve.tenants import Tenants
-from retrieval.errors import IndexMissingError
+from blend_retrieval.errors import IndexMissingError
 
 DOCUMENTS, CHAT = "/v1/documents", "/v1/chat/completions"
 DOMES = "The observatory of Kell has nine domes. Its keeper is called Ilse, and she counts stars. " * 3

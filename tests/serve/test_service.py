@@ -20,7 +20,7 @@ from blend.serve.request import AnswerRequest, GivenDocument, Message
 from blend.serve.service import Service
 from blend.store.archive import verify_entry
 from blend.store.backend import CACHES
-from retrieval import RetrievalError
+from blend_retrieval import RetrievalError
 
 
 def test_what_ended_is_let_go_without_a_search_for_circles(filled: tuple[Path, Path]) -> None:

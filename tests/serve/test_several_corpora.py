@@ -13,7 +13,7 @@ from blend.prompt import render_chunk
 from blend.rag import Rag
 from blend.serve.request import GivenDocument
 from blend.serve.service import Service
-from retrieval import Chunk
+from blend_retrieval import Chunk
 
 
 def observatory(number: int) -> GivenDocument:

@@ -14,7 +14,7 @@ from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError, StoreChangedError, StoreError, StoreUnreachableError
 from blend.rag import Rag
 from blend.store.replica import FILE, replica_of
-from retrieval import RetrievalError
+from blend_retrieval import RetrievalError
 from tests.tiny_model import save_tiny_model
 
 TOPICS = ("harbour", "orchard", "glacier", "library")

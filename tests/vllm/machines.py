@@ -60,7 +60,9 @@ class Process:
     """A command whose output goes into a file."""
 
     def __init__(self, command: list[str], log: Path, **variables: str) -> None:
-        path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels", Path(__file__).parent)))
+        path = os.pathsep.join(
+            map(str, (REPOSITORY, REPOSITORY / "kernels", REPOSITORY / "retrieval", Path(__file__).parent))
+        )
         environment = {**os.environ, "PYTHONPATH": path, **variables}
         self.log, begin = log, log.stat().st_size if log.exists() else 0
         self._begin = begin

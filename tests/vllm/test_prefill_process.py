@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from places import PYTHONPATH
 
 from blend.errors import ConfigError
 from blend.integrations.vllm import network, prefill, wire
@@ -88,7 +89,7 @@ print("answered")
 
 
 def test_a_process_without_descriptors_goes_on_when_there_are_some_again() -> None:
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_DESCRIPTORS], env=env, capture_output=True, text=True, timeout=120, check=False
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 import pytest
+from places import PYTHONPATH
 
 from blend.weights import CATALOG
 from tests.tiny_model import save_tiny_model
@@ -92,7 +93,11 @@ def run(code: str, hub: Hub, tmp_path: Path) -> tuple[int, str, str, float]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "KVBLEND_", "PIP_"))}
     env |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "KVBLEND_CACHE": str(tmp_path / "cache")}
     env |= {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "HF_HUB_DISABLE_XET": "1"}
-    env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+    env |= {
+        "PYTHONPATH": PYTHONPATH,
+        "TRANSFORMERS_VERBOSITY": "error",
+        "OMP_NUM_THREADS": "1",
+    }
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False

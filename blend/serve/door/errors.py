@@ -15,7 +15,7 @@ from blend.errors import ContextLengthError, StoreError
 from blend.serve.engine import EndReason, EngineFailedError, QueueFullError
 from blend.serve.reasons import MENDABLE, STORE_FAILS
 from blend.visible import json_text
-from retrieval.errors import IndexMissingError, RetrievalError
+from blend_retrieval.errors import IndexMissingError, RetrievalError
 
 _CLOSING = "shutting_down"
 GONE = 499  # what nginx logs for a client that left; nobody receives it

@@ -8,8 +8,8 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from retrieval.cleaning import clean_title
-from retrieval.document import MAX_HEADING, Heading
+from blend_retrieval.cleaning import clean_title
+from blend_retrieval.document import MAX_HEADING, Heading
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from retrieval.readers.base import Fault, Part, UnreadableError, missing
+from blend_retrieval.readers.base import Fault, Part, UnreadableError, missing
 
 _NOISE = (
     "script",

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrieval.embedders.base import Embedder, Progress
-from retrieval.errors import EmbeddingError
-from retrieval.hub import why_not
+from blend_retrieval.embedders.base import Embedder, Progress
+from blend_retrieval.errors import EmbeddingError
+from blend_retrieval.hub import why_not
 
 if TYPE_CHECKING:
     import numpy as np

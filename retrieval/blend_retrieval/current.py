@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from threading import Lock
 
-from retrieval.generations import manifest_digest
-from retrieval.index import ChunkIndex
+from blend_retrieval.generations import manifest_digest
+from blend_retrieval.index import ChunkIndex
 
 
 class CurrentIndex:

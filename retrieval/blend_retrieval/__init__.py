@@ -11,15 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retrieval.chunking import Chunk, chunk_documents
-    from retrieval.corpus_stdlib import write_stdlib_corpus
-    from retrieval.current import CurrentIndex
-    from retrieval.document import Document, LoadedDocuments, SkippedDocument
-    from retrieval.embedders import Embedder, load_embedder
-    from retrieval.errors import RetrievalError
-    from retrieval.index import ChunkIndex, IndexUpdate, update_index
-    from retrieval.loading import load_bytes, load_documents
-    from retrieval.retriever import RankedChunk, RankedChunks, Retriever
+    from blend_retrieval.chunking import Chunk, chunk_documents
+    from blend_retrieval.corpus_stdlib import write_stdlib_corpus
+    from blend_retrieval.current import CurrentIndex
+    from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument
+    from blend_retrieval.embedders import Embedder, load_embedder
+    from blend_retrieval.errors import RetrievalError
+    from blend_retrieval.index import ChunkIndex, IndexUpdate, update_index
+    from blend_retrieval.loading import load_bytes, load_documents
+    from blend_retrieval.retriever import RankedChunk, RankedChunks, Retriever
 
 __all__ = [
     "Chunk",
@@ -59,4 +59,4 @@ def __getattr__(name: str) -> Any:
     home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"retrieval.{home}"), name)
+    return getattr(import_module(f"blend_retrieval.{home}"), name)

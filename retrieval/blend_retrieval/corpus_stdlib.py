@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from retrieval.errors import CorpusError
+from blend_retrieval.errors import CorpusError
 
 DEFAULT_MODULES = (
     "argparse",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from retrieval.readers.base import Fault, Part, UnreadableError, missing
-from retrieval.readers.html import html_to_markdown
-from retrieval.readers.text import decode
+from blend_retrieval.readers.base import Fault, Part, UnreadableError, missing
+from blend_retrieval.readers.html import html_to_markdown
+from blend_retrieval.readers.text import decode
 
 _DIRECTIVE = re.compile(r"^[ \t]*\.\.[ \t]+([\w][\w:.+-]*)::", re.MULTILINE)
 _ROLE = re.compile(r":([a-zA-Z][\w:+-]*):`|`:([a-zA-Z][\w:+-]*):")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from retrieval.document import Markup
+from blend_retrieval.document import Markup
 
 
 class Part(NamedTuple):

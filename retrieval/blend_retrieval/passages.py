@@ -8,9 +8,9 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
-from retrieval.cleaning import clean_title
-from retrieval.document import Document, Heading
-from retrieval.headings import find_headings
+from blend_retrieval.cleaning import clean_title
+from blend_retrieval.document import Document, Heading
+from blend_retrieval.headings import find_headings
 
 TINY_SHARE = 8  # a passage below an eighth of the limit is put to any neighbour it fits with
 GLANCE = 40  # characters a token; no text is that dense

@@ -6,9 +6,9 @@ import hashlib
 import json
 from typing import Any
 
-from retrieval.cleaning import clean
-from retrieval.readers.base import Fault, Part
-from retrieval.readers.text import decode
+from blend_retrieval.cleaning import clean
+from blend_retrieval.readers.base import Fault, Part
+from blend_retrieval.readers.text import decode
 
 
 def _part(record: Any) -> Part:

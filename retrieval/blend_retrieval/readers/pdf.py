@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from retrieval.readers.base import Fault, Part, UnreadableError, missing
+from blend_retrieval.readers.base import Fault, Part, UnreadableError, missing
 
 
 @contextmanager

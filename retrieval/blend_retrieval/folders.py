@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from retrieval.cleaning import valid_name
-from retrieval.document import SkippedDocument
+from blend_retrieval.cleaning import valid_name
+from blend_retrieval.document import SkippedDocument
 
 
 class _Listing(NamedTuple):

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from retrieval.chunking import Chunk
-from retrieval.embedders import Embedder
-from retrieval.errors import IndexMismatchError, QueryError
-from retrieval.index import ChunkIndex
+from blend_retrieval.chunking import Chunk
+from blend_retrieval.embedders import Embedder
+from blend_retrieval.errors import IndexMismatchError, QueryError
+from blend_retrieval.index import ChunkIndex
 
 if TYPE_CHECKING:
     import numpy as np
