@@ -174,7 +174,18 @@ class Proof:
         content[-1000] ^= 255
         entry.write_bytes(content)
         mine, theirs = self.blender.prefill(layout), self.stage.blender.blend(layout, spare(layout))
-        return {"told": len(theirs.placed.opened.problems), "kv": self._apart(mine, theirs.cache)}
+        connector = self.engine.llm.llm_engine.engine_core.engine_core.scheduler.connector
+        counted, take = dict[str, int](), connector.get_kv_connector_stats
+        connector.get_kv_connector_stats = lambda: (stats := take()) and (counted.update(stats.data), stats)[1]
+        asked = zip(*self.engine.asked([layout], "damaged"), strict=True)
+        reply = self.engine.llm.generate(*map(list, asked), use_tqdm=False)[0].kv_transfer_params
+        connector.get_kv_connector_stats = take
+        return {
+            "told": len(theirs.placed.opened.problems),
+            "kv": self._apart(mine, theirs.cache),
+            "counted": counted,
+            "reply": reply["kvblend"],
+        }
 
     def fitted(self) -> dict[str, Any]:
         """Caches under the worker's own name: prompts until there is a KV correction for them, and one more."""

@@ -103,3 +103,10 @@ def test_texts_of_clients_are_stored_only_where_learning_is_on(proof: dict[str, 
 def test_a_damaged_entry_is_told_and_computed(proof: dict[str, Any]) -> None:
     assert proof["damaged"]["told"] == 1
     assert proof["damaged"]["kv"] < CLOSE
+
+
+def test_a_damaged_entry_is_counted_and_no_business_of_clients(proof: dict[str, Any]) -> None:
+    found = proof["damaged"]
+    assert found["counted"]["damaged_entries"] == 1
+    assert found["counted"]["prompts_blended"] == 1
+    assert found["reply"].keys() == {"rows", "rows_computed"}

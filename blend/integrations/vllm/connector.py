@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.model_executor.models.utils import extract_layer_index
 
 from blend.integrations.vllm.connector_metrics import Counts, Metrics
-from blend.integrations.vllm.contract import Load, Site
+from blend.integrations.vllm.contract import DAMAGED, Load, Site
 from blend.integrations.vllm.loads import Done
 from blend.integrations.vllm.offers import Offers
 from blend.integrations.vllm.refusals import refuse, refuse_version
@@ -99,7 +99,8 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
             self._unfinished = told.unfinished
             done = {key: one for key, one in told.figures.items() if key not in told.failed}
             self._counts.loaded(done.values(), len(told.failed))
-            self._figures.update({key: one for key, one in done.items() if key in self._figures})
+            for key in done.keys() & self._figures.keys():
+                self._figures[key] = {name: value for name, value in done[key].items() if name != DAMAGED}
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine is to go on with its steps when all requests have ended: their chunks are yet to be stored.

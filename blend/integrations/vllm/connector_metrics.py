@@ -8,6 +8,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from blend.integrations.vllm.contract import DAMAGED
+
 WORDS = {
     "prompts_blended": "Prompts whose KV came from chunk caches, in part at least.",
     "prompts_uncorrected": "Those of them with more rows recomputed because their caches have no KV correction yet.",
@@ -16,6 +18,7 @@ WORDS = {
     "fallbacks_refused": "Requests whose ticket this vLLM's middleware did not give out: vLLM prefilled them.",
     "rows_prompt": "Rows of prompts that vLLM's own model blended.",
     "rows_recomputed": "Rows of them that were computed.",
+    "damaged_entries": "Entries of the store that they found damaged; the log names each.",
 }
 
 
@@ -49,6 +52,8 @@ class Counts(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed w
             self.add("fallbacks_cold" if one.get("reason") == "cold" else "prompts_blended")
             if one.get("uncorrected"):
                 self.add("prompts_uncorrected")
+            if DAMAGED in one:
+                self.add("damaged_entries", one[DAMAGED])
             if "rows" in one:
                 self.add("rows_prompt", one["rows"])
                 self.add("rows_recomputed", one["rows_computed"])

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+DAMAGED = "damaged"
+"""A figure for vLLM's metrics, not for replies: how many entries of the store a load found damaged."""
+
 
 class Load(NamedTuple):
     """Rows of one request's prompt whose KV is left to kvblend.

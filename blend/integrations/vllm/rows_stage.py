@@ -14,7 +14,7 @@ from blend.chunks.probe import gives_same_kv
 from blend.config import BlendConfig
 from blend.errors import BlendError
 from blend.filling import Filled
-from blend.integrations.vllm.contract import Load, LoadFailedError, ModelRefusedError, Site
+from blend.integrations.vllm.contract import DAMAGED, Load, LoadFailedError, ModelRefusedError, Site
 from blend.integrations.vllm.local import CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.rows_blender import RowBlender
 from blend.integrations.vllm.rows_cache import Place
@@ -92,6 +92,8 @@ class RecomputedRows:
 def _figures(layout: PromptLayout, filled: Filled) -> dict[str, Any]:
     """Of a prompt, in the words of `blend serve`."""
     rows = {"rows": layout.rows, "rows_computed": int(filled.selection.rows.shape[0])}
+    if damaged := len(filled.placed.opened.problems) + len(filled.problems):
+        rows[DAMAGED] = damaged
     if not any(filled.placed.hits):
         return {"method": "full", "reason": "cold", **rows}
     notes = {"notes": list(filled.notes)} if filled.notes else {}
