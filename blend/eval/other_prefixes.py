@@ -19,7 +19,7 @@ from blend.chunks.deciding import with_surrogate
 from blend.config import BlendConfig, PromptConfig
 from blend.eval.lines import append_lines, read_lines
 from blend.eval.metrics import kl_divergence
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import full_prefill
 from blend.model.generate import generate, teacher_forced_logits
 from blend.prompt import PromptTemplate
 from blend.serve.chat import ChatTemplate, Passage, question_turns

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from blend.model.rows import Resume, RowRequest, Steps
-from blend.model.threads import compute_alone
+from blend.model.cpu import compute_alone
+from blend.model.forward import Resume, RowRequest, Steps
 from blend.serve.faults import log_error
 
 _Result = TypeVar("_Result")

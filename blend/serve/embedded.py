@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.errors import ContextLengthError, PromptError, StoreError
-from blend.model.threads import take_threads
+from blend.model.cpu import take_threads
 from blend.serve.beside import Beside
 from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.serve.caching import OnDone

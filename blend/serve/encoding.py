@@ -12,7 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from blend.errors import StoreError
-from blend.model.rows import Resume, RowRequest, Steps
+from blend.model.forward import Resume, RowRequest, Steps
 from blend.serve.beside import Beside, Stepper
 from blend.serve.caching import OnDone
 from blend.serve.removed import removed_from

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.errors import StoreError
-from blend.model.rows import RowRequest
+from blend.model.forward import RowRequest
 from blend.serve.engine import Ended, EndReason, Event, Failed, Started, Token, Work
 from blend.serve.prefill import Prefill
 from blend.serve.sampling import Sampler

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from blend.model.decoder import Decoder
-    from blend.model.rows import RowRequest
+    from blend.model.forward import RowRequest
 
 OnPass = Callable[[int, int, float], None]
 """Told of a pass how many rows it had, keys that these looked at together, and seconds."""

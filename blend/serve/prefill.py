@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from blend.errors import StoreError
-from blend.model.rows import Resume, RowRequest, Steps
+from blend.model.forward import Resume, RowRequest, Steps
 from blend.serve.beside import Stepper
 from blend.serve.encoding import Lacking, lacking
 from blend.serve.engine import ASKED_FOR, Work

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import full_prefill
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from blend.model import mapped
+from blend.model import cpu
 
 # Seconds between two times: .2 s for a gigabyte, in which no token is computed.
 IDLE_S, BUSY_S = 60.0, 600.0
@@ -28,5 +28,5 @@ class Tidying:
     def tidy(self, *, busy: bool) -> None:
         """Give back what is free, if there may be any and it is time. busy: whether somebody waits for a token."""
         if self._untidy and time.monotonic() - self._tidied >= (BUSY_S if busy else IDLE_S):
-            mapped.give_back()
+            cpu.give_back()
             self._tidied, self._untidy = time.monotonic(), False

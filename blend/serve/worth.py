@@ -6,8 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from blend.select import make_selector
-from blend.select.contract import needs_of
-from blend.select.query_score import scoring_layers
+from blend.select.base import needs_of, scoring_layers
 from blend.serve.engine import BLENDED_BEFORE, IN_MEMORY
 
 if TYPE_CHECKING:

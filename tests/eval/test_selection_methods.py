@@ -10,7 +10,7 @@ from blend.eval.evaluator import PLAIN_REUSE
 from blend.eval.selection.methods import GROUPS, RATIOS, methods
 from blend.eval.selection.naming import BASELINE, FULL, REUSE, named, ratio_of
 from blend.select import QueryGuided, make_selector
-from blend.select.query_score import scoring_layers
+from blend.select.base import scoring_layers
 
 
 @pytest.mark.parametrize("group", GROUPS)
