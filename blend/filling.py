@@ -163,7 +163,7 @@ class Filler:
         self.decoder.check_length(layout.rows)
         check_ids(self.decoder.vocabulary, layout.token_ids)
         if _asks_store(layout):
-            yield Resume.BESIDE
+            yield Resume.IO
         library = self._library_of(layout)
         if known is None and layout.shared_prefix_rows:
             if not library.isolated.has_prefix:
@@ -198,7 +198,7 @@ class Filler:
     ) -> Steps[Filled]:
         """Put the stored chunks in place, with or without the KV correction, and recompute."""
         if _asks_store(layout):
-            yield Resume.BESIDE
+            yield Resume.IO
         with watch.stage("load"):
             placed = place(layout, opener, contextual=config.surrogate)
         with closing(placed):

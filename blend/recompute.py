@@ -121,9 +121,9 @@ def recompute(
     ):  # other prompts' rows are in the same passes, and they neither wait nor fail for these layers
         for layer in cache.layers:
             if layer.on_use is not None:
-                yield Resume.BESIDE
+                yield Resume.IO
                 layer.settle()
-    yield Resume.HERE
+    yield Resume.DECODER
     with watch.stage("select"):
         attention = (yield from _query_attention(decoder, cache, plan, needs.query, most_rows)) if needs.query else None
         if needs.truth:

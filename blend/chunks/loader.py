@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from blend.model.cpu import compute_alone
+from blend.model.cpu import use_one_thread
 from blend.types import Span
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class LayerLoader:
         try:
             # Each thread would get helpers of its own for its copies. GNU's OpenMP counts them, and with more threads than
             # cores it puts those that wait to sleep at once: the model's own too, and passes take two to three times as long.
-            compute_alone()
+            use_one_thread()
             with torch.inference_mode():
                 for layer in range(len(self._shapes)):
                     if not self._wait(layer):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from blend.errors import StoreError
-from blend.model.cpu import compute_alone
+from blend.model.cpu import use_one_thread
 from blend.model.forward import Resume, RowRequest, Steps
 from blend.serve.caching import OnDone
 from blend.serve.faults import log_error
@@ -61,7 +61,7 @@ class Beside:
             thread.join()
 
     def _loop(self) -> None:
-        compute_alone()  # the cores are the engine's
+        use_one_thread()  # the cores are the engine's
         while (call := self._given.get()) is not None:
             try:
                 with torch.inference_mode():
@@ -80,7 +80,7 @@ class Stepper(Generic[_Result]):
 
     def __init__(self, steps: Steps[_Result], beside: Beside) -> None:
         self._steps, self._beside = steps, beside
-        self._next: RowRequest | Resume = Resume.HERE
+        self._next: RowRequest | Resume = Resume.DECODER
         self._error: Exception | None = None
         self._lock, self._given_up = threading.Lock(), False
         self.busy = self.ended = False
@@ -98,9 +98,9 @@ class Stepper(Generic[_Result]):
                 raise self._error
             if isinstance(self._next, RowRequest):
                 return self._next
-            if self._next is Resume.BESIDE:
+            if self._next is Resume.IO:
                 self._start(partial(self._go_on_beside, partial(next, self._steps)))
-            elif self._next is Resume.HERE or turns:
+            elif self._next is Resume.DECODER or turns:
                 turns -= self._next is Resume.TURN
                 self._resume(partial(next, self._steps))
             else:
@@ -144,7 +144,7 @@ class Stepper(Generic[_Result]):
         try:
             if not self._given_up:
                 self._next = call()
-            while self._next is Resume.BESIDE and not self._given_up:
+            while self._next is Resume.IO and not self._given_up:
                 self._next = next(self._steps)
         except StopIteration as done:
             self.result, self.ended = done.value, True
@@ -162,7 +162,7 @@ class Stepper(Generic[_Result]):
             self._steps.close()
         except Exception as error:  # entries that cannot be closed harm nobody
             log_error(error, "")
-        self._error, self._next = None, Resume.HERE
+        self._error, self._next = None, Resume.DECODER
         self.ended, self.busy = True, False
 
 
@@ -260,12 +260,12 @@ class Encoding:
         while not self.done:
             one = self._left[0]
             try:
-                yield Resume.BESIDE
+                yield Resume.IO
                 if not self._stored(one):
-                    yield Resume.HERE
+                    yield Resume.DECODER
                     encoder = self._library.encoder(contextual=one.contextual)
                     cache = yield from encoder.steps(one.chunk, self._most_rows)
-                    yield Resume.BESIDE
+                    yield Resume.IO
                     keep = partial(self._library.keep, one, cache)
                     removed_from(self._library.store).unless_removed(self._library.key(one), self._begun, keep)
             except Exception as error:  # the store, a chunk that is too long, a pass that failed

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from blend.integrations.vllm.contract import Load, LoadFailedError, Stage
-from blend.model.cpu import compute_alone
+from blend.model.cpu import use_one_thread
 
 _LOG = logging.getLogger("vllm.kvblend")
 
@@ -79,7 +79,7 @@ class Loads:
         self._stage.close()
 
     def _loop(self) -> None:
-        compute_alone()  # the cores are the engine's
+        use_one_thread()  # the cores are the engine's
         while (load := self._waiting.get()) is not None:
             self._do(load)
 

@@ -37,7 +37,8 @@ class PagedLayer(BlendedLayer):
         self.in_blocks = self.in_blocks and self.on_use is None
         super().settle()
 
-    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
+    def new_buffer(self, states: torch.Tensor) -> torch.Tensor:
+        """As its base does, but zeroed."""
         # Zeros, because whole layers are written to the blocks, and attention may multiply what it masks: no NaN must be there.
         return states.new_zeros((*states.shape[:2], self.capacity, states.shape[3]))
 
