@@ -11,7 +11,7 @@ import torch
 
 from _soak_faults import DATABASE, PATIENCE, Asked
 from _store_servers import s3_environment
-from blend.sharing import Sharing
+from blend.corpora import Sharing
 from blend.store import ChunkStore, Patience, open_store
 from blend.store.entry import encode_entry
 from blend.store.names import cache_name

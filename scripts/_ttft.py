@@ -16,7 +16,7 @@ import torch
 
 from _results import Results, Row
 from _rows import about, against, merged
-from _shapes import STORES, random_decoder, random_ids, random_layout, why_not
+from _shapes import SHAPES, STORES, random_decoder, random_ids, random_layout, why_not
 from _stores import (
     copy_rate,
     drop_page_cache,
@@ -30,7 +30,6 @@ from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.eval.evaluator import PLAIN_REUSE
 from blend.model.full_prefill import full_prefill
-from blend.model.shapes import SHAPES
 from blend.store import ChunkStore, open_store
 from blend.store.disk import DiskBackend
 

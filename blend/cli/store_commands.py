@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
+from blend.cli.options import OUTPUT, PLACE
 from blend.cli.store_caches import in_bytes, in_time, list_caches, open_caches, tiers_of
-from blend.cli.values import OUTPUT, PLACE
 from blend.corpora import corpora
 from blend.store.replica import root_of
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from blend.cli import options
+from blend.cli.options import number
 from blend.cli.store_caches import DAY_S, Listed, in_bytes, list_caches, open_caches
-from blend.cli.values import number
 
 if TYPE_CHECKING:
     from blend.store import ChunkStore
@@ -98,8 +98,7 @@ def _told(store: Path, caches: ChunkStore, *, unused: bool) -> Sources:
 
 def _corpora(store: Path, caches: ChunkStore) -> set[str]:
     """Those that are there: of a shared store, that all see."""
-    from blend.corpora import corpora
-    from blend.sharing import published
+    from blend.corpora import corpora, published
     from blend.store.replica import root_of
 
     return set(corpora(store) if root_of(store) is None else published(caches))
@@ -154,7 +153,7 @@ def _pin(wanted: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:
 
 def _fetched(caches: ChunkStore, wanted: list[Listed]) -> str:
     """Bring these to the disk of this machine, where there is one in front of the store; how many are on it then."""
-    from blend.cli.progress import stage_progress
+    from blend.cli.console import stage_progress
     from blend.errors import StoreError
     from blend.store.backend import CACHES
     from blend.store.names import cache_name

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from blend.answering import NONE_RETRIEVED
+from blend.rag import NONE_RETRIEVED
 from blend.serve.engine import ASKED_FOR, Ended, EndReason, Event, Failed, Handle, Sampling, Started, Token
 from blend.serve.faults import LOG
 from blend.serve.outage import STORE_UNREACHABLE, StoreWatch

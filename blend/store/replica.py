@@ -2,7 +2,7 @@
 
     <root>/kvblend-replica.json   the address that it stands for, and that of the Redis in front of it
     <root>/kv/                    the disk tier
-    <root>/index/ ...             as in any store, fetched and published by `blend.sharing`
+    <root>/index/ ...             as in any store, fetched and published by `blend.corpora`
 
 Whoever opens `<root>/kv`, or `kv` of a folder below (a tenant's), gets the store elsewhere with that tier in front.
 """

@@ -24,8 +24,8 @@ from blend.chunks.library import ChunkLibrary
 from blend.chunks.open_library import Tokens, Variant
 from blend.chunks.placed import place
 from blend.config import BlendConfig
+from blend.corpus import OtherCorpora
 from blend.eval.evaluator import PLAIN_REUSE, Evaluator, Method, standard_methods
-from blend.indexing import OtherCorpora
 from blend.prompt import PromptTemplate
 from blend.recompute import make_plan
 from blend.select import make_selector

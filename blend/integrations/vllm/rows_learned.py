@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blend.chunks.open_library import Tokens, Variant
-from blend.corpora import corpora, in_words
+from blend.corpora import corpora, in_words, published
 from blend.errors import ConfigError, StoreError
 from blend.limits import check_number
 from blend.model.outline import ModelOutline
@@ -19,7 +19,6 @@ from blend.plan.sizes import entry_bytes
 from blend.serve.budgets import LEARN_BUDGET
 from blend.serve.passages.learned import Learned
 from blend.serve.removed import removed_from
-from blend.sharing import published
 from blend.store.pins import pinned
 from blend.store.replica import root_of
 from blend.store.sources import read_sources

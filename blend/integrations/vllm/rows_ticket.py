@@ -8,8 +8,8 @@ from hashlib import sha256
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from blend.corpora import check_corpus_name
 from blend.errors import ConfigError
+from blend.limits import check_corpus_name
 from blend.types import Part, PromptLayout
 
 
