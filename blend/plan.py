@@ -20,7 +20,7 @@ from blend.chunks.deciding import LARGEST_SHARE, choose, with_given_surrogate
 from blend.chunks.library import ChunkLibrary
 from blend.corpus import divided
 from blend.errors import ConfigError
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import full_prefill
 from blend.store import open_store
 from blend.store.entry import encode_entry
 from blend.store.registry import get_codec

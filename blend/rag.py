@@ -17,8 +17,7 @@ from blend.corpus import Compute, Corpus, Precomputed, compute_here, precompute
 from blend.errors import ConfigError, PromptError, StoreError
 from blend.lazy import loaded_once
 from blend.limits import check_number
-from blend.model.decoder import Decoder, pick_device
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import Decoder, full_prefill, pick_device
 from blend.model.generate import Generation, OnText, generate
 from blend.prompt import PromptTemplate
 from blend.store import open_store

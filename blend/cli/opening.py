@@ -15,7 +15,7 @@ from blend.errors import ConfigError, StoreError, StoreUnreachableError
 from blend.store import read_precomputed, read_words
 from blend.store.replica import root_of
 from blend.weights import CATALOG, lasting_name, resolve_model
-from blend.weights.hub import is_cached, require_on_hub
+from blend.weights.catalog import is_cached, require_on_hub
 
 if TYPE_CHECKING:
     from blend.rag import Rag

@@ -15,7 +15,7 @@ from blend.corpora import corpora, in_words, published
 from blend.errors import ConfigError, StoreError
 from blend.limits import check_number
 from blend.model.outline import ModelOutline
-from blend.plan.sizes import entry_bytes
+from blend.plan import entry_bytes
 from blend.serve.budgets import LEARN_BUDGET
 from blend.serve.passages.learned import Learned
 from blend.serve.removed import removed_from
