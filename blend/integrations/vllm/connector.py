@@ -21,11 +21,11 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from blend.integrations.vllm.connector_metrics import Counts, Metrics
 from blend.integrations.vllm.contract import DAMAGED, Load, Site
-from blend.integrations.vllm.loads import Done
+from blend.integrations.vllm.loads import Done, Loads
 from blend.integrations.vllm.offers import Offers
 from blend.integrations.vllm.refusals import refuse, refuse_version
 from blend.integrations.vllm.signature import PARAMETER, Signer
-from blend.integrations.vllm.stages import Stages, is_apart, stages_of
+from blend.integrations.vllm.stages import stage_of
 
 
 @dataclass
@@ -56,9 +56,8 @@ class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
     """Blended KV for prompts of which a ticket says that there is some.
 
-    Options, in `kv_connector_extra_config`: socket, where the prefill process listens; key, a file with the key between
-    machines; load, "async" beside the batch, which is the default, or "sync" before it; stage, who fills the blocks. Raises
-    `ValueError`, in one line, for what it is not for.
+    Options, in `kv_connector_extra_config`: stage, who fills the blocks; load, "async" beside the batch, which is the default
+    where the stage can, or "sync" before it; and those of the stage. Raises `ValueError`, in one line, for what it is not for.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -66,9 +65,10 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
         refuse_version(vllm_version)
         refuse(vllm_config, kv_cache_config)
         self._options: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        self._made = stages_of(self._options)
+        self._make_stage = stage_of(self._options)
+        self._apart = self._make_stage.apart and self._options.get("load") != "sync"
         self._offers = Offers(Signer.of(vllm_config))
-        self._stages: Stages | None = None
+        self._loads: Loads | None = None
         self._done = Done(set(), set(), set(), {})
         self._counts, self._figures = Counts(), dict[str, dict[str, Any]]()
         # In the scheduler as the worker last told, in the worker as the scheduler was last told.
@@ -79,7 +79,7 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """How many rows are offered, and whether they are loaded beside the batch."""
         rows = self._offers.rows(request, num_computed_tokens)
-        return rows, bool(rows) and is_apart(self._made, self._options, self._offers.ticket(request) or "")
+        return rows, bool(rows) and self._apart
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """An offer was taken up, or not."""
@@ -140,24 +140,25 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
         names = tuple(sorted(kv_caches, key=extract_layer_index))
         block_size = self._vllm_config.cache_config.block_size
         site = Site(self._vllm_config, names, tuple(modules[name] for name in names), block_size)
-        self._stages = Stages(site, self._options, self._made)
+        mine = {name: value for name, value in self._options.items() if name in self._make_stage.options}
+        self._loads = Loads(self._make_stage(site, mine), block_size, apart=self._apart)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the loads of this step."""
         told = self._get_connector_metadata()
         assert isinstance(told, StepLoads)
-        assert self._stages is not None
+        assert self._loads is not None
         for load in told.loads:
-            self._stages.start(load)
+            self._loads.start(load)
         if not told.loads:
-            self._stages.rest(alone=told.alone)
+            self._loads.rest(alone=told.alone)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Nothing is ever sent; requests whose load beside the batch has ended, well or not."""
-        if self._stages is None:
+        if self._loads is None:
             return None, None
-        self._done = self._stages.done()
-        return None, self._done.requests or None
+        self._done = self._loads.done()
+        return None, (self._done.requests if self._apart else None) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of the failed ones among them."""
@@ -165,15 +166,15 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> WorkerNews | None:
         """The failed ones themselves, for the scheduler to remember: else it would ask for them again without end."""
-        before, self._unfinished = self._unfinished, self._stages is not None and self._stages.unfinished
+        before, self._unfinished = self._unfinished, self._loads is not None and self._loads.unfinished
         failed, figures = self._done.failed, self._done.figures
         news = failed or figures or before != self._unfinished
         return WorkerNews(failed, self._unfinished, figures) if news else None
 
     def shutdown(self) -> None:
         """The process ends."""
-        if self._stages is not None:
-            self._stages.close()
+        if self._loads is not None:
+            self._loads.close()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before the forward pass or are waited for by the scheduler."""

@@ -37,7 +37,7 @@ class LoadFailedError(Exception):
 
 
 class ModelRefusedError(ValueError):
-    """A stage cannot work with a model; another may. The message is one line for the operator."""
+    """A stage cannot work with a model. The message is one line for the operator."""
 
 
 @dataclass(frozen=True)

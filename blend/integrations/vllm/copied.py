@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +12,7 @@ import torch
 
 from blend.integrations.vllm import wire
 from blend.integrations.vllm.contract import Load, LoadFailedError, Site
-from blend.integrations.vllm.network import is_network
-from blend.integrations.vllm.shelf import KV, Described, bytes_of, digest
+from blend.integrations.vllm.shelf import KV, Described, digest
 
 _SECONDS = 10.0  # for the descriptor, or the next bytes, to come: the KV lies ready
 
@@ -22,12 +20,11 @@ _SECONDS = 10.0  # for the descriptor, or the next bytes, to come: the KV lies r
 class CopiedKV:
     """A `Stage`.
 
-    The KV comes out of shared memory, or layer by layer from another machine. With tensor parallelism each process takes its
-    own heads. Raises `ValueError` for a cache that has no writer.
+    With tensor parallelism each process takes its own heads. Raises `ValueError` for a cache that has no writer.
     """
 
     apart = True
-    options = frozenset({"socket", "key"})
+    options = frozenset({"socket"})
 
     def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
         lacking = [name for name, layer in zip(site.names, site.layers, strict=True) if not _writes(layer)]
@@ -35,7 +32,6 @@ class CopiedKV:
             kind = type(site.layers[0].impl).__name__
             raise ValueError(f"kvblend: the attention backend {kind} has no do_kv_cache_update; choose another backend")
         self._site, self._socket = site, str(options.get("socket", wire.SOCKET))
-        self._key_path = str(options.get("key", ""))
         parallel = site.config.parallel_config
         self._processes, self._rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
         self._dtype = site.config.model_config.dtype
@@ -66,12 +62,7 @@ class CopiedKV:
     def _held(self, load: Load) -> Iterator[Iterator[KV]]:
         """What is held for a request, layer by layer: the rows of `load`, and the heads of this process."""
         where = load.start, load.stop, self._rank, self._processes
-        with wire.connect(self._socket, _SECONDS, self._key_path) as sock:
-            if is_network(self._socket):
-                wire.send(sock, {"send": load.ticket, "rows": where[:2], "share": where[2:]})
-                told = self._told(wire.receive(sock)[0], load)
-                yield self._received(sock, told, load)
-                return
+        with wire.connect(self._socket, _SECONDS) as sock:
             wire.send(sock, {"attach": load.ticket})
             answer, fd = wire.receive(sock)
         try:
@@ -81,18 +72,6 @@ class CopiedKV:
             if fd is not None:
                 os.close(fd)
         yield told.part(memory, *where)
-
-    def _received(self, sock: socket.socket, told: Described, load: Load) -> Iterator[KV]:
-        """Layer by layer, as it comes from another machine."""
-        for layer, (_, *widths) in zip(self._site.layers, told.layers, strict=True):
-            pair = []
-            for width in widths:
-                part = torch.empty(
-                    (load.stop - load.start, layer.num_kv_heads, width), dtype=getattr(torch, told.dtype)
-                )
-                wire.receive_bytes(sock, bytes_of(part))
-                pair.append(part)
-            yield pair[0], pair[1]
 
     def _told(self, answer: wire.Message, load: Load) -> Described:
         if answer.get("held") is None:

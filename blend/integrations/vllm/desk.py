@@ -13,7 +13,6 @@ import torch
 
 from blend.errors import PromptError
 from blend.integrations.vllm.local import told_of
-from blend.integrations.vllm.metrics import PrefillMetrics
 from blend.integrations.vllm.questions import answer_request
 from blend.integrations.vllm.shelf import NoRoomError, Shelf
 from blend.integrations.vllm.wire import Message
@@ -23,7 +22,6 @@ from blend.serve.door.hall import DoorLimits
 from blend.serve.engine import Handle, QueueFullError, Sampling
 from blend.serve.faults import LOG, log_error
 from blend.serve.request import Closed, Opened, Refused, Reply
-from blend.serve.store_metrics import StoreFigures
 
 if TYPE_CHECKING:
     from blend.blender import Blend
@@ -40,7 +38,7 @@ Tell = Callable[[Message], None]
 class Desk:
     """Takes questions for `service`, and puts what was blended on `shelf`. Threads may share it.
 
-    metrics: what came of them. model: names the model and the dtype that it computes in. refused: why vLLM's server does not
+    model: names the model and the dtype that it computes in. refused: why vLLM's server does not
     use their KV, "" while it does.
     """
 
@@ -49,10 +47,8 @@ class Desk:
         service: Service,
         shelf: Shelf,
         limits: DoorLimits | None = None,
-        metrics: PrefillMetrics | None = None,
     ) -> None:
         self.service, self.shelf, self._limits = service, shelf, limits or DoorLimits()
-        self.metrics = metrics or PrefillMetrics()
         decoder = service.room("").rag().decoder
         self._decoder, self.model, self.refused = decoder, f"{decoder.fingerprint} {decoder.dtype}", ""
         self._row_bytes = sum(layer.width for layer in decoder.rotations) * decoder.dtype.itemsize
@@ -64,7 +60,7 @@ class Desk:
         and then one of: "ready" with a ticket; "plain", for vLLM's own prefill, with what there is to say of it; "pass" where
         kvblend has no part in the prompt; "error".
         """
-        question = Question(self.shelf, tell, self.metrics)
+        question = Question(self.shelf, tell)
         try:
             self.service.engine.require_room()  # who is left to vLLM must not cost a search first
             prepared = self.service.prepare(answer_request(part, self.service.corpora(""), self._limits))
@@ -75,7 +71,6 @@ class Desk:
             failure = failure_of(error)
             if failure.status >= 500:
                 log_error(error, "")
-            self.metrics.refused(failure.code)
             tell({"error": [failure.status, failure.message, failure.code, failure.param]})
             return question
         if not prepared.cited:
@@ -126,11 +121,6 @@ class Desk:
             log_error(error, "")
             question.give_up("failed")
 
-    def page(self) -> bytes:
-        """What operators watch, in Prometheus' text format."""
-        self.metrics.holds(len(self.shelf), self.shelf.nbytes, self.shelf.budget)
-        return self.metrics.page(self.service.engine.holding(), StoreFigures.of(self.service.stores))
-
     def check(self, number: int) -> Message:
         """A prompt by which this model is compared with vLLM's: exact KV of it, and KV that is wrong.
 
@@ -161,8 +151,8 @@ class Desk:
 class Question:
     """One question; `release` when nobody waits for it any more, or vLLM has finished with it."""
 
-    def __init__(self, shelf: Shelf, tell: Tell, metrics: PrefillMetrics) -> None:
-        self._shelf, self._tell, self._metrics = shelf, tell, metrics
+    def __init__(self, shelf: Shelf, tell: Tell) -> None:
+        self._shelf, self._tell = shelf, tell
         self._lock = threading.Lock()
         self._handle: Handle | None = None
         self._ticket, self._salt, self._released, self._ended = "", "", False, False
@@ -191,10 +181,8 @@ class Question:
         """What the engine says."""
         if isinstance(reply, Opened):
             self._opened = reply
-            self._metrics.begun(reply)
         elif isinstance(reply, Refused):
             log_error(reply.error, "")
-            self._metrics.refused(failure_of(reply.error).code)
             self.give_up("failed")
         elif isinstance(reply, Closed):
             self._close(reply)
@@ -205,18 +193,14 @@ class Question:
             return
         told, figures = own(self._opened), self._opened.figures
         if self._ticket:
-            self._metrics.handed_over(self._shelf.size(self._ticket), figures.ttft_s)
             self._end({"ready": {"ticket": self._ticket, "salt": self._salt}, "told": told})
             return
         if not figures.reason and figures.method == "blend":  # there was no room for it, or nobody waited any more
             told["figures"] |= {"method": "full", "reason": "busy"}
-            self._metrics.fell_back("busy")
         self._end({"plain": told["figures"]["reason"], "told": told})
 
     def give_up(self, reason: str) -> None:
         """VLLM computes it all."""
-        if not self._ended and reason != "cancelled":
-            self._metrics.fell_back(reason)
         self._end({"plain": reason, "told": {}})
 
     def _end(self, message: Message) -> None:

@@ -15,12 +15,11 @@ from blend.integrations.vllm.bodies import another_prompt, blended, plain_body, 
 from blend.integrations.vllm.check import reason_against
 from blend.integrations.vllm.lease import Lease
 from blend.integrations.vllm.local import LocalPrompts
-from blend.integrations.vllm.network import key_path_of
 from blend.integrations.vllm.outage import LeftAloneError, Outage
 from blend.integrations.vllm.questions import part_of, plain_model, wants_context
 from blend.integrations.vllm.rows_ticket import ready_for
 from blend.integrations.vllm.signature import Signer
-from blend.integrations.vllm.stages import options_of, rows_options
+from blend.integrations.vllm.stages import rows_options
 from blend.serve.door.errors import DoorError, Failure, failure_of, refuse, unavailable
 from blend.serve.engine import ASKED_FOR
 
@@ -59,7 +58,6 @@ class Gate:
         self._seconds = _seconds(os.environ.get(_TIMEOUT, "60"))
         config = getattr(engine, "vllm_config", None)
         self._signer = Signer.of(config)
-        self._key_path = key_path_of(options_of(config))
         self._rows = rows_options(config)
         self._local: LocalPrompts | None = None
         self._outage = Outage()
@@ -102,7 +100,7 @@ class Gate:
         try:
             async with asyncio.timeout(None if wanted else _PASS_S):
                 asked = {"ask": part, "refused": self._refused}
-                lease = await Lease.take(self._socket, asked, self._key_path)
+                lease = await Lease.take(self._socket, asked)
                 message = await lease.next()
             found = await self._followed(lease, message, plain, wanted, path)
         except BaseException:
@@ -208,7 +206,7 @@ class Gate:
 
     async def _look(self) -> None:
         with suppress(wire.WireError, TimeoutError):
-            async with await Lease.take(self._socket, {"holding": True}, self._key_path) as lease:
+            async with await Lease.take(self._socket, {"holding": True}) as lease:
                 model = str((await lease.next())["model"])
             await self._reason_against(model)
 
@@ -233,7 +231,7 @@ class Gate:
 
     async def _compared(self) -> str:
         asked = {"check": str(getattr(self._model_config, "dtype", "")).removeprefix("torch.")}
-        async with asyncio.timeout(_CHECK_S), await Lease.take(self._socket, asked, self._key_path) as lease:
+        async with asyncio.timeout(_CHECK_S), await Lease.take(self._socket, asked) as lease:
             message = await lease.next()
             if "refused" in message:
                 return str(message["refused"])

@@ -6,7 +6,6 @@ import asyncio
 from types import TracebackType
 
 from blend.integrations.vllm import wire
-from blend.integrations.vllm.network import is_network
 
 _CONNECT_S = 2.0
 
@@ -18,12 +17,11 @@ class Lease:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def take(cls, name: str, message: wire.Message, key_path: str = "") -> Lease:
-        """Connect, and say what is wanted; key_path: see `network.shared_key`. Raises `WireError`."""
-        sock = await asyncio.to_thread(wire.connect, name, _CONNECT_S, key_path)
+    async def take(cls, name: str, message: wire.Message) -> Lease:
+        """Connect, and say what is wanted. Raises `WireError`."""
+        sock = await asyncio.to_thread(wire.connect, name, _CONNECT_S)
         sock.setblocking(False)
-        opened = asyncio.open_connection if is_network(name) else asyncio.open_unix_connection
-        lease = cls(*await opened(sock=sock))
+        lease = cls(*await asyncio.open_unix_connection(sock=sock))
         try:
             await lease.say(message)
         except wire.WireError:

@@ -48,8 +48,8 @@ class Offers:
     def _told(self, *, known: bool) -> None:
         if not (known or self._warned):  # one line until there is a good one again
             _LOG.warning(
-                "kvblend: a ticket is refused that was not given out by the middleware of this vLLM; if none is taken up, give "
-                "server and engine the same key (KVBLEND_VLLM_KEY, or key in kv_connector_extra_config)"
+                "kvblend: a ticket is refused that was not given out by the middleware of this vLLM; if none is taken up, leave "
+                "engine_id out of --kv-transfer-config"
             )
         self._warned = not known
 

@@ -6,7 +6,6 @@ comes about. So nothing is kept for a server that was killed, and who hangs up i
 
 from __future__ import annotations
 
-import mmap
 import os
 import queue
 import resource
@@ -16,8 +15,7 @@ import threading
 
 from blend.integrations.vllm import wire
 from blend.integrations.vllm.desk import CHECKED_ROWS, Desk
-from blend.integrations.vllm.metrics import PrefillMetrics
-from blend.integrations.vllm.shelf import NoRoomError, Shelf, bytes_of
+from blend.integrations.vllm.shelf import NoRoomError, Shelf
 from blend.serve.faults import log_error
 
 _LOOK_S = 0.05  # how often it is looked whether who waits is still there
@@ -27,11 +25,10 @@ _OTHER_FILES = 128
 
 
 class PrefillServer:
-    """Serves connections in threads of their own until `stop`. place: a bound socket. metrics: those of `desk`."""
+    """Serves connections in threads of their own until `stop`. place: a bound socket."""
 
-    def __init__(self, desk: Desk, shelf: Shelf, place: socket.socket, metrics: PrefillMetrics | None = None) -> None:
+    def __init__(self, desk: Desk, shelf: Shelf, place: socket.socket) -> None:
         self._desk, self._shelf, self._place = desk, shelf, place
-        self._metrics = metrics or PrefillMetrics()
         self._stopping = threading.Event()
         self._room = threading.BoundedSemaphore(most_connections())
         self._told = set[str]()
@@ -75,7 +72,7 @@ class PrefillServer:
         try:
             with sock:
                 sock.settimeout(_SLOW_S)
-                wire.admit(sock)
+                wire.check_user(sock)
                 self._answer(sock, wire.receive(sock)[0])
         except wire.WireError:  # the other end has gone, which is its way to say that it needs nothing more
             pass
@@ -89,8 +86,6 @@ class PrefillServer:
             self._ask(sock, message["ask"], message.get("refused"))
         elif "attach" in message:
             self._attach(sock, str(message["attach"]))
-        elif "send" in message:
-            self._send(sock, message)
         elif "check" in message:
             self._check(sock, str(message["check"]))
         elif "holding" in message:
@@ -132,7 +127,6 @@ class PrefillServer:
 
     def _attach(self, sock: socket.socket, ticket: str) -> None:
         found = self._shelf.get(ticket)
-        self._metrics.fetched(held=found is not None)
         if found is None:
             wire.send(sock, {"held": None})
             return
@@ -141,23 +135,6 @@ class PrefillServer:
             wire.send(sock, {"held": told._asdict()}, fd)
         finally:
             os.close(fd)
-
-    def _send(self, sock: socket.socket, message: wire.Message) -> None:
-        """The KV itself, to another machine: of some rows, and of the heads that are one process's share."""
-        found = self._shelf.get(str(message["send"]))
-        self._metrics.fetched(held=found is not None)
-        if found is None:
-            wire.send(sock, {"held": None})
-            return
-        fd, told = found
-        try:
-            memory = mmap.mmap(fd, told.nbytes, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(fd)
-        wire.send(sock, {"held": told._asdict()})
-        for pair in told.part(memory, *map(int, (*message["rows"], *message["share"]))):
-            for part in pair:
-                wire.send_bytes(sock, bytes_of(part.contiguous()))
 
     def _check(self, sock: socket.socket, dtype: str) -> None:
         """Prompts to compare by, held until the other end has compared. dtype: that vLLM computes in."""

@@ -23,9 +23,8 @@ def refusal(site: Site) -> str:
     """Why rows cannot be run on this worker, in words that follow "because"; empty where they can as far as can be told."""
     config, layers = site.config, site.layers
     parallel = config.parallel_config
-    otherwise = parallel.data_parallel_size > 1 or parallel.world_size != parallel.tensor_parallel_size
     told = {
-        "the model is split over several processes, and not by tensor parallelism alone": otherwise,
+        "the model has more than one worker": parallel.world_size > 1 or parallel.data_parallel_size > 1,
         "it serves LoRA adapters": config.lora_config is not None,
         "it decodes speculatively": config.speculative_config is not None,
         "it reads more than text": config.model_config.is_multimodal_model,
@@ -41,22 +40,12 @@ def refusal(site: Site) -> str:
         "its attention has sinks": any(layer.has_sink for layer in layers),
         "its attention has position biases": any(getattr(one.impl, "alibi_slopes", None) is not None for one in layers),
         "its blocks are cut by the attention backend": specs[0].block_size != site.block_size,
-        "its heads are not shared out to the processes as vLLM's configuration says": not _split_as_told(site),
     }
     return next((why for why, holds in told.items() if holds), "")
 
 
 def _windowed(spec: Any) -> bool:
     return spec.sliding_window is not None or spec.attention_chunk_size is not None
-
-
-def _split_as_told(site: Site) -> bool:
-    """Whether every layer has as many heads here as each of the model's processes is to have."""
-    model, parallel = site.config.model_config, site.config.parallel_config
-    if parallel.tensor_parallel_size == 1:
-        return True
-    told = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
-    return all((layer.num_heads, layer.num_kv_heads) == told for layer in site.layers)
 
 
 def admitted(model: RowModel, facts: Facts) -> PagedDecoder:

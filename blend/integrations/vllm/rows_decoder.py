@@ -152,7 +152,7 @@ class PagedDecoder:
         seen = _ToBlocks(self, cache, request.positions, request.observe, halt_at, handed, batch)
         prompts = tuple(PromptRows(request.positions, blocks) for blocks in seen.tables)
         scratch = sum(map(len, seen.tables)) if cache.place is None else 0
-        rows = RowPass(request.token_ids.reshape(-1), prompts, scratch, queries=request.observe is not None)
+        rows = RowPass(request.token_ids.reshape(-1), prompts, scratch)
         return self.model.run(rows, seen.see)
 
     def _pieces(self, rows: torch.Tensor, batch: int) -> Iterator[torch.Tensor]:
@@ -223,7 +223,7 @@ class _ToBlocks:
         """KV `[batch x rows, kv_heads, head_dim]` to the blocks, by vLLM's own writer."""
         model = self.decoder.model
         slots = torch.cat([slots_of(rows, table, model.site.block_size) for table in self.tables])
-        model.write(index, keys.contiguous(), values.contiguous(), slots)
+        model.site.write(index, keys.contiguous(), values.contiguous(), slots)
 
     def _by_prompt(self, states: torch.Tensor) -> torch.Tensor:
         """`[batch x rows, heads, head_dim]` as `[batch, heads, rows, head_dim]`."""

@@ -1,13 +1,11 @@
 """The second stage: requests' blocks filled with blended KV that vLLM's own model computes, in the worker that decodes.
 
-Weights are held once, and quantised models work as they are. A pass runs between the engine's own, in its thread, and in
-all processes that a model is split over.
+Weights are held once, and quantised models work as they are. A pass runs between the engine's own, in its thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from blend.chunks.probe import gives_same_kv
@@ -18,11 +16,10 @@ from blend.integrations.vllm.contract import DAMAGED, Load, LoadFailedError, Mod
 from blend.integrations.vllm.local import CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.rows_blender import RowBlender
 from blend.integrations.vllm.rows_cache import Place
-from blend.integrations.vllm.rows_check import admitted
+from blend.integrations.vllm.rows_check import admitted, refusal
 from blend.integrations.vllm.rows_decoder import Facts
 from blend.integrations.vllm.rows_identity import fingerprints
 from blend.integrations.vllm.rows_learned import LearnedTexts, learn_budget
-from blend.integrations.vllm.rows_roles import role_of
 from blend.integrations.vllm.rows_ticket import told_by
 from blend.integrations.vllm.rows_worker import RowModel
 from blend.rag import Rag
@@ -47,19 +44,16 @@ class RecomputedRows:
     options = frozenset({"store", "learn", "learn_budget", *_CONFIG}) | CORPUS_OPTIONS
 
     def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
+        if why := refusal(site):
+            raise _refused(f"because {why}")
         try:
-            self._role = role_of(site)
+            model = RowModel(site)
         except ValueError as error:
             raise _refused(error) from error
-        # None in a process that follows another: it has no store, and decides nothing.
-        self.blender = self._role.does(partial(row_blender, self._role.model, options))
+        self.blender = row_blender(model, options)
 
-    def fill(self, load: Load) -> dict[str, Any] | None:
+    def fill(self, load: Load) -> dict[str, Any]:
         """See `Stage`."""
-        return self._role.does(partial(self._fill, load))
-
-    def _fill(self, load: Load) -> dict[str, Any]:
-        assert self.blender is not None
         try:
             layout, corpus, brought = told_by(load.ticket, load.token_ids)
             place = Place(load.blocks, load.start, load.stop)
@@ -72,21 +66,16 @@ class RecomputedRows:
 
     def rest(self, *, alone: bool) -> None:
         """Some of what earlier prompts lacked is computed, to be stored for the next."""
-        self._role.does(partial(self._rest, alone=alone))
-
-    def _rest(self, *, alone: bool) -> None:
-        assert self.blender is not None
         self.blender.later.run(alone=alone)
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is more of that; the process that decides tells it for all."""
-        return self.blender is not None and len(self.blender.later) > 0
+        """Whether there is more of that."""
+        return len(self.blender.later) > 0
 
     def close(self) -> None:
         """What is not computed by now is another time."""
-        if self.blender is not None:
-            self.blender.later.close()
+        self.blender.later.close()
 
 
 def _figures(layout: PromptLayout, filled: Filled) -> dict[str, Any]:
@@ -123,7 +112,7 @@ def row_blender(model: RowModel, options: Mapping[str, Any]) -> RowBlender:
     return RowBlender(decoder, store, config, learned)
 
 
-def _refused(error: Exception) -> ModelRefusedError:
+def _refused(error: object) -> ModelRefusedError:
     return ModelRefusedError(f"kvblend: vLLM's own model cannot recompute rows, {error}; use stage copied")
 
 

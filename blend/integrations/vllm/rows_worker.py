@@ -27,13 +27,12 @@ class RowPass(NamedTuple):
     """Rows of prompts that run together.
 
     token_ids: of all rows of all prompts, int64 `[rows]`. scratch: how many blocks of scratch memory the prompts lie in; 0
-    where they lie in the engine's. queries: whether queries are looked at. shift: of rotary positions, past those of the rows.
+    where they lie in the engine's. shift: of rotary positions, past those of the rows.
     """
 
     token_ids: torch.Tensor
     prompts: tuple[PromptRows, ...]
     scratch: int = 0
-    queries: bool = False
     shift: int = 0
 
 
@@ -62,11 +61,6 @@ class RowModel:
         with suppress(Halt), scratch:
             return self._forward(rows, see)
         return None
-
-    @torch.inference_mode()
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Put KV of all heads `[rows, kv_heads, head_dim]` into a layer's cache, see `Site.write`; within a pass too."""
-        self.site.write(layer, keys, values, slots)
 
     def _forward(self, rows: RowPass, see: See) -> torch.Tensor:
         from vllm.forward_context import set_forward_context

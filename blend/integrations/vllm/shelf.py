@@ -133,12 +133,6 @@ class Shelf:
             found = self._held.get(ticket)
             return None if found is None else (os.dup(found[0]), found[1])
 
-    def size(self, ticket: str) -> int:
-        """Bytes of the piece; 0 for a ticket that is not valid."""
-        with self._lock:
-            found = self._held.get(ticket)
-            return 0 if found is None else found[1].nbytes
-
     def release(self, ticket: str) -> None:
         """Hold it no longer; vLLM's workers that read it at this moment finish undisturbed."""
         with self._lock:
@@ -146,11 +140,6 @@ class Shelf:
             if found is not None:
                 os.close(found[0])
                 self._nbytes -= found[1].nbytes
-
-
-def bytes_of(part: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on a CPU."""
-    return part.view(torch.uint8).numpy().data.cast("B")
 
 
 def digest(token_ids: Sequence[int]) -> str:

@@ -1,7 +1,6 @@
 """Tickets are signed: a scheduler takes up those alone that the middleware before its own engine has given out.
 
-Both must know what no client does: the key between machines where one is named, and else the engine's id, which vLLM draws at
-random and hands to all processes of an engine.
+Both know what no client does: the engine's id, which vLLM draws at random and hands to all processes of an engine.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from hashlib import sha256
 from typing import Any
 
 from blend.errors import ConfigError
-from blend.integrations.vllm.network import key_path_of, shared_key
 
 PARAMETER = "kvblend"  # ours in a request's kv_transfer_params
 
@@ -26,13 +24,10 @@ class Signer:
 
     @classmethod
     def of(cls, config: Any) -> Signer:
-        """config: the `VllmConfig`. Raises `ConfigError` for a key that cannot be read, and an engine without an id."""
+        """config: the `VllmConfig`. Raises `ConfigError` for an engine without an id."""
         transfer = getattr(config, "kv_transfer_config", None)
         if transfer is None:
             return cls(secrets.token_bytes(32))  # without a connector nobody takes tickets up
-        path = key_path_of(transfer.kv_connector_extra_config or {})
-        if path:
-            return cls(shared_key(path))
         engine = (transfer.engine_id or "").partition("_dp")[0]  # with data parallelism engines append their number
         if not engine:
             raise ConfigError("kvblend: this engine has no id; leave engine_id out of --kv-transfer-config")

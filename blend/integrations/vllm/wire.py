@@ -1,8 +1,7 @@
 """Messages between vLLM's processes and the one that blends: JSON with its length in front.
 
 A name such as "@kvblend" is a socket in Linux's abstract namespace: nothing is left of it when its process has ended, however.
-tcp://HOST:PORT is reached from other machines, see `network`. Any other name is the path of a Unix socket. On one machine both
-ends talk to processes of their own user or root's alone.
+Any other name is the path of a Unix socket. Both ends talk to processes of their own user or root alone.
 """
 
 from __future__ import annotations
@@ -14,12 +13,10 @@ import socket
 import stat
 import struct
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from blend.errors import ConfigError
-from blend.integrations.vllm import network
 
 SOCKET = "@kvblend"
 VARIABLE = "KVBLEND_VLLM_SOCKET"
@@ -41,7 +38,7 @@ def bind(name: str) -> socket.socket:
     Raises `ConfigError` where another process has it already.
     """
     try:
-        return network.bound(name) if network.is_network(name) else _bound(name)
+        return _bound(name)
     except OSError as error:
         raise ConfigError(
             f"cannot listen at --socket {name} ({error.strerror or error}): end what listens there, or choose another name"
@@ -78,43 +75,27 @@ def _remove_stale(name: str) -> None:
 
 def close(place: socket.socket, name: str) -> None:
     """Take no more connections, and leave nothing behind."""
-    if not (name.startswith("@") or network.is_network(name)):
+    if not name.startswith("@"):
         with contextlib.suppress(OSError):
             Path(name).unlink()
     place.close()
 
 
-def connect(name: str, seconds: float, key_path: str = "") -> socket.socket:
-    """A connection on which nothing may take longer than this; key_path: see `network.shared_key`. Raises `WireError`."""
-    sock: socket.socket | None = None
+def connect(name: str, seconds: float) -> socket.socket:
+    """A connection on which nothing may take longer than this. Raises `WireError`."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(seconds)
     try:
-        if network.is_network(name):
-            sock = network.connected(name, seconds)
-            network.prove(sock, partial(_exactly, sock), key_path)
-        else:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(seconds)
-            sock.connect(_address(name))
-            _check_user(sock)
-    except (OSError, WireError, network.StrangerError, ConfigError) as error:
-        if sock is not None:
-            sock.close()
+        sock.connect(_address(name))
+        check_user(sock)
+    except (OSError, WireError) as error:
+        sock.close()
         raise WireError(f"the prefill process does not answer at {name} ({error})") from None
     return sock
 
 
-def admit(sock: socket.socket) -> None:
-    """Raise `WireError` when who has connected is not to be talked to."""
-    if sock.family == socket.AF_UNIX:
-        _check_user(sock)
-        return
-    try:
-        network.admit(sock, partial(_exactly, sock))
-    except (OSError, network.StrangerError, ConfigError) as error:
-        raise WireError(str(error)) from None
-
-
-def _check_user(sock: socket.socket) -> None:
+def check_user(sock: socket.socket) -> None:
+    """Raise `WireError` unless the other end's process belongs to this user or root."""
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user = _CREDENTIALS.unpack(found)[1]
     if user not in (os.geteuid(), 0):
@@ -146,27 +127,6 @@ def receive(sock: socket.socket) -> tuple[Message, int | None]:
     except (OSError, WireError) as error:
         if fd is not None:
             os.close(fd)
-        raise WireError(f"no answer ({error})") from None
-
-
-def send_bytes(sock: socket.socket, content: memoryview) -> None:
-    """Send what the other end knows the length of. Raises `WireError`."""
-    try:
-        sock.sendall(content)
-    except OSError as error:
-        raise WireError(f"the other end has gone ({error})") from None
-
-
-def receive_bytes(sock: socket.socket, into: memoryview) -> None:
-    """Fill it. Raises `WireError`."""
-    at = 0
-    try:
-        while at < len(into):
-            count = sock.recv_into(into[at:])
-            if not count:
-                raise WireError("the other end has gone")
-            at += count
-    except OSError as error:
         raise WireError(f"no answer ({error})") from None
 
 
