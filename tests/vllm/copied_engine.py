@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from blend.integrations.vllm.signature import Signer
+from blend.integrations.vllm.contract import Signer
 from blend.types import PromptLayout
 
 COUNT = 12

@@ -7,9 +7,8 @@ import time
 from copied_engine import FAILS, LATE
 
 from blend.integrations.vllm.connector import KVBlend
-from blend.integrations.vllm.contract import Load, LoadFailedError
-from blend.integrations.vllm.copied import CopiedKV
-from blend.integrations.vllm.stages import STAGES
+from blend.integrations.vllm.contract import STAGES, Load, LoadFailedError
+from blend.integrations.vllm.stage import CopiedKV
 
 
 class Uneven(CopiedKV):

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from blend.integrations.vllm.connector import KVBlend
+from blend.integrations.vllm.contract import STAGES as BY_NAME
 from blend.integrations.vllm.contract import Site
-from blend.integrations.vllm.rows_stage import RecomputedRows
-from blend.integrations.vllm.stages import STAGES as BY_NAME
+from blend.integrations.vllm.stage import RecomputedRows
 
 STAGES: list[RecomputedRows] = []
 

@@ -25,8 +25,7 @@ from vllm.config import KVTransferConfig
 from vllm.inputs import TokensPrompt
 
 from blend.blender import Blend
-from blend.integrations.vllm.rows_ticket import ticket_of
-from blend.integrations.vllm.signature import Signer
+from blend.integrations.vllm.contract import Signer, ticket_of
 from blend.model.decoder import Decoder
 from blend.types import PromptLayout
 

@@ -20,10 +20,9 @@ from blend.blender import Blend, Blender
 from blend.chunks.deciding import with_surrogate
 from blend.chunks.probe import leave_probe
 from blend.config import BlendConfig
-from blend.integrations.vllm.rows_blender import RowBlender
-from blend.integrations.vllm.rows_cache import Place
-from blend.integrations.vllm.rows_learned import LearnedTexts
-from blend.integrations.vllm.rows_stage import row_blender
+from blend.integrations.vllm.decoder import Place
+from blend.integrations.vllm.learning import LearnedTexts
+from blend.integrations.vllm.stage import RowBlender, row_blender
 from blend.model.decoder import Decoder
 from blend.store import open_store
 from blend.types import PromptLayout

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from blend.integrations.vllm.check import reason_against
-from blend.integrations.vllm.signature import Signer
+from blend.integrations.vllm.contract import Signer
+from blend.integrations.vllm.middleware import reason_against
 
 CHECKS = [{"prompt": [1, 2, 3], "right": "r" * 32, "wrong": "w" * 32}]
 SIGNER = Signer(b"a secret")

@@ -13,8 +13,8 @@ from machines import free_port
 from tiny import Bench, bench, save_model
 
 from blend.integrations.vllm import network
-from blend.integrations.vllm.offers import Offers
-from blend.integrations.vllm.signature import Signer
+from blend.integrations.vllm.connector import Offers
+from blend.integrations.vllm.contract import Signer
 
 pytestmark = pytest.mark.inside_vllm
 LENGTHS = (127, 128, 129, 517)

@@ -24,10 +24,9 @@ from starlette.routing import Route
 from blend.config import BlendConfig, CorpusConfig
 from blend.integrations.vllm import gate as gates
 from blend.integrations.vllm import network, wire
-from blend.integrations.vllm.desk import CHECKED_ROWS, Desk
 from blend.integrations.vllm.middleware import KVBlend
-from blend.integrations.vllm.prefill import PrefillServer
-from blend.integrations.vllm.shelf import Shelf, digest
+from blend.integrations.vllm.server import CHECKED_ROWS, Desk, PrefillServer
+from blend.integrations.vllm.transport import Shelf, digest
 from blend.rag import Rag
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.service import Service
@@ -366,7 +365,7 @@ def test_models_are_compared_when_the_server_starts_and_again_when_it_starts_ane
     monkeypatch.setattr(
         Desk, "check", lambda self, number: held_right.add((found := check(self, number))["right"]) or found
     )
-    monkeypatch.setattr("blend.integrations.vllm.check._likeliest", likeliest)
+    monkeypatch.setattr("blend.integrations.vllm.middleware._likeliest", likeliest)
     asyncio.run(_started(differing, lambda: "--dtype bfloat16" in held(prefill)["refused"]))
     asyncio.run(_started(alike, lambda: not held(prefill)["refused"]))
     prefill.idle()

@@ -16,7 +16,7 @@ import pytest
 
 from blend.integrations.vllm import gate as gates
 from blend.integrations.vllm import outage, wire
-from blend.integrations.vllm.gate import Gate, Rewritten
+from blend.integrations.vllm.middleware import Gate, Rewritten
 from blend.serve.door.errors import DoorError
 
 CHAT = "/v1/chat/completions"

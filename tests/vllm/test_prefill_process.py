@@ -17,14 +17,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from blend.integrations.vllm.metrics import PrefillMetrics
 from places import PYTHONPATH
 
 from blend.errors import ConfigError
 from blend.integrations.vllm import network, prefill, wire
-from blend.integrations.vllm.desk import CHECKED_ROWS, Desk
-from blend.integrations.vllm.metrics import PrefillMetrics
-from blend.integrations.vllm.prefill import PrefillServer
-from blend.integrations.vllm.shelf import NoRoomError, Shelf
+from blend.integrations.vllm.server import CHECKED_ROWS, Desk, PrefillServer
+from blend.integrations.vllm.transport import NoRoomError, Shelf
 from blend.serve.engine import QueueFullError
 
 ROOT = Path(__file__).parents[2]
@@ -51,9 +50,9 @@ def unused() -> str:
 WITHOUT_DESCRIPTORS = """
 import resource, secrets, socket, threading, time
 from blend.integrations.vllm import wire
-from blend.integrations.vllm.desk import Desk
-from blend.integrations.vllm.prefill import PrefillServer
-from blend.integrations.vllm.shelf import Shelf
+from blend.integrations.vllm.server import Desk
+from blend.integrations.vllm.server import PrefillServer
+from blend.integrations.vllm.transport import Shelf
 
 name = f"@kvblend-{secrets.token_hex(6)}"
 server = PrefillServer(None, Shelf(1 << 20), wire.bind(name))

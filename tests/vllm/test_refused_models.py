@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from blend.integrations.vllm.refusals import refuse, refuse_version
+from blend.integrations.vllm.connector import refuse, refuse_version
 
 
 class FullAttentionSpec:

@@ -10,10 +10,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from blend.errors import StoreError
-from blend.integrations.vllm.gate import Gate, Rewritten
-from blend.integrations.vllm.local import LocalPrompts
-from blend.integrations.vllm.questions import part_of
-from blend.integrations.vllm.rows_ticket import Told, told_by
+from blend.integrations.vllm.contract import Told, told_by
+from blend.integrations.vllm.middleware import Gate, Rewritten
+from blend.integrations.vllm.prompts import LocalPrompts, part_of
 from blend.serve.door.errors import DoorError
 from blend.serve.outage import StoreWatch
 from blend.store import open_store

@@ -14,8 +14,7 @@ from blend.blender import Blender
 from blend.chunks.open_library import Tokens
 from blend.config import BlendConfig
 from blend.integrations.vllm import rows_later
-from blend.integrations.vllm.rows_later import CPU_ROWS, TURN, Lacking, Later
-from blend.integrations.vllm.rows_learned import BOOK, LearnedTexts, learn_budget
+from blend.integrations.vllm.learning import BOOK, CPU_ROWS, TURN, Lacking, Later, LearnedTexts, learn_budget
 from blend.model.decoder import Decoder
 from blend.model.rows import RowRequest
 from blend.store import ChunkStore, open_store

@@ -9,14 +9,21 @@ from uuid import uuid4
 
 import pytest
 import torch
-
-from blend.integrations.vllm.contract import Load, ModelRefusedError
 from blend.integrations.vllm.rows_group import Group
-from blend.integrations.vllm.rows_identity import Fingerprints
-from blend.integrations.vllm.rows_rope import from_table
-from blend.integrations.vllm.rows_scratch import Scratch, block_dimension
-from blend.integrations.vllm.rows_ticket import Told, ticket_of, told_by
-from blend.integrations.vllm.stages import Stages, is_apart, name_of, rows_options
+
+from blend.integrations.vllm.contract import (
+    Load,
+    ModelRefusedError,
+    Stages,
+    Told,
+    is_apart,
+    name_of,
+    rows_options,
+    ticket_of,
+    told_by,
+)
+from blend.integrations.vllm.decoder import Scratch, block_dimension, from_table
+from blend.integrations.vllm.stage import Fingerprints
 from blend.types import Part, PromptLayout
 
 LAYOUTS = {

@@ -14,7 +14,7 @@ from machines import HEADERS, Machines, until
 from tests.tiny_model import save_tiny_model
 
 if TYPE_CHECKING:
-    from blend.integrations.vllm.local import LocalPrompt
+    from blend.integrations.vllm.prompts import LocalPrompt
     from blend.types import PromptLayout
 
 pytestmark = pytest.mark.inside_vllm
@@ -89,7 +89,7 @@ class Own:
     def __init__(self, server: Machines) -> None:
         from blend.blender import Blender
         from blend.config import BlendConfig
-        from blend.integrations.vllm.local import LocalPrompts
+        from blend.integrations.vllm.prompts import LocalPrompts
         from blend.model.decoder import Decoder
         from blend.store import open_store
 
@@ -100,7 +100,7 @@ class Own:
         self.prompts = LocalPrompts(self.decoder.tokenizer, {"store": str(server.store)})
 
     def prompt(self, question: str, **more: Any) -> LocalPrompt:
-        from blend.integrations.vllm.questions import part_of
+        from blend.integrations.vllm.prompts import part_of
 
         found = self.prompts.prompt(part_of(body(question, **more)))
         assert found is not None
@@ -219,14 +219,14 @@ def test_what_is_not_there_is_refused_in_a_line(server: Machines, more: dict[str
 
 
 def test_a_folder_is_needed() -> None:
-    from blend.integrations.vllm.rows_stage import row_blender
+    from blend.integrations.vllm.stage import row_blender
 
     with pytest.raises(ValueError, match="needs the option store"):
         row_blender(None, {})  # type: ignore[arg-type]  # refused before anything is looked at
 
 
 def test_a_stage_has_options_of_its_own() -> None:
-    from blend.integrations.vllm.stages import is_apart, stages_of
+    from blend.integrations.vllm.contract import is_apart, stages_of
 
     options = {"stage": "auto", "store": "kv", "ratio": 0.2, "socket": "@x"}
     both = stages_of(options)

@@ -211,7 +211,7 @@ def test_parameters_of_clients_are_taken_out(machines: Machines) -> None:
     """Another request's ticket, its salt and its tokens give nothing: the answer is that of the messages."""
     import asyncio
 
-    from blend.integrations.vllm.lease import Lease
+    from blend.integrations.vllm.middleware import Lease
 
     plain, _ = ask(machines, "Hello, who is there?")
 

@@ -15,13 +15,11 @@ import torch
 
 from blend.errors import ConfigError
 from blend.integrations.vllm import network, wire
-from blend.integrations.vllm.contract import Load, LoadFailedError
-from blend.integrations.vllm.copied import CopiedKV
-from blend.integrations.vllm.gate import Gate
-from blend.integrations.vllm.lease import Lease
-from blend.integrations.vllm.prefill import PrefillServer
-from blend.integrations.vllm.shelf import Shelf
-from blend.integrations.vllm.stages import stages_of
+from blend.integrations.vllm.contract import Load, LoadFailedError, stages_of
+from blend.integrations.vllm.middleware import Gate, Lease
+from blend.integrations.vllm.server import PrefillServer
+from blend.integrations.vllm.stage import CopiedKV
+from blend.integrations.vllm.transport import Shelf
 
 
 @pytest.fixture

@@ -20,13 +20,11 @@ import torch
 
 from blend.errors import ConfigError
 from blend.integrations.vllm import network, wire
-from blend.integrations.vllm.check import distance
 from blend.integrations.vllm.contract import Load, LoadFailedError
-from blend.integrations.vllm.copied import CopiedKV
-from blend.integrations.vllm.gate import Gate
-from blend.integrations.vllm.middleware import strip
-from blend.integrations.vllm.prefill import PrefillServer
-from blend.integrations.vllm.shelf import Described, NoRoomError, Shelf, digest
+from blend.integrations.vllm.middleware import Gate, distance, strip
+from blend.integrations.vllm.server import PrefillServer
+from blend.integrations.vllm.stage import CopiedKV
+from blend.integrations.vllm.transport import Described, NoRoomError, Shelf, digest
 from blend.model.cache import BlendedCache
 
 IDS = tuple(range(5))
@@ -130,7 +128,7 @@ def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, torch\n"
         "from blend.integrations.vllm import wire\n"
-        "from blend.integrations.vllm.shelf import Shelf\n"
+        "from blend.integrations.vllm.transport import Shelf\n"
         "from blend.model.cache import BlendedCache\n"
         "places = [wire.bind(name) for name in sys.argv[1:]]\n"
         "[place.listen(1) for place in places]\n"

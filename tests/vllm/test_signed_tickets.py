@@ -11,9 +11,9 @@ import pytest
 
 from blend.errors import ConfigError
 from blend.integrations.vllm import network
-from blend.integrations.vllm.bodies import blended
-from blend.integrations.vllm.offers import Offers
-from blend.integrations.vllm.signature import Signer
+from blend.integrations.vllm.connector import Offers
+from blend.integrations.vllm.contract import Signer
+from blend.integrations.vllm.prompts import blended
 
 NAME, SALT = "f" * 32, "salt"
 

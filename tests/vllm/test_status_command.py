@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from blend.cli import blend
 from blend.integrations.vllm import wire
-from blend.integrations.vllm.prefill import PrefillServer
-from blend.integrations.vllm.shelf import Shelf
+from blend.integrations.vllm.server import PrefillServer
+from blend.integrations.vllm.transport import Shelf
 from blend.serve.engine import Holding
 
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from blend.integrations.vllm import wire
 from blend.integrations.vllm.middleware import KVBlend
-from blend.integrations.vllm.questions import part_of
+from blend.integrations.vllm.prompts import part_of
 from tests.tiny_model import save_tiny_model
 
 CHAT = "/v1/chat/completions"

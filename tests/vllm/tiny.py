@@ -16,8 +16,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.integrations.vllm import wire
-from blend.integrations.vllm.prefill import PrefillServer
-from blend.integrations.vllm.shelf import Shelf
+from blend.integrations.vllm.server import PrefillServer
+from blend.integrations.vllm.transport import Shelf
 from blend.model.decoder import Decoder
 from blend.store import open_store
 from blend.types import PromptLayout
