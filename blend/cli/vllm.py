@@ -141,8 +141,8 @@ def _serve(given: dict[str, Any], place: Any) -> None:
     from blend.cli.serving import make_service
     from blend.integrations.vllm.server import PrefillServer, PrefillService
     from blend.integrations.vllm.transport import KVPool
-    from blend.serve.door.hall import DoorLimits
-    from blend.serve.door.log import log_to_stderr
+    from blend.serve.http.hall import DoorLimits
+    from blend.serve.http.log import log_to_stderr
 
     log_to_stderr(requests=False)
     given = {**given, "model": opening.model_of(given)}

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 from blend.integrations.vllm.metrics import PrefillMetrics
+from blend.serve.types import QueueFullError
 from places import PYTHONPATH
 
 from blend.errors import ConfigError
 from blend.integrations.vllm import network, prefill, wire
 from blend.integrations.vllm.server import CHECKED_ROWS, Desk, PrefillServer
 from blend.integrations.vllm.transport import NoRoomError, Shelf
-from blend.serve.engine import QueueFullError
 
 ROOT = Path(__file__).parents[2]
 

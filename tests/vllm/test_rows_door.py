@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from blend.serve.http.errors import DoorError
 from transformers import AutoTokenizer
 
 from blend.errors import StoreError
 from blend.integrations.vllm.contract import Told, told_by
 from blend.integrations.vllm.middleware import Gate, Rewritten
 from blend.integrations.vllm.prompts import LocalPrompts, part_of
-from blend.serve.door.errors import DoorError
 from blend.serve.outage import StoreWatch
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model

@@ -14,11 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+from blend.serve.types import AnswerRequest, Closed, Delta, Message, Opened, Sampling
 from machines import HEADERS, KEY, Machines, engine_process, fill, rag_over, shared_files, threads, until
 
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Sampling
-from blend.serve.request import AnswerRequest, Closed, Delta, Message, Opened
 from blend.serve.service import Service
 from tests.towns import TOPICS
 

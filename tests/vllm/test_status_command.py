@@ -8,13 +8,13 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
+from blend.serve.types import Holding
 from click.testing import CliRunner
 
 from blend.cli import blend
 from blend.integrations.vllm import wire
 from blend.integrations.vllm.server import PrefillServer
 from blend.integrations.vllm.transport import Shelf
-from blend.serve.engine import Holding
 
 
 def test_it_tells_what_is_held_and_fails_where_nobody_answers() -> None:

@@ -28,9 +28,8 @@ from blend.limits import check_number
 from blend.model.outline import ModelOutline
 from blend.model.rows import RowRequest
 from blend.plan.sizes import entry_bytes
-from blend.serve.beside import Beside
+from blend.serve.background import Beside, Encoding, Encodings
 from blend.serve.budgets import LEARN_BUDGET
-from blend.serve.encoding import Encoding, Encodings
 from blend.serve.heard import SHARE, Heard
 from blend.serve.passages.learned import Learned
 from blend.serve.removed import removed_from

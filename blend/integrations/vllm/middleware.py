@@ -32,8 +32,8 @@ from blend.integrations.vllm.prompts import (
 )
 from blend.integrations.vllm.transport import SOCKET, VARIABLE, PrefillConnection, TransportError
 from blend.integrations.vllm.transport import Message as PrefillMessage
-from blend.serve.door.errors import DoorError, Failure, failure_of, refuse, unavailable
-from blend.serve.engine import ASKED_FOR
+from blend.serve.http.errors import DoorError, Failure, failure_of, refuse, unavailable
+from blend.serve.types import ASKED_FOR
 
 NO_PROCESS = "no prefill process"
 """Why a prompt was not blended: `blend vllm` is not there."""

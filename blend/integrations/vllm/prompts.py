@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from blend.config import CorpusConfig
 from blend.errors import StoreError
 from blend.integrations.vllm.contract import LayoutTicket, Signer, encoded
-from blend.serve.door.hall import DoorLimits
-from blend.serve.door.parsing import Offered, read_body, request_of
-from blend.serve.door.schemas import ChatBody, CompletionBody
-from blend.serve.engine import ASKED_FOR
+from blend.serve.http.bodies import ChatBody, CompletionBody, Offered, read_body, request_of
+from blend.serve.http.hall import DoorLimits
 from blend.serve.outage import STORE_UNREACHABLE
-from blend.serve.request import AnswerRequest
+from blend.serve.types import ASKED_FOR, AnswerRequest
 
 if TYPE_CHECKING:
     from blend.serve.room import Cited, Room

@@ -50,7 +50,7 @@ from blend.model.fingerprint import files_fingerprint
 from blend.model.rope import Rotation, find_rotation
 from blend.model.rows import RowRequest
 from blend.rag import Rag
-from blend.serve.beside import Beside
+from blend.serve.background import Beside
 from blend.store.base import ChunkStore
 from blend.timing import Stopwatch
 from blend.types import PromptLayout
