@@ -8,10 +8,10 @@ from copied_engine import FAILS, LATE
 
 from blend.integrations.vllm.connector import KVBlend
 from blend.integrations.vllm.contract import STAGES, Load, LoadFailedError
-from blend.integrations.vllm.stage import CopiedKV
+from blend.integrations.vllm.stage import CopyStage
 
 
-class Uneven(CopiedKV):
+class Uneven(CopyStage):
     def fill(self, load: Load) -> None:
         if self._rank == 1 and load.token_ids[-1] == LATE:
             time.sleep(0.5)

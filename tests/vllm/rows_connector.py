@@ -8,12 +8,12 @@ from typing import Any
 from blend.integrations.vllm.connector import KVBlend
 from blend.integrations.vllm.contract import STAGES as BY_NAME
 from blend.integrations.vllm.contract import Site
-from blend.integrations.vllm.stage import RecomputedRows
+from blend.integrations.vllm.stage import RowStage
 
-STAGES: list[RecomputedRows] = []
+STAGES: list[RowStage] = []
 
 
-class SeenRows(RecomputedRows):
+class SeenRows(RowStage):
     def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
         super().__init__(site, options)
         STAGES.append(self)

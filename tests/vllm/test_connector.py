@@ -13,7 +13,7 @@ from machines import free_port
 from tiny import Bench, bench, save_model
 
 from blend.integrations.vllm import network
-from blend.integrations.vllm.connector import Offers
+from blend.integrations.vllm.connector import LoadScheduler
 from blend.integrations.vllm.contract import Signer
 
 pytestmark = pytest.mark.inside_vllm
@@ -100,10 +100,10 @@ def test_the_rule_is_what_keeps_plain_prompts_right(
 ) -> None:
     """Without a salt vLLM's prefix cache gives blended blocks to a plain prompt of the same tokens: a wrong answer."""
 
-    def without_rule(self: Offers, request: Any) -> str | None:
+    def without_rule(self: LoadScheduler, request: Any) -> str | None:
         return (request.kv_transfer_params or {}).get("kvblend", {}).get("ticket")
 
-    monkeypatch.setattr(Offers, "ticket", without_rule)
+    monkeypatch.setattr(LoadScheduler, "ticket", without_rule)
     layout = held.layout(400, 6)
     blend = held.blended(layout, 0.15)
     plain, blended = held.full(layout, COUNT), held.greedy(blend, COUNT)

@@ -25,8 +25,8 @@ from blend.config import BlendConfig, CorpusConfig
 from blend.integrations.vllm import gate as gates
 from blend.integrations.vllm import network, wire
 from blend.integrations.vllm.middleware import KVBlend
-from blend.integrations.vllm.server import CHECKED_ROWS, Desk, PrefillServer
-from blend.integrations.vllm.transport import Shelf, digest
+from blend.integrations.vllm.server import CHECKED_ROWS, PrefillServer, PrefillService
+from blend.integrations.vllm.transport import KVPool, digest
 from blend.rag import Rag
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.service import Service
@@ -41,10 +41,10 @@ CHAT = "/v1/chat/completions"
 class Prefill:
     """A prefill process without the process."""
 
-    def __init__(self, service: Service, shelf: Shelf, name: str = "") -> None:
+    def __init__(self, service: Service, shelf: KVPool, name: str = "") -> None:
         self.service, self.shelf, self.socket = service, shelf, name or f"@kvblend-test-{secrets.token_hex(4)}"
         self._place = wire.bind(self.socket)
-        self.desk = Desk(service, shelf)
+        self.desk = PrefillService(service, shelf)
         self.server = PrefillServer(self.desk, shelf, self._place, self.desk.metrics)
         self._thread = threading.Thread(target=self.server.serve_until_stopped)
         self._thread.start()
@@ -83,7 +83,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def prefill(service: Service) -> Iterator[Prefill]:
-    found = Prefill(service, Shelf(1 << 28))
+    found = Prefill(service, KVPool(1 << 28))
     yield found
     found.idle()
     found.stop()
@@ -143,10 +143,10 @@ def client(service: Service, prefill: Prefill, monkeypatch: pytest.MonkeyPatch) 
 def _agree(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     """What comparing with vLLM, which is not here, came to."""
 
-    async def compared(self: gates.Gate) -> str:
+    async def compared(self: gates.Rewriter) -> str:
         return reason
 
-    monkeypatch.setattr(gates.Gate, "_compared", compared)
+    monkeypatch.setattr(gates.Rewriter, "_compared", compared)
 
 
 BODY = {"model": "tiny", "messages": QUESTION, "documents": DOCUMENTS, "max_tokens": 3, "tool_choice": "auto"}
@@ -163,8 +163,10 @@ def warm(client: Client, prefill: Prefill) -> dict[str, Any]:
 
 def test_documents_become_token_ids_a_ticket_and_a_salt(client: Client, prefill: Prefill, monkeypatch: Any) -> None:
     held: list[tuple[Any, ...]] = []
-    put = Shelf.put
-    monkeypatch.setattr(Shelf, "put", lambda self, cache, ids: held.append((ids, put(self, cache, ids))) or held[-1][1])
+    put = KVPool.put
+    monkeypatch.setattr(
+        KVPool, "put", lambda self, cache, ids: held.append((ids, put(self, cache, ids))) or held[-1][1]
+    )
     found = warm(client, prefill)
     body = found["asked"]
     assert set(body) == {"model", "messages", "max_tokens", "tool_choice", "cache_salt", "kv_transfer_params"}
@@ -209,7 +211,7 @@ def test_from_another_machine(service: Service, tmp_path: Path, monkeypatch: pyt
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         name = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    prefill = Prefill(service, Shelf(1 << 28), name)
+    prefill = Prefill(service, KVPool(1 << 28), name)
     try:
         monkeypatch.setenv(wire.VARIABLE, name)
         _agree(monkeypatch, "")
@@ -232,7 +234,7 @@ def test_a_stream_tells_in_its_first_event(client: Client, prefill: Prefill) -> 
 
 
 def test_without_a_key_nothing_is_computed(client: Client, prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Desk, "ask", lambda *_: pytest.fail("somebody without a key was heard"))
+    monkeypatch.setattr(PrefillService, "ask", lambda *_: pytest.fail("somebody without a key was heard"))
     assert client.post(BODY, authorization="Bearer no").status_code == 401
 
 
@@ -361,9 +363,9 @@ def test_models_are_compared_when_the_server_starts_and_again_when_it_starts_ane
         return {1: 0.0 if ticket is None or ticket in held_right else -1.0}
 
     held_right: set[str] = set()
-    check = Desk.check
+    check = PrefillService.check
     monkeypatch.setattr(
-        Desk, "check", lambda self, number: held_right.add((found := check(self, number))["right"]) or found
+        PrefillService, "check", lambda self, number: held_right.add((found := check(self, number))["right"]) or found
     )
     monkeypatch.setattr("blend.integrations.vllm.middleware._likeliest", likeliest)
     asyncio.run(_started(differing, lambda: "--dtype bfloat16" in held(prefill)["refused"]))
@@ -430,7 +432,7 @@ def test_without_a_prefill_process_the_tokens_are_the_same(
 
 
 def test_a_full_shelf_leaves_it_to_vllm(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Prefill(service, Shelf(1000))
+    found = Prefill(service, KVPool(1000))
     monkeypatch.setenv(wire.VARIABLE, found.socket)
     _agree(monkeypatch, "")
     told = Client(application(service)).post(BODY).json()

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from blend.serve.http.errors import DoorError
 
 from blend.integrations.vllm import gate as gates
 from blend.integrations.vllm import outage, wire
-from blend.integrations.vllm.middleware import Gate, Rewritten
+from blend.integrations.vllm.middleware import Rewriter, Rewritten
+from blend.serve.http.errors import DoorError
 
 CHAT = "/v1/chat/completions"
 PLAIN = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -67,13 +67,13 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     monkeypatch.setenv("KVBLEND_VLLM_TIMEOUT", "30")
     monkeypatch.setattr(gates, "_PASS_S", 30.0)
     monkeypatch.setattr(outage, "_PAUSE_S", 600.0)
-    monkeypatch.setattr(Gate, "_prompts", lambda self: SimpleNamespace(prompt=lambda part: None))
+    monkeypatch.setattr(Rewriter, "_prompts", lambda self: SimpleNamespace(prompt=lambda part: None))
     found = Process(name)
     yield found
     found.stop(name)
 
 
-def rewritten(gate: Gate, body: dict[str, Any]) -> tuple[Rewritten, float]:
+def rewritten(gate: Rewriter, body: dict[str, Any]) -> tuple[Rewritten, float]:
     """What becomes of a request, and how long it took, in seconds."""
 
     async def run() -> tuple[Rewritten, float]:
@@ -83,9 +83,9 @@ def rewritten(gate: Gate, body: dict[str, Any]) -> tuple[Rewritten, float]:
     return asyncio.run(run())
 
 
-def hung(monkeypatch: pytest.MonkeyPatch) -> Gate:
+def hung(monkeypatch: pytest.MonkeyPatch) -> Rewriter:
     """A gate that one request has found a process to hang through."""
-    gate = Gate(None)
+    gate = Rewriter(None)
     with monkeypatch.context() as patch:
         patch.setattr(gates, "_PASS_S", 0.2)
         found, seconds = rewritten(gate, PLAIN)
@@ -127,7 +127,7 @@ def test_a_process_that_hung_is_asked_again_by_one_request_at_a_time(
 
 def test_the_time_limit_for_documents_is_the_operators(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBLEND_VLLM_TIMEOUT", "0.4")
-    gate = Gate(None)
+    gate = Rewriter(None)
     found, seconds = rewritten(gate, WANTED)
     assert found.body == PLAIN
     assert 0.4 <= seconds < 10
@@ -156,7 +156,7 @@ def test_whoever_leaves_while_looking_does_not_keep_others_from_it(
 
 def test_an_outage_that_costs_no_time_is_over_at_once(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     process.says = ({"pass": True},)
-    gate = Gate(None)
+    gate = Rewriter(None)
     here, gate._socket = gate._socket, "@kvblend-nobody-is-here"
     rewritten(gate, PLAIN)
     gate._socket = here
@@ -166,7 +166,7 @@ def test_an_outage_that_costs_no_time_is_over_at_once(process: Process, monkeypa
 
 def test_a_refusal_is_an_answer(process: Process) -> None:
     process.says = ({"error": [400, "no", "invalid_value", None]},)
-    gate = Gate(None)
+    gate = Rewriter(None)
     for _ in range(2):
         with pytest.raises(DoorError):
             rewritten(gate, WANTED)
@@ -175,13 +175,13 @@ def test_a_refusal_is_an_answer(process: Process) -> None:
 
 def test_nonsense_of_another_version_is_answered_by_vllm(process: Process, caplog: pytest.LogCaptureFixture) -> None:
     process.says = ({"something": "new"},)
-    assert rewritten(Gate(None), WANTED)[0].body == PLAIN
+    assert rewritten(Rewriter(None), WANTED)[0].body == PLAIN
     assert "a request could not be handed over" in caplog.text
 
 
 def test_a_process_that_goes_between_prompt_and_kv_leaves_the_prompt_and_its_sources(process: Process) -> None:
     process.says, process.leaves = BLENDED[:1], True
-    found = rewritten(Gate(None), WANTED)[0]
+    found = rewritten(Rewriter(None), WANTED)[0]
     assert found.body == {**PLAIN, "kv_transfer_params": {"prompt_token_ids": [1, 2]}}
     assert found.told == {"sources": [{"id": "a"}], "figures": {"method": "full", "reason": "no prefill process"}}
 
@@ -197,7 +197,7 @@ def test_a_comparison_that_vllm_refuses_is_a_reason_and_is_remembered(
 
     monkeypatch.setattr(gates, "reason_against", reason_against)
     process.says = BLENDED
-    gate = Gate(None)
+    gate = Rewriter(None)
 
     async def asked() -> list[Rewritten]:
         return [await gate.rewritten(dict(WANTED), CHAT) for _ in range(3)]

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 from blend.integrations.vllm.metrics import PrefillMetrics
-from blend.serve.types import QueueFullError
 from places import PYTHONPATH
 
 from blend.errors import ConfigError
 from blend.integrations.vllm import network, prefill, wire
-from blend.integrations.vllm.server import CHECKED_ROWS, Desk, PrefillServer
-from blend.integrations.vllm.transport import NoRoomError, Shelf
+from blend.integrations.vllm.server import CHECKED_ROWS, PrefillServer, PrefillService
+from blend.integrations.vllm.transport import KVPool, PoolFullError
+from blend.serve.types import QueueFullError
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 @contextmanager
 def serving(desk: Any, name: str) -> Iterator[str]:
     place = wire.bind(name)
-    server = PrefillServer(desk, Shelf(1 << 20), place)
+    server = PrefillServer(desk, KVPool(1 << 20), place)
     thread = threading.Thread(target=server.serve_until_stopped)
     thread.start()
     try:
@@ -50,12 +50,12 @@ def unused() -> str:
 WITHOUT_DESCRIPTORS = """
 import resource, secrets, socket, threading, time
 from blend.integrations.vllm import wire
-from blend.integrations.vllm.server import Desk
+from blend.integrations.vllm.server import PrefillService
 from blend.integrations.vllm.server import PrefillServer
-from blend.integrations.vllm.transport import Shelf
+from blend.integrations.vllm.transport import KVPool
 
 name = f"@kvblend-{secrets.token_hex(6)}"
-server = PrefillServer(None, Shelf(1 << 20), wire.bind(name))
+server = PrefillServer(None, KVPool(1 << 20), wire.bind(name))
 serving = threading.Thread(target=server.serve_until_stopped)
 serving.start()
 files = len(__import__("os").listdir("/proc/self/fd"))
@@ -79,7 +79,7 @@ while True:
             wire.send(sock, {"attach": "no such ticket"})
             assert wire.receive(sock)[0] == {"held": None}
         break
-    except (wire.WireError, OSError):
+    except (wire.TransportError, OSError):
         assert time.monotonic() < end
 server.stop()
 serving.join()
@@ -108,17 +108,17 @@ def test_a_check_that_finds_no_room_holds_nothing() -> None:
 
     def check(number: int) -> dict[str, str]:
         if number == len(CHECKED_ROWS) - 1:
-            raise NoRoomError("full")
+            raise PoolFullError("full")
         taken.update({f"right{number}", f"wrong{number}"})
         return {"right": f"right{number}", "wrong": f"wrong{number}"}
 
     with serving(SimpleNamespace(check=check), unused()) as name:
         server_shelf = SimpleNamespace(release=taken.discard)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Shelf, "release", lambda self, ticket: server_shelf.release(ticket))
+            patch.setattr(KVPool, "release", lambda self, ticket: server_shelf.release(ticket))
             with wire.connect(name, 10) as sock:
                 wire.send(sock, {"check": True})
-                with pytest.raises(wire.WireError):
+                with pytest.raises(wire.TransportError):
                     wire.receive(sock)
             end = time.monotonic() + 10
             while taken and time.monotonic() < end:
@@ -136,17 +136,17 @@ def test_the_first_of_two_pieces_of_a_check_goes_when_there_is_no_room_for_the_s
         def put(self, cache: object, ids: object) -> str:
             self.put_so_far += 1
             if self.put_so_far == 2:
-                raise NoRoomError("full")
+                raise PoolFullError("full")
             return "first"
 
         def release(self, ticket: str) -> None:
             released.append(ticket)
 
-    desk = Desk.__new__(Desk)
+    desk = PrefillService.__new__(PrefillService)
     desk.shelf = OneMore()  # type: ignore[assignment]
     desk._decoder = SimpleNamespace(vocabulary=96)  # type: ignore[assignment]
     desk._prefilled = lambda ids: ids  # type: ignore[method-assign]
-    with pytest.raises(NoRoomError):
+    with pytest.raises(PoolFullError):
         desk.check(0)
     assert released == ["first"]
 
@@ -155,8 +155,8 @@ def test_who_is_left_to_vllm_costs_no_search() -> None:
     def require_room() -> None:
         raise QueueFullError(3, 1.0)
 
-    desk = Desk.__new__(Desk)
-    desk.shelf, desk.metrics = Shelf(1 << 20), PrefillMetrics()
+    desk = PrefillService.__new__(PrefillService)
+    desk.shelf, desk.metrics = KVPool(1 << 20), PrefillMetrics()
     engine = SimpleNamespace(require_room=require_room)
     desk.service = SimpleNamespace(engine=engine, prepare=lambda ask: pytest.fail("searched"))  # type: ignore[assignment]
     told: list[Any] = []

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from blend.serve.http.errors import DoorError
 from transformers import AutoTokenizer
 
 from blend.errors import StoreError
 from blend.integrations.vllm.contract import Told, told_by
-from blend.integrations.vllm.middleware import Gate, Rewritten
+from blend.integrations.vllm.middleware import Rewriter, Rewritten
 from blend.integrations.vllm.prompts import LocalPrompts, part_of
+from blend.serve.http.errors import DoorError
 from blend.serve.outage import StoreWatch
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model
@@ -43,7 +43,7 @@ def asked(tokenizer: Any, given: dict[str, Any], stage: str = "rows", path: str 
         renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer),
         vllm_config=SimpleNamespace(kv_transfer_config=transfer),
     )
-    return asyncio.run(Gate(engine).rewritten(given, path))
+    return asyncio.run(Rewriter(engine).rewritten(given, path))
 
 
 def test_documents_become_a_ticket_and_a_salt(tokenizer: Any) -> None:

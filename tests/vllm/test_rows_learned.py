@@ -14,7 +14,15 @@ from blend.blender import Blender
 from blend.chunks.open_library import Tokens
 from blend.config import BlendConfig
 from blend.integrations.vllm import rows_later
-from blend.integrations.vllm.learning import BOOK, CPU_ROWS, TURN, Lacking, Later, LearnedTexts, learn_budget
+from blend.integrations.vllm.learning import (
+    BOOK,
+    CPU_ROWS,
+    TURN,
+    BackgroundEncoder,
+    LearnedTexts,
+    MissingCaches,
+    learn_budget,
+)
 from blend.model.decoder import Decoder
 from blend.model.rows import RowRequest
 from blend.store import ChunkStore, open_store
@@ -33,7 +41,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 class Rows:
-    """A decoder that notes the rows of each pass it runs for `Later`."""
+    """A decoder that notes the rows of each pass it runs for `BackgroundEncoder`."""
 
     model, facts, rotations = SimpleNamespace(site=SimpleNamespace(layers=())), None, ()
 
@@ -52,13 +60,13 @@ class Bench:
     def __init__(self, decoder: Decoder, folder: Path, budget: int) -> None:
         self.folder, self.store = folder, open_store(folder / "kv")
         self.rows, self.filler = Rows(decoder), Blender(decoder, self.store, BlendConfig())
-        self.later = Later(cast(Any, self.rows), LearnedTexts(self.store, folder, budget))
+        self.later = BackgroundEncoder(cast(Any, self.rows), LearnedTexts(self.store, folder, budget))
         self.library = self.filler.library(PREFIX)
 
     def asked(self, *chunks: Tokens, brought: tuple[int, ...] = ()) -> None:
         """A prompt of these was answered; what it lacked is computed while nothing runs."""
         missing = self.library.missing(chunks)
-        self.later.remember(Lacking(self.filler, PromptLayout(PREFIX, chunks, SUFFIX), missing, brought))
+        self.later.remember(MissingCaches(self.filler, PromptLayout(PREFIX, chunks, SUFFIX), missing, brought))
         self.drain()
 
     def drain(self) -> None:
@@ -143,7 +151,7 @@ def test_what_goes_while_it_waits_to_be_computed_is_not_stored(decoder: Decoder,
     bench = Bench(decoder, tmp_path, 2 * size)
     for number in (1, 3):
         pair = chunk(number), chunk(number + 1)
-        lacked = Lacking(bench.filler, PromptLayout(PREFIX, pair, SUFFIX), bench.library.missing(pair), (0, 1))
+        lacked = MissingCaches(bench.filler, PromptLayout(PREFIX, pair, SUFFIX), bench.library.missing(pair), (0, 1))
         bench.later.remember(lacked)
     bench.drain()
     assert bench.held(*map(chunk, range(1, 5))) == [False, False, True, True]
@@ -152,7 +160,7 @@ def test_what_goes_while_it_waits_to_be_computed_is_not_stored(decoder: Decoder,
 def test_running_answers_wait_for_one_piece_now_and_then(decoder: Decoder, tmp_path: Path) -> None:
     bench = Bench(decoder, tmp_path, 10**9)
     long = chunk(1, 200)
-    lacked = Lacking(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
+    lacked = MissingCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
     bench.later.remember(lacked)
     end, steps = time.monotonic() + 60, 0
     while len(bench.later):
@@ -171,7 +179,7 @@ def test_while_nothing_runs_a_step_has_one_piece_and_waits_for_the_store(decoder
     bench = Bench(decoder, tmp_path, 10**9)
     bench.asked(chunk(1))  # now the prefix's KV is there
     long, before = chunk(2, 200), len(bench.rows.passes)
-    lacked = Lacking(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
+    lacked = MissingCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
     bench.later.remember(lacked)
     while len(bench.later):
         at = len(bench.rows.passes)

@@ -22,7 +22,7 @@ TOKENS = 12
 DOCUMENTS = [
     {
         "title": f"The {topic}",
-        "text": " ".join(f"Gate {gate} of the {topic} opened in {1800 + 7 * gate + number}." for gate in range(9)),
+        "text": " ".join(f"Rewriter {gate} of the {topic} opened in {1800 + 7 * gate + number}." for gate in range(9)),
     }
     for number, topic in enumerate(("harbour", "orchard", "glacier", "library"))
 ]

@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from blend.serve.types import AnswerRequest, Closed, Delta, Message, Opened, Sampling
 from machines import HEADERS, KEY, Machines, engine_process, fill, rag_over, shared_files, threads, until
 
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.service import Service
+from blend.serve.types import AnswerRequest, Closed, Delta, Message, Opened, Sampling
 from tests.towns import TOPICS
 
 pytestmark = pytest.mark.inside_vllm
@@ -210,13 +210,13 @@ def test_parameters_of_clients_are_taken_out(machines: Machines) -> None:
     """Another request's ticket, its salt and its tokens give nothing: the answer is that of the messages."""
     import asyncio
 
-    from blend.integrations.vllm.middleware import Lease
+    from blend.integrations.vllm.middleware import PrefillConnection
 
     plain, _ = ask(machines, "Hello, who is there?")
 
     async def stolen() -> None:
         part = {"messages": [{"role": "user", "content": QUESTION}], "model": "tiny", **CORPUS}
-        async with await Lease.take(machines.socket, {"ask": part}) as lease:
+        async with await PrefillConnection.take(machines.socket, {"ask": part}) as lease:
             ids, ready = (await lease.next())["prompt"], (await lease.next())["ready"]
             theirs = {"kvblend": {"ticket": ready["ticket"]}, "prompt_token_ids": ids}
             found = await asyncio.to_thread(

@@ -16,10 +16,10 @@ import torch
 from blend.errors import ConfigError
 from blend.integrations.vllm import network, wire
 from blend.integrations.vllm.contract import Load, LoadFailedError, stages_of
-from blend.integrations.vllm.middleware import Gate, Lease
+from blend.integrations.vllm.middleware import PrefillConnection, Rewriter
 from blend.integrations.vllm.server import PrefillServer
-from blend.integrations.vllm.stage import CopiedKV
-from blend.integrations.vllm.transport import Shelf
+from blend.integrations.vllm.stage import CopyStage
+from blend.integrations.vllm.transport import KVPool
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def far(keys: tuple[str, str]) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         name = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     place = wire.bind(name)
-    server = PrefillServer(None, Shelf(1 << 20), place)  # type: ignore[arg-type]  # nobody asks it anything
+    server = PrefillServer(None, KVPool(1 << 20), place)  # type: ignore[arg-type]  # nobody asks it anything
     thread = threading.Thread(target=server.serve_until_stopped)
     thread.start()
     yield name
@@ -64,7 +64,7 @@ def fetch(options: dict[str, Any]) -> str:
         slots=lambda load, rows: rows,
     )
     with pytest.raises(LoadFailedError) as raised:
-        CopiedKV(site, options).fill(Load("r", "f" * 32, (1, 2), (0,), 0, 1))
+        CopyStage(site, options).fill(Load("r", "f" * 32, (1, 2), (0,), 0, 1))
     return str(raised.value)
 
 
@@ -77,13 +77,13 @@ def test_a_workers_options_name_its_key(far: str, keys: tuple[str, str]) -> None
 
 def test_the_middleware_has_the_key_of_its_engines_options(far: str, keys: tuple[str, str]) -> None:
     transfer = SimpleNamespace(kv_connector_extra_config={"key": keys[1]}, engine_id="an engine")
-    gate = Gate(SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer)))
+    gate = Rewriter(SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer)))
 
     async def take(path: str) -> None:
-        (await Lease.take(far, {"holding": True}, path)).close()
+        (await PrefillConnection.take(far, {"holding": True}, path)).close()
 
     asyncio.run(take(keys[0]))
-    with pytest.raises(wire.WireError):
+    with pytest.raises(wire.TransportError):
         asyncio.run(take(gate._key_path))
 
 

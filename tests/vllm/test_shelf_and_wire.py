@@ -21,10 +21,10 @@ import torch
 from blend.errors import ConfigError
 from blend.integrations.vllm import network, wire
 from blend.integrations.vllm.contract import Load, LoadFailedError
-from blend.integrations.vllm.middleware import Gate, distance, strip
+from blend.integrations.vllm.middleware import Rewriter, distance, strip
 from blend.integrations.vllm.server import PrefillServer
-from blend.integrations.vllm.stage import CopiedKV
-from blend.integrations.vllm.transport import Described, NoRoomError, Shelf, digest
+from blend.integrations.vllm.stage import CopyStage
+from blend.integrations.vllm.transport import HeldKV, KVPool, PoolFullError, digest
 from blend.model.cache import BlendedCache
 
 IDS = tuple(range(5))
@@ -38,7 +38,7 @@ def cache_of(rows: int) -> BlendedCache:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[Shelf, str]]:
+def served(tmp_path: Path) -> Iterator[tuple[KVPool, str]]:
     with serving(f"@kvblend-test-{os.getpid()}") as found:
         yield found
 
@@ -53,7 +53,7 @@ def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def far(key: Path) -> Iterator[tuple[Shelf, str]]:
+def far(key: Path) -> Iterator[tuple[KVPool, str]]:
     """The same, for other machines."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -63,8 +63,8 @@ def far(key: Path) -> Iterator[tuple[Shelf, str]]:
 
 
 @contextmanager
-def serving(name: str) -> Iterator[tuple[Shelf, str]]:
-    shelf = Shelf(1 << 20)
+def serving(name: str) -> Iterator[tuple[KVPool, str]]:
+    shelf = KVPool(1 << 20)
     place = wire.bind(name)
     server = PrefillServer(None, shelf, place)  # type: ignore[arg-type]  # nobody asks it anything
     thread = threading.Thread(target=server.serve_until_stopped)
@@ -76,20 +76,20 @@ def serving(name: str) -> Iterator[tuple[Shelf, str]]:
     wire.close(place, name)
 
 
-def fetched(name: str, ticket: str) -> tuple[Described, mmap.mmap] | None:
+def fetched(name: str, ticket: str) -> tuple[HeldKV, mmap.mmap] | None:
     with wire.connect(name, 5) as sock:
         wire.send(sock, {"attach": ticket})
         answer, fd = wire.receive(sock)
     if fd is None:
         return None
-    told = Described.of(answer["held"])
+    told = HeldKV.of(answer["held"])
     try:
         return told, mmap.mmap(fd, told.nbytes, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)
 
 
-def test_what_is_put_is_fetched_until_it_is_released(served: tuple[Shelf, str]) -> None:
+def test_what_is_put_is_fetched_until_it_is_released(served: tuple[KVPool, str]) -> None:
     shelf, name = served
     cache = cache_of(len(IDS))
     ticket = shelf.put(cache, IDS)
@@ -116,9 +116,9 @@ def keys_of(cache: BlendedCache) -> torch.Tensor:
 
 
 def test_no_more_is_held_than_may_be() -> None:
-    shelf = Shelf(1000)
+    shelf = KVPool(1000)
     shelf.put(cache_of(5), IDS)
-    with pytest.raises(NoRoomError):
+    with pytest.raises(PoolFullError):
         shelf.put(cache_of(5), IDS)
     assert (len(shelf), shelf.nbytes) == (1, 2 * 2 * 4 * 2 * 4 * 4)
 
@@ -128,13 +128,13 @@ def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, torch\n"
         "from blend.integrations.vllm import wire\n"
-        "from blend.integrations.vllm.transport import Shelf\n"
+        "from blend.integrations.vllm.transport import KVPool\n"
         "from blend.model.cache import BlendedCache\n"
         "places = [wire.bind(name) for name in sys.argv[1:]]\n"
         "[place.listen(1) for place in places]\n"
         "cache = BlendedCache(1, 9)\n"
         "cache.layers[0].write_run(0, torch.zeros(1, 1, 9, 4), torch.zeros(1, 1, 9, 4))\n"
-        "Shelf(1 << 20).put(cache, range(9))\n"
+        "KVPool(1 << 20).put(cache, range(9))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     before = set(Path("/dev/shm").iterdir())
@@ -153,7 +153,7 @@ def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_nobody_there_is_one_line() -> None:
-    with pytest.raises(wire.WireError, match="does not answer at @nobody-is-here"):
+    with pytest.raises(wire.TransportError, match="does not answer at @nobody-is-here"):
         wire.connect("@nobody-is-here", 1)
 
 
@@ -182,7 +182,7 @@ def test_distances_of_log_probabilities() -> None:
 def test_a_time_limit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBLEND_VLLM_TIMEOUT", "soon")
     with pytest.raises(ConfigError, match="KVBLEND_VLLM_TIMEOUT is 'soon'"):
-        Gate(None)
+        Rewriter(None)
 
 
 class Layer:
@@ -198,7 +198,7 @@ class Layer:
         raise AssertionError
 
 
-def copied(name: str, processes: int, rank: int) -> tuple[CopiedKV, list[Any]]:
+def copied(name: str, processes: int, rank: int) -> tuple[CopyStage, list[Any]]:
     """The stage of one of so many workers, and what it writes."""
     written: list[Any] = []
     parallel = SimpleNamespace(tensor_parallel_size=processes, rank=rank)
@@ -211,7 +211,7 @@ def copied(name: str, processes: int, rank: int) -> tuple[CopiedKV, list[Any]]:
         slots=lambda load, rows: rows,
         write=lambda index, keys, values, slots: written.append((index, keys, values, slots)),
     )
-    return CopiedKV(site, {"socket": name}), written
+    return CopyStage(site, {"socket": name}), written
 
 
 @pytest.mark.parametrize(("processes", "rank"), [(1, 0), (2, 0), (2, 1), (4, 3)])
@@ -237,7 +237,7 @@ def test_a_worker_gets_its_rows_and_heads(
         stage.fill(Load("r", ticket, IDS, (0,), 1, 4))
 
 
-def test_whoever_lacks_the_key_is_told_nothing(far: tuple[Shelf, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_lacks_the_key_is_told_nothing(far: tuple[KVPool, str], monkeypatch: pytest.MonkeyPatch) -> None:
     shelf, name = far
     ticket = shelf.put(cache_of(len(IDS)), IDS)
     for said in (b"", b"x" * 64, wire.pack({"send": ticket, "rows": [0, 1], "share": [0, 1]}) * 9):
@@ -249,7 +249,7 @@ def test_whoever_lacks_the_key_is_told_nothing(far: tuple[Shelf, str], monkeypat
                 found += part
         assert len(found) <= 32, "a challenge and nothing else"
     monkeypatch.delenv(network.KEY_VARIABLE)
-    with pytest.raises(wire.WireError, match="a key is needed"):
+    with pytest.raises(wire.TransportError, match="a key is needed"):
         wire.connect(name, 5)
     with pytest.raises(ConfigError, match="a key is needed"):
         wire.bind("tcp://127.0.0.1:1")
@@ -261,7 +261,7 @@ def test_what_is_no_place_on_a_network_is_one_line(name: str, key: Path) -> None
         wire.bind(name)
 
 
-def test_another_key_is_refused_by_both_ends(far: tuple[Shelf, str], key: Path) -> None:
+def test_another_key_is_refused_by_both_ends(far: tuple[KVPool, str], key: Path) -> None:
     _, name = far
     host, port = network.place_of(name)
     with socket.create_connection((host, port), 5) as sock:
@@ -280,12 +280,12 @@ def test_another_key_is_refused_by_both_ends(far: tuple[Shelf, str], key: Path) 
 
         thread = threading.Thread(target=lie)
         thread.start()
-        with pytest.raises(wire.WireError, match="it does not know the key"):
+        with pytest.raises(wire.TransportError, match="it does not know the key"):
             wire.connect(f"tcp://127.0.0.1:{liar.getsockname()[1]}", 5)
         thread.join(10)
 
 
-def test_a_worker_that_stops_listening_in_the_middle_harms_nobody(far: tuple[Shelf, str]) -> None:
+def test_a_worker_that_stops_listening_in_the_middle_harms_nobody(far: tuple[KVPool, str]) -> None:
     shelf, name = far
     before = threading.active_count()
     ticket = shelf.put(cache_of(len(IDS)), IDS)

@@ -11,7 +11,7 @@ import pytest
 
 from blend.errors import ConfigError
 from blend.integrations.vllm import network
-from blend.integrations.vllm.connector import Offers
+from blend.integrations.vllm.connector import LoadScheduler
 from blend.integrations.vllm.contract import Signer
 from blend.integrations.vllm.prompts import blended
 
@@ -41,12 +41,12 @@ def signer() -> Signer:
 
 
 @pytest.fixture
-def offers(signer: Signer) -> Offers:
-    return Offers(signer)
+def offers(signer: Signer) -> LoadScheduler:
+    return LoadScheduler(signer)
 
 
 @pytest.mark.parametrize("ticket", [NAME, '{"prefix":1}'])
-def test_what_the_middleware_gives_out_is_taken_up(offers: Offers, ticket: str) -> None:
+def test_what_the_middleware_gives_out_is_taken_up(offers: LoadScheduler, ticket: str) -> None:
     server = Signer.of(config())  # in another process
     body = blended({}, [1], {"ticket": ticket, "salt": "s"}, "/v1/chat/completions", server)
     found = request(body["kv_transfer_params"], cache_salt=body["cache_salt"])
@@ -67,25 +67,25 @@ FORGED: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize("given", FORGED)
-def test_forged_tickets_are_refused(offers: Offers, given: Any) -> None:
+def test_forged_tickets_are_refused(offers: LoadScheduler, given: Any) -> None:
     assert offers.rows(request(given), 0) == 0
 
 
 @pytest.mark.parametrize("salt", ["\ud800", 7, 7.5, True, ["salt"], {"salt": 1}])
-def test_a_salt_that_is_no_text_is_refused(offers: Offers, signer: Signer, salt: Any) -> None:
+def test_a_salt_that_is_no_text_is_refused(offers: LoadScheduler, signer: Signer, salt: Any) -> None:
     found = request(signer.signed(NAME, SALT), cache_salt=salt)
     assert offers.rows(found, 0) == 0
     offers.allocated(found, (1, 2, 3), 23)
     assert not offers.taken()
 
 
-def test_a_salt_of_a_client_that_is_no_unicode_text_is_mixed_in(offers: Offers, signer: Signer) -> None:
+def test_a_salt_of_a_client_that_is_no_unicode_text_is_mixed_in(offers: LoadScheduler, signer: Signer) -> None:
     body = blended({"cache_salt": "\ud800"}, [1], {"ticket": NAME, "salt": "s"}, "/v1/chat/completions", signer)
     assert offers.ticket(request(body["kv_transfer_params"], cache_salt=body["cache_salt"])) == NAME
 
 
 def test_a_refusal_is_told_once_until_a_good_ticket_comes(
-    offers: Offers, signer: Signer, caplog: pytest.LogCaptureFixture
+    offers: LoadScheduler, signer: Signer, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, bad = request(signer.signed(NAME, SALT)), request({"kvblend": {"ticket": NAME}})
     with caplog.at_level(logging.WARNING, "vllm.kvblend"):
@@ -104,7 +104,7 @@ def test_a_refusal_is_told_once_until_a_good_ticket_comes(
         {"sampling_params": SimpleNamespace(prompt_logprobs=0)},
     ],
 )
-def test_good_tickets_of_requests_that_must_not_be_blended(offers: Offers, signer: Signer, more: Any) -> None:
+def test_good_tickets_of_requests_that_must_not_be_blended(offers: LoadScheduler, signer: Signer, more: Any) -> None:
     given = signer.signed(NAME, more.get("cache_salt", SALT) or "")
     assert offers.rows(request(given, **more), 0) == 0
 

@@ -8,13 +8,13 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
-from blend.serve.types import Holding
 from click.testing import CliRunner
 
 from blend.cli import blend
 from blend.integrations.vllm import wire
 from blend.integrations.vllm.server import PrefillServer
-from blend.integrations.vllm.transport import Shelf
+from blend.integrations.vllm.transport import KVPool
+from blend.serve.types import Holding
 
 
 def test_it_tells_what_is_held_and_fails_where_nobody_answers() -> None:
@@ -23,7 +23,7 @@ def test_it_tells_what_is_held_and_fails_where_nobody_answers() -> None:
     engine = SimpleNamespace(holding=lambda: holding)
     desk = SimpleNamespace(service=SimpleNamespace(engine=engine), model="m float32", refused="")
     place = wire.bind(name)
-    server = PrefillServer(cast(Any, desk), Shelf(1 << 20), place)
+    server = PrefillServer(cast(Any, desk), KVPool(1 << 20), place)
     thread = threading.Thread(target=server.serve_until_stopped)
     thread.start()
     try:

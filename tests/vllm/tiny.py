@@ -17,7 +17,7 @@ from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.integrations.vllm import wire
 from blend.integrations.vllm.server import PrefillServer
-from blend.integrations.vllm.transport import Shelf
+from blend.integrations.vllm.transport import KVPool
 from blend.model.decoder import Decoder
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -58,7 +58,7 @@ class Bench:
     model: Path
     decoder: Decoder
     blender: Blender
-    shelf: Shelf
+    shelf: KVPool
     socket: str
     kept: list[str] = field(default_factory=list)
 
@@ -106,7 +106,7 @@ def bench(model: Path, place_name: str = "", dtype: torch.dtype = torch.float32)
     """place_name: where its shelf is reached. dtype: that it computes in."""
     decoder = Decoder(Qwen2ForCausalLM.from_pretrained(model, dtype=dtype), None, "tiny")
     blender = Blender(decoder, open_store("memory:"))
-    shelf, socket = Shelf(1 << 30), place_name or f"@kvblend-test-{secrets.token_hex(4)}"
+    shelf, socket = KVPool(1 << 30), place_name or f"@kvblend-test-{secrets.token_hex(4)}"
     place = wire.bind(socket)
     server = PrefillServer(None, shelf, place)  # type: ignore[arg-type]  # nobody asks it: what it holds is put there by tests
     thread = threading.Thread(target=server.serve_until_stopped, daemon=True)
