@@ -13,9 +13,9 @@ from blend.integrations.vllm.stage import CopyStage
 
 class Uneven(CopyStage):
     def fill(self, load: Load) -> None:
-        if self._rank == 1 and load.token_ids[-1] == LATE:
+        if self.rank == 1 and load.token_ids[-1] == LATE:
             time.sleep(0.5)
-        if self._rank == 1 and load.token_ids[-1] == FAILS:
+        if self.rank == 1 and load.token_ids[-1] == FAILS:
             raise LoadFailedError("the second worker fails in a test")
         super().fill(load)
 

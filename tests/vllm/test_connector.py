@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 from copied_engine import COUNT, Engine, salt, started
-from machines import free_port
 from tiny import Bench, bench, save_model
 
-from blend.integrations.vllm import network
-from blend.integrations.vllm.connector import LoadScheduler
-from blend.integrations.vllm.contract import Signer
+from blend.integrations.vllm.contract import LoadScheduler, Signer
 
 pytestmark = pytest.mark.inside_vllm
 LENGTHS = (127, 128, 129, 517)
@@ -77,7 +74,7 @@ def test_too_few_blocks(held: Bench, model: Path) -> None:
     expected = [held.greedy(one, count) for one in blends]
     with started(model, held.socket, num_gpu_blocks_override=14, disable_log_stats=False) as engine:
         outputs = engine.outputs([(one.layout, held.hold(one), salt()) for one in blends * 2], count)
-        preempted = [one for one in engine._llm.get_metrics() if one.name == "vllm:num_preemptions"]
+        preempted = [one for one in engine.llm.get_metrics() if one.name == "vllm:num_preemptions"]
     assert sum(one.value for one in preempted) > 0
     assert [list(one.outputs[0].token_ids) for one in outputs] == expected * 2
 
@@ -127,17 +124,6 @@ def test_loads_that_fail(held: Bench, engine: Engine) -> None:
     check_failures(held, engine)
 
 
-def test_kv_from_another_machine(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = tmp_path / "key"
-    key.write_text("a key of at least sixteen bytes")
-    key.chmod(0o600)
-    monkeypatch.setenv(network.KEY_VARIABLE, str(key))
-    name = f"tcp://127.0.0.1:{free_port()}"
-    with bench(model, name) as held, started(model, name) as engine:
-        check_all_lengths(held, engine)
-        check_failures(held, engine)
-
-
 def test_in_bfloat16_within_a_kl(model: Path) -> None:
     """Both round, each in its own way: vLLM's next token is as near to kvblend's over blended KV as over its own."""
     with bench(model, dtype=torch.bfloat16) as held:
@@ -176,7 +162,7 @@ def test_log_probabilities_of_the_prompt_are_vllms_own(held: Bench, engine: Engi
     [
         *({"kvblend": "/etc/passwd"}, {"kvblend": {"ticket": "../x"}}, {"kvblend": None}, {}),
         *({"kvblend": {"ticket": "{}"}}, {"kvblend": {"ticket": "0" * 32, "signature": "0" * 64}}),
-        *(Signer(b"another").signed("{}", "salt"), "{}"),  # the last is signed: a ticket for a stage that is not there
+        *(Signer(b"another").signed("{}", "salt"), "{}"),  # the last is signed: a ticket for another stage
     ],
 )
 def test_parameters_that_are_no_tickets(held: Bench, engine: Engine, nonsense: Any) -> None:

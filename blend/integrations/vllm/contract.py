@@ -33,7 +33,7 @@ STAGES = {
 }
 """Where each stage is made, by the value of the option "stage"."""
 NEARER = 10
-"""How many times nearer exact KV must be than wrong KV. Rounding of 16 bits is a hundred times nearer, other rotations not at all."""
+"""How many times nearer exact KV must be than wrong KV: rounding to 16 bits is 100 times nearer, other rotations no nearer."""
 _TOP = 10  # log-probabilities that are compared
 _OPTIONS = {"stage", "load"}
 

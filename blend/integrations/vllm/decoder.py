@@ -1,9 +1,9 @@
 """A vLLM worker's model as kvblend's decoder: it runs rows over the cache blocks of a request, or over scratch memory.
 
-Every run of consecutive rows is a sequence for vLLM's attention, as long as its last row is deep; all runs of a prompt have the
-same block table. Causal attention over the paged cache then lets each row see exactly the rows of its prompt up to itself. Nothing
-of vLLM is replaced: a pass builds attention metadata and runs the model with a forward context that skips compiled code. Hooks
-on the attention layers, installed for the pass only, see queries, keys and values after RoPE.
+Every run of consecutive rows is a sequence for vLLM's attention, as long as its last row is deep. All runs of a prompt have the
+same block table. Causal attention over the paged cache then lets each row see exactly the rows of its prompt up to itself.
+Nothing of vLLM is replaced: a pass builds attention metadata and runs the model with a forward context that skips compiled
+code. Hooks on the attention layers, installed for the pass only, see queries, keys and values after RoPE.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PagedLayer(BlendedLayer):
 
 
 class PagedCache(BlendedCache):
-    """A prompt's KV in buffers, copied to blocks layer by layer. place: the blocks; None for scratch memory, which is reused."""
+    """A prompt's KV in buffers, copied to blocks layer by layer. place: the blocks; None for scratch memory."""
 
     layer = PagedLayer
 
@@ -194,7 +194,7 @@ def _alike(cache: torch.Tensor, dimension: int, blocks: int) -> torch.Tensor:
 
 
 def model_of(layers: Sequence[Any]) -> Any:
-    """This process's module that holds these attention layers and computes logits; a wrapper before what it wraps.
+    """The module that holds these attention layers and computes logits; a wrapper before what it wraps.
 
     vLLM gives connectors the attention layers and not the model. Called once, at start, before vLLM hides objects from the
     garbage collector. Raises `ValueError` where there is no such module.

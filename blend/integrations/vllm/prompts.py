@@ -162,7 +162,7 @@ class LocalPrompts:
         self._room: Room | None = None
 
     def prompt(self, part: Mapping[str, Any]) -> LocalPrompt | None:
-        """The prompt of a `part_of` a body; None where it has no passage. Raises `DoorError`, `BlendError`, `RetrievalError`."""
+        """The prompt of a `part_of` a body; None without passages. Raises `DoorError`, `BlendError`, `RetrievalError`."""
         from blend.serve.service import put
 
         room = self._opened()

@@ -1,7 +1,7 @@
 """Between vLLM's processes and `blend vllm` on one machine: JSON messages over a Unix socket, and KV in shared memory.
 
-A name such as "@kvblend" is a socket in Linux's abstract namespace: it disappears with its process. Any other name is the path of
-a Unix socket. Both ends talk only to processes of their own user or root.
+A name such as "@kvblend" is a socket in Linux's abstract namespace: it disappears with its process. Any other name is the path
+of a Unix socket. Both ends talk only to processes of their own user or root.
 
 KV lies in memory files without a name (`memfd_create`), whose descriptors are sent to vLLM's workers. The kernel frees the
 memory when the last process that has a descriptor ends.
