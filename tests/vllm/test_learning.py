@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from blend.model.forward import RowRequest
 
 from blend.blender import Blender
-from blend.chunks.open_library import Tokens
+from blend.chunks.library import Tokens
 from blend.config import BlendConfig
 from blend.errors import StoreError
 from blend.integrations.vllm.learning import (
@@ -24,7 +25,6 @@ from blend.integrations.vllm.learning import (
     learn_budget,
 )
 from blend.model.decoder import Decoder
-from blend.model.rows import RowRequest
 from blend.store import ChunkStore, open_store
 from blend.store.pins import pin
 from blend.store.sources import write_sources

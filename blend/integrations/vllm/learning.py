@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from blend.chunks.deciding import with_surrogate
-from blend.chunks.open_library import Tokens, Variant
+from blend.blender import Filler
+from blend.chunks.library import Tokens, Variant
+from blend.chunks.surrogate import with_surrogate
 from blend.config import CorpusConfig
 from blend.corpora import corpora, in_words
 from blend.errors import ConfigError, StoreError, first_line
-from blend.filling import Filler
 from blend.integrations.vllm.contract import LOG
 from blend.integrations.vllm.decoder import PagedDecoder, only
 from blend.limits import check_number
+from blend.model.forward import RowRequest
 from blend.model.outline import ModelOutline
-from blend.model.rows import RowRequest
 from blend.plan.sizes import entry_bytes
 from blend.serve.background import Beside, Encoding, Encodings
 from blend.serve.budgets import LEARN_BUDGET

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from blend.chunks.probe import gives_same_kv
+from blend.blender import Filled, Filler, run_steps
+from blend.chunks.encode import gives_same_kv
 from blend.config import BlendConfig
 from blend.errors import BlendError
-from blend.filling import Filled, Filler, run_steps
 from blend.integrations.vllm.contract import (
     DAMAGED,
     LOG,
@@ -44,11 +44,10 @@ from blend.integrations.vllm.decoder import (
 from blend.integrations.vllm.learning import BackgroundEncoder, LearnedTexts, MissingCaches, learn_budget
 from blend.integrations.vllm.prompts import CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.transport import SOCKET, HeldKV, KVPair, TransportError, connect, digest, receive, send
-from blend.model.admission import PROBE_DELTA, LayerRotation, probe_ids, tolerance
+from blend.model.admission import PROBE_DELTA, LayerRotation, Rotation, find_rotation, probe_ids, tolerance
 from blend.model.cache import KV
 from blend.model.fingerprint import files_fingerprint
-from blend.model.rope import Rotation, find_rotation
-from blend.model.rows import RowRequest
+from blend.model.forward import RowRequest
 from blend.rag import Rag
 from blend.serve.background import Beside
 from blend.store.base import ChunkStore
@@ -360,7 +359,7 @@ def fingerprints(config: Any) -> tuple[str, str]:
     """Names of a model's caches: shared with transformers, and vLLM's own. Raises `ValueError` for weights that are no files.
 
     vLLM may run the weights quantised or with another rotation. Where it is configured to, nothing is shared. Otherwise the
-    shared name is used if the store holds a probe of the model and vLLM gives the same KV (`blend.chunks.probe`).
+    shared name is used if the store holds a probe of the model and vLLM gives the same KV (`blend.chunks.encode`).
     """
     model = config.model_config
     files = files_fingerprint(model.model)
