@@ -38,7 +38,7 @@ def merged(rows: list[Row]) -> Row:
 
 def against(full: float | None, seconds: float, row: Mapping[str, Any], rate: float, layers: int) -> Row:
     """Speed-up over full prefill, and what is above the floor; nothing where full prefill has no time."""
-    from blend.eval.floor import floor_seconds
+    from blend.eval.evaluator import floor_seconds
 
     if full is None:
         return {"bandwidth": rate}
