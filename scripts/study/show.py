@@ -228,7 +228,7 @@ def show(
     results, `ConfigError` where the sets have none or no record has all methods, and as `read_rows` and `write_frontier` do.
     """
     by_model: defaultdict[str, list[Row]] = defaultdict(list)
-    for row in _rows(path, sets):
+    for row in _ttft(path, sets):
         by_model[row.model].append(row)
     for model, rows in by_model.items():
         yield from ("", model, *text_table(rows), *gap_lines(rows))
@@ -242,7 +242,7 @@ def show(
             yield f"wrote {target}"
 
 
-def _rows(path: Path, sets: Collection[str]) -> list[Row]:
+def _ttft(path: Path, sets: Collection[str]) -> list[Row]:
     rows = read_rows(path)
     if not rows:
         raise DatasetError(f"{path}: holds no results; name a file that bench_selection wrote")

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from selection_rows import row
 
-import study.stats as stats
+from study import stats
 from blend.errors import ConfigError
 from study.rows import Row
 
