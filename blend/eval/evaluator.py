@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.blender import Blend, Blender
-from blend.chunks.deciding import with_surrogate
+from blend.chunks.surrogate import with_surrogate
 from blend.config import REPORT_TOKENS, BlendConfig
 from blend.eval.dataset import Record
 from blend.eval.floor import copy_bandwidth, floor_seconds

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.blender import Blender
-from blend.chunks.deciding import with_surrogate
+from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig, PromptConfig
 from blend.eval.lines import append_lines, read_lines
 from blend.eval.metrics import kl_divergence

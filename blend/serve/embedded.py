@@ -36,8 +36,7 @@ from blend.serve.worth import LEAST
 
 if TYPE_CHECKING:
     from blend.blender import Blender
-    from blend.chunks.library import ChunkLibrary
-    from blend.chunks.open_library import Variant
+    from blend.chunks.library import ChunkLibrary, Variant
 
 LOADING = 2  # prompts whose caches are loaded at a time
 LOOK_S = 0.05  # while all there is to do waits for the store, prompts that are given up are looked for so often

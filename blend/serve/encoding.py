@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from blend.blender import Blender
-    from blend.chunks.library import ChunkLibrary
-    from blend.chunks.open_library import Variant
+    from blend.chunks.library import ChunkLibrary, Variant
     from blend.store.base import ChunkStore
     from blend.types import ChunkKey, PromptLayout
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
-from blend.chunks.assemble import assemble
-from blend.chunks.placed import place
+from blend.chunks.assemble import assemble, place
 from blend.eval.dataset import Record
 from blend.eval.selection.workload import Setting, Workload, load_decoder, load_workloads
 from blend.recompute import make_plan
