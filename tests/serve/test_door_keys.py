@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+from blend.serve.http.log import _Lines
 from served import Served, listening
 
 from blend.errors import ConfigError
-from blend.serve.door.log import _Lines
 from blend.serve.engine import Holding
 from blend.serve.faults import LOG
 from blend.serve.metrics import Metrics

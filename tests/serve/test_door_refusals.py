@@ -10,13 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from blend.serve.http import fields, schemas
+from blend.serve.http.mistakes import EXAMPLES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from served import Served
 
 from blend.errors import StoreError
-from blend.serve.door import fields, schemas
-from blend.serve.door.mistakes import EXAMPLES
 from blend.serve.faults import LOG
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]

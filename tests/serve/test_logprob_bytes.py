@@ -6,10 +6,10 @@ import random
 from typing import Any
 
 import pytest
+from blend.serve.http.answers import TextAnswer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from blend.serve.door.answers import TextAnswer
 from blend.serve.engine import Token
 from blend.serve.request import Delta, TokenText
 from blend.serve.text import Speaker

@@ -12,8 +12,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from blend.serve.door.errors import refuse
 from blend.serve.faults import LOG
+from blend.serve.http.errors import refuse
 
 ACCEPTED_AT_ONCE = 64  # before any of them is looked at
 _MOST_DESCRIPTORS = 16_384

@@ -17,8 +17,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from blend.errors import ConfigError
-from blend.serve.door.connection import ACCEPTED_AT_ONCE, Connection, Crowd, most_connections
-from blend.serve.door.hall import Hall
+from blend.serve.http.connection import ACCEPTED_AT_ONCE, Connection, Crowd, most_connections
+from blend.serve.http.hall import Hall
 
 _BACKLOG = 512
 _LAST_WORDS_S = 5.0  # for answers to be told that they end
