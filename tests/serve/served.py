@@ -12,7 +12,6 @@ from typing import Any
 from blend.serve.http.app import make_app
 from blend.serve.http.hall import DoorLimits
 from blend.serve.http.server import Server, listen, url_of
-
 from blend.serve.metrics import Metrics
 from blend.serve.tenants import Tenants
 

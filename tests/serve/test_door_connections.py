@@ -17,6 +17,7 @@ from changing import until
 from served import Served
 
 from blend.serve.faults import LOG
+from blend.serve.http.connection import most_connections, raise_descriptor_limit
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
 CHAT = "/v1/chat/completions"

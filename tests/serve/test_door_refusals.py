@@ -18,6 +18,8 @@ from served import Served
 
 from blend.errors import StoreError
 from blend.serve.faults import LOG
+from blend.serve.http import fields, schemas
+from blend.serve.http.mistakes import EXAMPLES
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
 CHAT = "/v1/chat/completions"

@@ -10,11 +10,12 @@ from itertools import pairwise
 
 import httpx
 import pytest
-from blend.serve.http.tracing import Tracing, is_wanted
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from served import Served
+
+from blend.serve.http.tracing import Tracing, is_wanted
 
 CHAT = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "user", "content": "Which secret has the harbour?"}], "max_tokens": 6}

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from blend.serve.http.errors import DoorError
 
 from blend.integrations.vllm import gate as gates
 from blend.integrations.vllm import outage, wire
 from blend.integrations.vllm.gate import Gate, Rewritten
+from blend.serve.http.errors import DoorError
 
 CHAT = "/v1/chat/completions"
 PLAIN = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
