@@ -101,8 +101,7 @@ def make_service(given: dict[str, Any]) -> Service:
     rag = opening.open_all_corpora(given)
     from blend.model.threads import take_threads
     from blend.serve.embedded import EmbeddedEngine
-    from blend.serve.profile import Profile
-    from blend.serve.service import Service
+    from blend.serve.service import Profile, Service
 
     decoder = rag.decoder
     note(f"Warming up {decoder.name} ...")

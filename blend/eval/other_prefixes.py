@@ -23,7 +23,7 @@ from blend.model.full_prefill import full_prefill
 from blend.model.generate import generate, teacher_forced_logits
 from blend.prompt import PromptTemplate
 from blend.serve.chat import ChatTemplate, Passage, question_turns
-from blend.serve.request import Message
+from blend.serve.types import Message
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from http.client import HTTPResponse
 
 import httpx
 import pytest
-from blend.serve.http.connection import most_connections, raise_descriptor_limit
 from changing import until
 from served import Served
 

@@ -16,7 +16,7 @@ from blend.errors import ConfigError, StoreError
 from blend.model.full_prefill import full_prefill
 from blend.model.generate import generate
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Ended, Sampling, Token, Work
+from blend.serve.types import Ended, Sampling, Token, Work
 from blend.types import PromptLayout
 
 

@@ -17,10 +17,10 @@ from starlette.types import Receive
 from blend.limits import shown
 from blend.serve.http import body
 from blend.serve.http.auth import admitted
+from blend.serve.http.bodies import uploads_of
 from blend.serve.http.errors import DoorError, json_response, refuse
 from blend.serve.http.hall import Hall, hall_of
-from blend.serve.http.parsing import uploads_of
-from blend.serve.request import GivenDocument
+from blend.serve.types import GivenDocument
 from blend.serve.uploads import UploadedFile
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from starlette.responses import Response
 from blend.serve.http.auth import operator
 from blend.serve.http.errors import DoorError, json_response
 from blend.serve.http.hall import hall_of
-from blend.serve.prompt_metrics import CONTENT_TYPE
+from blend.serve.metrics import CONTENT_TYPE
 from blend.serve.store_metrics import StoreFigures
 
 if TYPE_CHECKING:
-    from blend.serve.engine import Holding
     from blend.serve.service import Service
+    from blend.serve.types import Holding
 
 
 async def health(request: Request) -> Response:

@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from blend.limits import shown
 from blend.serve.http.auth import admitted
+from blend.serve.http.bodies import Offered
 from blend.serve.http.errors import json_response, refuse
 from blend.serve.http.hall import hall_of
-from blend.serve.http.parsing import Offered
 
 if TYPE_CHECKING:
     from blend.serve.service import Service
