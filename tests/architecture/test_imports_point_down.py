@@ -125,7 +125,7 @@ DOORS = {
     "sentence_transformers": {"blend_retrieval.embedders.sentence"},
     "py3langid": {"blend_retrieval.embedders.sentence"},
     "triton": {"blend_kernels"},
-    "matplotlib": {"blend.eval.report", "blend.eval.selection"},
+    "matplotlib": {"blend.eval.report"},
     "rouge_score": {"blend.eval.metrics"},
     "gguf": {"blend.weights"},
     "starlette": {"blend.serve", "blend.integrations"},

@@ -20,18 +20,19 @@ from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig, CorpusConfig
 from blend.eval.bootstrap import paired_interval
 from blend.eval.evaluator import Recorder
-from blend.eval.lines import append_lines, read_lines
 from blend.eval.metrics import kl_divergence, top1_agreement
 from blend.model.full_prefill import full_prefill
 from blend.model.generate import generate, teacher_forced_logits
 from blend.prompt import PromptTemplate
 from blend.store import Codec, open_store
+from study.rows import append_lines, read_lines
 
 if TYPE_CHECKING:
     from blend.eval.dataset import Record
     from blend.model.decoder import Decoder
     from blend.store import ChunkStore
     from blend.types import PromptLayout
+
 
 BESIDE = "bfloat16"
 _RUNS = 50
