@@ -17,11 +17,11 @@ from blend.chunks.fit import calibrate
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
-from blend.model.row_decoder import check_ids
-from blend.model.rows import Resume, RowRequest, Steps
+from blend.model.decoder import check_ids
+from blend.model.forward import Resume, RowRequest, Steps
 from blend.recompute import MostRows, make_plan, recompute
 from blend.select import make_selector
-from blend.select.controls import All
+from blend.select.selectors import All
 from blend.store import open_store
 from blend.store.base import ChunkStore
 from blend.timing import Progress, Stopwatch, no_progress
@@ -29,8 +29,7 @@ from blend.types import ChunkCache, PromptLayout, Selection
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
-    from blend.model.decoder import Decoder
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import Decoder, RowDecoder
 
 
 _Result = TypeVar("_Result")

@@ -18,7 +18,7 @@ from blend.analyze.tokens import token_texts, word_kinds
 from blend.blender import Blend, Blender
 from blend.chunks.assemble import assemble, place
 from blend.errors import ConfigError, PromptError
-from blend.model.attention import AttentionCall
+from blend.model.forward import AttentionCall
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:

@@ -18,16 +18,16 @@ import torch
 
 from blend.chunks.correction import Added, KVCorrection, position_features
 from blend.chunks.library import OpenLibrary
+from blend.model.admission import Rotation, moves
 from blend.model.cache import BlendedCache, BlendedLayer
-from blend.model.rope import Rotation, moves
-from blend.model.threads import compute_alone
+from blend.model.cpu import compute_alone
 from blend.store.codec import require_shapes
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, PromptLayout, Span
 
 if TYPE_CHECKING:
     from blend.model.admission import LayerRotation
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
     from blend_kernels import Deltas
 
 

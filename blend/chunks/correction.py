@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary, OpenLibrary
     from blend.model.admission import LayerRotation
     from blend.model.cache import BlendedCache
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
     from blend.store.base import ChunkStore
 
 

@@ -16,15 +16,14 @@ from safetensors.torch import load, save
 
 from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError, PromptError
-from blend.model.admission import probe_ids, tolerance
+from blend.model.admission import Rotation, moves, probe_ids, tolerance
 from blend.model.cache import BlendedCache
-from blend.model.rope import Rotation, moves
-from blend.model.rows import RowRequest, RowSteps
+from blend.model.forward import RowRequest, RowSteps
 from blend.types import ChunkCache
 
 if TYPE_CHECKING:
     from blend.model.admission import LayerRotation
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
     from blend.store.base import ChunkStore
 
 

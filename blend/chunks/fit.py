@@ -30,7 +30,7 @@ from blend.chunks.correction import (
     rows_of,
     shares,
 )
-from blend.model import mapped
+from blend.model import cpu
 from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, PromptLayout
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from blend.chunks.encode import ChunkEncoder
     from blend.chunks.library import ChunkLibrary
     from blend.model.cache import BlendedCache
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
 
 
 RANK = 32
@@ -331,7 +331,7 @@ class _Seen:
         still = (
             rows_of(k[:, :, rows], v[:, :, rows], turn, rows) for (k, v), turn in zip(pairs, rotations, strict=True)
         )
-        return mapped.copies([layer.cpu() for layer in still])
+        return cpu.copies([layer.cpu() for layer in still])
 
     def add(self, found: Sequence[Sequence[torch.Tensor]]) -> None:
         """Take in a prompt: its rows in full prefill, then from each source."""

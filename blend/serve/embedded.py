@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.errors import ContextLengthError, PromptError, StoreError
-from blend.model import mapped
-from blend.model.threads import take_threads
+from blend.model import cpu
+from blend.model.cpu import take_threads
 from blend.serve.background import Beside, Encoding, Encodings
 from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.serve.caching import OnDone
@@ -52,7 +52,7 @@ class Tidying:
     def tidy(self, *, busy: bool) -> None:
         """Give back what is free, if there may be any and it is time. busy: whether somebody waits for a token."""
         if self._untidy and time.monotonic() - self._tidied >= (BUSY_S if busy else IDLE_S):
-            mapped.give_back()
+            cpu.give_back()
             self._tidied, self._untidy = time.monotonic(), False
 
 

@@ -21,7 +21,7 @@ from blend.chunks.surrogate import with_surrogate
 from blend.config import CorpusConfig
 from blend.errors import first_line
 from blend.integrations.vllm.rows_decoder import PagedDecoder, only
-from blend.model.rows import RowRequest
+from blend.model.forward import RowRequest
 from blend.serve.background import Beside
 from blend.serve.heard import SHARE, Heard
 
