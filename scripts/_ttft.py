@@ -20,7 +20,7 @@ from _stores import copy_rate, drop_page_cache, file_system, fill, lacks_room, m
 from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.eval.evaluator import PLAIN_REUSE
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import full_prefill
 from blend.model.shapes import SHAPES
 from blend.store import ChunkStore, open_store
 from blend.store.disk import DiskBackend

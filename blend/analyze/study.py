@@ -19,8 +19,7 @@ from blend.analyze.attention import (
     total_variation,
 )
 from blend.blender import Blend, Blender
-from blend.chunks.assemble import assemble
-from blend.chunks.placed import place
+from blend.chunks.assemble import assemble, place
 from blend.errors import ConfigError, PromptError
 from blend.model.attention import AttentionCall
 from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector

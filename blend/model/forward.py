@@ -1,7 +1,7 @@
-"""The one value of a forward pass over rows: which rows of which prompts run, where they write, and under which mask.
+"""A forward pass over chosen rows: what to compute, where KV is written, and the attention of scattered rows.
 
-Driver, cache and attention share it, and it changes in one place: when a selector narrows the rows at some layer. The rows of
-several prompts lie one after another in one flat sequence; every prompt keeps a cache of its own.
+The rows of several prompts lie one after another in one flat sequence; every prompt keeps its own cache. `ForwardPass` holds
+the state that cache and attention share. It changes only when a selector narrows the rows at some layer.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from blend.config import MaskMode
-from blend.errors import ConfigError
-from blend.model.cache import BlendedCache
+from blend.errors import ConfigError, UnsupportedModelError
+from blend.model.cache import KV, BlendedCache, Run
+from blend_kernels import attention_mass, selective_attention
 
-if TYPE_CHECKING:
-    from blend.model.attention import AttentionCall
-
-FreshKV = tuple[torch.Tensor, torch.Tensor]
+# Arguments of other attention kinds that would change the result; a model that passes one of them is refused.
+_UNSUPPORTED = ("position_bias", "alibi", "block_mask", "head_mask")
 
 
 @dataclass(frozen=True)
@@ -75,23 +75,6 @@ Steps = Generator[RowRequest | Resume, torch.Tensor, _Result]
 """The same, of work that may wait for a store, or run the decoder itself; begun in the thread that runs the decoder."""
 
 
-class Run:
-    """Sorted positions `[rows]`; a contiguous run is written as a slice, several times cheaper than an indexed write."""
-
-    def __init__(self, positions: torch.Tensor) -> None:
-        self.positions = positions
-        first, last = int(positions[0]), int(positions[-1])
-        self.stop = last + 1
-        self._slice = slice(first, last + 1) if last + 1 - first == positions.shape[0] else None
-
-    def write(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
-        """Put `states` `[batch, kv_heads, rows, head_dim]` into `buffer`, as long as a prompt may be, at these rows."""
-        if self._slice is not None:
-            buffer[:, :, self._slice] = states
-        else:
-            buffer.index_copy_(2, self.positions, states.to(buffer.dtype))
-
-
 class ForwardPass:
     """What is running: the requests, and the rows of each that are still there.
 
@@ -110,8 +93,8 @@ class ForwardPass:
         self.one_copy = one_copy
         self.runs = [Run(request.positions) for request in requests]
         self.untouched = True
-        self.handed: list[FreshKV] = []
-        self.returned: FreshKV | None = None
+        self.handed: list[KV] = []
+        self.returned: KV | None = None
 
     @property
     def counts(self) -> list[int]:
@@ -134,11 +117,11 @@ class ForwardPass:
         ends = list(accumulate(self.counts, initial=0))
         return map(slice, ends, ends[1:])
 
-    def fresh(self, keys: torch.Tensor, values: torch.Tensor) -> list[FreshKV]:
+    def fresh(self, keys: torch.Tensor, values: torch.Tensor) -> list[KV]:
         """KV of all rows `[batch, kv_heads, rows, head_dim]`, request by request."""
         return [(keys[:, :, span], values[:, :, span]) for span in self.spans()]
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> FreshKV:
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
         """Write a layer's fresh KV into each request's cache; what the model's attention is then given."""
         pairs = zip(self.requests, self.runs, self.fresh(keys, values), strict=True)
         self.handed = [request.cache.layers[layer].write_rows(run, *kv) for request, run, kv in pairs]
@@ -150,7 +133,7 @@ class ForwardPass:
             self.returned = torch.cat([k for k, _ in self.handed], 2), torch.cat([v for _, v in self.handed], 2)
         return self.returned
 
-    def held(self, keys: torch.Tensor, values: torch.Tensor) -> list[FreshKV]:
+    def held(self, keys: torch.Tensor, values: torch.Tensor) -> list[KV]:
         """All keys and values that each request's rows may see, from what the model's attention is called with."""
         if self.left_alone(keys, values):
             return self.handed
@@ -180,6 +163,62 @@ def _same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     )
 
 
+class PassCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """What a forward pass over rows gives the model as its cache: each layer's KV goes to the caches of the pass's requests.
+
+    halt_at: the layer whose `update` ends the pass with `Halt`, after it has written.
+    """
+
+    def __init__(self, forward: ForwardPass, layers: int, halt_at: int | None = None) -> None:
+        super().__init__(layers=[PassLayer(forward, index, halts=index == halt_at) for index in range(layers)])
+
+
+class Halt(BaseException):
+    """Ends a forward pass from inside a layer; carries the layer's fresh KV and never leaves `blend.model`."""
+
+    def __init__(self, fresh: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.fresh = fresh
+
+
+class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """One layer of a `PassCache`. probing: the next `update` hands out the fresh KV in a `Halt`, unwritten."""
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, forward: ForwardPass, index: int, *, halts: bool) -> None:
+        super().__init__()
+        self._forward, self._index, self._halts = forward, index, halts
+        self.probing = False
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the requests' caches allocate."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the rows' fresh KV, and return what the model's attention is to be called with."""
+        if self.probing:
+            raise Halt((key_states, value_states))
+        written = self._forward.write(self._index, key_states, value_states)
+        if self._halts:
+            raise Halt((key_states, value_states))
+        return written
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """No mask is built from it; the longest that any request's rows may see."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Rows in use before this pass, of the longest request."""
+        return max(int(request.cache.layers[self._index].length) for request in self._forward.requests)
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+
 _running: ContextVar[ForwardPass | None] = ContextVar("kvblend_forward_pass", default=None)
 
 
@@ -199,3 +238,97 @@ def current_pass() -> ForwardPass:
     if forward is None:
         raise RuntimeError("row_attention runs only inside a kvblend forward pass")
     return forward
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's attention as the model asks for it.
+
+    query `[batch, heads, rows, head_dim]`, key and value `[batch, kv_heads, keys, head_dim]`; row r sees keys up to
+    `positions[r]`, and with a window only the last `window` of them. sinks: `[heads]`, logits that take part of the
+    attention and give nothing.
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    positions: torch.Tensor
+    mask: MaskMode
+    window: int | None
+    softcap: float | None
+    scale: float | None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def _rule(self) -> dict[str, Any]:
+        return {
+            "mode": self.mask,
+            "window": self.window,
+            "softcap": self.softcap,
+            "scale": self.scale,
+            "sinks": self.sinks,
+        }
+
+    def output(self) -> torch.Tensor:
+        """What the rows get, `[batch, heads, rows, value_dim]` over memory `[batch, rows, heads, value_dim]`."""
+        out: torch.Tensor = selective_attention(self.query, self.key, self.value, self.positions, **self._rule)
+        return out
+
+    def mass(self, *, per_head: bool = False, reduce: Literal["sum", "max"] = "sum") -> torch.Tensor:
+        """Attention that each key receives from all rows, fp32 `[batch, keys]`, or `[batch, heads, keys]`.
+
+        reduce: over rows; with "max" the most that a single one of them gives.
+        """
+        return attention_mass(
+            self.query,
+            self.key,
+            self.positions,
+            **self._rule,
+            per_head=per_head,
+            reduce=reduce,
+        )
+
+
+def row_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of the running pass's rows `[batch, heads, rows, head_dim]` over what the cache gave, request by request.
+
+    Returns `[batch, rows, heads, value_dim]` and no weights, as transformers expects.
+    """
+    forward = current_pass()
+    if attention_mask is not None or any(others.get(name) is not None for name in _UNSUPPORTED):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} adds a mask or bias of its own to attention, which blended prefill cannot reproduce; "
+            "use full prefill for this model"
+        )
+    layer = int(getattr(module, "layer_idx", -1))
+    out = []
+    parts = zip(forward.requests, forward.runs, forward.spans(), forward.held(key, value), strict=True)
+    for request, run, span, (keys, values) in parts:
+        call = AttentionCall(
+            layer,
+            query[:, :, span],
+            keys,
+            values,
+            run.positions,
+            forward.mask,
+            sliding_window,
+            softcap,
+            scaling,
+            s_aux,
+        )
+        if request.observe is not None:
+            request.observe(call)
+        out.append(call.output().transpose(1, 2))
+    return torch.cat(out, dim=1) if len(out) > 1 else out[0].contiguous(), None
