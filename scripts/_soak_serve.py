@@ -20,7 +20,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import httpx
 import numpy as np
-from blend.serve.engine import IN_MEMORY
+
+from blend.serve.types import IN_MEMORY
 
 CHAT, CORPUS = "/v1/chat/completions", "soak"
 TIMEOUT_S = 300.0

@@ -23,7 +23,7 @@ from blend.analyze.study import KINDS
 from blend.config import BlendConfig
 from blend.eval.report import write_whole
 from blend.select import make_selector
-from blend.select.query_score import scoring_layers
+from blend.select.base import scoring_layers
 from blend.visible import json_text, visible
 
 if TYPE_CHECKING:

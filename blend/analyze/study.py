@@ -21,12 +21,11 @@ from blend.analyze.attention import (
 from blend.blender import Blend, Blender
 from blend.chunks.assemble import assemble, place
 from blend.errors import ConfigError, PromptError
-from blend.model.attention import AttentionCall
+from blend.model.forward import AttentionCall
 from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector
+from blend.select.base import scoring_layers
 from blend.select.evidence import query_attention
-from blend.select.hkvd import deviation
-from blend.select.mixed import combine
-from blend.select.query_score import scoring_layers
+from blend.select.selectors import combine, deviation
 from blend.types import PromptLayout, Span
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import itertools
 import pytest
 from selection_rows import row
 
-from study import stats
 from blend.errors import ConfigError
+from study import stats
 from study.rows import Row
 
 
