@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.errors import ContextLengthError, PromptError, StoreError
-from blend.model import mapped
-from blend.model.threads import take_threads
+from blend.model import cpu
+from blend.model.cpu import take_threads
 from blend.serve.background import Beside, Encoding, Encodings
 from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.serve.caching import OnDone
@@ -27,8 +27,7 @@ from blend.serve.types import EngineFailedError, Event, Holding, QueueFullError,
 
 if TYPE_CHECKING:
     from blend.blender import Blender
-    from blend.chunks.library import ChunkLibrary
-    from blend.chunks.open_library import Variant
+    from blend.chunks.library import ChunkLibrary, Variant
 
 
 # Seconds between two times: .2 s for a gigabyte, in which no token is computed.
@@ -53,7 +52,7 @@ class Tidying:
     def tidy(self, *, busy: bool) -> None:
         """Give back what is free, if there may be any and it is time. busy: whether somebody waits for a token."""
         if self._untidy and time.monotonic() - self._tidied >= (BUSY_S if busy else IDLE_S):
-            mapped.give_back()
+            cpu.give_back()
             self._tidied, self._untidy = time.monotonic(), False
 
 

@@ -8,7 +8,7 @@ from blend.errors import ConfigError
 from blend.eval.evaluator import FULL as EVALUATORS_FULL
 from blend.eval.evaluator import PLAIN_REUSE
 from blend.select import QueryGuided, make_selector
-from blend.select.query_score import scoring_layers
+from blend.select.base import scoring_layers
 from study.methods import BASELINE, FULL, GROUPS, RATIOS, REUSE, methods, named, ratio_of
 
 

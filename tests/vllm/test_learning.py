@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from blend.model.forward import RowRequest
 
 from blend.blender import Blender
 from blend.chunks.library import Tokens
@@ -25,6 +24,7 @@ from blend.integrations.vllm.learning import (
     learn_budget,
 )
 from blend.model.decoder import Decoder
+from blend.model.forward import RowRequest
 from blend.store import ChunkStore, open_store
 from blend.store.pins import pin
 from blend.store.sources import write_sources
