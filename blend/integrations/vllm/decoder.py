@@ -19,9 +19,9 @@ import torch
 
 from blend.integrations.vllm.contract import Site, slots_of
 from blend.model.admission import LayerRotation
-from blend.model.cache import KV, BlendedCache, BlendedLayer, Halt
+from blend.model.cache import KV, BlendedCache, BlendedLayer, Run
 from blend.model.decoder import check_length, no_rows
-from blend.model.forward import AttentionCall, RowRequest, Run
+from blend.model.forward import AttentionCall, Halt, RowRequest
 from blend.types import CacheIdentity, ChunkCache
 
 if TYPE_CHECKING:
