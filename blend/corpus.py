@@ -15,10 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.chunks.deciding import in_copies, remove_spare, with_given_surrogate, with_surrogate, without_surrogate
-from blend.chunks.library import ChunkLibrary
-from blend.chunks.open_library import Tokens, Variant
-from blend.chunks.probe import leave_probe
+from blend.chunks.encode import leave_probe
+from blend.chunks.library import ChunkLibrary, Tokens, Variant
+from blend.chunks.surrogate import in_copies, remove_spare, with_given_surrogate, with_surrogate, without_surrogate
 from blend.config import CorpusConfig
 from blend.corpora import sharing_of
 from blend.errors import StoreChangedError

@@ -16,8 +16,8 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.assemble import assemble
-from blend.chunks.deciding import LARGEST_SHARE, choose, with_given_surrogate
 from blend.chunks.library import ChunkLibrary
+from blend.chunks.surrogate import LARGEST_SHARE, choose, with_given_surrogate
 from blend.corpus import divided
 from blend.errors import ConfigError
 from blend.model.decoder import full_prefill

@@ -25,8 +25,7 @@ from blend.limits import shown
 from blend.timing import Progress
 
 if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary
-    from blend.chunks.open_library import Tokens, Variant
+    from blend.chunks.library import ChunkLibrary, Tokens, Variant
     from blend.rag import Rag
     from blend.types import ChunkKey
 

@@ -18,8 +18,7 @@ from blend.cli.console import stage_progress
 from blend.cli.options import OUTPUT, OUTPUT_OR_STDOUT, PLACE, number
 from blend.config import REPORT_TOKENS
 from blend.errors import ConfigError
-from blend.eval.dataset import Record, RecordChunk, load_dataset
-from blend.eval.needles import MIN_CHUNKS, make_needles
+from blend.eval.dataset import MIN_CHUNKS, Record, RecordChunk, load_dataset, make_needles
 
 if TYPE_CHECKING:
     from blend.eval.evaluator import Evaluator
@@ -33,8 +32,8 @@ STDOUT = Path("-")
 
 def check_outputs(json_path: Path | None, picture: Path | None) -> None:
     """Raise `ConfigError` for files that could not be written in the end, and for packages that a report lacks."""
-    from blend.eval.report.output import check_writable
-    from blend.eval.report.picture import SUFFIXES
+    from blend.eval.report import check_writable
+    from blend.eval.show import SUFFIXES
 
     if find_spec("rouge_score") is None:
         raise ConfigError("a report needs rouge-score: pip install 'kvblend[report]'")
@@ -52,8 +51,8 @@ def check_outputs(json_path: Path | None, picture: Path | None) -> None:
 def show_report(report: Report, json_path: Path | None, picture: Path | None) -> None:
     """Print the table and write the files. With JSON on standard output, the table goes to standard error."""
     from blend.cli.console import errors, note, output, print_json, print_wide
-    from blend.eval.report import render_report, report_document, write_json, write_picture
-    from blend.eval.report.table import WIDTH
+    from blend.eval.report import report_document, write_json
+    from blend.eval.show import WIDTH, render_report, write_picture
 
     to_stdout = json_path == STDOUT
     print_wide(errors if to_stdout else output, render_report(report), WIDTH)
