@@ -14,12 +14,12 @@ from models import CORE, decoder, eager_model
 from tiny_model import save_tiny_model
 from towns import documents, write_documents
 
-from blend.analyze import analyze_prompt
+from blend.analyze.study import analyze_prompt
 from blend.blender import Blender
 from blend.config import BlendConfig, CorpusConfig
 from blend.rag import Rag
 from blend.serve.chat import ChatTemplate, Passage, question_turns
-from blend.serve.request import Message
+from blend.serve.types import Message
 from blend.store import open_store
 
 MONDAY, TUESDAY = datetime(2026, 11, 23), datetime(2026, 11, 24)
