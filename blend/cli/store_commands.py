@@ -69,7 +69,7 @@ def verify(store: Path, store_key: Path | None, delete: bool) -> None:
     """Read every cache of every tier and hold it against its digests; an error where damage is left."""
     from blend.cli.console import say
     from blend.errors import StoreError
-    from blend.store.archive import verify_entry
+    from blend.store.verify import verify_entry
     from blend.store.backend import CACHES
 
     caches, checked = open_caches(store, store_key), 0

@@ -13,13 +13,12 @@ from blend.store.artifacts import is_as_written, read_descriptions
 from blend.store.backend import CACHES, Backend, Blob, MemoryStats, Range, Stored
 from blend.store.base import ChunkStore, StoreStats
 from blend.store.codec import Codec
-from blend.store.hot import HotBackend
-from blend.store.hot_memory import HotMemory
+from blend.store.memory import MemoryCache, MemoryTier
 from blend.store.names import SOURCES, key_of
 from blend.store.patience import Patience
 from blend.store.pins import FarPins
 from blend.store.places import hot_backend, is_address, is_mounted, mounted_at, remote_backend
-from blend.store.reader import ChunkReader, is_sound
+from blend.store.reader import ChunkReader, verified_header
 from blend.store.registry import codec_names, get_codec, register_codec
 from blend.store.replica import above, origin_of
 from blend.store.seal import Seal, make_seal, read_store_key
@@ -35,7 +34,7 @@ __all__ = [
     "ChunkReader",
     "ChunkStore",
     "Codec",
-    "HotMemory",
+    "MemoryCache",
     "MemoryStats",
     "Patience",
     "Range",
@@ -59,7 +58,7 @@ def open_store(
     codec: str | Codec = "native",
     budget_bytes: int | None = None,
     key: bytes | None = None,
-    memory_bytes: int | HotMemory | None = None,
+    memory_bytes: int | MemoryCache | None = None,
     cache: str | os.PathLike[str] | None = None,
     hot: str | None = None,
     patience: Patience | None = None,
@@ -76,8 +75,8 @@ def open_store(
     key: a secret of at least 16 bytes (see `read_store_key`) that entries and artifacts are sealed with. Whatever was not
     written with this key counts as damaged then, so that nobody without it can put KV of their own under a model. It is
     written nowhere. A store in memory has no use for it.
-    memory_bytes: what entries may take that are kept in memory besides, the most useful ones, so that those who use them share
-    them; or a `HotMemory` that several stores share. A store in memory has no use for it.
+    memory_bytes: how much memory recently read entries may take, shared by all readers; or a `MemoryCache` that several stores
+    share. A store in memory has no use for it.
     cache, hot, patience: of a store at an address: a directory of this machine that keeps what is read, within `budget_bytes`;
     the address of a Redis that keeps it for all machines; how long servers are waited for.
 
@@ -90,11 +89,11 @@ def open_store(
     user may only read is opened all the same.
     """
     encoding, seal = get_codec(codec) if isinstance(codec, str) else register_codec(codec), make_seal(key)
-    memory = HotMemory(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
+    memory = MemoryCache(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
     backend = _backend(location, budget_bytes, seal, Elsewhere(cache, hot, patience or Patience()))
     here = not hasattr(backend, "tiers")  # nothing is asked of a store elsewhere yet: it is before the first write
     if memory is not None and not backend.trusted:
-        backend = HotBackend(backend, memory, lambda name, blob: is_sound(blob, key_of(name), seal))
+        backend = MemoryTier(backend, memory, lambda name, blob: verified_header(blob, key_of(name), seal))
     store = ChunkStore(backend, encoding, seal)
     if here:
         store.require_its_key()

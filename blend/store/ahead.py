@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from blend.errors import StoreError
 from blend.store.backend import close_all
 from blend.store.fetchers import Fetchers
-from blend.store.search import Found
+from blend.store.backend import Found
 from blend.store.tiered_blob import TieredBlob
 
 IN_FLIGHT_BYTES = 64 << 20

@@ -18,10 +18,9 @@ KEEPING = 1 << 30  # the rank of what nobody waits for
 
 
 class Source(NamedTuple):
-    """A blob that has the entry. tier: of which. asking: around each read of it. failed: told what was wrong with it."""
+    """A blob that has the entry. asking: around each read of it. failed: told what was wrong with it."""
 
     blob: Blob
-    tier: str
     asking: Callable[[], AbstractContextManager[object]]
     failed: Callable[[StoreError], None]
 
@@ -53,11 +52,6 @@ class Arrival:
         self._started = self._settled = False
         self._then: list[Callable[[], None]] = []
         self.failure: StoreError | None = None
-
-    @property
-    def tier(self) -> str:
-        """Where it comes from now."""
-        return self._source.tier
 
     def start(self, then: Callable[[], None] | None = None) -> None:
         """Have everything fetched, the first pieces first. then: called when it has been kept, or has failed."""

@@ -22,12 +22,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import ConfigError, EntryDamagedError, EntryTooLargeError
-from blend.store.uses import Uses
 
 if TYPE_CHECKING:
     from blend.store.header import EntryHeader
 
 CACHES = "objects/"
+IDENTIFYING_BYTES = 512
+"""So many first bytes tell two versions of one entry apart: the header's digest is among the first hundred."""
 
 Buffer = bytes | memoryview
 
@@ -55,18 +56,15 @@ class Stored(NamedTuple):
 class MemoryStats(NamedTuple):
     """What a tier of memory has done since it was made, and what it holds.
 
-    hits, misses: entries that were read out of it, and below it. evictions: for want of room. damaged: entries that had changed
-    in memory. entries, nbytes: held now; what was evicted counts while it is read. loaded_bytes: that came in from below.
+    hits, misses: entries that were read from it, and from below it. evictions: for want of room. entries, nbytes: held now.
     """
 
     hits: int
     misses: int
     evictions: int
-    damaged: int
     entries: int
     nbytes: int
     budget_bytes: int
-    loaded_bytes: int
 
 
 class TierHits(NamedTuple):
@@ -88,11 +86,13 @@ class Blob(ABC):
     Of a server that keeps no old versions a blob that was not wholly read by then raises `EntryDamagedError` instead; no blob
     ever reads as something that was never put.
 
-    nbytes: its length. head: its first bytes; how many says `Backend.open`. Threads may share it; close it.
+    nbytes: its length. head: its first bytes; how many says `Backend.open`. header: of an entry whose bytes the backend has
+    verified, with the store's seal, for the name that was opened. Threads may share it; close it.
     """
 
     nbytes: int
     head: Buffer
+    header: EntryHeader | None = None
 
     @abstractmethod
     def read(self, *ranges: Range) -> bool:
@@ -106,24 +106,6 @@ class Blob(ABC):
         """These bytes without a copy, where they lie in this process as one piece; they must not be written to."""
         return None
 
-    @property
-    def tier(self) -> str:
-        """Where it is read from: "far", "hot", "local", "memory"; a store in one place is "store"."""
-        return "store"
-
-    @property
-    def shared(self) -> object | None:
-        """Where the bytes are known to be those that were written: one object for all blobs over them.
-
-        Nothing of such a blob needs to be verified twice. It can be referred to weakly.
-        """
-        return None
-
-    @property
-    def header(self) -> EntryHeader | None:
-        """Of a cache, where the backend has had to verify it: with the store's seal, for the name that was opened."""
-        return None
-
     def used(self, *, counts: bool = True) -> None:  # noqa: B027 - most backends do not ask
         """The blob is read now, and was not only looked at. May be called again.
 
@@ -132,6 +114,10 @@ class Blob(ABC):
 
     def close(self) -> None:  # noqa: B027 - most blobs hold nothing
         """Release what the blob holds; idempotent."""
+
+
+Found = Blob | EntryDamagedError | None
+"""What opening a name gives: its blob, its damage, or None for a miss."""
 
 
 class Backend(ABC):
@@ -159,11 +145,6 @@ class Backend(ABC):
         """Caches that went for want of room since this was made, but for those of a tier of memory."""
         return 0
 
-    @property
-    def uses(self) -> Uses | None:
-        """How often caches were used on this machine; None where it keeps nothing of the store."""
-        return None
-
     def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:  # noqa: B027 - most have nothing nearer
         """These caches will be read soon: bring them nearer meanwhile, but for larger ones. Returns at once, never fails."""
 
@@ -175,12 +156,12 @@ class Backend(ABC):
         bytes are here anyway as many as it pleases. Raises `EntryDamagedError` for something that no `put` made.
         """
 
-    def open_many(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
+    def open_many(self, names: Sequence[str], head: int) -> list[Found]:
         """`open` for several names, in their order, in as few exchanges as it takes; damage of one is returned in its place.
 
         Raises `StoreError`, and leaves nothing open.
         """
-        found: list[Blob | EntryDamagedError | None] = []
+        found: list[Found] = []
         try:
             for name in names:
                 found.append(self._open_or_damage(name, head))
@@ -189,13 +170,13 @@ class Backend(ABC):
             raise
         return found
 
-    def _open_or_damage(self, name: str, head: int) -> Blob | EntryDamagedError | None:
+    def _open_or_damage(self, name: str, head: int) -> Found:
         try:
             return self.open(name, head)
         except EntryDamagedError as error:
             return error
 
-    def stored(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
+    def stored(self, names: Sequence[str], head: int) -> list[Found]:
         """`open_many`, of the place alone that decides what is stored: copies in nearer ones do not count."""
         return self.open_many(names, head)
 
@@ -268,7 +249,7 @@ class Backend(ABC):
         """Held by one thread of one process at a time; not nested. Raises `StoreError` when it takes too long to get."""
 
 
-def close_all(blobs: Sequence[Blob | EntryDamagedError | None]) -> None:
+def close_all(blobs: Sequence[Found]) -> None:
     """Close every blob among these."""
     for blob in blobs:
         if isinstance(blob, Blob):

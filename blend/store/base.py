@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 from blend.errors import EntryDamagedError
 from blend.store.artifacts import MOST_BYTES, pack_artifact, pack_description, read_descriptions, unpack_artifact
@@ -16,7 +15,7 @@ from blend.store.codec import Codec
 from blend.store.key_check import is_sealed_with, leave_key_check, require_its_key
 from blend.store.names import ARTIFACTS, GENERATION, artifact_name, cache_name, caches_of, description_name, key_of
 from blend.store.pins import pinned, still_pinned
-from blend.store.reader import HEAD, ChunkReader, KnownEntry, damaged, read_header
+from blend.store.reader import HEAD, ChunkReader, damaged, read_header
 from blend.store.seal import Seal, Unsealed
 from blend.types import ChunkCache, ChunkKey
 
@@ -48,7 +47,6 @@ class ChunkStore:
         self.backend = backend
         self.codec = codec
         self._seal = Unsealed() if backend.trusted else seal
-        self._known: WeakKeyDictionary[object, KnownEntry] = WeakKeyDictionary()
         self._key_is_right = self._key_is_told = backend.trusted
 
     def require_its_key(self) -> None:
@@ -100,23 +98,12 @@ class ChunkStore:
         if blob is None:
             return None
         try:
-            known = self._known_entry(blob, key)
+            header = blob.header or read_header(blob, key, self._seal)
         except EntryDamagedError as error:
             blob.close()
             return error
         self.backend.touch(name)
-        return ChunkReader(blob, key, known, self._scratch, self.backend.uses)
-
-    def _known_entry(self, blob: Blob, key: ChunkKey) -> KnownEntry:
-        """Looked at every time, unless the blob is known to be what it was."""
-        shared = blob.shared
-        if shared is None:
-            return KnownEntry(read_header(blob, key, self._seal), {}, self._seal)
-        held = self._known.get(shared)
-        if held is None:
-            header = blob.header or read_header(blob, key, self._seal)
-            held = self._known[shared] = KnownEntry(header, {}, Unsealed())
-        return held
+        return ChunkReader(blob, key, header, Unsealed() if blob.header else self._seal, self._scratch)
 
     @cached_property
     def _scratch(self) -> Scratch:

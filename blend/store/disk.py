@@ -16,7 +16,6 @@ from blend.store.lock import locked
 from blend.store.names import SUFFIX
 from blend.store.pins import pinned
 from blend.store.root import open_root
-from blend.store.uses import Uses
 
 _LEVELS = {"objects": 2, "indexes": 1}  # of folders between a name's first part and its last
 _SUFFIXES = {"objects": SUFFIX}
@@ -83,7 +82,6 @@ class DiskBackend(Backend):
         self.root, self.place = root, str(root)
         self.pins: Callable[[], frozenset[str]] = lambda: pinned(self)
         self._files = files or open_root(root)
-        self._uses = Uses(root, self._files.file_mode)
         self._evictor = Evictor(self._files, self._caches, budget_bytes)
 
     def open(self, name: str, head: int) -> DiskBlob | None:
@@ -123,11 +121,6 @@ class DiskBackend(Backend):
     def touch(self, name: str) -> None:
         """Its modification time, when it is more than a second old."""
         self._evictor.opened(self.root / name)
-
-    @property
-    def uses(self) -> Uses:
-        """Kept beside the caches."""
-        return self._uses
 
     @property
     def evictions(self) -> int:

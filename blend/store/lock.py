@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from blend.errors import StoreError
 from blend.store.files import StoreFiles
+from blend.store.lease import WAIT_S
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
-
-WAIT_S = 600.0  # choosing and measuring takes minutes on a slow machine
 
 
 @contextmanager

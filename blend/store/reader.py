@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from blend.errors import EntryDamagedError, first_line
 from blend.store.backend import Blob, Range
@@ -18,21 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from blend.store.buffers import LayerBuffer, Scratch
-    from blend.store.uses import Uses
 
 HEAD = 16 << 10  # one read for the header of most models: of some 80 layers of two parts, or 45 of four
-
-
-class KnownEntry(NamedTuple):
-    """What opening a blob has shown.
-
-    header: verified. windows: the layers that lie in memory as they are, by index. seal: what each layer must still be held
-    against when it is read.
-    """
-
-    header: EntryHeader
-    windows: dict[int, LayerBuffer]
-    seal: Seal
 
 
 class ChunkReader:
@@ -40,26 +26,15 @@ class ChunkReader:
 
     It stays readable when the entry is evicted or replaced meanwhile. tokens, layers: of the chunk. start: position of its
     first token when it was computed. still: whether its positions are taken out (`ChunkCache.still`). codec: how it is kept.
-    stored_bytes: its length in the store. counts: whether reading it counts as a use of the entry, which `uses` is told once;
-    may be set.
+    stored_bytes: its length in the store. counts: whether reading it counts as a use of the entry; may be set.
     """
 
-    def __init__(
-        self, blob: Blob, key: ChunkKey, known: KnownEntry, scratch: Scratch, uses: Uses | None = None
-    ) -> None:
-        header = known.header
+    def __init__(self, blob: Blob, key: ChunkKey, header: EntryHeader, seal: Seal, scratch: Scratch) -> None:
         self.tokens, self.layers, self.start = header.tokens, len(header.layers), header.start
         self.still, self.codec, self.stored_bytes = header.still, header.codec.name, blob.nbytes
         self.counts = True
-        self._uses, self._uncounted = uses, threading.Lock()
         self._blob: Blob | None = blob
-        self._key, self._header, self._windows, self._seal, self._scratch = (
-            key,
-            header,
-            known.windows,
-            known.seal,
-            scratch,
-        )
+        self._key, self._header, self._seal, self._scratch = key, header, seal, scratch
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each `[kv_heads, tokens, head_dim]`, verified.
@@ -97,11 +72,8 @@ class ChunkReader:
     def close(self) -> None:
         """Release what the reader holds; idempotent."""
         blob, self._blob = self._blob, None
-        self._windows = {}  # of memory that may be evicted from now on
         if blob is not None:
             blob.close()
-            if self._uses is not None:
-                self._uses.settle()
 
     def __enter__(self) -> ChunkReader:
         return self
@@ -118,11 +90,9 @@ class ChunkReader:
         if not 0 <= index < self.layers:
             raise IndexError(f"layer {index} of {self.layers}")
         blob.used(counts=self.counts)
-        if self.counts and self._uses is not None and self._uncounted.acquire(blocking=False):
-            self._uses.count(self._key.digest, blob.tier)
         layout = self._header.layers[index]
         try:
-            buffer = self._windows.get(index) or self._filled(blob, index, reuse=reuse)
+            buffer = self._filled(blob, index, reuse=reuse)
         except EntryDamagedError as error:
             raise damaged(self._key, f"layer {index}: {error}") from None
         except RuntimeError as error:
@@ -142,7 +112,7 @@ class ChunkReader:
             if part.nbytes and (view := blob.window(layout.offset + part.offset, part.nbytes)) is not None
         ]
         if len(windows) == len(layout.parts):
-            return self._windows.setdefault(index, buffer_over(layout, windows))
+            return buffer_over(layout, windows)
         buffer = self._scratch.take(layout) if reuse else empty_buffer(layout)
         return buffer if blob.read(Range(layout.offset, buffer.views[0])) else None
 
@@ -165,14 +135,15 @@ def read_header(blob: Blob, key: ChunkKey, seal: Seal) -> EntryHeader:
         raise damaged(key, first_line(error)) from None
 
 
-def is_sound(blob: Blob, key: ChunkKey, seal: Seal) -> bool:
-    """Whether a blob in memory is the entry of `key` as it was written, every layer of it."""
+def verified_header(blob: Blob, key: ChunkKey, seal: Seal) -> EntryHeader | None:
+    """The header of a blob in memory if every byte of it is the entry of `key` as it was written."""
     try:
         header = read_header(blob, key, seal)
     except EntryDamagedError:
-        return False
+        return None
     windows = ((layer, blob.window(layer.offset, layer.nbytes)) for layer in header.layers)
-    return all(view is not None and seal.holds(layer.checksum, "layer", view) for layer, view in windows)
+    whole = all(view is not None and seal.holds(layer.checksum, "layer", view) for layer, view in windows)
+    return header if whole else None
 
 
 def _beginning(blob: Blob, nbytes: int) -> bytes:

@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from blend.errors import EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
-from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored
-from blend.store.hot import TELLING
+from blend.store.backend import CACHES, IDENTIFYING_BYTES, Backend, Blob, Buffer, Range, Stored
 from blend.store.lease import leased, require_lease
 from blend.store.patience import Patience
 
@@ -42,7 +41,7 @@ class RedisBlob(Blob):
     """What a name held; later bytes come with the first ones again, which tell one version from another."""
 
     def __init__(self, backend: RedisBackend, name: str, nbytes: int, head: bytes) -> None:
-        self._backend, self._name, self._telling = backend, name, head[:TELLING]
+        self._backend, self._name, self._telling = backend, name, head[:IDENTIFYING_BYTES]
         self.nbytes, self.head = nbytes, head
 
     def read(self, *ranges: Range) -> bool:

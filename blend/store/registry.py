@@ -7,11 +7,10 @@ import re
 from blend.errors import ConfigError
 from blend.store.codec import Codec
 from blend.store.codecs.cast import CastCodec
-from blend.store.codecs.fp8 import FP8
 from blend.store.codecs.int4 import INT4
 from blend.store.codecs.int8 import INT8
 
-_BUILT_IN: tuple[Codec, ...] = (*map(CastCodec, ("native", "float32", "bfloat16", "float16")), INT8, INT4, FP8)
+_BUILT_IN: tuple[Codec, ...] = (*map(CastCodec, ("native", "float32", "bfloat16", "float16")), INT8, INT4)
 _CODECS: dict[str, Codec] = {codec.name: codec for codec in _BUILT_IN}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 

@@ -4,7 +4,6 @@ store.json                    {"kind": "kvblend store", "format": 1}; written fi
                               file system that machines share has an id besides, see `mounted`
 objects/, artifacts/, namespaces/, generation, sealed, ...   what a backend keeps, see `backend`
 tmp/, .writing                files being written; locked by whoever chooses and writes artifacts
-uses.sqlite3                  how often caches were used on this machine, see `uses`
 """
 
 from __future__ import annotations

@@ -13,13 +13,11 @@ from weakref import WeakValueDictionary
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.store.arrival import Arrival, Source
-from blend.store.backend import CACHES, Blob, TierHits, close_all
+from blend.store.backend import CACHES, Blob, Found, TierHits, close_all
 from blend.store.fetchers import Fetchers
 from blend.store.sealed import Entry, Look
 from blend.store.tier import Authority, Nearer
 from blend.store.tiered_blob import Group, TieredBlob
-
-Found = Blob | EntryDamagedError | None
 
 
 class Search:
@@ -93,7 +91,7 @@ class Search:
     def _on_disk(self, names: Sequence[str], head: int, group: Group) -> dict[str, Found]:
         tier, result = self._local, dict[str, Found]()
         for name, blob, entry in self._looked_at(tier, names, head):
-            source = Source(blob, "local", tier.asked, lambda error, name=name: tier.failed(name, error))  # type: ignore[misc,union-attr]
+            source = Source(blob, tier.asked, lambda error, name=name: tier.failed(name, error))  # type: ignore[misc,union-attr]
             result[name] = TieredBlob(
                 entry,
                 group,
@@ -193,10 +191,10 @@ class Search:
     def _hot_source(self, name: str, blob: Blob) -> Source:
         tier = self._hot
         assert tier is not None
-        return Source(blob, "hot", tier.asked, lambda error: tier.failed(name, error))
+        return Source(blob, tier.asked, lambda error: tier.failed(name, error))
 
     def _far_source(self, blob: Blob) -> Source:
-        return Source(blob, "far", self._far.asked, _is_told)
+        return Source(blob, self._far.asked, _is_told)
 
     def _source_in_memory(self, name: str, entry: Entry) -> Source | None:
         for _, blob, found in self._looked_at(self._hot, [name], len(entry.beginning)):

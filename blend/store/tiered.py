@@ -23,9 +23,9 @@ from blend.store.fetchers import Fetchers
 from blend.store.names import GENERATION, INDEXES
 from blend.store.patience import Patience
 from blend.store.sealed import Look
-from blend.store.search import Found, Search
+from blend.store.backend import Found
+from blend.store.search import Search
 from blend.store.tier import Authority, Nearer
-from blend.store.uses import Uses
 
 FETCHERS = 16
 _MOST_OF_A_GENERATION = 1 << 10
@@ -69,11 +69,6 @@ class TieredBackend(Backend):
     def tier_hits(self) -> TierHits:
         """See `Backend.tier_hits`."""
         return self._search.hits
-
-    @property
-    def uses(self) -> Uses | None:
-        """Kept on this machine's disk, of whatever tier."""
-        return None if self.tiers.local is None else self.tiers.local.uses
 
     @property
     def evictions(self) -> int:

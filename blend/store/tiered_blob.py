@@ -9,7 +9,6 @@ from weakref import WeakSet
 from blend.errors import EntryDamagedError, StoreError
 from blend.store.arrival import Arrival, Source
 from blend.store.backend import Blob, Range
-from blend.store.header import EntryHeader
 from blend.store.sealed import Entry, Piece
 
 
@@ -56,24 +55,9 @@ class TieredBlob(Blob):
         self._entry = held.entry if isinstance(held, Arrival) else held
         self._source, self._elsewhere, self._group = source, elsewhere, group
         self._lock = threading.Lock()
-        self.nbytes, self.head = self._entry.nbytes, self._entry.beginning
+        self.nbytes, self.head, self.header = self._entry.nbytes, self._entry.beginning, self._entry.header
         if self._arrival is not None:
             group.add(self)
-
-    @property
-    def tier(self) -> str:
-        """See `Blob.tier`."""
-        return "local" if self._arrival is None else self._arrival.tier
-
-    @property
-    def shared(self) -> object | None:
-        """Itself, or what many read: everything was verified."""
-        return self._arrival or self
-
-    @property
-    def header(self) -> EntryHeader:
-        """By which its pieces are known."""
-        return self._entry.header
 
     def used(self, *, counts: bool = True) -> None:
         """What was opened with it is fetched too."""
