@@ -8,10 +8,8 @@ from _soak_machines import KEYS, entry, key, kv
 from _soak_scene import MOST, Scene, Step, Wrong
 from blend.errors import EntryDamagedError
 from blend.store import ChunkReader
-from blend.store.backend import CACHES
-from blend.store.copies import remove_copies
-from blend.store.names import PINS
-from blend.store.pins import PINNED, pin
+from blend.store.admin import PINNED, pin, remove_copies
+from blend.store.backend import CACHES, PINS
 
 
 def put(scene: Scene) -> None:

@@ -13,10 +13,10 @@ from _soak_faults import DATABASE, PATIENCE, Asked
 from _store_servers import s3_environment
 from blend.sharing import Sharing
 from blend.store import ChunkStore, Patience, open_store
-from blend.store.entry import encode_entry
-from blend.store.names import cache_name
-from blend.store.registry import get_codec
-from blend.store.replica import replica_of
+from blend.store.addresses import replica_of
+from blend.store.backend import cache_name
+from blend.store.codecs import get_codec
+from blend.store.format import encode_entry
 from blend.store.seal import make_seal
 from blend.types import CacheIdentity, ChunkCache, ChunkKey
 

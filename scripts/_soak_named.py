@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from _soak_machines import key
 from _soak_scene import MOST, Scene, Step, Wrong
-from blend.store.artifacts import pack_description
-from blend.store.names import GENERATION, artifact_name, description_name
+from blend.store.backend import GENERATION, artifact_name, description_name
+from blend.store.seal import pack_description
 
 _ARTIFACTS = ("surrogate-1", "correction-1")
 _NOTE = "sources/soak"

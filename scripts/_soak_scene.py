@@ -11,8 +11,7 @@ from typing import NamedTuple
 from _soak_ledger import Content, Ledger
 from _soak_machines import KEYS, Machine, entry
 from blend.store import ChunkStore
-from blend.store.artifacts import pack_artifact
-from blend.store.seal import make_seal
+from blend.store.seal import make_seal, pack_artifact
 
 MOST = 1 << 20
 

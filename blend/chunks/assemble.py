@@ -14,7 +14,7 @@ from blend.chunks.correction import KVCorrection
 from blend.chunks.loader import LayerLoader, LayerSource, StagedChunk, StagedLayer
 from blend.chunks.stretches import stretches_of
 from blend.model.cache import BlendedCache
-from blend.store.codec import require_shapes
+from blend.store.codecs.base import require_shapes
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, PromptLayout, Span
 

@@ -12,7 +12,7 @@ from blend.chunks.library import ChunkLibrary, KeysInUse, no_keys
 from blend.chunks.open_library import Tokens
 from blend.chunks.surrogate import write_surrogate
 from blend.errors import PromptError
-from blend.store.pins import pinned
+from blend.store.admin import pinned
 
 LARGEST_SHARE = 8  # one chunk in so many may be in the surrogate context: those have no contextual cache
 

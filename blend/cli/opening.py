@@ -13,7 +13,7 @@ from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import index_dir, require_corpus
 from blend.errors import ConfigError, StoreUnreachableError
 from blend.store import read_precomputed, read_words
-from blend.store.replica import root_of
+from blend.store.addresses import root_of
 from blend.weights import lasting_name
 
 if TYPE_CHECKING:

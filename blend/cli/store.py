@@ -40,7 +40,7 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool
             )
         return
     from blend.cli.console import make_sure, print_json, say
-    from blend.store.copies import remove_copies
+    from blend.store.admin import remove_copies
 
     opening.fetch_indexes({"store": store, "store_key": store_key})
     caches = open_caches(store, store_key)

@@ -12,7 +12,7 @@ from blend.cli import opening, options
 from blend.cli.store_caches import in_bytes, in_time, list_caches, open_caches, tiers_of
 from blend.cli.values import OUTPUT, PLACE
 from blend.corpora import corpora
-from blend.store.replica import root_of
+from blend.store.addresses import root_of
 
 if TYPE_CHECKING:
     from blend.store import Backend
@@ -69,7 +69,7 @@ def verify(store: Path, store_key: Path | None, delete: bool) -> None:
     """Read every cache of every tier and hold it against its digests; an error where damage is left."""
     from blend.cli.console import say
     from blend.errors import StoreError
-    from blend.store.verify import verify_entry
+    from blend.store.admin import verify_entry
     from blend.store.backend import CACHES
 
     caches, checked = open_caches(store, store_key), 0

@@ -16,8 +16,8 @@ from blend.model.rows import Resume, RowRequest, Steps
 from blend.serve.beside import Beside, Stepper
 from blend.serve.caching import OnDone
 from blend.serve.removed import removed_from
-from blend.store.verify import verify_entry
-from blend.store.names import cache_name
+from blend.store.admin import verify_entry
+from blend.store.backend import cache_name
 
 if TYPE_CHECKING:
     import torch

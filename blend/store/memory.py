@@ -32,7 +32,7 @@ from blend.store.backend import (
 )
 
 if TYPE_CHECKING:
-    from blend.store.header import EntryHeader
+    from blend.store.format import EntryHeader
 
 _TIERS = count()
 

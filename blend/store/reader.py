@@ -1,22 +1,62 @@
-"""Reading one chunk cache, a layer at a time, each verified and decoded, whatever bytes come."""
+"""Memory for the bytes of one layer, and its tensors in that same memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import NamedTuple
+
+import torch
 
 from blend.errors import EntryDamagedError, first_line
-from blend.store.backend import Blob, Range
-from blend.store.header import LENGTH, LONGEST, EntryHeader, decode_header
+from blend.store.backend import Blob, Range, key_of
+from blend.store.format import LENGTH, LONGEST, EntryHeader, LayerLayout, PartLayout, as_bytes, decode_header
 from blend.store.seal import Seal
 from blend.types import ChunkKey
 
-if TYPE_CHECKING:
-    import torch
 
-    from blend.store.buffers import LayerBuffer, Scratch
+class LayerBuffer(NamedTuple):
+    """views: the layer's bytes, in a row. tensors: its parts by name."""
+
+    parts: tuple[PartLayout, ...]
+    views: tuple[memoryview, ...]
+    tensors: dict[str, torch.Tensor]
+
+
+def empty_buffer(layout: LayerLayout) -> LayerBuffer:
+    """One piece of memory of its own. Raises RuntimeError for a layer of impossible size."""
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+    tensors = {part.name: _tensor(buffer[part.offset : part.offset + part.nbytes], part) for part in layout.parts}
+    return LayerBuffer(layout.parts, (as_bytes(buffer),), tensors)
+
+
+def buffer_over(layout: LayerLayout, views: Sequence[memoryview]) -> LayerBuffer:
+    """The memory that is there, a view a part."""
+    pairs = zip(layout.parts, views, strict=True)
+    tensors = {part.name: _tensor(torch.frombuffer(view, dtype=torch.uint8), part) for part, view in pairs}
+    return LayerBuffer(layout.parts, tuple(views), tensors)
+
+
+def _tensor(stored: torch.Tensor, part: PartLayout) -> torch.Tensor:
+    return stored.view(getattr(torch, part.type.name)).view(part.shape)
+
+
+class Scratch(threading.local):
+    """One reusable buffer a thread: a layer read into it is still in the processor's cache when it is hashed."""
+
+    buffer: LayerBuffer | None = None
+
+    def take(self, layout: LayerLayout) -> LayerBuffer:
+        """A buffer for that layout, valid until this thread takes again; made anew only when the layout changes."""
+        if self.buffer is None or self.buffer.parts != layout.parts:
+            self.buffer = empty_buffer(layout)
+        return self.buffer
+
+
+# --- Reading one chunk cache, a layer at a time, each verified and decoded, whatever bytes come.
+
 
 HEAD = 16 << 10  # one read for the header of most models: of some 80 layers of two parts, or 45 of four
 
@@ -103,7 +143,6 @@ class ChunkReader:
 
     def _filled(self, blob: Blob, index: int, *, reuse: bool) -> LayerBuffer | None:
         """The layer's bytes; None when the blob is shorter."""
-        from blend.store.buffers import buffer_over, empty_buffer
 
         layout = self._header.layers[index]
         windows = [
@@ -158,3 +197,48 @@ def _beginning(blob: Blob, nbytes: int) -> bytes:
 def damaged(key: ChunkKey, what: str) -> EntryDamagedError:
     """The one-line error for an entry that must be computed again."""
     return EntryDamagedError(f"store entry {key.digest[:16]} must be computed again: {what}")
+
+
+# --- An entry as a tier sees it: its header, verified, and the pieces behind it, each with a digest of its own.
+
+
+class Piece(NamedTuple):
+    """One layer: where it lies, and what its bytes must hash to."""
+
+    offset: int
+    nbytes: int
+    checksum: str
+
+
+class Entry(NamedTuple):
+    """beginning: all bytes in front of the first piece. The pieces lie one right behind the other, up to the end."""
+
+    header: EntryHeader
+    beginning: bytes
+    pieces: tuple[Piece, ...]
+    nbytes: int
+    seal: Seal
+
+    def holds(self, index: int, view: memoryview) -> bool:
+        """Whether these are the bytes of that piece."""
+        return self.seal.holds(self.pieces[index].checksum, "layer", view)
+
+
+Look = Callable[[str, Blob], Entry]
+"""What a blob under a name is, by its header. Raises `EntryDamagedError`, `StoreError` where it cannot be read."""
+
+
+def looker(seal: Seal) -> Look:
+    """By the headers that `ChunkStore` writes."""
+
+    def look(name: str, blob: Blob) -> Entry:
+        header = read_header(blob, key_of(name), seal)
+        layers = header.layers
+        beginning = bytearray(blob.head[: layers[0].offset])
+        rest = bytearray(layers[0].offset - len(beginning))
+        if rest and not blob.read(Range(len(beginning), memoryview(rest))):
+            raise EntryDamagedError("it is truncated")
+        pieces = tuple(Piece(layer.offset, layer.nbytes, layer.checksum) for layer in layers)
+        return Entry(header, bytes(beginning + rest), pieces, blob.nbytes, seal)
+
+    return look

@@ -30,7 +30,7 @@ from blend.prompt import PromptTemplate
 from blend.recompute import make_plan
 from blend.select import make_selector
 from blend.store import open_store
-from blend.store.pins import pin
+from blend.store.admin import pin
 from blend.types import ChunkCache, PromptLayout
 
 FAMILIES = ("llama", "gemma3", "deepseek-v3")

@@ -17,9 +17,8 @@ from blend.config import BlendConfig
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.engine import Sampling
 from blend.store import HotMemory, open_store
-from blend.store.verify import verify_entry
-from blend.store.backend import MemoryStats
-from blend.store.names import cache_name
+from blend.store.admin import verify_entry
+from blend.store.backend import MemoryStats, cache_name
 from blend.types import PromptLayout
 
 

@@ -18,7 +18,7 @@ from blend.serve.engine import BLENDED_BEFORE, IN_MEMORY, Sampling
 from blend.serve.metrics import Metrics
 from blend.serve.request import AnswerRequest, GivenDocument, Message
 from blend.serve.service import Service
-from blend.store.verify import verify_entry
+from blend.store.admin import verify_entry
 from blend.store.backend import CACHES
 from blend_retrieval import RetrievalError
 

@@ -8,8 +8,7 @@ import servers
 from _wire import Proxy
 from blend.errors import EntryDamagedError, StoreUnreachableError
 from blend.store import Patience, open_store
-from blend.store.copies import remove_copies
-from blend.store.pins import pin
+from blend.store.admin import pin, remove_copies
 
 
 @pytest.fixture(params=["disk", "redis"])

@@ -9,7 +9,7 @@ import servers
 
 from _soak_tiers import Soak, Wrong
 from blend.errors import StoreUnreachableError
-from blend.store.breaker import Told
+from blend.store.backend import Told
 from blend.store.objects import ObjectBackend
 from blend.store.tiered import TieredBackend
 

@@ -19,8 +19,7 @@ from blend.integrations.vllm.rows_learned import BOOK, LearnedTexts, learn_budge
 from blend.model.decoder import Decoder
 from blend.model.rows import RowRequest
 from blend.store import ChunkStore, open_store
-from blend.store.pins import pin
-from blend.store.sources import write_sources
+from blend.store.admin import pin, write_sources
 from blend.types import PromptLayout
 from tests.tiny_model import save_tiny_model
 
