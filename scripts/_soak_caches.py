@@ -8,7 +8,7 @@ from _soak_machines import KEYS, entry, key, kv
 from _soak_scene import MOST, Scene, Step, Wrong
 from blend.errors import EntryDamagedError
 from blend.store import ChunkReader
-from blend.store.admin import PINNED, pin, remove_copies
+from blend.store.admin import PINNED, pin_cache, remove_copies
 from blend.store.backend import CACHES, PINS
 
 
@@ -129,7 +129,7 @@ def change_pin(scene: Scene) -> None:
     number, on = scene.draws.randrange(KEYS), scene.draws.random() < 0.5
     digest = key(number).digest
     with scene.ledger.writing({PINS + digest: PINNED if on else None}):
-        pin(scene.store.backend, digest, on=on)
+        pin_cache(scene.store.backend, digest, on=on)
 
 
 def restore(scene: Scene) -> None:

@@ -14,7 +14,7 @@ from _soak_named import write_artifact
 from _soak_scene import MOST, Scene, Step, Wrong
 from blend.corpora import index_dir
 from blend.errors import StoreChangedError, StoreError
-from blend.store import lease
+from blend.store import backend as lease
 from blend.store.backend import INDEXES
 from blend_retrieval.errors import IndexMissingError
 from blend_retrieval.generations import Generation, generation_files, read_generation, write_generation, write_lock

@@ -29,7 +29,7 @@ from _soak_scene import MOST, Scene, Step, Wrong
 from _soak_shared import ALL_STEPS, ASKING
 from _store_servers import BUCKET
 from blend.errors import EntryDamagedError, StoreError
-from blend.store import breaker
+from blend.store import backend as breaker
 from blend.store.backend import LeftAloneError
 
 __all__ = ["Soak", "Wrong"]

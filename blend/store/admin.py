@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store.backend import CACHES, PINS, SOURCES, Backend, close_all, key_of
-from blend.types import ChunkKey
 
 if TYPE_CHECKING:
     from blend.store.base import ChunkStore
@@ -46,7 +45,7 @@ def still_pinned(backend: Backend, digests: Collection[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def pin(backend: Backend, digest: str, *, on: bool) -> None:
+def pin_cache(backend: Backend, digest: str, *, on: bool) -> None:
     """Pin a cache, or let it go again. Raises `StoreError`."""
     if not _DIGEST.fullmatch(digest):
         raise StoreError(f"{digest!r:.80} is no digest of a cache: `blend store ls` shows them")
@@ -87,7 +86,7 @@ class FarPins:
 
 def _each(backend: Backend, digests: Iterable[str], *, on: bool) -> None:
     for digest in digests:
-        pin(backend, digest, on=on)
+        pin_cache(backend, digest, on=on)
 
 
 # --- Which document each cache of a corpus is of: small notes that a store keeps for its operators.

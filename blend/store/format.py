@@ -7,13 +7,16 @@ import math
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.errors import ConfigError, StoreError
 from blend.store.codecs import get_codec
 from blend.store.codecs.base import Codec
 from blend.store.seal import DIGEST_CHARS, Seal
 from blend.types import ChunkCache, ChunkKey
+
+if TYPE_CHECKING:
+    import torch
 
 _COUNT = re.compile(r"0|[1-9][0-9]{0,9}")
 

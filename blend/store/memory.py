@@ -15,7 +15,7 @@ from itertools import accumulate, count
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from cachetools import LRUCache
+from cachetools import Cache, LRUCache
 
 from blend.errors import ConfigError, EntryDamagedError, StoreError
 from blend.store.backend import (
@@ -90,6 +90,10 @@ class _ByteLRU(LRUCache[Hashable, _Held]):
         self.evictions += 1
         return super().popitem()
 
+    def listed(self) -> list[tuple[str, _Held]]:
+        """Every entry; listing them is no use of them."""
+        return [(str(name), Cache.__getitem__(self, name)) for name in self]
+
 
 class MemoryBackend(Backend):
     """Names and their bytes for the threads of one process."""
@@ -150,7 +154,7 @@ class MemoryBackend(Backend):
     def listing(self, prefix: str) -> Iterator[list[Stored]]:
         """One page."""
         with self._lock:
-            held = [(str(name), one) for entries in (self._caches, self._others) for name, one in entries.items()]
+            held = self._caches.listed() + self._others.listed()
         yield [Stored(name, blob.nbytes, used) for name, (blob, used) in held if name.startswith(prefix)]
 
     @contextmanager
@@ -269,9 +273,9 @@ class _Miss(Blob):
 class MemoryTier(Backend):
     """A backend with recently read caches in memory.
 
-    Every open asks the backend below for the entry's first bytes, which hold a digest of the whole entry. Memory therefore never
-    serves what another process has deleted or replaced. An entry comes into memory, verified, when its first reader closes it;
-    later readers hash nothing.
+    Every open asks the backend below for the entry's first bytes, which hold a digest of the whole entry. Memory therefore
+    never serves what another process has deleted or replaced. An entry comes into memory, verified, when its first reader
+    closes it; later readers hash nothing.
 
     verify: returns the header of an entry whose every byte is as written, else None.
     """

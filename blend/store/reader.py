@@ -6,15 +6,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import EntryDamagedError, first_line
 from blend.store.backend import Blob, Range, key_of
 from blend.store.format import LENGTH, LONGEST, EntryHeader, LayerLayout, PartLayout, as_bytes, decode_header
 from blend.store.seal import Seal
 from blend.types import ChunkKey
+
+if TYPE_CHECKING:
+    import torch
 
 
 class LayerBuffer(NamedTuple):
@@ -27,6 +28,8 @@ class LayerBuffer(NamedTuple):
 
 def empty_buffer(layout: LayerLayout) -> LayerBuffer:
     """One piece of memory of its own. Raises RuntimeError for a layer of impossible size."""
+    import torch
+
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
     tensors = {part.name: _tensor(buffer[part.offset : part.offset + part.nbytes], part) for part in layout.parts}
     return LayerBuffer(layout.parts, (as_bytes(buffer),), tensors)
@@ -34,12 +37,16 @@ def empty_buffer(layout: LayerLayout) -> LayerBuffer:
 
 def buffer_over(layout: LayerLayout, views: Sequence[memoryview]) -> LayerBuffer:
     """The memory that is there, a view a part."""
+    import torch
+
     pairs = zip(layout.parts, views, strict=True)
     tensors = {part.name: _tensor(torch.frombuffer(view, dtype=torch.uint8), part) for part, view in pairs}
     return LayerBuffer(layout.parts, tuple(views), tensors)
 
 
 def _tensor(stored: torch.Tensor, part: PartLayout) -> torch.Tensor:
+    import torch
+
     return stored.view(getattr(torch, part.type.name)).view(part.shape)
 
 
@@ -143,7 +150,6 @@ class ChunkReader:
 
     def _filled(self, blob: Blob, index: int, *, reuse: bool) -> LayerBuffer | None:
         """The layer's bytes; None when the blob is shorter."""
-
         layout = self._header.layers[index]
         windows = [
             view

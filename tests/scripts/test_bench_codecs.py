@@ -36,7 +36,7 @@ def test_a_run_measures_every_codec_once_and_shows_them_beside_each_other(tmp_pa
         assert done.returncode == 0, done.stderr
         assert len(read(out)) == 2 * 5
     by_codec = {one.codec: one for one in read(out)}
-    assert set(by_codec) == {"bfloat16", "int8", "int4", "fp8", "int4-at-positions"}
+    assert set(by_codec) == {"bfloat16", "int8", "int4", "int4-at-positions"}
     assert by_codec["int4"].nbytes < by_codec["int8"].nbytes < by_codec["bfloat16"].nbytes
     assert all(one.kl >= 0 and 0 <= one.top1 <= 1 for one in by_codec.values())
     shown = script("show", out).stdout
