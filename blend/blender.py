@@ -12,7 +12,7 @@ import torch
 from blend.chunks.open_library import Variant
 from blend.config import BlendConfig
 from blend.filling import Filler, run_steps
-from blend.model.rows import RowRequest, Steps
+from blend.model.forward import RowRequest, Steps
 from blend.recompute import MostRows
 from blend.store.base import ChunkStore
 from blend.timing import Stopwatch

@@ -18,11 +18,11 @@ from blend.chunks.open_library import Tokens, Variant
 from blend.chunks.placed import Opener, Placed, place
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
-from blend.model.row_decoder import check_ids
-from blend.model.rows import Resume, RowRequest, Steps
+from blend.model.decoder import check_ids
+from blend.model.forward import Resume, RowRequest, Steps
 from blend.recompute import MostRows, make_plan, recompute
 from blend.select import make_selector
-from blend.select.controls import All
+from blend.select.selectors import All
 from blend.store import open_store
 from blend.store.base import ChunkStore
 from blend.timing import Progress, Stopwatch, no_progress
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from blend.model.cache import BlendedCache
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
 
 _Result = TypeVar("_Result")
 NewCache = Callable[[int], "BlendedCache"]

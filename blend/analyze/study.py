@@ -19,7 +19,7 @@ from blend.blender import Blend, Blender
 from blend.chunks.assemble import assemble
 from blend.chunks.placed import place
 from blend.errors import ConfigError, PromptError
-from blend.model.attention import AttentionCall
+from blend.model.forward import AttentionCall
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:

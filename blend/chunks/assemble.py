@@ -19,7 +19,7 @@ from blend.timing import Stopwatch
 from blend.types import ChunkCache, PromptLayout, Span
 
 if TYPE_CHECKING:
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
 
 
 class HeldChunk:

@@ -17,7 +17,7 @@ from blend.chunks.correction import Added, rows_of
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
     from blend.types import PromptLayout
 
 _Many = TypeVar("_Many", torch.Tensor, list[int])

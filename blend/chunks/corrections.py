@@ -15,7 +15,7 @@ from blend.timing import Progress, no_progress
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.chunks.open_library import OpenLibrary, Tokens
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
     from blend.store.base import ChunkStore
 
 

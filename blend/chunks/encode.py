@@ -14,11 +14,11 @@ import torch
 from blend.config import BATCH_TOKENS
 from blend.errors import PromptError
 from blend.model.cache import BlendedCache
-from blend.model.rows import RowRequest, RowSteps
+from blend.model.forward import RowRequest, RowSteps
 from blend.types import ChunkCache
 
 if TYPE_CHECKING:
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
 
 
 class ChunkEncoder:

@@ -18,14 +18,14 @@ import torch
 from blend.chunks.assemble import HeldChunk, assemble
 from blend.chunks.correction import KVCorrection, LayerCorrection, position_features, rows_of
 from blend.chunks.regression import GROUPS, LayerRows, RowPlaces, fit_layer
-from blend.model import mapped
+from blend.model import cpu
 from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, PromptLayout
 
 if TYPE_CHECKING:
     from blend.chunks.encode import ChunkEncoder
     from blend.model.cache import BlendedCache
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
 
 GROUP = 8  # chunks of a calibration prompt
 PROMPT_TOKENS = 2560  # its tokens at most, where two chunks are not longer
@@ -92,7 +92,7 @@ class _Seen:
         still = (
             rows_of(k[:, :, rows], v[:, :, rows], turn, rows) for (k, v), turn in zip(pairs, rotations, strict=True)
         )
-        return mapped.copies([layer.cpu() for layer in still])
+        return cpu.copies([layer.cpu() for layer in still])
 
     def add(self, found: Sequence[Sequence[torch.Tensor]]) -> None:
         """Take in a prompt: its rows in full prefill, then from each source."""

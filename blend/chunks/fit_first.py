@@ -20,7 +20,7 @@ from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, PromptLayout
 
 if TYPE_CHECKING:
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
 
 CachesOf = Callable[[Sequence[Tokens]], Sequence[ChunkCache]]
 

@@ -27,7 +27,7 @@ from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
     from blend.store.base import ChunkStore
 
 _LARGEST_VALUE, _LARGEST_GROUP = 8, 64  # bytes; tokens that a codec keeps together

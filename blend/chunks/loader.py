@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from blend.model.threads import compute_alone
+from blend.model.cpu import compute_alone
 from blend.types import Span
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
 
 Tokens = tuple[int, ...]
 

@@ -15,7 +15,7 @@ from blend.errors import EntryDamagedError
 from blend.model.admission import probe_ids, tolerance
 
 if TYPE_CHECKING:
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
     from blend.store.base import ChunkStore
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blend.model.rope import Rotation, moves
+from blend.model.admission import Rotation, moves
 from blend.types import ChunkCache
 
 if TYPE_CHECKING:

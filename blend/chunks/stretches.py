@@ -9,8 +9,8 @@ import torch
 
 from blend.chunks.correction import Added, KVCorrection, position_features
 from blend.chunks.loader import LayerSource, StagedLayer
+from blend.model.admission import Rotation, moves
 from blend.model.cache import BlendedLayer
-from blend.model.rope import Rotation, moves
 from blend.types import PromptLayout, Span
 
 if TYPE_CHECKING:

@@ -13,19 +13,19 @@ from blend.cli import opening
 from blend.cli.console import note, say
 
 if TYPE_CHECKING:
-    from blend.serve.door.hall import Hall
-    from blend.serve.door.tracing import Tracing
+    from blend.serve.http.hall import Hall
+    from blend.serve.http.tracing import Tracing
     from blend.serve.service import Service
     from blend.serve.tenants import Tenants
 
 
 def serve(given: dict[str, Any], tenants: Tenants) -> None:
     """Until a signal ends it. Raises what keeps it from listening or loading."""
-    from blend.serve.door.app import make_app
-    from blend.serve.door.connection import raise_descriptor_limit
-    from blend.serve.door.hall import DoorLimits
-    from blend.serve.door.log import log_to_stderr
-    from blend.serve.door.server import Server, listen, url_of
+    from blend.serve.http.app import make_app
+    from blend.serve.http.connection import raise_descriptor_limit
+    from blend.serve.http.hall import DoorLimits
+    from blend.serve.http.log import log_to_stderr
+    from blend.serve.http.server import Server, listen, url_of
     from blend.serve.metrics import Metrics
 
     limits = DoorLimits(
@@ -53,7 +53,7 @@ def serve(given: dict[str, Any], tenants: Tenants) -> None:
 
 def _tracing() -> Tracing | None:
     """Spans, where the environment names an endpoint for them."""
-    from blend.serve.door.tracing import ENDPOINTS, exporting, is_installed, is_wanted
+    from blend.serve.http.tracing import ENDPOINTS, exporting, is_installed, is_wanted
 
     if not is_wanted(os.environ):
         return None
@@ -99,10 +99,9 @@ class _Loading(threading.Thread):
 def make_service(given: dict[str, Any]) -> Service:
     """The decoder behind a service, from parsed options; "full", "prefix_budget" and so on among them."""
     rag = opening.open_all_corpora(given)
-    from blend.model.threads import take_threads
+    from blend.model.cpu import take_threads
     from blend.serve.embedded import EmbeddedEngine
-    from blend.serve.profile import Profile
-    from blend.serve.service import Service
+    from blend.serve.service import Profile, Service
 
     decoder = rag.decoder
     note(f"Warming up {decoder.name} ...")

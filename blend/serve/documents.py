@@ -22,8 +22,8 @@ from blend.serve.caching import Compute, DocumentState, compute_here
 from blend.serve.corpus_keeper import CorpusKeeper, current_index
 from blend.serve.corpus_worker import CorpusWorker, Task
 from blend.serve.reasons import CORPUS_FAILS
-from blend.serve.request import GivenDocument
 from blend.serve.spool import INCOMING, Spool
+from blend.serve.types import GivenDocument
 from blend.serve.uploads import DocumentLimits, Upload, UploadedFile, UploadsFullError, checked, part_of, spellings
 
 if TYPE_CHECKING:

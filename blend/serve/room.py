@@ -21,8 +21,8 @@ from blend.serve.passages.messages import cut, with_text_around
 from blend.serve.passages.rendered import Renderer
 from blend.serve.passages.segments import Segment
 from blend.serve.removed import removed_from
-from blend.serve.request import GivenDocument, Message, SourceKind
 from blend.serve.spool import INCOMING
+from blend.serve.types import GivenDocument, Message, SourceKind
 from blend.serve.uploads import part_of, spellings
 from blend.types import Part
 from blend_retrieval import Chunk, RetrievalError, Retriever, chunk_documents

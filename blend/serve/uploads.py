@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple
 
 from blend.errors import ConfigError
 from blend.limits import shown
-from blend.serve.engine import QueueFullError
-from blend.serve.request import GivenDocument
+from blend.serve.types import GivenDocument, QueueFullError
 from blend_retrieval import Document, LoadedDocuments
 from blend_retrieval.apart import ApartReader, ReadingLimits
 from blend_retrieval.cleaning import clean, clean_title

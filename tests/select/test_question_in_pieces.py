@@ -12,9 +12,9 @@ from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.filling import run_steps
 from blend.model.driver import RowDriver
-from blend.model.rows import RowRequest
+from blend.model.forward import RowRequest
 from blend.select import QueryGuided
-from blend.select.query_score import QueryRows
+from blend.select.base import QueryRows
 from blend.store import open_store
 
 LAYOUT = make_layout(suffix=23)

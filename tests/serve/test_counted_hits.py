@@ -14,7 +14,7 @@ from blend.blender import Blender
 from blend.chunks.correction_check import CorrectionCheck
 from blend.config import BlendConfig
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Sampling
+from blend.serve.types import Sampling
 from blend.store import MemoryCache, open_store
 from blend.store.admin import verify_entry
 from blend.store.backend import MemoryStats, cache_name

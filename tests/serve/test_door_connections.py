@@ -15,8 +15,8 @@ import pytest
 from changing import until
 from served import Served
 
-from blend.serve.door.connection import most_connections, raise_descriptor_limit
 from blend.serve.faults import LOG
+from blend.serve.http.connection import most_connections, raise_descriptor_limit
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
 CHAT = "/v1/chat/completions"
@@ -88,7 +88,7 @@ def test_what_is_no_http_is_refused_as_everything_else_is(served: Served) -> Non
 def test_of_too_many_connections_the_one_goes_that_waited_longest(
     serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("blend.serve.door.server.most_connections", lambda: 4)
+    monkeypatch.setattr("blend.serve.http.server.most_connections", lambda: 4)
     served = serve()
     held = served.server.server_state.connections
     with ExitStack() as stack, caplog.at_level(logging.WARNING, logger=LOG.name):

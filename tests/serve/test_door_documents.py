@@ -17,8 +17,8 @@ from served import Served, listening
 
 from blend.errors import StoreError
 from blend.serve.corpus_keeper import CorpusKeeper
-from blend.serve.request import GivenDocument
 from blend.serve.tenants import Tenants
+from blend.serve.types import GivenDocument
 from blend_retrieval.errors import IndexMissingError
 
 DOCUMENTS, CHAT = "/v1/documents", "/v1/chat/completions"

@@ -14,12 +14,12 @@ import pytest
 from served import Served, listening
 
 from blend.errors import ConfigError
-from blend.serve.door.log import _Lines
-from blend.serve.engine import Holding
 from blend.serve.faults import LOG
+from blend.serve.http.log import _Lines
 from blend.serve.metrics import Metrics
 from blend.serve.store_metrics import StoreFigures
 from blend.serve.tenants import Tenants, read_keys
+from blend.serve.types import Holding
 from blend.store.backend import MemoryStats, TierHits
 
 BODY = {"messages": [{"role": "user", "content": "a secret of mine"}], "max_tokens": 2}

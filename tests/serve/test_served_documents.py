@@ -18,8 +18,8 @@ from blend.errors import PromptError, StoreError
 from blend.serve.corpus_keeper import CorpusKeeper
 from blend.serve.documents import Documents, DocumentStatus, UploadedFile
 from blend.serve.reasons import STORE_FAILS
-from blend.serve.request import GivenDocument, Message
 from blend.serve.room import Room
+from blend.serve.types import GivenDocument, Message
 
 __all__ = ["make", "model", "rag"]  # fixtures
 

@@ -13,11 +13,10 @@ import pytest
 from rooms import FEW, QUESTION, Told, ask, serving, settled
 
 from blend.errors import PromptError
-from blend.serve.door.hall import DoorLimits
-from blend.serve.door.parsing import Offered, read_body, request_of
-from blend.serve.door.schemas import ChatBody
-from blend.serve.request import AnswerRequest, GivenDocument, Message, Opened
+from blend.serve.http.bodies import ChatBody, Offered, read_body, request_of
+from blend.serve.http.hall import DoorLimits
 from blend.serve.service import Service
+from blend.serve.types import AnswerRequest, GivenDocument, Message, Opened
 
 
 def test_a_document_by_its_id(service: Service) -> None:

@@ -17,7 +17,7 @@ from blend.integrations.vllm import rows_later
 from blend.integrations.vllm.rows_later import CPU_ROWS, TURN, Lacking, Later
 from blend.integrations.vllm.rows_learned import BOOK, LearnedTexts, learn_budget
 from blend.model.decoder import Decoder
-from blend.model.rows import RowRequest
+from blend.model.forward import RowRequest
 from blend.store import ChunkStore, open_store
 from blend.store.admin import pin_cache, write_sources
 from blend.types import PromptLayout

@@ -14,7 +14,7 @@ from blend.integrations.vllm.rows_cache import PagedCache, Place
 from blend.integrations.vllm.rows_decoder import PagedDecoder
 from blend.integrations.vllm.rows_later import Lacking, Later
 from blend.integrations.vllm.rows_learned import LearnedTexts
-from blend.model.rows import RowRequest
+from blend.model.forward import RowRequest
 from blend.store.base import ChunkStore
 from blend.timing import Stopwatch
 from blend.types import PromptLayout

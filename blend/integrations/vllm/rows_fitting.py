@@ -21,8 +21,8 @@ from blend.config import CorpusConfig
 from blend.errors import first_line
 from blend.filling import Filler
 from blend.integrations.vllm.rows_decoder import PagedDecoder, only
-from blend.model.rows import RowRequest
-from blend.serve.beside import Beside
+from blend.model.forward import RowRequest
+from blend.serve.background import Beside
 from blend.serve.heard import SHARE, Heard
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ import torch
 from blend.chunks.open_library import Tokens, Variant
 from blend.errors import StoreError, first_line
 from blend.integrations.vllm.rows_fitting import Fitting
-from blend.serve.beside import Beside
-from blend.serve.encoding import Encoding, Encodings
+from blend.serve.background import Beside, Encoding, Encodings
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary

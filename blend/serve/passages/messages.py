@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from blend.serve.passages.known import KnownTexts
 from blend.serve.passages.segments import Segment, placed, segments, with_learned
-from blend.serve.request import Message
+from blend.serve.types import Message
 
 
 class CutMessages(NamedTuple):

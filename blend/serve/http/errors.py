@@ -1,0 +1,124 @@
+"""Every failure in OpenAI's shape: {"error": {"message", "type", "param", "code"}} under the status of its kind.
+
+Whose words a client is told it in: see `blend.serve.reasons`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from blend.errors import ContextLengthError, StoreError
+from blend.serve.reasons import MENDABLE, STORE_FAILS
+from blend.serve.types import EndReason, EngineFailedError, QueueFullError
+from blend.visible import json_text
+from blend_retrieval.errors import IndexMissingError, RetrievalError
+
+_CLOSING = "shutting_down"
+GONE = 499  # what nginx logs for a client that left; nobody receives it
+
+
+class Failure(NamedTuple):
+    """What a client is told. kind: OpenAI's `type`. retry_s: when to try again, for the header Retry-After."""
+
+    status: int
+    message: str
+    code: str
+    param: str | None = None
+    kind: str = "invalid_request_error"
+    retry_s: float | None = None
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """As OpenAI's clients read it."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> Response:
+        """The whole answer."""
+        headers = {} if self.retry_s is None else {"retry-after": str(max(1, math.ceil(self.retry_s)))}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if self.code == _CLOSING:
+            headers["connection"] = "close"
+        return json_response(self.document, self.status, headers)
+
+
+class DoorError(Exception):
+    """Ends a request with a failure."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.code)
+        self.failure = failure
+
+
+def json_response(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """JSON that can always be encoded, whatever characters stand in it."""
+    return Response(json_text(document, allow_nan=False), status, headers, "application/json")
+
+
+def refuse(message: str, param: str | None = None, code: str = "invalid_value", status: int = 400) -> DoorError:
+    """A mistake of the client's."""
+    return DoorError(Failure(status, message, code, param))
+
+
+def unavailable(message: str, code: str = "unavailable", retry_s: float | None = 1.0) -> DoorError:
+    """Something that works again by and by."""
+    return DoorError(Failure(503, message, code, None, "server_error", retry_s))
+
+
+def closing() -> DoorError:
+    """No request is taken any more, and no connection kept."""
+    return unavailable("the server is shutting down", _CLOSING)
+
+
+def engine_failed() -> DoorError:
+    """Nothing is answered any more."""
+    return unavailable("the server has failed and must be started anew; its log says where", retry_s=None)
+
+
+def failure_of(error: Exception) -> Failure:
+    """What a client is told of an error; see the module."""
+    if isinstance(error, DoorError):
+        return error.failure
+    if isinstance(error, ClientDisconnect):
+        return ended_early("cancelled")
+    if isinstance(error, QueueFullError):
+        return Failure(429, str(error), "rate_limit_exceeded", None, "rate_limit_error", error.retry_after_s)
+    if isinstance(error, EngineFailedError):
+        return engine_failed().failure
+    if isinstance(error, IndexMissingError):
+        return Failure(
+            400, "there is no corpus to retrieve from: add documents, or ask without", "no_corpus", "kvblend"
+        )
+    if isinstance(error, ContextLengthError):
+        return Failure(400, _too_long(error), "context_length_exceeded", "messages")
+    if isinstance(error, MENDABLE):
+        return Failure(400, " ".join(str(error).split()), "invalid_value")
+    if isinstance(error, StoreError):
+        return unavailable(STORE_FAILS).failure
+    if isinstance(error, RetrievalError):
+        return unavailable("the corpus cannot be searched now; the server's log says why").failure
+    return Failure(500, "the server failed at this request; its log says where", "internal_error", None, "server_error")
+
+
+def _too_long(error: ContextLengthError) -> str:
+    """In OpenAI's words, by which clients shorten a conversation by themselves."""
+    return (
+        f"This model's maximum context length is {max(0, error.longest)} tokens. However, your messages resulted in "
+        f"{error.rows or 'more'} tokens. Please reduce the length of the messages."
+    )
+
+
+def ended_early(reason: EndReason) -> Failure:
+    """What a client is told of an answer that was given up."""
+    if reason == "deadline":
+        return Failure(
+            504, "the first token did not come within deadline_s", "deadline_exceeded", None, "timeout_error"
+        )
+    if reason == "cancelled":
+        return Failure(GONE, "the request was cancelled", "cancelled")
+    return closing().failure

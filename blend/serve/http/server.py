@@ -1,0 +1,133 @@
+"""The process that listens: one address, signals that end it in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from blend.errors import ConfigError
+from blend.serve.http.connection import ACCEPTED_AT_ONCE, Connection, Crowd, most_connections
+from blend.serve.http.hall import Hall
+
+_BACKLOG = 512
+_LAST_WORDS_S = 5.0  # for answers to be told that they end
+_LOOK_S = 0.05
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound; port 0 takes a free one. Raises `ConfigError` for a place that cannot be had."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--host {host} is no address of this machine ({error})") from None
+    family, kind, protocol, _, address = found[0]
+    place = socket.socket(family, kind, protocol)
+    try:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(address)
+        place.listen(_BACKLOG)  # only now is it known that nobody else listens there
+    except OSError as error:
+        place.close()
+        raise ConfigError(_taken(host, port, error)) from None
+    return place
+
+
+def url_of(place: socket.socket) -> str:
+    """Where a socket is reached."""
+    host, port = place.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Serves an application until SIGTERM, SIGINT or `stop`.
+
+    Then it refuses requests with 503, lets the service finish what runs for `grace_s` seconds, closes the socket and returns;
+    answers that take longer are ended with an error. A second signal ends them at once. on_started: called when it listens; it
+    must not wait.
+    """
+
+    def __init__(
+        self, app: Starlette, place: socket.socket, *, grace_s: float, on_started: Callable[[], None] = lambda: None
+    ) -> None:
+        hall = app.state.hall
+        assert isinstance(hall, Hall)
+        crowd = Crowd(most_connections(), hall.limits.head_s)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=partial(Connection, crowd=crowd),  # type: ignore[arg-type]  # it is called, and no more
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=ACCEPTED_AT_ONCE,
+                timeout_graceful_shutdown=round(_LAST_WORDS_S),
+            )
+        )
+        self._hall, self._place, self._grace_s, self._on_started = hall, place, grace_s, on_started
+
+    def serve_until_stopped(self) -> None:
+        """All of it."""
+        self.run(sockets=[self._place])
+
+    def stop(self) -> None:
+        """As SIGTERM does; any thread may call it."""
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came. Of uvicorn's own, a second SIGTERM does nothing."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self._place.listen(_BACKLOG)  # uvicorn has taken as many to wait as it accepts at once
+        self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End in good order: uvicorn's own closes the socket first, so it comes last."""
+        self._hall.closing = True
+        until = time.monotonic() + self._grace_s
+        closing = asyncio.create_task(asyncio.to_thread(self._close, self._grace_s))
+        while not self.force_exit and (not closing.done() or (self.server_state.tasks and time.monotonic() < until)):
+            await asyncio.sleep(_LOOK_S)
+        if self.force_exit:
+            await asyncio.to_thread(self._close, 0.0)
+        await super().shutdown(sockets)
+        await closing
+
+    def _close(self, finish_s: float) -> None:
+        if self._hall.service is not None:
+            self._hall.service.close(finish_s)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals end the server and nothing else: uvicorn would raise them again when it is done."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _taken(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} of {host} is in use: choose another one with --port (0 takes a free one)"
+    return f"cannot listen at port {port} of {host} ({error.strerror}): choose another with --host and --port"

@@ -1,0 +1,136 @@
+"""Spans of requests for OpenTelemetry, where its packages are installed and an endpoint is named; else nothing is imported.
+
+A request has a span and up to five below it, one after another: door (read, checked, retrieved, tokenised), queue, load (stored
+KV), prefill, decode. Loading and prefill take turns layer by layer: each is shown with its sum. Attributes are numbers and
+words of this program; nobody's text is among them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from blend.serve.types import Closed, Figures, Opened, Refused, Reply
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.util.types import AttributeValue
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_NAMES = ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES")
+_LOADING = ("load", "reposition")
+
+
+def is_wanted(environment: Mapping[str, str]) -> bool:
+    """Whether these variables name an endpoint."""
+    return any(environment.get(name) for name in ENDPOINTS) and environment.get("OTEL_SDK_DISABLED", "") != "true"
+
+
+def is_installed() -> bool:
+    """Whether the extra `[otel]` is."""
+    return find_spec("opentelemetry") is not None and find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+
+
+def exporting(environment: Mapping[str, str]) -> Tracing:
+    """Spans go to the endpoint that the environment names, in batches, from a thread of OpenTelemetry's."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    return Tracing(BatchSpanProcessor(OTLPSpanExporter()), named=any(environment.get(name) for name in _NAMES))
+
+
+class Tracing:
+    """Makes spans and hands them to `processor`. named: whether the environment says what this service is called."""
+
+    def __init__(self, processor: SpanProcessor, *, named: bool = False) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+
+        resource = Resource.create({} if named else {"service.name": "kvblend"})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
+        self.tracer = self._provider.get_tracer("kvblend")
+
+    def begin(self, request: str, headers: Mapping[str, str], begun: float) -> RequestTrace:
+        """Of a request that came at `begun`, by the monotonic clock; its headers may say which trace it is part of."""
+        return RequestTrace(self, request, headers, begun)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+
+class RequestTrace:
+    """One request; its spans are made when it ends. Threads may share it."""
+
+    def __init__(self, tracing: Tracing, request: str, headers: Mapping[str, str], begun: float) -> None:
+        self._tracing, self._request, self._headers, self._begun = tracing, request, headers, begun
+        self._offset = time.time_ns() - time.monotonic_ns()
+        self._taken, self._first = 0.0, 0.0
+        self._figures: Figures | None = None
+        self._ended = threading.Lock()
+
+    def took(self) -> None:
+        """The service has it."""
+        self._taken = time.monotonic()
+
+    def reply(self, reply: Reply) -> None:
+        """Of the service."""
+        if isinstance(reply, Opened):
+            self._first, self._figures = time.monotonic(), reply.figures
+        elif isinstance(reply, Closed):
+            self.end(reply.reason, reply.completion_tokens)
+        elif isinstance(reply, Refused):
+            self.end("failed")
+
+    def end(self, outcome: str, tokens: int = 0) -> None:
+        """It is over. What comes after the first call does not count."""
+        if not self._ended.acquire(blocking=False):
+            return
+        from opentelemetry.trace import set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        now, above = time.monotonic(), TraceContextTextMapPropagator().extract(self._headers)
+        told: dict[str, AttributeValue] = {"kvblend.request": self._request, "kvblend.outcome": outcome}
+        told |= {"kvblend.completion_tokens": tokens, **self._told()}
+        tracer = self._tracing.tracer
+        whole = tracer.start_span("request", above, attributes=told, start_time=self._at(self._begun))
+        inside, begin = set_span_in_context(whole), self._begun
+        for name, end in self._parts(now):
+            stop = min(max(begin, end), now)
+            tracer.start_span(name, inside, start_time=self._at(begin)).end(self._at(stop))
+            begin = stop
+        whole.end(self._at(now))
+
+    def _parts(self, now: float) -> list[tuple[str, float]]:
+        """Each with its end."""
+        if self._figures is None:
+            return [("door", self._taken), ("queue", now)] if self._taken else [("door", now)]
+        figures, door = self._figures, self._first - self._figures.ttft_s + self._figures.stages.get("prepare", 0.0)
+        queue = door + figures.waited_s
+        load = queue + sum(figures.stages.get(stage, 0.0) for stage in _LOADING)
+        return [("door", door), ("queue", queue), ("load", load), ("prefill", self._first), ("decode", now)]
+
+    def _told(self) -> dict[str, AttributeValue]:
+        if (figures := self._figures) is None:
+            return {}
+        names = (
+            "method",
+            "reason",
+            "rows",
+            "rows_computed",
+            "rows_reused",
+            "rows_inexact",
+            "hits",
+            "chunks",
+            "lacking",
+            "bytes_loaded",
+        )
+        return {f"kvblend.{name}": getattr(figures, name) for name in names}
+
+    def _at(self, seconds: float) -> int:
+        """By the clock of the world, nanoseconds."""
+        return self._offset + round(seconds * 1e9)
