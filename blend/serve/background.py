@@ -25,8 +25,7 @@ from blend.store.backend import cache_name
 
 if TYPE_CHECKING:
     from blend.blender import Blender
-    from blend.chunks.library import ChunkLibrary
-    from blend.chunks.open_library import Variant
+    from blend.chunks.library import ChunkLibrary, Variant
     from blend.store.base import ChunkStore
     from blend.types import ChunkKey, PromptLayout
 

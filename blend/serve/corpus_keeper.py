@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.chunks.deciding import remove_spare
-from blend.chunks.library import ChunkLibrary
-from blend.chunks.open_library import Tokens
+from blend.chunks.library import ChunkLibrary, Tokens
+from blend.chunks.surrogate import remove_spare
 from blend.corpora import corpora, index_dir
 from blend.errors import ConfigError, StoreError
 from blend.indexing import Corpus, CorpusChange, Prepared, plan, prepare

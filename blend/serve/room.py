@@ -30,7 +30,7 @@ from blend_retrieval.document import Document
 from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
-    from blend.chunks.open_library import Tokens
+    from blend.chunks.library import Tokens
     from blend.rag import Rag
     from blend_retrieval import ChunkIndex
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from blend.blender import Blender
-from blend.chunks.open_library import Tokens
+from blend.chunks.library import Tokens
 from blend.config import BlendConfig
 from blend.integrations.vllm import rows_later
 from blend.integrations.vllm.rows_later import CPU_ROWS, TURN, Lacking, Later

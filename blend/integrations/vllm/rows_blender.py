@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
+from blend.blender import Filled, Filler, run_steps
 from blend.config import BlendConfig
-from blend.filling import Filled, Filler, run_steps
 from blend.integrations.vllm.rows_cache import PagedCache, Place
 from blend.integrations.vllm.rows_decoder import PagedDecoder
 from blend.integrations.vllm.rows_later import Lacking, Later
