@@ -13,9 +13,16 @@ import torch
 from blend.blender import Blender
 from blend.chunks.library import Tokens
 from blend.config import BlendConfig
-from blend.integrations.vllm import rows_later
-from blend.integrations.vllm.rows_later import CPU_ROWS, TURN, Lacking, Later
-from blend.integrations.vllm.rows_learned import BOOK, LearnedTexts, learn_budget
+from blend.errors import StoreError
+from blend.integrations.vllm.learning import (
+    BOOK,
+    CPU_ROWS,
+    TURN,
+    BackgroundEncoder,
+    LearnedTexts,
+    MissingCaches,
+    learn_budget,
+)
 from blend.model.decoder import Decoder
 from blend.model.forward import RowRequest
 from blend.store import ChunkStore, open_store
@@ -33,7 +40,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 class Rows:
-    """A decoder that notes the rows of each pass it runs for `Later`."""
+    """A decoder that notes the rows of each pass it runs for `BackgroundEncoder`."""
 
     model, facts, rotations = SimpleNamespace(site=SimpleNamespace(layers=())), None, ()
 
@@ -52,19 +59,19 @@ class Bench:
     def __init__(self, decoder: Decoder, folder: Path, budget: int) -> None:
         self.folder, self.store = folder, open_store(folder / "kv")
         self.rows, self.filler = Rows(decoder), Blender(decoder, self.store, BlendConfig())
-        self.later = Later(cast(Any, self.rows), LearnedTexts(self.store, folder, budget))
+        self.background = BackgroundEncoder(cast(Any, self.rows), LearnedTexts(self.store, folder, budget))
         self.library = self.filler.library(PREFIX)
 
     def asked(self, *chunks: Tokens, brought: tuple[int, ...] = ()) -> None:
-        """A prompt of these was answered; what it lacked is computed while nothing runs."""
+        """A prompt of these was answered; what it missed is computed while nothing runs."""
         missing = self.library.missing(chunks)
-        self.later.remember(Lacking(self.filler, PromptLayout(PREFIX, chunks, SUFFIX), missing, brought))
+        self.background.remember(MissingCaches(self.filler, PromptLayout(PREFIX, chunks, SUFFIX), missing, brought))
         self.drain()
 
     def drain(self) -> None:
         end = time.monotonic() + 60
-        while len(self.later):
-            self.later.run(alone=True)
+        while len(self.background):
+            self.background.run(alone=True)
             assert time.monotonic() < end
 
     def held(self, *chunks: Tokens) -> list[bool]:
@@ -93,7 +100,7 @@ def test_clients_texts_stay_within_the_budget_and_the_least_recently_used_go(dec
     bench = Bench(decoder, tmp_path, 2 * size)
     bench.asked(chunk(1), brought=(0,))
     bench.asked(chunk(2), brought=(0,))
-    bench.asked(chunk(1), brought=(0,))  # used again: nothing is lacking, and chunk 2 is older now
+    bench.asked(chunk(1), brought=(0,))  # used again: nothing is missing, and chunk 2 is older now
     bench.asked(chunk(3), brought=(0,))
     assert bench.held(chunk(1), chunk(2), chunk(3)) == [True, False, True]
     assert bench.store.stats().nbytes <= 2 * size
@@ -143,8 +150,8 @@ def test_what_goes_while_it_waits_to_be_computed_is_not_stored(decoder: Decoder,
     bench = Bench(decoder, tmp_path, 2 * size)
     for number in (1, 3):
         pair = chunk(number), chunk(number + 1)
-        lacked = Lacking(bench.filler, PromptLayout(PREFIX, pair, SUFFIX), bench.library.missing(pair), (0, 1))
-        bench.later.remember(lacked)
+        missed = MissingCaches(bench.filler, PromptLayout(PREFIX, pair, SUFFIX), bench.library.missing(pair), (0, 1))
+        bench.background.remember(missed)
     bench.drain()
     assert bench.held(*map(chunk, range(1, 5))) == [False, False, True, True]
 
@@ -152,12 +159,12 @@ def test_what_goes_while_it_waits_to_be_computed_is_not_stored(decoder: Decoder,
 def test_running_answers_wait_for_one_piece_now_and_then(decoder: Decoder, tmp_path: Path) -> None:
     bench = Bench(decoder, tmp_path, 10**9)
     long = chunk(1, 200)
-    lacked = Lacking(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
-    bench.later.remember(lacked)
+    missed = MissingCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
+    bench.background.remember(missed)
     end, steps = time.monotonic() + 60, 0
-    while len(bench.later):
+    while len(bench.background):
         before = len(bench.rows.passes)
-        bench.later.run(alone=False)
+        bench.background.run(alone=False)
         steps += 1
         assert len(bench.rows.passes) - before <= (steps % TURN == 0)
         assert time.monotonic() < end
@@ -171,11 +178,11 @@ def test_while_nothing_runs_a_step_has_one_piece_and_waits_for_the_store(decoder
     bench = Bench(decoder, tmp_path, 10**9)
     bench.asked(chunk(1))  # now the prefix's KV is there
     long, before = chunk(2, 200), len(bench.rows.passes)
-    lacked = Lacking(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
-    bench.later.remember(lacked)
-    while len(bench.later):
+    missed = MissingCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
+    bench.background.remember(missed)
+    while len(bench.background):
         at = len(bench.rows.passes)
-        bench.later.run(alone=True)
+        bench.background.run(alone=True)
         assert len(bench.rows.passes) - at <= 1, "whoever comes meanwhile waits for no more"
     assert len(bench.rows.passes) - before == -(-200 // CPU_ROWS)
 
@@ -200,8 +207,6 @@ def test_a_pass_that_fails_is_told_once_and_harms_no_other_cache(
 def test_a_store_that_cannot_be_written_ends_what_is_put_off(
     decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from blend.errors import StoreError
-
     def full(self: ChunkStore, *args: object) -> None:
         raise StoreError("the disk is full")
 
@@ -209,10 +214,6 @@ def test_a_store_that_cannot_be_written_ends_what_is_put_off(
     monkeypatch.setattr(ChunkStore, "put", full)
     bench.asked(chunk(1), brought=(0,))
     assert "the disk is full" in caplog.text
-
-
-def test_a_piece_on_a_gpu_is_larger() -> None:
-    assert rows_later.rows_of_piece(torch.device("cuda")) == rows_later.GPU_ROWS
 
 
 def test_options_have_the_meaning_that_they_have_elsewhere() -> None:
