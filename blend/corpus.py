@@ -22,8 +22,8 @@ from blend.config import CorpusConfig
 from blend.corpora import sharing_of
 from blend.errors import StoreChangedError
 from blend.prompt import PromptTemplate, render_chunk
+from blend.store.admin import write_sources
 from blend.store.base import ChunkStore
-from blend.store.sources import write_sources
 from blend.timing import Progress, no_progress
 from blend.types import ChunkKey
 from blend_retrieval import (

@@ -22,8 +22,8 @@ from blend.corpus import divided
 from blend.errors import ConfigError
 from blend.model.decoder import full_prefill
 from blend.store import open_store
-from blend.store.entry import encode_entry
-from blend.store.registry import get_codec
+from blend.store.codecs import get_codec
+from blend.store.format import encode_entry
 from blend.store.seal import make_seal
 from blend.types import CacheIdentity, ChunkCache, PromptLayout
 

@@ -21,8 +21,7 @@ from blend.model.decoder import Decoder, full_prefill, pick_device
 from blend.model.generate import Generation, OnText, generate
 from blend.prompt import PromptTemplate
 from blend.store import open_store
-from blend.store.places import is_address
-from blend.store.replica import origin_of, replica_of
+from blend.store.addresses import is_address, origin_of, replica_of
 from blend.timing import Progress, Stopwatch, no_progress
 from blend.types import PromptLayout
 from blend.weights import lasting_name, resolve_model
@@ -41,7 +40,7 @@ from blend_retrieval.errors import IndexMissingError
 if TYPE_CHECKING:
     from blend.shards import Share
     from blend.store import ChunkStore
-    from blend.store.hot_memory import HotMemory
+    from blend.store.memory import MemoryCache
     from blend_retrieval import Embedder
 
 
@@ -135,9 +134,6 @@ def full_answer(decoder: Decoder, blend: Blend, max_new_tokens: int, options: di
     return FullAnswer(text, full.ttft_s)
 
 
-# --- Retrieve, blend, generate: answers to questions over a precomputed corpus.
-
-
 class Rag:
     """Answers questions over a precomputed corpus.
 
@@ -183,7 +179,7 @@ class Rag:
         decoder: Decoder | None = None,
         embedder: Embedder | None = None,
         kv: ChunkStore | None = None,
-        memory: HotMemory | None = None,
+        memory: MemoryCache | None = None,
         cache: str | Path | None = None,
         hot: str | None = None,
     ) -> None:

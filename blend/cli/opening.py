@@ -13,13 +13,13 @@ from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import index_dir, require_corpus
 from blend.errors import ConfigError, StoreError, StoreUnreachableError
 from blend.store import read_precomputed, read_words
-from blend.store.replica import root_of
+from blend.store.addresses import root_of
 from blend.weights import CATALOG, lasting_name, resolve_model
 from blend.weights.catalog import is_cached, require_on_hub
 
 if TYPE_CHECKING:
     from blend.rag import Rag
-    from blend.store.hot_memory import HotMemory
+    from blend.store.memory import MemoryCache
 
 
 def check_store(store: Path) -> None:
@@ -99,7 +99,7 @@ def open_rag(options: dict[str, Any]) -> Rag:
         budget_bytes=int(budget * 1e9) if budget is not None else None,
         store_key=key,
         on_fetch=show_fetch,
-        memory=_hot_memory(memory),
+        memory=_memory_cache(memory),
     )
 
 
@@ -148,13 +148,13 @@ def _words(store: Path, read: Callable[[Path], list[dict[str, str]]]) -> list[di
     return []
 
 
-def _hot_memory(gigabytes: float | None) -> HotMemory | None:
-    """Room in memory for the hottest chunk caches."""
+def _memory_cache(gigabytes: float | None) -> MemoryCache | None:
+    """Memory for recently read chunk caches."""
     if not gigabytes:
         return None
-    from blend.store.hot_memory import HotMemory
+    from blend.store.memory import MemoryCache
 
-    return HotMemory(round(gigabytes * 1e9))
+    return MemoryCache(round(gigabytes * 1e9))
 
 
 def open_corpus(options: dict[str, Any]) -> Rag:

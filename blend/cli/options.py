@@ -15,8 +15,7 @@ from blend.errors import ConfigError
 from blend.limits import NUMBERS, Limits, check_corpus_name, is_text, shown
 from blend.select import make_selector
 from blend.store import codec_names
-from blend.store.places import is_address
-from blend.store.replica import replica_of
+from blend.store.addresses import is_address, replica_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -13,7 +13,7 @@ from blend import corpus as corpus_module
 from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError, StoreChangedError, StoreError, StoreUnreachableError
 from blend.rag import Rag
-from blend.store.replica import FILE, replica_of
+from blend.store.addresses import FILE, replica_of
 from blend_retrieval import RetrievalError
 from tests.tiny_model import save_tiny_model
 
