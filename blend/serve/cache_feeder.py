@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 
-from blend.chunks.open_library import Tokens, Variant
+from blend.chunks.library import Tokens, Variant
 from blend.serve.caching import CacheProgress, Compute, Computing, Finished, LackingCaches
 from blend.serve.corpus_keeper import Applied, CorpusKeeper
 from blend.serve.reasons import log_failure

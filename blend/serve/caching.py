@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
-from blend.chunks.library import ChunkLibrary
-from blend.chunks.open_library import Tokens, Variant
+from blend.chunks.library import ChunkLibrary, Tokens, Variant
 from blend.serve.reasons import reason_of
 
 PIECE = 32  # caches that are handed over at a time: what is computed in vain when a document goes
@@ -79,7 +78,7 @@ class LackingCaches:
         variants: Sequence[Variant],
         missing: Sequence[Variant],
     ) -> bool:
-        """The corpus has changed. chunks: of each document. variants, missing: caches, see `blend.indexing.Prepared`.
+        """The corpus has changed. chunks: of each document. variants, missing: caches, see `blend.corpus.PreparedCorpus`.
 
         Returns whether caches are under way that nobody wants any more.
         """

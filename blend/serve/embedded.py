@@ -27,8 +27,7 @@ from blend.serve.types import EngineFailedError, Event, Holding, QueueFullError,
 
 if TYPE_CHECKING:
     from blend.blender import Blender
-    from blend.chunks.library import ChunkLibrary
-    from blend.chunks.open_library import Variant
+    from blend.chunks.library import ChunkLibrary, Variant
 
 
 # Seconds between two times: .2 s for a gigabyte, in which no token is computed.

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from blend.chunks.deciding import LARGEST_SHARE
+from blend.chunks.surrogate import LARGEST_SHARE
 
 SHARE = LARGEST_SHARE
 """So many times the surrogate context's tokens are enough to choose one of them: only then may it be as long as it is to be."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from blend.chunks.deciding import with_given_surrogate, with_surrogate, with_surrogate_anew
+from blend.chunks.surrogate import with_given_surrogate, with_surrogate, with_surrogate_anew
 from blend.errors import StoreError
 from blend.serve.caching import Compute
 from blend.serve.corpus_keeper import current_index
@@ -20,8 +20,7 @@ from blend.serve.removed import removed_from
 from blend_retrieval import RetrievalError
 
 if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary
-    from blend.chunks.open_library import Variant
+    from blend.chunks.library import ChunkLibrary, Variant
     from blend.rag import Rag
     from blend.serve.passages.learned import Learned
     from blend.serve.room import Room

@@ -17,7 +17,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from blend.chunks.open_library import Tokens
+from blend.chunks.library import Tokens
 from blend.errors import StoreError
 from blend.files import make_private_folder, sweep, write_atomically
 from blend.serve.uploads import Upload

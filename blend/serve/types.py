@@ -16,8 +16,7 @@ from blend.types import PromptLayout
 
 if TYPE_CHECKING:
     from blend.blender import Blend
-    from blend.chunks.library import ChunkLibrary
-    from blend.chunks.open_library import Variant
+    from blend.chunks.library import ChunkLibrary, Variant
     from blend.serve.caching import Computing, OnDone
 
 

@@ -11,8 +11,7 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from blend.blender import Blender
-from blend.chunks.assemble import assemble
-from blend.chunks.placed import place
+from blend.chunks.assemble import assemble, place
 from blend.config import CorpusConfig
 from blend.errors import ConfigError, DatasetError, PromptError
 from blend.eval.dataset import Record, load_dataset

@@ -12,7 +12,7 @@ from cases import cache_chunks, make_layout
 from models import decoder
 
 from blend.blender import Blender
-from blend.chunks import loader
+from blend.chunks import assemble as loader
 from blend.config import BlendConfig
 from blend.model.cpu import use_one_thread
 from blend.store import open_store

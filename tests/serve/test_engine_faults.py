@@ -18,7 +18,7 @@ from served import Served
 
 from blend.blender import Blender
 from blend.chunks import encode
-from blend.chunks.loader import LayerLoader
+from blend.chunks.assemble import LayerLoader
 from blend.config import BlendConfig
 from blend.model.forward import RowRequest
 from blend.serve.embedded import EmbeddedEngine
