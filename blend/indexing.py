@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
 from blend.chunks.surrogate import in_copies, with_given_surrogate, with_surrogate, without_surrogate
 from blend.config import CorpusConfig
+from blend.corpora import begun_with, publish_index
 from blend.prompt import PromptTemplate, render_chunk
-from blend.sharing import begun_with, publish_index
 from blend.store.admin import write_sources
 from blend.store.base import ChunkStore
 from blend.timing import Progress, no_progress

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from blend.chunks.encode import leave_probe
 from blend.chunks.surrogate import remove_spare
-from blend.chunks.work import close
 from blend.config import CorpusConfig
-from blend.indexing import Corpus, CorpusChange, plan, prepare
+from blend.corpus import Corpus, CorpusChange, plan, prepare
 from blend.prompt import PromptTemplate
+from blend.shards import close
 from blend.store.base import ChunkStore
 from blend.timing import Progress, no_progress
 from blend_retrieval import LoadedDocuments, SkippedDocument

@@ -10,17 +10,16 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-from blend.answering import NONE_RETRIEVED, Answer, full_answer, rehearse, remember, room_for
 from blend.blender import Blender
 from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, PromptConfig
-from blend.corpora import corpora, index_dir, require_corpus
+from blend.corpora import Sharing, corpora, index_dir, require_corpus
+from blend.corpus import Precomputed, precompute
 from blend.errors import ConfigError, PromptError
 from blend.lazy import loaded_once
 from blend.model.decoder import Decoder, full_prefill, pick_device
 from blend.model.generate import OnText, generate
-from blend.precompute import Precomputed, precompute
 from blend.prompt import PromptTemplate
-from blend.sharing import Sharing
+from blend.rag import NONE_RETRIEVED, Answer, full_answer, rehearse, remember, room_for
 from blend.store import open_store
 from blend.store.addresses import is_address, origin_of, replica_of
 from blend.timing import Progress, Stopwatch, no_progress

@@ -179,7 +179,7 @@ class CacheIdentity:
 
     @property
     def work_name(self) -> str:
-        """Name of the artifact that says what several processes are computing together (`blend.chunks.work`)."""
+        """Name of the artifact that says what several processes are computing together (`blend.shards`)."""
         return self._artifact("work")
 
     def _artifact(self, kind: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from blend.cli.ending import PipeClosedError, exit_code_of
+from blend.cli import PipeClosedError, exit_code_of
 from blend.version import __version__
 
 _COMMANDS = {

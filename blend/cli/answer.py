@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
-from blend.cli.values import TEXT, number
+from blend.cli.options import TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import PromptError
 from blend.limits import LONGEST_QUESTION, is_text
 
 if TYPE_CHECKING:
-    from blend.answering import Answer
-    from blend.rag import Rag
+    from blend.rag import Answer, Rag
 
 
 @click.command("answer")
@@ -47,7 +46,7 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
     if as_json:
         print_json(answer_document(answer, rag.model, given["selector"], rag.blend_config.ratio))
     elif not quiet:
-        from blend.cli.panel import answer_panel
+        from blend.cli.answer import answer_panel
 
         output.print(answer_panel(answer))
 

@@ -29,7 +29,7 @@ def corpus_config(options: dict[str, Any]) -> CorpusConfig:
 
 def check(options: dict[str, Any]) -> None:
     """Raise `ConfigError` or `StoreError` for what is wrong with options and store at first sight."""
-    from blend.cli.early import check_store
+    from blend.cli.opening import check_store
 
     _pick(BlendConfig, options)
     _pick(CorpusConfig, options)
@@ -41,7 +41,7 @@ def fetch_indexes(options: dict[str, Any]) -> None:
     """Of a store elsewhere, what others have published. Raises `StoreError`."""
     if root_of(options["store"]) is None:
         return
-    from blend.sharing import Sharing
+    from blend.corpora import Sharing
     from blend.store import open_store
 
     with warnings.catch_warnings(action="ignore"):  # `open_rag` tells them
@@ -52,7 +52,7 @@ def fetch_indexes(options: dict[str, Any]) -> None:
 def open_rag(options: dict[str, Any]) -> Rag:
     """A `Rag` from parsed options; entries that it does not know are left alone. Loads no model."""
     from blend.cli.console import note, show_fetch
-    from blend.cli.early import check_model
+    from blend.cli.opening import check_model
 
     check(options)
     key, model = store_key(options), model_of(options)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
-from blend.cli.values import NAME, PLACE, SELECTOR, STORE, STORE_DIRECTORY, TEXT, number
+from blend.cli.options import NAME, PLACE, SELECTOR, STORE, STORE_DIRECTORY, TEXT, number
 from blend.config import DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, MaskMode, PromptConfig
 from blend.corpora import check_corpus_name
 from blend.errors import ConfigError

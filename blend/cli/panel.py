@@ -13,7 +13,7 @@ from blend.cli.console import ANSWER_KEEPS, counted, seconds
 from blend.visible import visible
 
 if TYPE_CHECKING:
-    from blend.answering import Answer, FullAnswer
+    from blend.rag import Answer, FullAnswer
 
 
 def answer_panel(answer: Answer) -> Panel:

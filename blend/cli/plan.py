@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
-from blend.cli.values import PLACE, number
+from blend.cli.options import PLACE, number
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig
 from blend.errors import ConfigError
 from blend.limits import shown
@@ -17,9 +17,7 @@ from blend.model.shapes import SHAPES
 from blend.store import codec_names
 
 if TYPE_CHECKING:
-    from blend.plan.estimate import Terms, Tier
-    from blend.plan.inputs import Subject
-    from blend.plan.rates import PromptSize, Rates
+    from blend.plan import PromptSize, Rates, Subject, Terms, Tier
 
 _TIER = "NAME=MB/S,USD"
 _TIER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.-]{0,31}")
@@ -27,7 +25,7 @@ _TIER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.-]{0,31}")
 
 def _tier(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[Tier, ...]:
     """Tiers as they are given, over those that there are."""
-    from blend.plan.estimate import TIERS, Tier
+    from blend.plan import TIERS, Tier
 
     found = {tier.name: tier for tier in TIERS}
     for value in values:
@@ -99,9 +97,8 @@ def command(paths: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     are measured here (--measure), given (--prefill-rate), or those of an earlier `blend precompute` into --store.
     """
     from blend.cli.console import note, print_json
-    from blend.cli.plan_table import plan_document, show
-    from blend.plan.estimate import make_plan
-    from blend.plan.inputs import Subject
+    from blend.cli.plan import plan_document, show
+    from blend.plan import Subject, make_plan
     from blend_retrieval import load_documents
 
     config = opening.corpus_config(given)
@@ -139,7 +136,7 @@ def _dtype(given: dict[str, Any]) -> str:
 
 
 def _terms(given: dict[str, Any], dtype: str) -> Terms:
-    from blend.plan.estimate import USD_HOUR, Terms
+    from blend.plan import USD_HOUR, Terms
 
     codecs = given["codecs"] or tuple(name for name in codec_names() if name != "native")
     usd_hour = USD_HOUR if given["hour_price"] is None else given["hour_price"]

@@ -10,7 +10,7 @@ from rich.table import Table
 from blend.cli.console import counted, output, print_wide, say
 
 if TYPE_CHECKING:
-    from blend.plan.estimate import CodecCost, Plan, TierCost
+    from blend.plan import CodecCost, Plan, TierCost
 
 _STEPS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 _WIDEST = 1000

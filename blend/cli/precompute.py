@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
+from blend.cli.options import PLACE
 from blend.cli.shares import By, by_many, shared_document, shared_words
-from blend.cli.values import PLACE
 
 if TYPE_CHECKING:
-    from blend.precompute import Precomputed
+    from blend.corpus import Precomputed
     from blend.store import StoreStats
 
 _RESUME = "interrupted; what was computed is stored, run the same command again to go on"
@@ -38,8 +38,7 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
     but cannot be read stays as it was. A run that was stopped
     goes on where it was when it is started again.
     """
-    from blend.cli.console import print_json, say
-    from blend.cli.progress import stage_progress
+    from blend.cli.console import print_json, say, stage_progress
     from blend_retrieval import load_documents
 
     opening.check(given)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import options
-from blend.cli.values import OUTPUT, OUTPUT_OR_STDOUT, PLACE, number
+from blend.cli.options import OUTPUT, OUTPUT_OR_STDOUT, PLACE, number
 from blend.config import REPORT_TOKENS
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ def command(
 
     Ctrl-C ends the run early and reports what was measured.
     """
-    from blend.cli.outcome import check_outputs, show_report
-    from blend.cli.workload import load_records
+    from blend.cli.report import check_outputs, load_records, show_report
 
     check_outputs(json_path, picture)
     rag, records = load_records(given, dataset, limit or BUILTIN_QUESTIONS if dataset is None else limit)
@@ -67,7 +66,7 @@ def command(
 def _measure(rag: Rag, records: list[Record], max_new_tokens: int, repeats: int) -> tuple[list[Measurement], bool]:
     """Measurements of all records, and whether Ctrl-C came before the last."""
     from blend.cli.console import note, seconds
-    from blend.cli.workload import calibrate
+    from blend.cli.report import calibrate
     from blend.eval.evaluator import Evaluator, standard_methods
 
     measured: list[Measurement] = []

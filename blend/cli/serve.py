@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from blend.cli import opening, options
-from blend.cli.values import NAME, PLACE, TEXT, number
+from blend.cli.options import NAME, PLACE, TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError
 from blend.serve.addresses import is_loopback, origin_of
@@ -102,7 +102,7 @@ def command(**given: Any) -> None:
     tenants = _tenants(given["api_key"], given["api_keys"])
     _check_host(given["host"], tenants, insisted=given["no_api_key"])
     opening.check(given)
-    from blend.cli.serving import serve
+    from blend.cli.serve import serve
 
     serve(given, tenants)
 

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
-from blend.chunks.work import Share
-from blend.cli.values import TEXT, number
+from blend.cli.options import TEXT, number
 from blend.errors import ConfigError
+from blend.shards import Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from blend.many.shards import ShareDone
-    from blend.precompute import Precomputed
+    from blend.corpus import Precomputed
     from blend.rag import Rag
+    from blend.shards import ShareDone
     from blend.timing import Progress
     from blend_retrieval import LoadedDocuments
 
@@ -67,14 +67,14 @@ class By(NamedTuple):
         """What was done, and how far the others are, where there are others."""
         if self.share is None and self.ray is None:
             return rag.precompute(documents, add=add, quick=quick, progress=progress), None
-        from blend.many.shards import precompute_share
+        from blend.shards import precompute_share
 
         if self.ray is None:
             assert self.share
             found = precompute_share(rag, documents, self.share, add=add, progress=progress)
             return found.done, found
         from blend.cli.console import note
-        from blend.many.on_ray import cluster, compute_on
+        from blend.shards import cluster, compute_on
 
         with cluster(self.ray, self.workers, on_gpu=self.device != "cpu") as where:
             compute = compute_on(rag, where, note)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blend.cli import opening
-from blend.cli.progress import stage_progress
+from blend.cli.console import stage_progress
 from blend.errors import ConfigError
 from blend.eval.dataset import MIN_CHUNKS, Record, RecordChunk, load_dataset, make_needles
 

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.chunks.library import ChunkLibrary, Tokens
-from blend.chunks.work import Pass, Work, tokens_of
 from blend.errors import ConfigError, WorkersError
-from blend.many.shards import Compute, Computed
+from blend.shards import Compute, Computed, Pass, Work, tokens_of
 from blend.timing import Progress
 
 if TYPE_CHECKING:

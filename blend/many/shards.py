@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.encode import leave_probe
 from blend.chunks.surrogate import remove_spare
-from blend.chunks.work import Pass, Share, Work, close, finish, take_up, tokens_of
+from blend.corpora import begun_with
+from blend.corpus import Corpus, CorpusChange, Precomputed, decide, note_rate, planned, unread_in, write_index
 from blend.errors import StoreChangedError
-from blend.indexing import Corpus, CorpusChange, decide, write_index
-from blend.precompute import Precomputed, note_rate, planned, unread_in
-from blend.sharing import begun_with
+from blend.shards import Pass, Share, Work, close, finish, take_up, tokens_of
 from blend.timing import Progress, no_progress
 from blend_retrieval.errors import IndexBusyError
 

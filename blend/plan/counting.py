@@ -6,9 +6,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from blend.chunks.surrogate import LARGEST_SHARE, choose
+from blend.corpus import divided
 from blend.errors import ConfigError
-from blend.indexing import divided
-from blend.plan.sizes import CorpusSize
+from blend.plan import CorpusSize
 
 if TYPE_CHECKING:
     from blend.config import CorpusConfig

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.plan.sizes import CorpusSize, corpus_bytes
+from blend.plan import CorpusSize, corpus_bytes
 
 if TYPE_CHECKING:
     from blend.model.outline import ModelOutline
-    from blend.plan.rates import PromptSize, Rates
+    from blend.plan import PromptSize, Rates
 
 GB = 1e9
 

@@ -8,19 +8,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blend.corpus import RATE
 from blend.errors import ConfigError, StoreError
 from blend.model.outline import ModelOutline, outline, read_config, read_tokenizer
 from blend.model.shapes import SHAPES
-from blend.plan.counting import counted, given
-from blend.plan.rates import PromptSize, Rates, from_prefill, from_profile, measure
-from blend.precompute import RATE
+from blend.plan import PromptSize, Rates, counted, from_prefill, from_profile, given, measure
 from blend.prompt import PromptTemplate
 from blend.store import read_words
 from blend.weights import lasting_name, resolve_model
 
 if TYPE_CHECKING:
     from blend.config import CorpusConfig
-    from blend.plan.sizes import CorpusSize
+    from blend.plan import CorpusSize
     from blend_retrieval import LoadedDocuments
 
 NO_RATES = (

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from blend.chunks.library import ChunkLibrary, Tokens
 from blend.chunks.surrogate import remove_spare
 from blend.corpora import corpora, index_dir
+from blend.corpus import Corpus, CorpusChange, Prepared, plan, prepare
 from blend.errors import ConfigError, StoreError
-from blend.indexing import Corpus, CorpusChange, Prepared, plan, prepare
 from blend.prompt import PromptTemplate
 from blend.serve.removed import removed_from
 from blend.serve.spool import Spool

@@ -123,7 +123,7 @@ class ChunkStore:
             blob.close()
             return error
         self.backend.touch(name)
-        return ChunkReader(blob, key, header, Unsealed() if blob.header else self._seal, self._scratch)
+        return ChunkReader(blob, key, header, self._scratch)
 
     def prefetch(self, keys: Iterable[ChunkKey], most_bytes: int | None = None) -> None:
         """These entries will be read soon. Returns at once; errors show when they are read.

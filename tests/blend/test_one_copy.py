@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from blend.corpus import OtherCorpora
 from cases import make_layout
 from corrections import by_formula
 from dense_reference import assert_close, dense_prefill
@@ -24,7 +25,6 @@ from blend.chunks.library import ChunkLibrary, Tokens, Variant
 from blend.chunks.surrogate import in_copies, remove_spare, with_given_surrogate, with_surrogate
 from blend.config import BlendConfig
 from blend.eval.evaluator import PLAIN_REUSE, Evaluator, Method, standard_methods
-from blend.indexing import OtherCorpora
 from blend.prompt import PromptTemplate
 from blend.recompute import make_plan
 from blend.select import make_selector

@@ -6,11 +6,11 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from blend.shards import Share, Work, WorkOrder, close, finish, take_up, tokens_of
 from models import decoder
 
 from blend.chunks.library import ChunkLibrary, Tokens
 from blend.chunks.surrogate import with_surrogate
-from blend.chunks.work import Share, Work, WorkOrder, close, finish, take_up, tokens_of
 from blend.errors import ConfigError
 from blend.store import ChunkStore, open_store
 

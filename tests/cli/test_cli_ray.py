@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from blend.shards import cluster
 from blend_process import Blend, entries, one_line
 from ray_here import QUIET, needs_ray
 from undisturbed import CHUNKS, Undisturbed, all_caches, contents
 
 from blend.errors import ConfigError
-from blend.many.on_ray import cluster
 
 
 def writers(store: Path) -> list[int]:

@@ -13,9 +13,7 @@ from blend.chunks.surrogate import in_copies, with_surrogate
 from blend.config import CorpusConfig
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.outline import ModelOutline, outline
-from blend.plan.counting import given
-from blend.plan.rates import random_ids
-from blend.plan.sizes import CorpusSize, corpus_bytes
+from blend.plan import CorpusSize, corpus_bytes, given, random_ids
 from blend.store import codec_names, open_store
 from blend.types import CacheIdentity
 
