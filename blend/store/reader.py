@@ -50,7 +50,7 @@ def _tensor(stored: torch.Tensor, part: PartLayout) -> torch.Tensor:
     return stored.view(getattr(torch, part.type.name)).view(part.shape)
 
 
-class Scratch(threading.local):
+class LayerScratch(threading.local):
     """One reusable buffer a thread: a layer read into it is still in the processor's cache when it is hashed."""
 
     buffer: LayerBuffer | None = None
@@ -76,7 +76,7 @@ class ChunkReader:
     stored_bytes: its length in the store. counts: whether reading it counts as a use of the entry; may be set.
     """
 
-    def __init__(self, blob: Blob, key: ChunkKey, header: EntryHeader, scratch: Scratch) -> None:
+    def __init__(self, blob: Blob, key: ChunkKey, header: EntryHeader, scratch: LayerScratch) -> None:
         self.tokens, self.layers, self.start = header.tokens, len(header.layers), header.start
         self.still, self.codec, self.stored_bytes = header.still, header.codec.name, blob.nbytes
         self.counts = True
@@ -217,7 +217,7 @@ class Piece(NamedTuple):
     checksum: str
 
 
-class Entry(NamedTuple):
+class CheckedEntry(NamedTuple):
     """beginning: all bytes in front of the first piece. The pieces lie one right behind the other, up to the end."""
 
     header: EntryHeader
@@ -230,14 +230,14 @@ class Entry(NamedTuple):
         return self.header.seal.holds(self.pieces[index].checksum, "layer", view)
 
 
-Look = Callable[[str, Blob], Entry]
+EntryCheck = Callable[[str, Blob], CheckedEntry]
 """What a blob under a name is, by its header. Raises `EntryDamagedError`, `StoreError` where it cannot be read."""
 
 
-def looker(seal: Seal) -> Look:
+def entry_checker(seal: Seal) -> EntryCheck:
     """By the headers that `ChunkStore` writes."""
 
-    def look(name: str, blob: Blob) -> Entry:
+    def look(name: str, blob: Blob) -> CheckedEntry:
         header = read_header(blob, key_of(name), seal)
         layers = header.layers
         beginning = bytearray(blob.head[: layers[0].offset])
@@ -245,6 +245,6 @@ def looker(seal: Seal) -> Look:
         if rest and not blob.read(Range(len(beginning), memoryview(rest))):
             raise EntryDamagedError("it is truncated")
         pieces = tuple(Piece(layer.offset, layer.nbytes, layer.checksum) for layer in layers)
-        return Entry(header, bytes(beginning + rest), pieces, blob.nbytes)
+        return CheckedEntry(header, bytes(beginning + rest), pieces, blob.nbytes)
 
     return look

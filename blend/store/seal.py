@@ -78,10 +78,10 @@ class Blake3Seal(_KeySeal):
 
     def __init__(self, key: bytes | None) -> None:
         super().__init__(key)
-        self._keys = {
-            purpose: blake3(key, derive_key_context=f"kvblend store {purpose}").digest()
-            for purpose in (get_args(Purpose) if key is not None else ())
-        }
+        self._keys: dict[str, bytes] = {}
+        if key is not None:
+            contexts = {purpose: f"kvblend store {purpose}" for purpose in get_args(Purpose)}
+            self._keys = {one: blake3(key, derive_key_context=context).digest() for one, context in contexts.items()}
 
     @property
     def older(self) -> Seal:
@@ -90,7 +90,7 @@ class Blake3Seal(_KeySeal):
 
     def digest(self, purpose: Purpose, *parts: Buffer) -> str:
         """With a key, another one for every purpose."""
-        state = blake3(key=self._keys.get(purpose))
+        state = blake3(key=self._keys[purpose]) if self.keyed else blake3()
         for part in parts:
             state.update(part)
         return state.hexdigest(length=DIGEST_CHARS // 2)

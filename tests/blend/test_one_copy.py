@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from blend.corpus import OtherCorpora
 from cases import make_layout
 from corrections import by_formula
 from dense_reference import assert_close, dense_prefill
@@ -24,6 +23,7 @@ from blend.chunks.fit import fit_first
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
 from blend.chunks.surrogate import in_copies, remove_spare, with_given_surrogate, with_surrogate
 from blend.config import BlendConfig
+from blend.corpus import OtherCorpora
 from blend.eval.evaluator import PLAIN_REUSE, Evaluator, Method, standard_methods
 from blend.prompt import PromptTemplate
 from blend.recompute import make_plan

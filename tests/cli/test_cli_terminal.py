@@ -22,7 +22,7 @@ from places import PYTHONPATH
 from rich.console import Console
 
 from blend.cli import blend as group
-from blend.cli import progress
+from blend.cli import console
 from blend.select import SELECTORS, make_selector
 from blend.select.base import MEANINGS
 
@@ -209,8 +209,8 @@ def test_corpus_feeds_precompute(blend: Blend) -> None:
 
 def test_the_bars_rate_is_of_all_that_was_done_since_the_stage_began(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
-    monkeypatch.setattr(progress, "errors", Console(file=shown, force_terminal=True, width=160))
-    with progress.stage_progress() as show:
+    monkeypatch.setattr(console, "errors", Console(file=shown, force_terminal=True, width=160))
+    with console.stage_progress() as show:
         show("encode", 0, 619)
         time.sleep(0.5)
         show("encode", 309, 619)  # a batch, whose caches come one after another
