@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 def serve(given: dict[str, Any], tenants: Tenants) -> None:
     """Until a signal ends it. Raises what keeps it from listening or loading."""
     from blend.serve.door.app import make_app
-    from blend.serve.door.connection import raise_descriptor_limit
     from blend.serve.door.hall import DoorLimits
     from blend.serve.door.log import log_to_stderr
-    from blend.serve.door.server import Server, listen, url_of
+    from blend.serve.door.server import Server, listen, raise_descriptor_limit, url_of
     from blend.serve.metrics import Metrics
 
     limits = DoorLimits(

@@ -10,8 +10,6 @@ from blend.chunks.deciding import LARGEST_SHARE
 
 SHARE = LARGEST_SHARE
 """So many times the surrogate context's tokens are enough to choose one of them: only then may it be as long as it is to be."""
-AGAIN = 10
-"""So many times as many tokens are worth another choice, and that once: it makes all contextual caches be computed again."""
 
 Tokens = tuple[int, ...]
 

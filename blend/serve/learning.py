@@ -11,12 +11,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from blend.chunks.deciding import with_given_surrogate, with_surrogate, with_surrogate_anew
+from blend.chunks.deciding import with_given_surrogate, with_surrogate
 from blend.errors import StoreError
 from blend.serve.caching import Compute
 from blend.serve.corpus_keeper import current_index
-from blend.serve.heard import AGAIN, SHARE, Tokens
-from blend.serve.removed import removed_from
+from blend.serve.heard import SHARE, Tokens
 from blend_retrieval import RetrievalError
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from blend.serve.room import Room
 
 LOG = logging.getLogger("kvblend.serve")
-Calibrate = Callable[["Rag", Sequence[Tokens], bool], bool]
-"""Measures the KV corrections on these chunks, those that are lacking or all anew, when nobody waits; whether it did."""
+Calibrate = Callable[["Rag", Sequence[Tokens]], bool]
+"""Measures the missing KV corrections on these chunks when no request waits; returns whether it finished."""
 
 
 class Learning:
@@ -82,18 +81,14 @@ class Learning:
         """Choose the surrogate context, have the caches computed that it calls for, measure on them."""
         rag, learned = room.rag(), room.learned
         assert learned is not None
-        again = learned.decisions > 0
-        before = rag.blender.library(rag.template.prefix)
-        library = _with_surrogate(rag, _latest(room, learned), again=again)
-        if before.contextual is not None and before.contextual is not library.contextual:
-            _forget(before.contextual.identity.namespace, rag, learned)
+        library = _with_surrogate(rag, _latest(room, learned))
         chunks = _latest(room, learned)  # what came meanwhile was still computed without a surrogate context
         room.enter("", chunks, learned)
         self._have_computed(library, library.missing(chunks))
         if self._closed:
             return
-        if self._calibrate(rag, chunks, again):
-            learned.decisions += 1
+        if self._calibrate(rag, chunks):
+            learned.decided = True
             learned.save()
 
     def _have_computed(self, library: ChunkLibrary, missing: Sequence[Variant]) -> None:
@@ -113,19 +108,12 @@ class Learning:
             self._changed.notify_all()
 
 
-def _forget(namespace: str, rag: Rag, learned: Learned) -> None:
-    """What was computed behind a surrogate context that is used no more, and what is under way."""
-    removed_from(rag.store).add_all(namespace)
-    rag.store.prune((), namespace)
-    learned.drop_all(namespace)
-
-
 def is_due(room: Room) -> bool:
-    """Whether enough was learned for the first decision, or for the second and last."""
+    """Whether enough was learned to choose a surrogate context, and none was chosen yet."""
     learned, tokens = room.learned, room.rag().corpus_config.surrogate_tokens
-    if learned is None or not tokens or learned.decisions > 1:
+    if learned is None or not tokens or learned.decided:
         return False
-    return room.heard.tokens >= SHARE * tokens * (AGAIN if learned.decisions else 1)
+    return room.heard.tokens >= SHARE * tokens
 
 
 def _latest(room: Room, learned: Learned) -> list[Tokens]:
@@ -138,10 +126,10 @@ def _has_documents(rag: Rag) -> bool:
     return index is not None and bool(index.chunks)
 
 
-def _with_surrogate(rag: Rag, chunks: Sequence[Tokens], *, again: bool) -> ChunkLibrary:
+def _with_surrogate(rag: Rag, chunks: Sequence[Tokens]) -> ChunkLibrary:
     config, library = rag.corpus_config, rag.blender.library(rag.template.prefix)
     if config.surrogate_text:
         return with_given_surrogate(
             library, tuple(rag.template.encode(config.surrogate_text)[: config.surrogate_tokens])
         )
-    return (with_surrogate_anew if again else with_surrogate)(library, chunks, config.surrogate_tokens)
+    return with_surrogate(library, chunks, config.surrogate_tokens)

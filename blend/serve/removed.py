@@ -29,7 +29,7 @@ class Removed:
     """
 
     def __init__(self) -> None:
-        self._lock, self._keys, self._namespaces = threading.Lock(), dict[ChunkKey, float](), set[str]()
+        self._lock, self._keys = threading.Lock(), dict[ChunkKey, float]()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -44,11 +44,6 @@ class Removed:
             for key in list(takewhile(lambda key: self._keys[key] < now - KEEP_S, self._keys)):
                 del self._keys[key]
 
-    def add_all(self, namespace: str) -> None:
-        """Nothing more is put into this namespace, whatever calls for it: a surrogate context was exchanged."""
-        with self._lock:
-            self._namespaces.add(namespace)
-
     def allow(self, keys: Iterable[ChunkKey]) -> None:
         """A document or a question brings them anew."""
         with self._lock:
@@ -61,7 +56,7 @@ class Removed:
         begun: when what calls for it began, by `time.monotonic`. Nothing is stored `KEEP_S` later.
         """
         with self._lock:  # until it is written: a removal waits, and deletes it then
-            if key not in self._keys and key.namespace not in self._namespaces and begun >= monotonic() - KEEP_S:
+            if key not in self._keys and begun >= monotonic() - KEEP_S:
                 keep()
 
 

@@ -13,7 +13,7 @@ from blend.errors import ConfigError, ContextLengthError, PromptError, StoreErro
 from blend.indexing import TitledText
 from blend.prompt import render_chunk
 from blend.serve.chat import ChatTemplate, Passage, Turn
-from blend.serve.heard import AGAIN, SHARE, Heard
+from blend.serve.heard import SHARE, Heard
 from blend.serve.outage import StoreWatch
 from blend.serve.passages.known import KnownTexts
 from blend.serve.passages.learned import Learned
@@ -104,7 +104,7 @@ class Room:
         self._renderer = Renderer(rag.template, rag.decoder.tokenizer)
         self._known: dict[str, tuple[object, KnownTexts]] = {}
         self.learned = Learned(rag.root / "learned.json", learn_budget) if learn_budget else None
-        self.heard = Heard(SHARE * AGAIN * rag.corpus_config.surrogate_tokens)
+        self.heard = Heard(SHARE * rag.corpus_config.surrogate_tokens)
 
     @property
     def corpora(self) -> tuple[str, ...]:

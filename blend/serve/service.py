@@ -179,7 +179,11 @@ class Service:
         return self._calibrate(rag, chunks, anew, give_up) or not self._open
 
     def _calibrate(
-        self, rag: Rag, chunks: Sequence[tuple[int, ...]], anew: bool, give_up: Callable[[], bool] = lambda: False
+        self,
+        rag: Rag,
+        chunks: Sequence[tuple[int, ...]],
+        anew: bool = False,
+        give_up: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Measure the KV corrections at a time when nobody waits: each of their prompts has the model to itself.
 

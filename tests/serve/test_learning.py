@@ -113,7 +113,7 @@ def test_nonsense_that_was_learned_does_other_texts_no_harm(tmp_path: Path, mode
         assert after < 1.15 * before, (before, after)
 
 
-def test_tenants_learn_apart_and_a_decision_is_made_twice_at_most(tmp_path: Path, model: Path) -> None:
+def test_tenants_learn_apart_and_decide_once(tmp_path: Path, model: Path) -> None:
     mine, others = texts(5), texts(1, seed=1)
     with serving(tmp_path / "store", model) as service:
         tell(service, mine, "alpha")
@@ -128,18 +128,9 @@ def test_tenants_learn_apart_and_a_decision_is_made_twice_at_most(tmp_path: Path
         assert not libraries[""].surrogate
         assert not list(libraries[""].store.artifacts())
         first = libraries["alpha"].surrogate
-        tell(service, texts(3, seed=2), "alpha")
-        assert libraries["alpha"].reread().surrogate == first, "more, and not ten times as much"
-        tell(service, texts(15, seed=3), "alpha")
+        tell(service, texts(18, seed=2), "alpha")
         library = libraries["alpha"].reread()
-        assert library.surrogate != first, "ten times as much was learned"
-        assert library.contextual is not None
-        assert libraries["alpha"].contextual is not None
-        gone = libraries["alpha"].contextual.identity.namespace
-        assert not list(library.store.keys(gone))
-        learned = service.room("alpha").learned
-        assert learned is not None
-        assert learned.decisions == 2
+        assert library.surrogate == first, "however much is learned later"
         assert service.room("alpha").rag().blender.correction(library.prefix, contextual=True) is not None
     with serving(tmp_path / "store", model) as service:  # what was decided is remembered
         tell(service, mine, "alpha")

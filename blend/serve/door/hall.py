@@ -28,8 +28,8 @@ class DoorLimits:
     """How much one request may bring, and how long it may take to.
 
     upload_bytes, upload_s: of a request that adds documents. all_bytes: of all bodies that are held at a time. corpora: of one
-    tenant. answer_tokens, top_k: of an answer, and of chunks to retrieve, where the request does not say. head_s, body_s:
-    seconds in which a request's line and headers, and its body, must have come. keep_alive_s: after so many seconds of silence
+    tenant. answer_tokens, top_k: of an answer, and of chunks to retrieve, where the request does not say. body_s: seconds in
+    which a request's body must have come. keep_alive_s: after so many seconds of silence
     a stream gets a comment, so that nobody between takes it for dead. any_host: whether who brings no key may call the server
     by any name. origins: of other sites whose pages may ask, as browsers write them.
     """
@@ -43,7 +43,6 @@ class DoorLimits:
     corpora: int = 64
     answer_tokens: int = ANSWER_TOKENS
     top_k: int = CorpusConfig.top_k
-    head_s: float = 15.0
     body_s: float = 60.0
     keep_alive_s: float = 10.0
     any_host: bool = False

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import resource
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
 from blend.errors import ConfigError
-from blend.serve.door.connection import ACCEPTED_AT_ONCE, Connection, Crowd, most_connections
 from blend.serve.door.hall import Hall
 
 _BACKLOG = 512
+_MOST_DESCRIPTORS = 16_384
+_LONGEST_HEAD = 1 << 16  # bytes of a request line and its headers
 _LAST_WORDS_S = 5.0  # for answers to be told that they end
 _LOOK_S = 0.05
 
@@ -49,6 +50,21 @@ def url_of(place: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of open files to the hard one, at most 16,384: many systems start with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def most_connections() -> int:
+    """Half of the open files that the process may have; the store and the model need the others."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (_MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MOST_DESCRIPTORS)) // 2
+
+
 class Server(uvicorn.Server):
     """Serves an application until SIGTERM, SIGINT or `stop`.
 
@@ -62,17 +78,18 @@ class Server(uvicorn.Server):
     ) -> None:
         hall = app.state.hall
         assert isinstance(hall, Hall)
-        crowd = Crowd(most_connections(), hall.limits.head_s)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=partial(Connection, crowd=crowd),  # type: ignore[arg-type]  # it is called, and no more
+                http="h11",
+                h11_max_incomplete_event_size=_LONGEST_HEAD,
+                limit_concurrency=most_connections(),
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                backlog=ACCEPTED_AT_ONCE,
+                backlog=_BACKLOG,
                 timeout_graceful_shutdown=round(_LAST_WORDS_S),
             )
         )
@@ -94,7 +111,6 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
         await super().startup(sockets)
-        self._place.listen(_BACKLOG)  # uvicorn has taken as many to wait as it accepts at once
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -21,7 +21,7 @@ class Learned:
     """Keys of the caches of learned passages, within a budget, the least recently seen first. Threads may share one.
 
     path: a file that holds digests and sizes, nobody's text; what a damaged one held is unknown until it is seen again.
-    budget_bytes: what the caches may take together. decisions: how often a surrogate context was chosen of what was learned.
+    budget_bytes: what the caches may take together. decided: whether a surrogate context was chosen of what was learned.
     The caller removes caches from the store: those that `seen` returns,
     unless they are of use as chunks of a corpus too.
     """
@@ -29,8 +29,8 @@ class Learned:
     def __init__(self, path: Path, budget_bytes: int) -> None:
         self._path, self._budget = path, budget_bytes
         held = _held(path)
-        self._sizes, self.decisions = dict(_read(held)), _decisions(held)
-        self._written = self.decisions, list(self._sizes.items())
+        self._sizes, self.decided = dict(_read(held)), _decided(held)
+        self._written = self.decided, list(self._sizes.items())
         self._lock = Lock()
 
     def seen(self, caches: Mapping[ChunkKey, int]) -> list[ChunkKey]:
@@ -55,11 +55,6 @@ class Learned:
             for key in keys:
                 self._sizes.pop(key, None)
 
-    def drop_all(self, namespace: str) -> None:
-        """The store holds none of this namespace any more."""
-        with self._lock:
-            self._sizes = {key: nbytes for key, nbytes in self._sizes.items() if key.namespace != namespace}
-
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._sizes
 
@@ -83,11 +78,11 @@ class Learned:
         Call it after the caches that `seen` returned are removed: should the process end in between, the book names too many.
         """
         with self._lock:
-            content = self.decisions, list(self._sizes.items())
+            content = self.decided, list(self._sizes.items())
             if content == self._written:
                 return
             caches = [[*key, nbytes] for key, nbytes in content[1]]
-            told = json.dumps({"version": _VERSION, "decisions": content[0], "caches": caches}).encode()
+            told = json.dumps({"version": _VERSION, "decisions": int(content[0]), "caches": caches}).encode()
             try:
                 make_private_folder(self._path.parent)
                 write_atomically(self._path, [told], durable=False)
@@ -104,9 +99,9 @@ def _held(path: Path) -> dict[str, object]:
     return found if isinstance(found, dict) and found.get("version") == _VERSION else {}
 
 
-def _decisions(held: Mapping[str, object]) -> int:
+def _decided(held: Mapping[str, object]) -> bool:
     found = held.get("decisions")
-    return found if type(found) is int and found >= 0 else 0
+    return type(found) is int and found > 0
 
 
 def _read(held: Mapping[str, object]) -> Iterator[tuple[ChunkKey, int]]:
