@@ -13,18 +13,18 @@ from blend.cli import opening
 from blend.cli.console import note, say
 
 if TYPE_CHECKING:
-    from blend.serve.door.hall import Hall
-    from blend.serve.door.tracing import Tracing
+    from blend.serve.http.hall import Hall
+    from blend.serve.http.tracing import Tracing
     from blend.serve.service import Service
     from blend.serve.tenants import Tenants
 
 
 def serve(given: dict[str, Any], tenants: Tenants) -> None:
     """Until a signal ends it. Raises what keeps it from listening or loading."""
-    from blend.serve.door.app import make_app
-    from blend.serve.door.hall import DoorLimits
-    from blend.serve.door.log import log_to_stderr
-    from blend.serve.door.server import Server, listen, raise_descriptor_limit, url_of
+    from blend.serve.http.app import make_app
+    from blend.serve.http.hall import DoorLimits
+    from blend.serve.http.log import log_to_stderr
+    from blend.serve.http.server import Server, listen, raise_descriptor_limit, url_of
     from blend.serve.metrics import Metrics
 
     limits = DoorLimits(
@@ -52,7 +52,7 @@ def serve(given: dict[str, Any], tenants: Tenants) -> None:
 
 def _tracing() -> Tracing | None:
     """Spans, where the environment names an endpoint for them."""
-    from blend.serve.door.tracing import ENDPOINTS, exporting, is_installed, is_wanted
+    from blend.serve.http.tracing import ENDPOINTS, exporting, is_installed, is_wanted
 
     if not is_wanted(os.environ):
         return None

@@ -155,8 +155,8 @@ def _serve(given: dict[str, Any], place: Any, page: MetricsPage | None) -> None:
     from blend.integrations.vllm.desk import Desk
     from blend.integrations.vllm.prefill import PrefillServer
     from blend.integrations.vllm.shelf import Shelf
-    from blend.serve.door.hall import DoorLimits
-    from blend.serve.door.log import log_to_stderr
+    from blend.serve.http.hall import DoorLimits
+    from blend.serve.http.log import log_to_stderr
 
     log_to_stderr(requests=False)
     given = {**given, "model": opening.model_of(given)}

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from blend.serve.door.app import make_app
-from blend.serve.door.hall import DoorLimits
-from blend.serve.door.server import Server, listen, url_of
+from blend.serve.http.app import make_app
+from blend.serve.http.hall import DoorLimits
+from blend.serve.http.server import Server, listen, url_of
 from blend.serve.metrics import Metrics
 from blend.serve.tenants import Tenants
 

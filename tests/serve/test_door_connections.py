@@ -12,7 +12,7 @@ import pytest
 from changing import until
 from served import Served
 
-from blend.serve.door.server import most_connections, raise_descriptor_limit
+from blend.serve.http.server import most_connections, raise_descriptor_limit
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
 CHAT = "/v1/chat/completions"
@@ -36,7 +36,7 @@ def test_a_body_that_does_not_come(serve: Callable[..., Served]) -> None:
 def test_more_connections_than_there_are_files_for_are_refused(
     serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blend.serve.door.server.most_connections", lambda: 4)
+    monkeypatch.setattr("blend.serve.http.server.most_connections", lambda: 4)
     served = serve()
     with ExitStack() as stack:
         for _ in range(6):

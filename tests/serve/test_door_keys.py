@@ -14,9 +14,9 @@ import pytest
 from served import Served, listening
 
 from blend.errors import ConfigError
-from blend.serve.door.log import _Lines
 from blend.serve.engine import Holding
 from blend.serve.faults import LOG
+from blend.serve.http.log import _Lines
 from blend.serve.metrics import Metrics
 from blend.serve.store_metrics import StoreFigures
 from blend.serve.tenants import Tenants, read_keys

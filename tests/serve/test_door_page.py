@@ -26,7 +26,7 @@ def test_nothing_else_is_given_out(http: httpx.Client) -> None:
     for path in (
         "/page/",
         "/page/none.js",
-        "/page/../door/app.py",
+        "/page/../http/app.py",
         "/page/%2e%2e/service.py",
         "/page/__init__.py",
         "/docs",

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from served import Served
 
 from blend.errors import StoreError
-from blend.serve.door import fields, schemas
-from blend.serve.door.mistakes import EXAMPLES
 from blend.serve.faults import LOG
+from blend.serve.http import fields, schemas
+from blend.serve.http.mistakes import EXAMPLES
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
 CHAT = "/v1/chat/completions"

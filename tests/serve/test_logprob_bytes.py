@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from blend.serve.door.answers import TextAnswer
 from blend.serve.engine import Token
+from blend.serve.http.answers import TextAnswer
 from blend.serve.request import Delta, TokenText
 from blend.serve.text import Speaker
 

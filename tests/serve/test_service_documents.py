@@ -13,9 +13,9 @@ import pytest
 from rooms import FEW, QUESTION, Told, ask, serving, settled
 
 from blend.errors import PromptError
-from blend.serve.door.hall import DoorLimits
-from blend.serve.door.parsing import Offered, read_body, request_of
-from blend.serve.door.schemas import ChatBody
+from blend.serve.http.hall import DoorLimits
+from blend.serve.http.parsing import Offered, read_body, request_of
+from blend.serve.http.schemas import ChatBody
 from blend.serve.request import AnswerRequest, GivenDocument, Message, Opened
 from blend.serve.service import Service
 

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from served import Served
 
-from blend.serve.door.tracing import Tracing, is_wanted
+from blend.serve.http.tracing import Tracing, is_wanted
 
 CHAT = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "user", "content": "Which secret has the harbour?"}], "max_tokens": 6}
@@ -79,7 +79,7 @@ def test_nothing_is_imported_unless_an_endpoint_is_named() -> None:
     assert not is_wanted({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", "OTEL_SDK_DISABLED": "true"})
     assert is_wanted({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"})
     code = (
-        "import sys; from blend.serve.door import app; from blend.cli import serving; found = serving._tracing();"
+        "import sys; from blend.serve.http import app; from blend.cli import serving; found = serving._tracing();"
         "print(found is not None, any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}

@@ -17,7 +17,7 @@ import pytest
 from blend.integrations.vllm import gate as gates
 from blend.integrations.vllm import outage, wire
 from blend.integrations.vllm.gate import Gate, Rewritten
-from blend.serve.door.errors import DoorError
+from blend.serve.http.errors import DoorError
 
 CHAT = "/v1/chat/completions"
 PLAIN = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}

@@ -14,7 +14,7 @@ from blend.integrations.vllm.gate import Gate, Rewritten
 from blend.integrations.vllm.local import LocalPrompts
 from blend.integrations.vllm.questions import part_of
 from blend.integrations.vllm.rows_ticket import Told, told_by
-from blend.serve.door.errors import DoorError
+from blend.serve.http.errors import DoorError
 from blend.serve.outage import StoreWatch
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model

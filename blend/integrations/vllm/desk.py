@@ -17,11 +17,11 @@ from blend.integrations.vllm.metrics import PrefillMetrics
 from blend.integrations.vllm.questions import answer_request
 from blend.integrations.vllm.shelf import NoRoomError, Shelf
 from blend.integrations.vllm.wire import Message
-from blend.serve.door.answers import own
-from blend.serve.door.errors import failure_of
-from blend.serve.door.hall import DoorLimits
 from blend.serve.engine import Handle, QueueFullError, Sampling
 from blend.serve.faults import LOG, log_error
+from blend.serve.http.answers import own
+from blend.serve.http.errors import failure_of
+from blend.serve.http.hall import DoorLimits
 from blend.serve.request import Closed, Opened, Refused, Reply
 from blend.serve.store_metrics import StoreFigures
 

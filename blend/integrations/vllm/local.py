@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from blend.config import CorpusConfig
 from blend.errors import StoreError
 from blend.integrations.vllm.questions import answer_request
-from blend.serve.door.hall import DoorLimits
 from blend.serve.engine import ASKED_FOR
+from blend.serve.http.hall import DoorLimits
 from blend.serve.outage import STORE_UNREACHABLE
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blend.integrations.vllm.gate import Gate, Rewritten
 from blend.integrations.vllm.replies import Telling
-from blend.serve.door.errors import DoorError, Failure, failure_of, refuse
+from blend.serve.http.errors import DoorError, Failure, failure_of, refuse
 
 _LOG = logging.getLogger("vllm.kvblend")
 _PATHS = ("/v1/chat/completions", "/v1/completions")

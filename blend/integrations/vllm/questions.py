@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from blend.serve.door.hall import DoorLimits
-from blend.serve.door.parsing import Offered, read_body, request_of
-from blend.serve.door.schemas import ChatBody, CompletionBody
+from blend.serve.http.hall import DoorLimits
+from blend.serve.http.parsing import Offered, read_body, request_of
+from blend.serve.http.schemas import ChatBody, CompletionBody
 from blend.serve.request import AnswerRequest
 
 CORPUS = "+corpus"  # behind a model's name, and a name of a corpus behind that

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
-from blend.serve.door.errors import DoorError, ended_early, refuse, unavailable
+from blend.serve.http.errors import DoorError, ended_early, refuse, unavailable
 
 _READ_ON = 4  # times the limit: who sends a little too much is to read the answer, which he does only after sending
 _READ_ON_S = 5.0

@@ -15,11 +15,11 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from blend.limits import shown
-from blend.serve.door import body
-from blend.serve.door.auth import admitted
-from blend.serve.door.errors import DoorError, json_response, refuse
-from blend.serve.door.hall import Hall, hall_of
-from blend.serve.door.parsing import uploads_of
+from blend.serve.http import body
+from blend.serve.http.auth import admitted
+from blend.serve.http.errors import DoorError, json_response, refuse
+from blend.serve.http.hall import Hall, hall_of
+from blend.serve.http.parsing import uploads_of
 from blend.serve.request import GivenDocument
 from blend.serve.uploads import UploadedFile
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from blend.limits import shown
-from blend.serve.door.errors import refuse
+from blend.serve.http.errors import refuse
 
 _NOTHING: tuple[Any, ...] = (None,)
 IGNORED = (

@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from blend.limits import shown
-from blend.serve.door.auth import admitted
-from blend.serve.door.errors import json_response, refuse
-from blend.serve.door.hall import hall_of
-from blend.serve.door.parsing import Offered
+from blend.serve.http.auth import admitted
+from blend.serve.http.errors import json_response, refuse
+from blend.serve.http.hall import hall_of
+from blend.serve.http.parsing import Offered
 
 if TYPE_CHECKING:
     from blend.serve.service import Service

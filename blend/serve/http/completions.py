@@ -9,16 +9,16 @@ from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
-from blend.serve.door import body as bodies
-from blend.serve.door.answers import Answer, ChatAnswer, TextAnswer
-from blend.serve.door.auth import admitted
-from blend.serve.door.errors import DoorError, Failure, json_response
-from blend.serve.door.hall import Hall, hall_of
-from blend.serve.door.log import Entry, entry_of
-from blend.serve.door.parsing import OF_A_CORPUS, Offered, read_body, request_of
-from blend.serve.door.schemas import ChatBody, CompletionBody, StreamOptions
-from blend.serve.door.stream import Conversation, EventStream, collected, failed
 from blend.serve.engine import QueueFullError
+from blend.serve.http import body as bodies
+from blend.serve.http.answers import Answer, ChatAnswer, TextAnswer
+from blend.serve.http.auth import admitted
+from blend.serve.http.errors import DoorError, Failure, json_response
+from blend.serve.http.hall import Hall, hall_of
+from blend.serve.http.log import Entry, entry_of
+from blend.serve.http.parsing import OF_A_CORPUS, Offered, read_body, request_of
+from blend.serve.http.schemas import ChatBody, CompletionBody, StreamOptions
+from blend.serve.http.stream import Conversation, EventStream, collected, failed
 
 if TYPE_CHECKING:
     from blend.serve.service import Service

@@ -8,9 +8,9 @@ from starlette.requests import Request
 
 from blend.limits import shown
 from blend.serve.addresses import is_loopback
-from blend.serve.door.errors import refuse
-from blend.serve.door.hall import DoorLimits, hall_of
-from blend.serve.door.log import entry_of
+from blend.serve.http.errors import refuse
+from blend.serve.http.hall import DoorLimits, hall_of
+from blend.serve.http.log import entry_of
 
 
 def admitted(request: Request) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from blend.serve.door import schemas
-from blend.serve.door.errors import DoorError, refuse
+from blend.serve.http import schemas
+from blend.serve.http.errors import DoorError, refuse
 
 EXAMPLES: Mapping[type[BaseModel], str] = {
     schemas.MessageBody: '{"role": "user", "content": "..."}',

@@ -10,12 +10,12 @@ from typing import Any, Literal, NamedTuple
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from blend.serve.door.answers import Answer, usage
-from blend.serve.door.errors import GONE, DoorError, Failure, ended_early, failure_of
-from blend.serve.door.log import Entry
-from blend.serve.door.tracing import RequestTrace
 from blend.serve.engine import Handle
 from blend.serve.faults import log_error
+from blend.serve.http.answers import Answer, usage
+from blend.serve.http.errors import GONE, DoorError, Failure, ended_early, failure_of
+from blend.serve.http.log import Entry
+from blend.serve.http.tracing import RequestTrace
 from blend.serve.metrics import Metrics
 from blend.serve.request import Closed, Delta, Opened, Refused, Reply
 from blend.visible import json_text

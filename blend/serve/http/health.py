@@ -8,9 +8,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from blend.serve.door.auth import operator
-from blend.serve.door.errors import DoorError, json_response
-from blend.serve.door.hall import hall_of
+from blend.serve.http.auth import operator
+from blend.serve.http.errors import DoorError, json_response
+from blend.serve.http.hall import hall_of
 from blend.serve.prompt_metrics import CONTENT_TYPE
 from blend.serve.store_metrics import StoreFigures
 

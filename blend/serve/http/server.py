@@ -17,7 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from blend.errors import ConfigError
-from blend.serve.door.hall import Hall
+from blend.serve.http.hall import Hall
 
 _BACKLOG = 512
 _MOST_DESCRIPTORS = 16_384

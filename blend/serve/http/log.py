@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from blend.serve.door.errors import DoorError, Failure, failure_of
 from blend.serve.faults import LOG, log_error
+from blend.serve.http.errors import DoorError, Failure, failure_of
 from blend.serve.metrics import Metrics
 
 _ARGUMENTS = re.compile(r"\([^)].*")

@@ -10,9 +10,9 @@ from starlette.requests import Request
 
 from blend.config import ANSWER_TOKENS, CorpusConfig
 from blend.serve.budgets import BODY_BUDGET
-from blend.serve.door.body import BodyBudget
-from blend.serve.door.errors import closing, engine_failed, unavailable
-from blend.serve.door.tracing import Tracing
+from blend.serve.http.body import BodyBudget
+from blend.serve.http.errors import closing, engine_failed, unavailable
+from blend.serve.http.tracing import Tracing
 from blend.serve.metrics import Metrics
 from blend.serve.tenants import Tenants
 

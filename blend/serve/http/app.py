@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from blend.serve.door import completions, documents, health, models, pages
-from blend.serve.door.errors import refuse
-from blend.serve.door.hall import DoorLimits, Hall
-from blend.serve.door.log import Accounts
+from blend.serve.http import completions, documents, health, models, pages
+from blend.serve.http.errors import refuse
+from blend.serve.http.hall import DoorLimits, Hall
+from blend.serve.http.log import Accounts
 from blend.serve.metrics import Metrics
 from blend.serve.tenants import Tenants
 

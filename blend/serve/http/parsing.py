@@ -8,12 +8,12 @@ from pydantic import ValidationError
 
 from blend.corpora import in_words
 from blend.limits import shown
-from blend.serve.door.errors import refuse
-from blend.serve.door.fields import IGNORED, IN_MESSAGES, UNSUPPORTED, body_of, without
-from blend.serve.door.hall import DoorLimits
-from blend.serve.door.mistakes import mistake
-from blend.serve.door.schemas import ChatBody, Common, CompletionBody, DocumentBody, OwnBody, UploadBody
 from blend.serve.engine import Sampling
+from blend.serve.http.errors import refuse
+from blend.serve.http.fields import IGNORED, IN_MESSAGES, UNSUPPORTED, body_of, without
+from blend.serve.http.hall import DoorLimits
+from blend.serve.http.mistakes import mistake
+from blend.serve.http.schemas import ChatBody, Common, CompletionBody, DocumentBody, OwnBody, UploadBody
 from blend.serve.request import AnswerRequest, GivenDocument, Message
 
 _CORPUS = "+corpus"
