@@ -12,7 +12,7 @@ import torch
 
 from blend.model.rows import Resume, RowRequest, Steps
 from blend.model.threads import compute_alone
-from blend.serve.faults import log_error
+from blend.serve.failures import log_error
 
 _Result = TypeVar("_Result")
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from blend.answering import NONE_RETRIEVED
 from blend.serve.engine import ASKED_FOR, Ended, EndReason, Event, Failed, Handle, Sampling, Started, Token
-from blend.serve.faults import LOG
-from blend.serve.outage import STORE_UNREACHABLE, StoreWatch
+from blend.serve.failures import LOG, STORE_UNREACHABLE, StoreWatch
 from blend.serve.request import (
     AnswerRequest,
     Closed,
@@ -28,7 +27,7 @@ from blend.serve.text import Speaker
 if TYPE_CHECKING:
     from blend.rag import Rag
     from blend.serve.profile import Profile
-    from blend.serve.room import Cited
+    from blend.serve.tenant import Cited
     from blend.types import PromptLayout
 
 OnReply = Callable[[Reply], None]
@@ -121,7 +120,7 @@ class Conversation:
         if started.reason == STORE_UNREACHABLE:
             self._watch.lost("it could be read when a question came, and not when its caches were loaded")
         for line in started.problems:
-            LOG.warning("damaged", extra={"told": {"why": line}})
+            LOG.warning("damaged", extra={"why": line})
         sources = tuple(
             Source(one.kind, one.id, one.document, one.title, one.text, one.score, hit, len(one.passage.ids))
             for one, hit in zip(self._cited, started.hits, strict=True)

@@ -19,13 +19,12 @@ import torch
 from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model.threads import take_threads
 from blend.serve.beside import Beside
-from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
-from blend.serve.caching import OnDone
+from blend.serve.corpus_caches import OnDone
 from blend.serve.encoding import Encoding, Encodings
 from blend.serve.engine import EngineFailedError, Event, Holding, QueueFullError, Work
-from blend.serve.faults import log_error
+from blend.serve.failures import STORE_UNREACHABLE, log_error
 from blend.serve.job import Job
-from blend.serve.outage import STORE_UNREACHABLE
+from blend.serve.limits import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.serve.passes import OnPass
 from blend.serve.prefill import may_gain_by
 from blend.serve.prefixes import Prefixes

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from blend.errors import StoreError
 from blend.model.rows import Resume, RowRequest, Steps
 from blend.serve.beside import Beside, Stepper
-from blend.serve.caching import OnDone
-from blend.serve.removed import removed_from
+from blend.serve.corpus_caches import OnDone
+from blend.serve.learned import removed_from
 from blend.store.archive import verify_entry
 from blend.store.names import cache_name
 
@@ -49,7 +49,7 @@ class Encoding:
     """Caches that are to be computed and stored one after another, but for what the store has by then and what was removed.
 
     Only the engine's thread runs it, and what waits for the store runs beside; on_done is called in either. `cancel`, `len`,
-    how many are left, and `keys` are for everybody. begun: see `Removed.unless_removed`.
+    how many are left, and `keys` are for everybody. begun: see `RemovedKeys.unless_removed`.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from blend.blender import Blend
     from blend.chunks.library import ChunkLibrary
     from blend.chunks.open_library import Variant
-    from blend.serve.caching import Computing, OnDone
+    from blend.serve.corpus_caches import Computing, OnDone
 
 ASKED_FOR = "asked for"
 # Reasons that are no loss: what could be blended is in memory, exact as of full prefill or as this conversation blended it.

@@ -10,7 +10,7 @@ from blend.model.rows import Resume, RowRequest, Steps
 from blend.serve.beside import Stepper
 from blend.serve.encoding import Lacking, lacking
 from blend.serve.engine import ASKED_FOR, Work
-from blend.serve.outage import STORE_UNREACHABLE, is_outage
+from blend.serve.failures import STORE_UNREACHABLE, is_outage
 from blend.serve.worth import reason_against, why_nothing_is_left
 from blend.types import common_length
 

@@ -20,7 +20,7 @@ from blend.model import mapped
 from blend.model.cache import BlendedCache
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.engine import BLENDED_BEFORE, IN_MEMORY, Sampling, Work
-from blend.serve.outage import STORE_UNREACHABLE
+from blend.serve.failures import STORE_UNREACHABLE
 from blend.serve.prefixes import Found, Prefixes
 from blend.store import open_store
 from blend.types import ChunkCache, PromptLayout

@@ -18,10 +18,10 @@ from blend.integrations.vllm.questions import answer_request
 from blend.integrations.vllm.shelf import NoRoomError, Shelf
 from blend.integrations.vllm.wire import Message
 from blend.serve.engine import Handle, QueueFullError, Sampling
-from blend.serve.faults import LOG, log_error
+from blend.serve.failures import LOG, log_error
 from blend.serve.http.answers import own
 from blend.serve.http.errors import failure_of
-from blend.serve.http.hall import DoorLimits
+from blend.serve.limits import RequestLimits
 from blend.serve.request import Closed, Opened, Refused, Reply
 from blend.serve.store_metrics import StoreFigures
 
@@ -48,12 +48,12 @@ class Desk:
         self,
         service: Service,
         shelf: Shelf,
-        limits: DoorLimits | None = None,
+        limits: RequestLimits | None = None,
         metrics: PrefillMetrics | None = None,
     ) -> None:
-        self.service, self.shelf, self._limits = service, shelf, limits or DoorLimits()
+        self.service, self.shelf, self._limits = service, shelf, limits or RequestLimits()
         self.metrics = metrics or PrefillMetrics()
-        decoder = service.room("").rag().decoder
+        decoder = service.tenant("").rag().decoder
         self._decoder, self.model, self.refused = decoder, f"{decoder.fingerprint} {decoder.dtype}", ""
         self._row_bytes = sum(layer.width for layer in decoder.rotations) * decoder.dtype.itemsize
 
@@ -93,7 +93,7 @@ class Desk:
     def judge(self, reason: str) -> None:
         """A server of vLLM's has compared: why it does not use KV of this model, or ""."""
         if reason and reason != self.refused:
-            LOG.error("refused", extra={"told": {"why": reason}})
+            LOG.error("refused", extra={"why": reason})
         self.refused = reason
 
     def reason_against(self, dtype: str) -> str:

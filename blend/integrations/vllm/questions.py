@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from blend.serve.http.hall import DoorLimits
 from blend.serve.http.parsing import Offered, read_body, request_of
 from blend.serve.http.schemas import ChatBody, CompletionBody
+from blend.serve.limits import RequestLimits
 from blend.serve.request import AnswerRequest
 
 CORPUS = "+corpus"  # behind a model's name, and a name of a corpus behind that
@@ -39,8 +39,8 @@ def wants_context(body: Mapping[str, Any]) -> bool:
     return bool(body.get("documents")) or body.get("kvblend") is not None or CORPUS in str(body.get("model", ""))
 
 
-def answer_request(part: Mapping[str, Any], corpora: tuple[str, ...], limits: DoorLimits) -> AnswerRequest:
-    """What the service is asked. corpora: that there are. Raises `DoorError` for whatever is wrong with it."""
+def answer_request(part: Mapping[str, Any], corpora: tuple[str, ...], limits: RequestLimits) -> AnswerRequest:
+    """What the service is asked. corpora: that there are. Raises `ApiError` for whatever is wrong with it."""
     values = dict(part)
     template = values.pop("template", {})
     model = str(values.get("model", ""))

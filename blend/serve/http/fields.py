@@ -56,7 +56,7 @@ IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {
 
 
 def body_of(raw: bytes) -> dict[str, Any]:
-    """The JSON object that a body is. Raises `DoorError`."""
+    """The JSON object that a body is. Raises `ApiError`."""
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -68,7 +68,7 @@ def body_of(raw: bytes) -> dict[str, Any]:
 
 
 def without(values: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], where: str = "") -> dict[str, Any]:
-    """What is left of an object's fields when those that ask for nothing are gone. Raises `DoorError` for one that asks."""
+    """What is left of an object's fields when those that ask for nothing are gone. Raises `ApiError` for one that asks."""
     kept = {}
     for name, value in values.items():
         if name not in unsupported:

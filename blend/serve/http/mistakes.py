@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from blend.serve.http import schemas
-from blend.serve.http.errors import DoorError, refuse
+from blend.serve.http.errors import ApiError, refuse
 
 EXAMPLES: Mapping[type[BaseModel], str] = {
     schemas.MessageBody: '{"role": "user", "content": "..."}',
@@ -48,7 +48,7 @@ _WORDS: Mapping[str, Callable[[Context], str]] = {
 """What pydantic may find by its name for it; `value_error` is ours."""
 
 
-def mistake(error: ValidationError) -> DoorError:
+def mistake(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body, by its place in it."""
     first = error.errors(include_url=False, include_input=False)[0]
     param = _place(first["loc"])

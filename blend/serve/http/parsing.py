@@ -11,9 +11,9 @@ from blend.limits import shown
 from blend.serve.engine import Sampling
 from blend.serve.http.errors import refuse
 from blend.serve.http.fields import IGNORED, IN_MESSAGES, UNSUPPORTED, body_of, without
-from blend.serve.http.hall import DoorLimits
 from blend.serve.http.mistakes import mistake
 from blend.serve.http.schemas import ChatBody, Common, CompletionBody, DocumentBody, OwnBody, UploadBody
+from blend.serve.limits import RequestLimits
 from blend.serve.request import AnswerRequest, GivenDocument, Message
 
 _CORPUS = "+corpus"
@@ -35,8 +35,8 @@ class Offered(NamedTuple):
         return (self.model, *(f"{self.model}{_CORPUS}{name and ':'}{name}" for name in self.corpora))
 
 
-def read_body(raw: bytes, kind: type[BodyT], limits: DoorLimits) -> BodyT:
-    """A checked body. Raises `DoorError` for whatever is wrong with it."""
+def read_body(raw: bytes, kind: type[BodyT], limits: RequestLimits) -> BodyT:
+    """A checked body. Raises `ApiError` for whatever is wrong with it."""
     values = without(body_of(raw), UNSUPPORTED)
     for name in IGNORED:
         values.pop(name, None)
@@ -60,8 +60,8 @@ def _message(number: int, message: Any) -> Any:
     return without(message, IN_MESSAGES, f"messages[{number}].") if isinstance(message, dict) else message
 
 
-def request_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLimits) -> AnswerRequest:
-    """The question in words of no protocol. Raises `DoorError`, or `ConfigError` for a sampling that is none."""
+def request_of(body: ChatBody | CompletionBody, offered: Offered, limits: RequestLimits) -> AnswerRequest:
+    """The question in words of no protocol. Raises `ApiError`, or `ConfigError` for a sampling that is none."""
     _check_together(body)
     own = body.kvblend or OwnBody()
     documents = body.documents or own.documents or []
@@ -94,7 +94,7 @@ def request_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLi
 
 
 def _priority(own: OwnBody, tenant: str) -> int:
-    """Tenants share a server: one may stand back, and none may push ahead of all others."""
+    """ApiKeys share a server: one may stand back, and none may push ahead of all others."""
     if tenant and own.priority is not None and own.priority < 0:
         message = "a key with a tenant may not be more urgent than others; give a priority of 0 or more"
         raise refuse(message, "kvblend.priority", "forbidden", 403)
@@ -132,7 +132,7 @@ def _messages(body: ChatBody | CompletionBody) -> tuple[Message, ...]:
 
 
 def uploads_of(raw: bytes) -> UploadBody:
-    """The documents in a body. Raises `DoorError` for whatever is wrong with it."""
+    """The documents in a body. Raises `ApiError` for whatever is wrong with it."""
     try:
         body = UploadBody.model_validate(body_of(raw))
     except ValidationError as error:

@@ -17,7 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from blend.errors import ConfigError
-from blend.serve.http.hall import Hall
+from blend.serve.http.state import AppState
 
 _BACKLOG = 512
 _MOST_DESCRIPTORS = 16_384
@@ -76,8 +76,8 @@ class Server(uvicorn.Server):
     def __init__(
         self, app: Starlette, place: socket.socket, *, grace_s: float, on_started: Callable[[], None] = lambda: None
     ) -> None:
-        hall = app.state.hall
-        assert isinstance(hall, Hall)
+        state = app.state.shared
+        assert isinstance(state, AppState)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -93,7 +93,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=round(_LAST_WORDS_S),
             )
         )
-        self._hall, self._place, self._grace_s, self._on_started = hall, place, grace_s, on_started
+        self.state, self._place, self._grace_s, self._on_started = state, place, grace_s, on_started
 
     def serve_until_stopped(self) -> None:
         """All of it."""
@@ -115,7 +115,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End in good order: uvicorn's own closes the socket first, so it comes last."""
-        self._hall.closing = True
+        self.state.closing = True
         until = time.monotonic() + self._grace_s
         closing = asyncio.create_task(asyncio.to_thread(self._close, self._grace_s))
         while not self.force_exit and (not closing.done() or (self.server_state.tasks and time.monotonic() < until)):
@@ -126,8 +126,8 @@ class Server(uvicorn.Server):
         await closing
 
     def _close(self, finish_s: float) -> None:
-        if self._hall.service is not None:
-            self._hall.service.close(finish_s)
+        if self.state.service is not None:
+            self.state.service.close(finish_s)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
