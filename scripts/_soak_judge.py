@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
-from blend.serve.engine import IN_MEMORY
+from blend.serve.types import IN_MEMORY
 
 TIE = 1e-3  # nats between the two likeliest tokens; below it rounding decides
 LEAST_BLENDED = 0.5  # of all answers; with fewer a soak is one of something else

@@ -29,7 +29,7 @@ from _stores import (
 from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.eval.evaluator import PLAIN_REUSE
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import full_prefill
 from blend.model.shapes import SHAPES
 from blend.store import ChunkStore, open_store
 from blend.store.disk import DiskBackend

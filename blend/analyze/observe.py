@@ -11,7 +11,7 @@ from blend.analyze.heatmap import HeadMap, MapMaker
 from blend.analyze.segments import Segments
 from blend.analyze.sparsity import LayerSparsity, SparsityMeter
 from blend.analyze.tiles import tiles
-from blend.model.attention import AttentionCall
+from blend.model.forward import AttentionCall
 
 
 @dataclass(frozen=True)

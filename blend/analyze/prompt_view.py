@@ -9,7 +9,7 @@ import numpy as np
 
 from blend.analyze.tokens import KINDS
 from blend.select import make_selector
-from blend.select.query_score import scoring_layers
+from blend.select.base import scoring_layers
 
 if TYPE_CHECKING:
     from blend.analyze.study import PromptAnalysis

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector
+from blend.select.base import scoring_layers
 from blend.select.evidence import query_attention
-from blend.select.hkvd import deviation
-from blend.select.mixed import combine
-from blend.select.query_score import scoring_layers
+from blend.select.selectors import combine, deviation
 
 if TYPE_CHECKING:
     from blend.config import BlendConfig

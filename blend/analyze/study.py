@@ -16,10 +16,9 @@ from blend.analyze.scores import RowScores, row_scores
 from blend.analyze.segments import Segments
 from blend.analyze.tokens import token_texts, word_kinds
 from blend.blender import Blend, Blender
-from blend.chunks.assemble import assemble
-from blend.chunks.placed import place
+from blend.chunks.assemble import assemble, place
 from blend.errors import ConfigError, PromptError
-from blend.model.attention import AttentionCall
+from blend.model.forward import AttentionCall
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:

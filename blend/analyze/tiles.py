@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from blend.model.attention import AttentionCall
+from blend.model.forward import AttentionCall
 
 # Weights in memory at once, in elements: 8 MiB of fp32.
 MOST_WEIGHTS = 1 << 21

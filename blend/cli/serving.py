@@ -98,10 +98,9 @@ class _Loading(threading.Thread):
 def make_service(given: dict[str, Any]) -> Service:
     """The decoder behind a service, from parsed options; "full", "prefix_budget" and so on among them."""
     rag = opening.open_all_corpora(given)
-    from blend.model.threads import take_threads
+    from blend.model.cpu import take_threads
     from blend.serve.embedded import EmbeddedEngine
-    from blend.serve.profile import Profile
-    from blend.serve.service import Service
+    from blend.serve.service import Profile, Service
 
     decoder = rag.decoder
     note(f"Warming up {decoder.name} ...")

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.blender import Blend, Blender
-from blend.chunks.deciding import with_surrogate
+from blend.chunks.surrogate import with_surrogate
 from blend.config import REPORT_TOKENS, BlendConfig
 from blend.eval.dataset import Record
 from blend.eval.floor import copy_bandwidth, floor_seconds
 from blend.eval.metrics import exact_match, kl_divergence, rouge_l, top1_agreement, value_recall, word_f1
 from blend.eval.report import Measurement
-from blend.model.full_prefill import FullPrefill, full_prefill
+from blend.model.decoder import FullPrefill, full_prefill
 from blend.model.generate import Continuable, generate, teacher_forced_logits
 from blend.prompt import PromptTemplate
 from blend.timing import Progress, no_progress

@@ -24,7 +24,7 @@ from blend.serve.corpus_caches import (
 )
 from blend.serve.corpus_worker import CorpusWorker, UploadTask
 from blend.serve.failures import CORPUS_FAILS
-from blend.serve.request import GivenDocument
+from blend.serve.types import GivenDocument
 from blend.serve.uploads import (
     INCOMING,
     DocumentLimits,

@@ -1,8 +1,4 @@
-"""The embedded engine: many prompts on one decoder, scheduled pass by pass.
-
-Here is who is let in and when, and the thread that goes from pass to pass; `schedule` says what a pass takes.
-Whatever may wait for a store is done beside that thread.
-"""
+"""Freed memory goes back to the system, where it can be when nobody waits for a token."""
 
 from __future__ import annotations
 
@@ -17,26 +13,50 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.errors import ContextLengthError, PromptError, StoreError
-from blend.model.threads import take_threads
-from blend.serve.beside import Beside
+from blend.model import cpu
+from blend.model.cpu import take_threads
+from blend.serve.background import Beside, Encoding, Encodings
 from blend.serve.corpus_caches import OnDone
-from blend.serve.encoding import Encoding, Encodings
-from blend.serve.engine import EngineFailedError, Event, Holding, QueueFullError, Work
 from blend.serve.failures import STORE_UNREACHABLE, log_error
-from blend.serve.job import Job
 from blend.serve.limits import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
-from blend.serve.passes import OnPass
-from blend.serve.prefill import may_gain_by
 from blend.serve.prefixes import Prefixes
-from blend.serve.schedule import Schedule
-from blend.serve.tidying import Tidying
-from blend.serve.waiting import Waiting
-from blend.serve.worth import LEAST
+from blend.serve.scheduler import OnPass, Schedule, Waiting
+from blend.serve.sequence import LEAST, Job, may_gain_by
+from blend.serve.types import EngineFailedError, Event, Holding, QueueFullError, Work
 
 if TYPE_CHECKING:
     from blend.blender import Blender
-    from blend.chunks.library import ChunkLibrary
-    from blend.chunks.open_library import Variant
+    from blend.chunks.library import ChunkLibrary, Variant
+
+
+# Seconds between two times: .2 s for a gigabyte, in which no token is computed.
+IDLE_S, BUSY_S = 60.0, 600.0
+
+
+class Tidying:
+    """Of one engine's thread."""
+
+    def __init__(self) -> None:
+        self._tidied, self._untidy = time.monotonic(), False
+
+    def used(self) -> None:
+        """Memory was used, and may have been freed."""
+        self._untidy = True
+
+    @property
+    def due_s(self) -> float | None:
+        """Seconds in which to `tidy` where nothing else is to be done; None where there is nothing to give back."""
+        return IDLE_S if self._untidy else None
+
+    def tidy(self, *, busy: bool) -> None:
+        """Give back what is free, if there may be any and it is time. busy: whether somebody waits for a token."""
+        if self._untidy and time.monotonic() - self._tidied >= (BUSY_S if busy else IDLE_S):
+            cpu.give_back()
+            self._tidied, self._untidy = time.monotonic(), False
+
+
+# --- The embedded engine: many prompts on one decoder, scheduled pass by pass.
+
 
 LOADING = 2  # prompts whose caches are loaded at a time
 LOOK_S = 0.05  # while all there is to do waits for the store, prompts that are given up are looked for so often

@@ -1,12 +1,120 @@
-"""What operators watch of `blend serve`: what `prompt_metrics` has, and its answers."""
+"""What operators watch of prompts and chunk caches, whoever decodes the answers.
+
+vLLM's metrics have its names without its prefix. All begin with `kvblend_`, but those of the process, which have their usual
+names. Counters and histograms are written as things happen, from any thread; gauges are read off the engine when somebody
+scrapes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from blend.serve.engine import EndReason
-from blend.serve.prompt_metrics import WAITS, PromptMetrics
-from blend.serve.request import Opened
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+
+from blend.serve.store_metrics import StoreFigures, TierCounts
+from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, EndReason, Holding, Opened
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+"""Of `PromptMetrics.page`."""
+WAITS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80, 160, 640)
+"""Buckets of what comes before an answer, in seconds."""
+_MOST_REASONS = 32  # a label with ever new values would grow for ever
+
+
+class PromptMetrics:
+    """The metrics of one process that blends, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._queue = self.histogram("request_queue_time_seconds", "From arrival to when work on it began.", WAITS)
+        self._running = self.gauge("num_requests_running", "Answers that are being computed.")
+        self._waiting = self.gauge("num_requests_waiting", "Prompts that wait for room.")
+        self._kv = self.gauge("kv_cache_usage_perc", "Share of the KV memory that is reserved; 1 is all of it.")
+        self._prefixes = self.gauge("prefix_bytes", "KV of how earlier prompts began, in memory.")
+        self._chunks = self.gauge("chunk_memory_bytes", "Chunk caches in memory, those in use included.")
+        self._encoding = self.gauge("num_chunk_caches_waiting", "Chunk caches that are still to be computed.")
+        self._prompt = self.counter("prompt_tokens", "Tokens of prompts.")
+        self._computed = self.counter("rows_recomputed", "Rows of prompts that were computed in every layer.")
+        self._rows = self.counter("rows_prompt", "Rows of prompts.")
+        self._reused = self.counter("prefix_rows_reused", "Rows taken over from earlier prompts that begin alike.")
+        self._tiers = TierCounts()
+        self.registry.register(self._tiers)
+        ProcessCollector(registry=self.registry)
+        self._misses = self.counter("chunk_misses", "Chunks that had to be computed.")
+        self._loaded = self.counter("bytes_loaded", "Bytes of chunk caches read.")
+        self._damaged = self.counter("damaged_entries", "Entries of the store that were found damaged.")
+        self._blended = self.counter("prompts_blended", "Prompts that were blended.")
+        self._fallbacks = self.counter("fallbacks", "Prompts for which nothing was blended, by why.", "reason")
+        self._errors = self.counter("errors", "Requests that failed, by kind of error.", "kind")
+        self._reasons: set[str] = set()
+
+    def begun(self, opened: Opened) -> None:
+        """A prompt is prefilled, or it is known why that is left to somebody else."""
+        figures = opened.figures
+        self._queue.observe(figures.waited_s)
+        self._prompt.inc(opened.prompt_tokens)
+        self._rows.inc(figures.rows)
+        self._computed.inc(figures.rows_computed)
+        self._reused.inc(figures.rows_reused)
+        self._tiers.hits += figures.hits
+        self._misses.inc(figures.chunks - figures.hits)
+        self._loaded.inc(figures.bytes_loaded)
+        self._damaged.inc(opened.damaged)
+        if figures.reason:
+            self.fell_back(figures.reason)
+        elif figures.method == "blend":
+            self._blended.inc()
+
+    def fell_back(self, reason: str) -> None:
+        """Nothing was blended for a prompt, because of this; not counted where that is no loss."""
+        if reason not in (IN_MEMORY, BLENDED_BEFORE):
+            self._fallbacks.labels(self._bounded(reason)).inc()
+
+    def refused(self, kind: str) -> None:
+        """A request failed. kind: the code of its error."""
+        self._errors.labels(kind).inc()
+
+    def page(self, holding: Holding | None = None, stores: StoreFigures | None = None) -> bytes:
+        """All of it in Prometheus' text format. holding: of the engine, None where there is none yet."""
+        stores = stores or StoreFigures()
+        self._tiers.stores, self._tiers.holding = stores, holding
+        if holding is not None:
+            self._running.set(holding.running)
+            self._waiting.set(holding.waiting)
+            self._kv.set(holding.kv_bytes / max(1, holding.kv_budget))
+            self._prefixes.set(holding.prefix_bytes)
+            self._encoding.set(holding.encoding)
+        self._chunks.set(0 if stores.memory is None else stores.memory.nbytes)
+        return generate_latest(self.registry)
+
+    def _bounded(self, reason: str) -> str:
+        if len(self._reasons) < _MOST_REASONS:
+            self._reasons.add(reason)
+        return reason if reason in self._reasons else "other"
+
+    def counter(self, name: str, words: str, *labels: str) -> Counter:
+        """A new one; its name ends in `_total` when it is scraped."""
+        return Counter(f"kvblend_{name}", words, labels, registry=self.registry)
+
+    def gauge(self, name: str, words: str) -> Gauge:
+        """A new one."""
+        return Gauge(f"kvblend_{name}", words, registry=self.registry)
+
+    def histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
+        """A new one."""
+        return Histogram(f"kvblend_{name}", words, registry=self.registry, buckets=buckets)
+
+
+# --- What operators watch of `blend serve`: what `prompt_metrics` has, and its answers.
+
 
 _GAP = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)

@@ -1,40 +1,270 @@
-"""Questions in words to work for the engine, and its events to replies in words: everything about a server but the network."""
+"""What full prefill would have taken on this machine, from what it was measured to take."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from blend.answering import NONE_RETRIEVED
 from blend.errors import ContextLengthError, PromptError, StoreError
+from blend.model.decoder import full_prefill
 from blend.serve.chat import DIRECT, question_turns
-from blend.serve.conversation import Conversation, OnReply
 from blend.serve.documents import Documents
-from blend.serve.engine import (
+from blend.serve.failures import LOG, STORE_UNREACHABLE, StoreWatch
+from blend.serve.limits import LEARN_BUDGET
+from blend.serve.tenant import Cited, Learning, TenantState, begun_corpora, kept_corpora, require_length, tenant_root
+from blend.serve.text import Speaker
+from blend.serve.types import (
     ASKED_FOR,
+    AnswerRequest,
+    Closed,
+    Delta,
+    Ended,
+    EndReason,
     Engine,
     EngineFailedError,
     Event,
+    Failed,
+    Figures,
     Handle,
+    Message,
+    Opened,
     QueueFullError,
+    Refused,
+    Reply,
     Sampling,
+    Source,
     Started,
+    Token,
+    TokenPart,
+    TokenText,
+    TracedToken,
     Work,
 )
-from blend.serve.failures import STORE_UNREACHABLE
-from blend.serve.limits import LEARN_BUDGET
-from blend.serve.profile import Profile
-from blend.serve.request import AnswerRequest, Message
-from blend.serve.tenant import Cited, Learning, TenantState, begun_corpora, kept_corpora, require_length, tenant_root
+from blend.types import PromptLayout
 
 if TYPE_CHECKING:
+    from blend.model.decoder import Decoder
     from blend.rag import Rag
     from blend.store import ChunkStore
-    from blend.types import PromptLayout
+
+
+MEASURED_ROWS = 256
+_TIMINGS = 3  # the first one warms up; other programs only make one slower
+_MEASURED_PROMPTS = 1024
+
+
+class Profile:
+    """Seconds of full prefill by the length of the prompt: operations, at the rate that was measured.
+
+    A row takes 2 operations a parameter, and its attention 4 for each key, query head and head dimension in every layer.
+    Threads may share it.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        config = decoder.config
+        self._decoder, self._lock = decoder, threading.Lock()
+        weights = sum(part.numel() for layer in decoder.layers for part in layer.parameters())
+        heads = getattr(config, "num_attention_heads", 1)
+        width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+        self._of_row, self._of_pair = 2.0 * weights, 4.0 * heads * width * len(decoder.layers)
+        self._rate: float | None = None
+        self._prompts: OrderedDict[int, float] = OrderedDict()
+        token = 1 % decoder.vocabulary
+        rows = min(MEASURED_ROWS, (decoder.context_length or MEASURED_ROWS) - 1)
+        self.sample = PromptLayout((token,), (), (token,) * (rows - 1))
+        """The prompt that is timed; an answer of one token fits behind it."""
+
+    def measure(self) -> None:
+        """Time full prefill of some rows while nothing else is computed."""
+        self.timed(min(full_prefill(self._decoder, self.sample).ttft_s for _ in range(_TIMINGS)))
+
+    def timed(self, seconds: float) -> None:
+        """Full prefill of the `sample` took so long; earlier timings count no more."""
+        rows = self.sample.rows
+        self.saw(rows, rows * (rows + 1) // 2, seconds, anew=True)
+
+    def took(self, prompt: int, seconds: float) -> None:
+        """Full prefill of this very prompt, named by a hash, took so long."""
+        with self._lock:
+            self._prompts[prompt] = seconds
+            self._prompts.move_to_end(prompt)
+            if len(self._prompts) > _MEASURED_PROMPTS:
+                self._prompts.popitem(last=False)
+
+    def measured(self, prompt: int) -> float | None:
+        """Seconds that full prefill of this very prompt took the last time; None where that is not known."""
+        return self._prompts.get(prompt)
+
+    def saw(self, rows: int, pairs: int, seconds: float, *, anew: bool = False) -> None:
+        """Rows that look at so many keys together were computed in so many seconds, in one pass."""
+        rate = self._operations(rows, pairs) / max(seconds, 1e-9)
+        with self._lock:
+            known = None if anew else self._rate
+            self._rate = rate if known is None else math.exp(0.9 * math.log(known) + 0.1 * math.log(rate))
+
+    def seconds(self, rows: int) -> float | None:
+        """What full prefill of a prompt of so many rows takes; None while nothing was measured."""
+        return None if self._rate is None else self._operations(rows, rows * (rows + 1) // 2) / self._rate
+
+    def _operations(self, rows: int, pairs: int) -> float:
+        return rows * self._of_row + pairs * self._of_pair
+
+
+# --- One question on its way: the engine's events become replies in words, text as soon as it is sure.
+
+
+OnReply = Callable[[Reply], None]
+
+
+class Conversation:
+    """One question on its way; a `Handle`."""
+
+    def __init__(
+        self,
+        rag: Rag,
+        request: AnswerRequest,
+        sampling: Sampling,
+        layout: PromptLayout,
+        cited: Sequence[Cited],
+        on_reply: OnReply,
+        profile: Profile,
+        before_s: float,
+        watch: StoreWatch,
+    ) -> None:
+        self._handle: Handle | None = None
+        self._cancelled = False
+        self.before_s = before_s
+        self._decoder, self._request, self._sampling, self._layout = rag.decoder, request, sampling, layout
+        self._cited, self._on_reply, self._profile, self._watch = cited, on_reply, profile, watch
+        self._speaker = Speaker(rag.decoder.tokenizer, request.stop)
+        self._tokens, self._first, self._last = 0, 0.0, 0.0
+        self._named: list[TokenText] = []
+        self._gaps: list[float] = []
+        self._closed = False
+
+    def cancel(self) -> None:
+        """Give it up, now or as soon as the engine has it."""
+        self._cancelled = True
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def follow(self, handle: Handle) -> None:
+        """The engine has it; events may have come already."""
+        self._handle = handle
+        if self._cancelled:
+            handle.cancel()
+
+    def on_event(self, event: Event) -> None:
+        """Of the engine, in words."""
+        if self._closed:
+            return
+        if isinstance(event, Started):
+            self._on_reply(self._opened(event))
+        elif isinstance(event, Token):
+            self._hear(event)
+        elif isinstance(event, Ended):
+            self._close(event.reason)
+        elif isinstance(event, Failed):
+            self._closed = True
+            self._on_reply(Refused(event.error))
+
+    def _hear(self, token: Token) -> None:
+        before, self._last = self._last, time.monotonic()
+        self._first = self._first or self._last
+        if self._tokens:
+            self._gaps.append(self._last - before)
+        self._tokens += 1
+        if self._sampling.logprobs is not None:
+            self._named.append(self._speaker.named(token))
+        said = self._speaker.hear(token.id)
+        if said.text or said.ended:
+            self._say(said.text)
+        if said.ended:
+            self._close("stop")
+            self.cancel()
+
+    def _say(self, text: str) -> None:
+        named, self._named = tuple(self._named), []
+        if text or named:
+            self._on_reply(Delta(text, named, self._told_gaps()))
+
+    def _told_gaps(self) -> tuple[float, ...]:
+        gaps, self._gaps = tuple(self._gaps), []
+        return gaps
+
+    def _close(self, reason: EndReason) -> None:
+        self._say(self._speaker.finish())
+        self._closed = True
+        gaps = self._tokens - 1
+        tpot_s = (self._last - self._first) / gaps if gaps > 0 else None
+        self._on_reply(Closed(reason, self._tokens, tpot_s, self._told_gaps()))
+
+    def _opened(self, started: Started) -> Opened:
+        if started.reason == STORE_UNREACHABLE:
+            self._watch.lost("it could be read when a question came, and not when its caches were loaded")
+        for line in started.problems:
+            LOG.warning("damaged", extra={"why": line})
+        sources = tuple(
+            Source(one.kind, one.id, one.document, one.title, one.text, one.score, hit, len(one.passage.ids))
+            for one, hit in zip(self._cited, started.hits, strict=True)
+        )
+        measured = self._full_measured(started)
+        figures = Figures(
+            method="full" if started.reason and not started.rows_inexact else "blend",
+            reason="" if started.reason == ASKED_FOR else started.reason,
+            rows=started.rows,
+            rows_computed=started.rows_computed,
+            rows_reused=started.rows_reused,
+            rows_inexact=started.rows_inexact,
+            hits=sum(started.hits),
+            chunks=len(started.hits),
+            bytes_loaded=started.bytes_loaded,
+            lacking=started.lacking,
+            stages={"prepare": self.before_s, **started.stages},
+            waited_s=started.waited_s,
+            ttft_s=self.before_s + started.ttft_s,
+            full_estimated_s=self._profile.seconds(started.rows) if measured is None else None,
+            full_measured_s=measured,
+            notes=(*started.notes, NONE_RETRIEVED) if self._none_retrieved else started.notes,
+        )
+        cached = started.rows - started.rows_computed
+        return Opened(started.rows, cached, sources, figures, self._traced(started), len(started.problems))
+
+    @property
+    def _none_retrieved(self) -> bool:
+        return self._request.top_k is not None and not any(one.kind in ("retrieved", "document") for one in self._cited)
+
+    def _full_measured(self, started: Started) -> float | None:
+        """Seconds that full prefill of this prompt took, now or when the tenant last asked for it; None where it did not."""
+        prompt = hash((self._request.tenant, self._layout.token_ids))
+        if self._request.cold and started.stages and started.rows_computed == started.rows:
+            self._profile.took(prompt, self.before_s + started.ttft_s - started.waited_s)
+        return self._profile.measured(prompt)
+
+    def _traced(self, started: Started) -> tuple[TracedToken, ...]:
+        """The prompt's tokens, one by one."""
+        if not started.trace:
+            return ()
+        layout, names = self._layout, list[TokenPart]()
+        names += ["prefix"] * len(layout.prefix)
+        for place, chunk in enumerate(layout.chunks):
+            names += ["text" if place in layout.plain else "chunk"] * len(chunk)
+        names += ["suffix"] * len(layout.suffix)
+        texts = self._decoder.tokenizer.batch_decode([[token] for token in layout.token_ids])
+        rows = zip(texts, names, started.trace, strict=True)
+        return tuple(TracedToken(text, part, computed, score) for text, part, (computed, score) in rows)
+
+
+# --- Questions in words to work for the engine, and its events to replies in words: everything about a server but the network.
+
 
 _LOOK_S = 0.5
 TIMED_EVERY_S = 120.0  # at most so often full prefill is timed again, while the server is idle

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from blend.store.backend import MemoryStats, TierHits
 
 if TYPE_CHECKING:
-    from blend.serve.engine import Holding
+    from blend.serve.types import Holding
     from blend.store import ChunkStore
 
 

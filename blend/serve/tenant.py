@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from blend.chunks.deciding import with_given_surrogate, with_surrogate
+from blend.chunks.surrogate import with_given_surrogate, with_surrogate
 from blend.corpora import check_corpus_name, corpora, in_words, is_corpus_name
 from blend.errors import ConfigError, ContextLengthError, PromptError, StoreError
 from blend.indexing import TitledText
@@ -21,7 +21,7 @@ from blend.serve.learned import SHARE, LearnedCaches, RecentTexts, Tokens, remov
 from blend.serve.passages.known import KnownTexts
 from blend.serve.passages.rendered import Renderer
 from blend.serve.passages.segments import Segment, cut, with_text_around
-from blend.serve.request import GivenDocument, Message, SourceKind
+from blend.serve.types import GivenDocument, Message, SourceKind
 from blend.serve.uploads import INCOMING, part_of, spellings
 from blend.types import Part
 from blend_retrieval import Chunk, RetrievalError, Retriever, chunk_documents
@@ -29,8 +29,7 @@ from blend_retrieval.document import Document
 from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary
-    from blend.chunks.open_library import Variant
+    from blend.chunks.library import ChunkLibrary, Variant
     from blend.rag import Rag
     from blend_retrieval import ChunkIndex
 

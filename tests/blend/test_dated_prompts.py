@@ -19,7 +19,7 @@ from blend.blender import Blender
 from blend.config import BlendConfig, CorpusConfig
 from blend.rag import Rag
 from blend.serve.chat import ChatTemplate, Passage, question_turns
-from blend.serve.request import Message
+from blend.serve.types import Message
 from blend.store import open_store
 
 MONDAY, TUESDAY = datetime(2026, 11, 23), datetime(2026, 11, 24)

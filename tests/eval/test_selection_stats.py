@@ -7,9 +7,9 @@ import itertools
 import pytest
 from selection_rows import row
 
+import study.stats as stats
 from blend.errors import ConfigError
-from blend.eval.selection import stats
-from blend.eval.selection.row import Row
+from study.rows import Row
 
 
 def cells(rows: list[Row], method: str) -> stats.BySet:

@@ -9,12 +9,10 @@ import pytest
 from selection_rows import row
 
 from blend.errors import ConfigError, DatasetError
-from blend.eval.selection import picture
-from blend.eval.selection.picture import families, write_frontier
-from blend.eval.selection.row import append_rows, read_rows
-from blend.eval.selection.show import show
-from blend.eval.selection.summary import gaps
-from blend.eval.selection.tables import gap_lines, markdown_tables, text_table
+from study import show as picture
+from study.rows import append_rows, read_rows
+from study.show import families, gap_lines, markdown_tables, show, text_table, write_frontier
+from study.stats import gaps
 
 FULL = [row("full", str(n), 0.0, top1=1.0, f1=0.6, ttft_s=8.0, select_s=0.0, share=1.0, f1_full=1.0) for n in (1, 2)]
 BASE = [row("published", str(n), 0.4, f1=0.3) for n in (1, 2)]

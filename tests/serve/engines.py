@@ -11,7 +11,7 @@ from cases import make_layout
 from blend.blender import Blender
 from blend.model.generate import generate
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Ended, Event, Failed, Sampling, Started, Token, Work
+from blend.serve.types import Ended, Event, Failed, Sampling, Started, Token, Work
 from blend.types import PromptLayout
 
 FEW = Sampling(max_tokens=6)

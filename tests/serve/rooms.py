@@ -11,10 +11,8 @@ from pathlib import Path
 from blend.config import BlendConfig, CorpusConfig, PromptConfig
 from blend.rag import Rag
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Sampling
-from blend.serve.profile import Profile
-from blend.serve.request import AnswerRequest, Closed, Delta, Message, Opened, Refused, Reply
-from blend.serve.service import Service
+from blend.serve.service import Profile, Service
+from blend.serve.types import AnswerRequest, Closed, Delta, Message, Opened, Refused, Reply, Sampling
 from tests.tiny_model import save_tiny_model
 from tests.towns import write_documents
 

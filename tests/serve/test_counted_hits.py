@@ -12,10 +12,10 @@ from engines import Held, ask
 from models import decoder
 
 from blend.blender import Blender
-from blend.chunks.correction_check import CorrectionCheck
+from blend.chunks.correction import CorrectionCheck
 from blend.config import BlendConfig
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Sampling
+from blend.serve.types import Sampling
 from blend.store import HotMemory, open_store
 from blend.store.archive import verify_entry
 from blend.store.backend import MemoryStats

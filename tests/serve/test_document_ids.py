@@ -11,8 +11,8 @@ from documents_made import LAST_S, make, model, rag
 from blend import Rag
 from blend.errors import PromptError
 from blend.serve.documents import Documents, UploadedFile
-from blend.serve.request import GivenDocument
 from blend.serve.tenant import TenantState
+from blend.serve.types import GivenDocument
 from blend.serve.uploads import part_of
 
 __all__ = ["make", "model", "rag"]  # fixtures

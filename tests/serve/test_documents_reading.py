@@ -13,7 +13,7 @@ from documents_made import LAST_S, left, make, model, rag
 from blend import Rag
 from blend.prompt import PromptTemplate
 from blend.serve.documents import DocumentLimits, Documents, UploadedFile
-from blend.serve.request import GivenDocument
+from blend.serve.types import GivenDocument
 from blend_retrieval.apart import ReadingLimits
 
 __all__ = ["make", "model", "rag"]  # fixtures

@@ -13,7 +13,7 @@ from blend.errors import ConfigError, StoreError
 from blend.serve.corpus_caches import CorpusUpdater
 from blend.serve.documents import DocumentLimits, Documents, UploadedFile
 from blend.serve.failures import CORPUS_FAILS
-from blend.serve.request import GivenDocument
+from blend.serve.types import GivenDocument
 from blend.serve.uploads import UploadsFullError, safe_id
 from blend_retrieval.errors import DocumentsError
 

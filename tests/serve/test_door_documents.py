@@ -18,7 +18,7 @@ from served import Served, listening
 from blend.errors import StoreError
 from blend.serve.access import ApiKeys
 from blend.serve.corpus_caches import CorpusUpdater
-from blend.serve.request import GivenDocument
+from blend.serve.types import GivenDocument
 from blend_retrieval.errors import IndexMissingError
 
 DOCUMENTS, CHAT = "/v1/documents", "/v1/chat/completions"

@@ -15,10 +15,10 @@ from served import Served, listening, logged
 
 from blend.errors import ConfigError
 from blend.serve.access import ApiKeys, read_keys
-from blend.serve.engine import Holding
 from blend.serve.failures import LOG
 from blend.serve.metrics import Metrics
 from blend.serve.store_metrics import StoreFigures
+from blend.serve.types import Holding
 from blend.store.backend import MemoryStats, TierHits
 
 BODY = {"messages": [{"role": "user", "content": "a secret of mine"}], "max_tokens": 2}

@@ -16,8 +16,8 @@ from served import Served, logged
 
 from blend.errors import StoreError
 from blend.serve.failures import LOG
-from blend.serve.http import fields, schemas
-from blend.serve.http.mistakes import EXAMPLES
+from blend.serve.http import bodies
+from blend.serve.http.bodies import EXAMPLES
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
 CHAT = "/v1/chat/completions"
@@ -116,7 +116,7 @@ def test_what_cannot_change_an_answer_is_accepted(http: httpx.Client, path: str)
 def test_the_docs_list_what_is_ignored() -> None:
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     listed = page.split("accepted and ignored", 1)[1].split(".", 1)[0]
-    assert set(re.findall(r"`(\w+)`", listed)) == set(fields.IGNORED)
+    assert set(re.findall(r"`(\w+)`", listed)) == set(bodies.IGNORED)
 
 
 @pytest.mark.parametrize("brought", [{}, {"documents": [{"text": "The harbour has nine gates. " * 20}] * 60}])
@@ -235,9 +235,9 @@ def test_what_is_wrong_is_told_in_a_line_that_says_what_to_send(
 
 
 def test_every_object_of_a_body_has_an_example() -> None:
-    whole = {schemas.Common, schemas.ChatBody, schemas.CompletionBody, schemas.UploadBody}
-    kinds = {one for one in vars(schemas).values() if isinstance(one, type) and issubclass(one, schemas.Body)}
-    assert set(EXAMPLES) == kinds - whole - {schemas.Body}
+    whole = {bodies.Common, bodies.ChatBody, bodies.CompletionBody, bodies.UploadBody}
+    kinds = {one for one in vars(bodies).values() if isinstance(one, type) and issubclass(one, bodies.Body)}
+    assert set(EXAMPLES) == kinds - whole - {bodies.Body}
 
 
 @pytest.mark.parametrize(

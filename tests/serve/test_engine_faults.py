@@ -18,11 +18,11 @@ from served import Served
 
 from blend.blender import Blender
 from blend.chunks import encode
-from blend.chunks.loader import LayerLoader
+from blend.chunks.assemble import LayerLoader
 from blend.config import BlendConfig
-from blend.model.rows import RowRequest
+from blend.model.forward import RowRequest
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Ended, EngineFailedError, Failed, Sampling, Token, Work
+from blend.serve.types import Ended, EngineFailedError, Failed, Sampling, Token, Work
 from blend.store import open_store
 from blend.types import PromptLayout
 

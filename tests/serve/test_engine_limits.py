@@ -14,10 +14,10 @@ from engines import FEW, Answer, alone, ask, layouts
 from models import decoder
 
 from blend.errors import PromptError
-from blend.model import mapped
-from blend.serve import tidying
+from blend.model import cpu
+from blend.serve import embedded
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Ended, Event, QueueFullError, Sampling, Token, Work
+from blend.serve.types import Ended, Event, QueueFullError, Sampling, Token, Work
 
 
 def test_who_is_cancelled_leaves_and_the_others_stay(make_engine: Callable[..., EmbeddedEngine]) -> None:
@@ -95,8 +95,8 @@ def test_freed_memory_goes_back_when_nobody_waits_for_a_token(
 ) -> None:
     running: list[int] = []
     engine = make_engine()
-    monkeypatch.setattr(tidying, "IDLE_S", 0.05)
-    monkeypatch.setattr(mapped, "give_back", lambda: running.append(engine.holding().running))
+    monkeypatch.setattr(embedded, "IDLE_S", 0.05)
+    monkeypatch.setattr(cpu, "give_back", lambda: running.append(engine.holding().running))
     for _ in range(2):
         answers = [ask(engine, make_layout()) for _ in range(3)]
         before = len(running)

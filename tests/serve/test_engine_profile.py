@@ -10,11 +10,11 @@ from cases import cache_chunks, make_layout
 from engines import FEW, ask
 from models import decoder
 
-from blend.model.rows import RowRequest
-from blend.serve import passes, schedule
+from blend.model.forward import RowRequest
+from blend.serve import scheduler
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Sampling, Token
-from blend.serve.profile import Profile
+from blend.serve.service import Profile
+from blend.serve.types import Sampling, Token
 from blend.types import PromptLayout
 
 Told = list[tuple[int, int, float]]
@@ -24,7 +24,7 @@ PIECE = 64
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model reads few tokens."""
-    monkeypatch.setattr(schedule, "ROWS_ALONE", PIECE)
+    monkeypatch.setattr(scheduler, "ROWS_ALONE", PIECE)
 
 
 def long(rows: int) -> PromptLayout:
@@ -62,7 +62,7 @@ class Operations:
     def __init__(self, profile: Profile, monkeypatch: pytest.MonkeyPatch, engine: EmbeddedEngine) -> None:
         self.now, self._profile, self._prefill = 0.0, profile, engine._decoder.prefill
         monkeypatch.setattr(engine._decoder, "prefill", self)
-        monkeypatch.setattr(passes, "Stopwatch", self.watch)
+        monkeypatch.setattr(scheduler, "Stopwatch", self.watch)
 
     def __call__(self, requests: list[RowRequest]) -> torch.Tensor:
         positions = torch.cat([request.positions for request in requests])

@@ -11,10 +11,10 @@ import pytest
 from cases import make_layout
 from engines import FEW, LONG, Answer, Held
 
-from blend.serve import waiting
+from blend.serve import scheduler
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Ended, QueueFullError, Work
-from blend.serve.waiting import Waiting
+from blend.serve.scheduler import Waiting
+from blend.serve.types import Ended, QueueFullError, Work
 from blend.types import PromptLayout
 
 
@@ -87,7 +87,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(waiting, "time", made)
+    monkeypatch.setattr(scheduler, "time", made)
     return made
 
 
@@ -176,7 +176,7 @@ def test_who_has_waited_for_long_is_as_urgent_as_the_most_urgent(clock: Clock) -
         if admit(queue) == 0:
             break
         patient.age_s += 10.0
-    assert patient.age_s == 3 * waiting.STEP_S
+    assert patient.age_s == 3 * scheduler.STEP_S
 
 
 def test_waiting_brings_nobody_before_others_of_the_same_priority(clock: Clock) -> None:
@@ -192,9 +192,9 @@ def test_waiting_brings_nobody_before_others_of_the_same_priority(clock: Clock) 
 
 def test_any_difference_of_priority_is_made_up_for(clock: Clock) -> None:
     queue = Waiting(9)
-    queue.add(stub(0, priority=1000, age_s=1999 * waiting.STEP_S))
+    queue.add(stub(0, priority=1000, age_s=1999 * scheduler.STEP_S))
     queue.add(stub(1, priority=-1000))
     assert admit(queue) == 1
     queue.add(stub(2, priority=-1000))
-    queue._jobs[0].age_s += waiting.STEP_S
+    queue._jobs[0].age_s += scheduler.STEP_S
     assert admit(queue) == 0

@@ -10,10 +10,10 @@ import pytest
 from rooms import QUESTION, ask, serving
 
 from blend.blender import Blender
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import full_prefill
 from blend.rag import Rag
-from blend.serve.request import GivenDocument
 from blend.serve.service import Service
+from blend.serve.types import GivenDocument
 from blend.store import open_store
 from blend.types import PromptLayout
 from tests.tiny_model import save_tiny_model

@@ -9,10 +9,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from blend.serve.engine import Token
-from blend.serve.http.answers import TextAnswer
-from blend.serve.request import Delta, TokenText
+from blend.serve.http.replies import TextAnswer
 from blend.serve.text import Speaker
+from blend.serve.types import Delta, Token, TokenText
 
 TEXTS = (
     "Paris is the capital of France.",

@@ -10,8 +10,8 @@ from rooms import FEW, QUESTION, Told, ask, make_rag, serving
 
 from blend.config import PromptConfig
 from blend.prompt import render_chunk
-from blend.serve.request import AnswerRequest, GivenDocument, Message
 from blend.serve.service import Service
+from blend.serve.types import AnswerRequest, GivenDocument, Message
 
 NO_SYSTEM_ROLE = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"

@@ -19,8 +19,8 @@ from blend.errors import PromptError, StoreError
 from blend.serve.corpus_caches import CorpusUpdater
 from blend.serve.documents import Documents, DocumentStatus, UploadedFile
 from blend.serve.failures import STORE_FAILS
-from blend.serve.request import GivenDocument, Message
 from blend.serve.tenant import TenantState
+from blend.serve.types import GivenDocument, Message
 
 __all__ = ["make", "model", "rag"]  # fixtures
 

@@ -14,10 +14,9 @@ from rooms import FEW, QUESTION, Told, ask, serving, settled
 from blend.errors import ConfigError, PromptError
 from blend.model.cache import BlendedCache
 from blend.prompt import render_chunk
-from blend.serve.engine import BLENDED_BEFORE, IN_MEMORY, Sampling
 from blend.serve.metrics import Metrics
-from blend.serve.request import AnswerRequest, GivenDocument, Message
 from blend.serve.service import Service
+from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, AnswerRequest, GivenDocument, Message, Sampling
 from blend.store.archive import verify_entry
 from blend.store.backend import CACHES
 from blend_retrieval import RetrievalError

@@ -13,11 +13,10 @@ import pytest
 from rooms import FEW, QUESTION, Told, ask, serving, settled
 
 from blend.errors import PromptError
-from blend.serve.http.parsing import Offered, read_body, request_of
-from blend.serve.http.schemas import ChatBody
+from blend.serve.http.bodies import ChatBody, Offered, read_body, request_of
 from blend.serve.limits import RequestLimits
-from blend.serve.request import AnswerRequest, GivenDocument, Message, Opened
 from blend.serve.service import Service
+from blend.serve.types import AnswerRequest, GivenDocument, Message, Opened
 
 
 def test_a_document_by_its_id(service: Service) -> None:

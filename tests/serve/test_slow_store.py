@@ -13,10 +13,10 @@ from engines import FEW, Answer, alone, ask, layouts
 from models import LAYERS
 
 from blend.errors import EntryDamagedError, StoreError
-from blend.model.rows import RowRequest
-from blend.serve import encoding
+from blend.model.forward import RowRequest
+from blend.serve import background
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Ended, Sampling, Started, Token, Work
+from blend.serve.types import Ended, Sampling, Started, Token, Work
 from blend.store.reader import ChunkReader
 from blend.types import ChunkKey, PromptLayout
 
@@ -159,8 +159,8 @@ def test_an_answer_goes_on_while_caches_that_a_prompt_lacked_are_stored(
 
 def test_what_many_prompts_lack_is_computed_once(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, gate, looked = make_engine(remember=True), Gate(), list[str]()
-    plain = encoding.verify_entry
-    monkeypatch.setattr(encoding, "verify_entry", lambda store, name: (looked.append(name), plain(store, name))[1])
+    plain = background.verify_entry
+    monkeypatch.setattr(background, "verify_entry", lambda store, name: (looked.append(name), plain(store, name))[1])
     slow(engine, monkeypatch, "held", gate)
     for answer in [ask(engine, SLOW) for _ in range(6)]:
         assert not any(answer.wait().started.hits)

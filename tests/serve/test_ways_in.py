@@ -12,8 +12,8 @@ from rooms import FEW, QUESTION, Told, ask, settled
 from blend.model.generate import generate
 from blend.prompt import TextChunk, render_chunk
 from blend.rag import Rag
-from blend.serve.request import AnswerRequest, GivenDocument, Message
 from blend.serve.service import Service
+from blend.serve.types import AnswerRequest, GivenDocument, Message
 
 TOPICS = ("harbour", "orchard", "glacier", "library")
 

@@ -17,8 +17,8 @@ from rows_engine import LENGTHS, SETTINGS, Engine, far, greedy, prompt
 from tiny import save_model
 
 from blend.blender import Blend, Blender
-from blend.chunks.deciding import with_surrogate
-from blend.chunks.probe import leave_probe
+from blend.chunks.encode import leave_probe
+from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
 from blend.integrations.vllm.rows_blender import RowBlender
 from blend.integrations.vllm.rows_cache import Place

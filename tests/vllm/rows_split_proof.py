@@ -18,7 +18,7 @@ from rows_engine import LENGTHS, SETTINGS, Engine, far, greedy, prompt
 from tiny import save_model
 
 from blend.blender import Blender
-from blend.chunks.probe import leave_probe
+from blend.chunks.encode import leave_probe
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
 from blend.store import open_store

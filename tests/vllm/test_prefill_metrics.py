@@ -14,9 +14,8 @@ from blend.errors import ConfigError
 from blend.integrations.vllm.desk import Desk, Question
 from blend.integrations.vllm.metrics import MetricsPage, PrefillMetrics
 from blend.integrations.vllm.shelf import Shelf
-from blend.serve.engine import QueueFullError
 from blend.serve.metrics import Metrics
-from blend.serve.request import Closed, Figures, Opened, Refused
+from blend.serve.types import Closed, Figures, Opened, QueueFullError, Refused
 
 
 def opened(reason: str = "", method: Any = "blend") -> Opened:

@@ -25,7 +25,7 @@ from blend.integrations.vllm.desk import CHECKED_ROWS, Desk
 from blend.integrations.vllm.metrics import PrefillMetrics
 from blend.integrations.vllm.prefill import PrefillServer
 from blend.integrations.vllm.shelf import NoRoomError, Shelf
-from blend.serve.engine import QueueFullError
+from blend.serve.types import QueueFullError
 
 ROOT = Path(__file__).parents[2]
 

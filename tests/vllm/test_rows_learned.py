@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from blend.blender import Blender
-from blend.chunks.open_library import Tokens
+from blend.chunks.library import Tokens
 from blend.config import BlendConfig
 from blend.integrations.vllm import rows_later
 from blend.integrations.vllm.rows_later import CPU_ROWS, TURN, Lacking, Later
 from blend.integrations.vllm.rows_learned import BOOK, LearnedTexts, learn_budget
 from blend.model.decoder import Decoder
-from blend.model.rows import RowRequest
+from blend.model.forward import RowRequest
 from blend.store import ChunkStore, open_store
 from blend.store.pins import pin
 from blend.store.sources import write_sources

@@ -17,9 +17,8 @@ import pytest
 from machines import HEADERS, KEY, Machines, engine_process, fill, rag_over, shared_files, threads, until
 
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.engine import Sampling
-from blend.serve.request import AnswerRequest, Closed, Delta, Message, Opened
 from blend.serve.service import Service
+from blend.serve.types import AnswerRequest, Closed, Delta, Message, Opened, Sampling
 from tests.towns import TOPICS
 
 pytestmark = pytest.mark.inside_vllm

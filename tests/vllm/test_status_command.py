@@ -14,7 +14,7 @@ from blend.cli import blend
 from blend.integrations.vllm import wire
 from blend.integrations.vllm.prefill import PrefillServer
 from blend.integrations.vllm.shelf import Shelf
-from blend.serve.engine import Holding
+from blend.serve.types import Holding
 
 
 def test_it_tells_what_is_held_and_fails_where_nobody_answers() -> None:

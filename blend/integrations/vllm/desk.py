@@ -17,13 +17,12 @@ from blend.integrations.vllm.metrics import PrefillMetrics
 from blend.integrations.vllm.questions import answer_request
 from blend.integrations.vllm.shelf import NoRoomError, Shelf
 from blend.integrations.vllm.wire import Message
-from blend.serve.engine import Handle, QueueFullError, Sampling
 from blend.serve.failures import LOG, log_error
-from blend.serve.http.answers import own
 from blend.serve.http.errors import failure_of
+from blend.serve.http.replies import own
 from blend.serve.limits import RequestLimits
-from blend.serve.request import Closed, Opened, Refused, Reply
 from blend.serve.store_metrics import StoreFigures
+from blend.serve.types import Closed, Handle, Opened, QueueFullError, Refused, Reply, Sampling
 
 if TYPE_CHECKING:
     from blend.blender import Blend

@@ -21,8 +21,8 @@ from blend.integrations.vllm.questions import part_of, plain_model, wants_contex
 from blend.integrations.vllm.rows_ticket import ready_for
 from blend.integrations.vllm.signature import Signer
 from blend.integrations.vllm.stages import options_of, rows_options
-from blend.serve.engine import ASKED_FOR
 from blend.serve.http.errors import ApiError, Failure, failure_of, refuse, unavailable
+from blend.serve.types import ASKED_FOR
 
 _LOG = logging.getLogger("vllm.kvblend")
 _TIMEOUT = "KVBLEND_VLLM_TIMEOUT"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from blend.integrations.vllm.contract import Load, LoadFailedError, Stage
-from blend.model.threads import compute_alone
+from blend.model.cpu import compute_alone
 
 _LOG = logging.getLogger("vllm.kvblend")
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from blend.config import CorpusConfig
 from blend.errors import StoreError
 from blend.integrations.vllm.questions import answer_request
-from blend.serve.engine import ASKED_FOR
 from blend.serve.failures import STORE_UNREACHABLE
 from blend.serve.limits import RequestLimits
+from blend.serve.types import ASKED_FOR
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from blend.serve.http.parsing import Offered, read_body, request_of
-from blend.serve.http.schemas import ChatBody, CompletionBody
+from blend.serve.http.bodies import ChatBody, CompletionBody, Offered, read_body, request_of
 from blend.serve.limits import RequestLimits
-from blend.serve.request import AnswerRequest
+from blend.serve.types import AnswerRequest
 
 CORPUS = "+corpus"  # behind a model's name, and a name of a corpus behind that
 _OURS = ("messages", "prompt", "documents", "kvblend", "model")

@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
+from blend.blender import Filled, Filler, run_steps
 from blend.config import BlendConfig
-from blend.filling import Filled, Filler, run_steps
 from blend.integrations.vllm.rows_cache import PagedCache, Place
 from blend.integrations.vllm.rows_decoder import PagedDecoder
 from blend.integrations.vllm.rows_later import Lacking, Later
 from blend.integrations.vllm.rows_learned import LearnedTexts
-from blend.model.rows import RowRequest
+from blend.model.forward import RowRequest
 from blend.store.base import ChunkStore
 from blend.timing import Stopwatch
 from blend.types import PromptLayout

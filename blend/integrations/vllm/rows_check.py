@@ -13,10 +13,9 @@ from blend.integrations.vllm.rows_batch import PromptRows
 from blend.integrations.vllm.rows_decoder import Facts, PagedDecoder
 from blend.integrations.vllm.rows_rope import frequencies
 from blend.integrations.vllm.rows_worker import RowModel, RowPass
-from blend.model.admission import PROBE_DELTA, LayerRotation, probe_ids, tolerance
+from blend.model.admission import PROBE_DELTA, LayerRotation, Rotation, find_rotation, probe_ids, tolerance
 from blend.model.cache import KV
-from blend.model.rope import Rotation, find_rotation
-from blend.model.rows import RowRequest
+from blend.model.forward import RowRequest
 
 
 def refusal(site: Site) -> str:

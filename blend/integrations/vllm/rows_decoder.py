@@ -11,10 +11,9 @@ from blend.integrations.vllm.rows_batch import PromptRows, runs, slots_of
 from blend.integrations.vllm.rows_cache import PagedCache, PagedLayer, Place
 from blend.integrations.vllm.rows_worker import RowModel, RowPass
 from blend.model.admission import LayerRotation
-from blend.model.attention import AttentionCall
-from blend.model.cache import KV, BlendedCache, Halt
-from blend.model.row_decoder import check_length, no_rows
-from blend.model.rows import RowRequest, Run
+from blend.model.cache import KV, BlendedCache, Run
+from blend.model.decoder import check_length, no_rows
+from blend.model.forward import AttentionCall, Halt, RowRequest
 from blend.types import CacheIdentity, ChunkCache
 
 Observe = Callable[[AttentionCall], None]

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from blend.chunks.deciding import with_surrogate
-from blend.chunks.open_library import Tokens
+from blend.blender import Filler
+from blend.chunks.library import Tokens
+from blend.chunks.surrogate import with_surrogate
 from blend.config import CorpusConfig
 from blend.errors import first_line
-from blend.filling import Filler
 from blend.integrations.vllm.rows_decoder import PagedDecoder, only
-from blend.model.rows import RowRequest
-from blend.serve.beside import Beside
+from blend.model.forward import RowRequest
+from blend.serve.background import Beside
 from blend.serve.learned import SHARE, RecentTexts
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 The same weights need not give the same KV: vLLM may run them quantised, with other kernels, or under another rotation. So
 caches made here are kept apart, always where vLLM is told to change something about the model, and otherwise unless the store
-holds a probe of it, a few tokens' KV that transformers gave, and vLLM gives the same (`blend.chunks.probe`).
+holds a probe of it, a few tokens' KV that transformers gave, and vLLM gives the same (`blend.chunks.encode`).
 """
 
 from __future__ import annotations

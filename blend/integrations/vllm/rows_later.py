@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from blend.chunks.open_library import Tokens, Variant
+from blend.chunks.library import Tokens, Variant
 from blend.errors import StoreError, first_line
 from blend.integrations.vllm.rows_fitting import Fitting
-from blend.serve.beside import Beside
-from blend.serve.encoding import Encoding, Encodings
+from blend.serve.background import Beside, Encoding, Encodings
 
 if TYPE_CHECKING:
+    from blend.blender import Filler
     from blend.chunks.library import ChunkLibrary
-    from blend.filling import Filler
     from blend.integrations.vllm.rows_decoder import PagedDecoder
     from blend.integrations.vllm.rows_learned import LearnedTexts
     from blend.types import PromptLayout

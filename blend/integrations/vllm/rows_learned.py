@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blend.chunks.open_library import Tokens, Variant
+from blend.chunks.library import Tokens, Variant
 from blend.corpora import corpora, in_words
 from blend.errors import ConfigError, StoreError
 from blend.limits import check_number

@@ -19,7 +19,7 @@ from blend.integrations.vllm.rows_batch import PromptRows
 from blend.integrations.vllm.rows_check import refusal
 from blend.integrations.vllm.rows_group import Done, Group, Layer, Logits, Write, group_of
 from blend.integrations.vllm.rows_worker import RowModel, RowPass, See
-from blend.model.cache import Halt
+from blend.model.forward import Halt
 
 _LOG = logging.getLogger("vllm.kvblend")
 _PLAIN = (LoadFailedError, ModelRefusedError, ValueError)  # errors that mean something to who calls a stage

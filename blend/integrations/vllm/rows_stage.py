@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from blend.chunks.probe import gives_same_kv
+from blend.blender import Filled
+from blend.chunks.encode import gives_same_kv
 from blend.config import BlendConfig
 from blend.errors import BlendError
-from blend.filling import Filled
 from blend.integrations.vllm.contract import DAMAGED, Load, LoadFailedError, ModelRefusedError, Site
 from blend.integrations.vllm.local import CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.rows_blender import RowBlender

@@ -17,7 +17,7 @@ from blend.integrations.vllm.contract import Site
 from blend.integrations.vllm.rows_batch import PromptRows, batch_of
 from blend.integrations.vllm.rows_find import model_of
 from blend.integrations.vllm.rows_scratch import Scratch, block_dimension
-from blend.model.cache import Halt
+from blend.model.forward import Halt
 
 See = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Called before the attention of every layer with its number and the fresh queries, keys, values `[rows, heads, head_dim]`."""

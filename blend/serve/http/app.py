@@ -19,13 +19,12 @@ from starlette.routing import Route
 from blend.limits import shown
 from blend.serve.access import ApiKeys
 from blend.serve.http import completions, documents
+from blend.serve.http.bodies import Offered
 from blend.serve.http.errors import ApiError, json_response, refuse
 from blend.serve.http.log import RequestLog
-from blend.serve.http.parsing import Offered
 from blend.serve.http.state import AppState, admitted, require_operator, state_of
 from blend.serve.limits import RequestLimits
-from blend.serve.metrics import Metrics
-from blend.serve.prompt_metrics import CONTENT_TYPE
+from blend.serve.metrics import CONTENT_TYPE, Metrics
 from blend.serve.store_metrics import StoreFigures
 
 if TYPE_CHECKING:

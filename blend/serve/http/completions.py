@@ -9,14 +9,12 @@ from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
-from blend.serve.engine import QueueFullError
-from blend.serve.http.answers import Answer, ChatAnswer, TextAnswer
+from blend.serve.http.bodies import OF_A_CORPUS, ChatBody, CompletionBody, Offered, StreamOptions, read_body, request_of
 from blend.serve.http.errors import ApiError, Failure, json_response
 from blend.serve.http.log import LogEntry, entry_of
-from blend.serve.http.parsing import OF_A_CORPUS, Offered, read_body, request_of
-from blend.serve.http.schemas import ChatBody, CompletionBody, StreamOptions
+from blend.serve.http.replies import Answer, ChatAnswer, Conversation, EventStream, TextAnswer, collected, failed
 from blend.serve.http.state import AppState, admitted, limited, receive_all, state_of
-from blend.serve.http.stream import Conversation, EventStream, collected, failed
+from blend.serve.types import QueueFullError
 
 if TYPE_CHECKING:
     from blend.serve.service import Service

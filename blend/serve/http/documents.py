@@ -15,10 +15,10 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from blend.limits import shown
+from blend.serve.http.bodies import uploads_of
 from blend.serve.http.errors import ApiError, json_response, refuse
-from blend.serve.http.parsing import uploads_of
 from blend.serve.http.state import AppState, admitted, limited, receive_all, state_of
-from blend.serve.request import GivenDocument
+from blend.serve.types import GivenDocument
 from blend.serve.uploads import UploadedFile
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from blend.serve.request import Closed, Figures, Opened, Refused, Reply
+from blend.serve.types import Closed, Figures, Opened, Refused, Reply
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from blend.serve.passages.divide import is_long, passages
 from blend.serve.passages.known import FoundChunk, KnownChunk, KnownTexts
 from blend.serve.passages.rendered import Renderer
-from blend.serve.request import Message
+from blend.serve.types import Message
 
 _MOST_CHARACTERS = 1 << 22  # what is longer fits into no model's context
 
