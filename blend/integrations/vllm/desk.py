@@ -21,7 +21,7 @@ from blend.serve.failures import LOG, log_error
 from blend.serve.http.errors import failure_of
 from blend.serve.http.replies import own
 from blend.serve.limits import RequestLimits
-from blend.serve.store_metrics import StoreFigures
+from blend.serve.metrics import StoreFigures
 from blend.serve.types import Closed, Handle, Opened, QueueFullError, Refused, Reply, Sampling
 
 if TYPE_CHECKING:
