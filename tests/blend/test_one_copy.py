@@ -15,7 +15,7 @@ from corrections import by_formula
 from dense_reference import assert_close, dense_prefill
 from models import decoder, eager_model
 
-from blend.analyze import analyze_prompt
+from blend.analyze.study import analyze_prompt
 from blend.blender import Blender
 from blend.chunks.assemble import place
 from blend.chunks.correction import position_features, rows_of

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
-from _serving import TimedQuestion
-from _serving_corpus import project_environment
-from _serving_load import Request, Words
+if TYPE_CHECKING:
+    from _load import Request, TimedQuestion, Words
 
+ROOT = Path(__file__).resolve().parents[1]
 Way = Literal["documents", "pasted"]
 BLEND = ("-m", "blend", "serve", "--dtype", "float32", "--host", "127.0.0.1", "--port", "0")
 VLLM = (
@@ -33,6 +33,7 @@ CONNECTOR = {
     "kv_role": "kv_consumer",
     "kv_load_failure_policy": "recompute",
 }
+MIDDLEWARE = "blend.integrations.vllm.middleware.KVBlend"
 START_S = 1800.0  # vLLM compiles the model on its first start
 _URL = re.compile(r"http://[\w.\[\]:]+:\d+")
 
@@ -41,7 +42,7 @@ _URL = re.compile(r"http://[\w.\[\]:]+:\d+")
 class Server:
     """How a server is started, and how it is asked.
 
-    url: where it will listen; "" for one that says so itself. ready: path that answers when it is. environment: all of it.
+    url: where it will listen; "" for one that prints it. ready: path that answers when it is. environment: all of it.
     """
 
     name: str
@@ -50,6 +51,15 @@ class Server:
     url: str = ""
     ready: str = "/health"
     environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def project_environment(threads: int) -> dict[str, str]:
+    """The environment of this repository's commands: so many threads, and no options of the user's own."""
+    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "retrieval"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    kept = {
+        name: value for name, value in os.environ.items() if name == "KVBLEND_CACHE" or not name.startswith("KVBLEND_")
+    }
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
 
 
 def blend_server(
@@ -64,11 +74,14 @@ def blend_server(
 ) -> Server:
     """`blend serve` on a store, computing in float32; extra: more of its options, such as --full."""
     command = (sys.executable, *BLEND, "--store", str(store), "--model", str(model), *extra)
-
-    def words(asked: TimedQuestion) -> Request:
-        return Request("/v1/chat/completions", {**chat(asked, way), **greedy(answer_tokens)})
-
+    words = _chat_words(way, answer_tokens)
     return Server(name, command, words, ready="/ready", environment=project_environment(threads))
+
+
+def _chat_words(way: Way, answer_tokens: int) -> Words:
+    from _load import Request
+
+    return lambda asked: Request("/v1/chat/completions", {**chat(asked, way), **greedy(answer_tokens)})
 
 
 def chat(asked: TimedQuestion, way: Way) -> dict[str, Any]:
@@ -83,7 +96,7 @@ def chat(asked: TimedQuestion, way: Way) -> dict[str, Any]:
 
 
 def greedy(tokens: int) -> dict[str, Any]:
-    """Of the likeliest tokens, at most so many."""
+    """The likeliest tokens, so many of them."""
     return {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
 
@@ -97,17 +110,19 @@ def vllm_server(
     eager: bool = False,
     dtype: str = "float32",
 ) -> Server:
-    """The server that comes with vLLM, on a CPU, in the environment of `python`, on so many cores.
+    """The server that comes with vLLM, on so many cores, in the environment of `python`.
 
     It gets the token ids that kvblend makes of the question and its passages. longest: tokens of a prompt and its answer.
     eager: without compiling, which takes minutes.
     """
+    from _load import Request
+
     layout = _layout(model)
 
     def words(asked: TimedQuestion) -> Request:
         return Request("/v1/completions", {"prompt": list(layout(asked)), **greedy(answer_tokens)})
 
-    return _vllm("vllm", _command(python, eager, dtype), model, longest, words, vllm_environment(python, threads))
+    return _vllm("vllm", python, (), model, words, vllm_environment(python, threads), (longest, eager, dtype))
 
 
 def blended_vllm_server(
@@ -119,41 +134,35 @@ def blended_vllm_server(
     answer_tokens: int,
     longest: int,
     eager: bool = False,
-    way: Way = "documents",
     ratio: float = 0.15,
     dtype: str = "float32",
 ) -> Server:
     """The same server with kvblend in it: vLLM's own model recomputes this share of the rows."""
     options = {"stage": "rows", "store": str(store), "ratio": ratio}
     connector = {**CONNECTOR, "kv_connector_extra_config": options}
-    added = (
-        "--middleware",
-        "blend.integrations.vllm.middleware.KVBlend",
-        "--kv-transfer-config",
-        json.dumps(connector),
-    )
+    added = ("--middleware", MIDDLEWARE, "--kv-transfer-config", json.dumps(connector))
     environment = vllm_environment(python, threads) | {"PYTHONPATH": project_environment(threads)["PYTHONPATH"]}
-
-    def words(asked: TimedQuestion) -> Request:
-        return Request("/v1/chat/completions", {**chat(asked, way), **greedy(answer_tokens)})
-
-    return _vllm("vllm + kvblend", (*_command(python, eager, dtype), *added), model, longest, words, environment)
-
-
-def _command(python: str, eager: bool, dtype: str) -> tuple[str, ...]:
-    return (python, *VLLM, "--dtype", dtype, *(("--enforce-eager",) if eager else ()))
+    words = _chat_words("documents", answer_tokens)
+    return _vllm("vllm + kvblend", python, added, model, words, environment, (longest, eager, dtype))
 
 
 def _vllm(
-    name: str, command: tuple[str, ...], model: Path, longest: int, words: Words, environment: Mapping[str, str]
+    name: str,
+    python: str,
+    added: tuple[str, ...],
+    model: Path,
+    words: Words,
+    environment: Mapping[str, str],
+    sizes: tuple[int, bool, str],
 ) -> Server:
-    port = free_port()
+    port, (longest, eager, dtype) = free_port(), sizes
+    command = (python, *VLLM, "--dtype", dtype, *(("--enforce-eager",) if eager else ()), *added)
     more = ("--model", str(model), "--max-model-len", str(longest), "--port", str(port))
     return Server(name, (*command, *more), words, f"http://127.0.0.1:{port}", environment=environment)
 
 
 def vllm_environment(python: str, threads: int) -> dict[str, str]:
-    """What vLLM's documentation asks for on CPUs: room for KV, threads bound to cores, its OpenMP preloaded where it is."""
+    """What vLLM's documentation asks for on CPUs: room for KV, threads bound to cores, its OpenMP preloaded."""
     found = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
     found |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "4"), "VLLM_NO_USAGE_STATS": "1"}
     found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
@@ -183,7 +192,7 @@ def _layout(model: Path) -> Any:
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """A port that no process listens on now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
@@ -204,25 +213,25 @@ class Running:
 
     def named(self, request: Request) -> Request:
         """The request with the model's name in it."""
-        return Request(request.path, {"model": self.model, **request.body})
+        return request._replace(body={"model": self.model, **request.body})
 
 
 @contextmanager
 def running(server: Server, log: Path) -> Iterator[Running]:
     """Start a server, wait until it is ready, stop it and all of its processes afterwards.
 
-    log: gets what it says. Raises SystemExit with its last lines when it ends before it is ready.
+    log: gets its output. Raises SystemExit with its last lines when it ends before it is ready.
     """
-    with log.open("w+", encoding="utf-8", errors="replace") as said:
+    with log.open("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
-            server.command, env=dict(server.environment), stdout=said, stderr=said, stdin=subprocess.DEVNULL,
+            server.command, env=dict(server.environment), stdout=output, stderr=output, stdin=subprocess.DEVNULL,
             start_new_session=True, text=True,
         )  # fmt: skip
         try:
             url = _ready(server, process, log)
             yield Running(server, url, str(json.loads(_get(f"{url}/v1/models"))["data"][0]["id"]), process)
         finally:
-            _stop(process, said)
+            _stop(process, output)
 
 
 def _ready(server: Server, process: subprocess.Popen[str], log: Path) -> str:
@@ -230,34 +239,27 @@ def _ready(server: Server, process: subprocess.Popen[str], log: Path) -> str:
     while time.monotonic() < until and process.poll() is None:
         found = _URL.search(log.read_text(encoding="utf-8", errors="replace")) if not server.url else None
         url = server.url or (found.group() if found else "")
-        if url and _answers(f"{url}{server.ready}"):
-            return url
+        with suppress(OSError):
+            if url and _get(f"{url}{server.ready}") is not None:
+                return url
         time.sleep(0.2)
     last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
     raise SystemExit(f"{server.name} did not start:\n{last}")
 
 
-def _answers(url: str) -> bool:
-    try:
-        _get(url)
-    except OSError:
-        return False
-    return True
-
-
 def _get(url: str) -> bytes:
-    """What stands there, past any proxy. Raises OSError for a status that is none of success."""
+    """The body at a URL, past any proxy. Raises OSError for any status but success."""
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as response:
         return bytes(response.read())
 
 
-def _stop(process: subprocess.Popen[str], said: IO[str]) -> None:
-    """First politely; then the whole group, so that no child computes on beside the next server."""
+def _stop(process: subprocess.Popen[str], output: IO[str]) -> None:
+    """Ask it to end, then kill the whole group, so that no child computes on beside the next server."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(30)
     except subprocess.TimeoutExpired:
-        said.write("did not end within 30 s of SIGTERM\n")
+        output.write("did not end within 30 s of SIGTERM\n")
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
