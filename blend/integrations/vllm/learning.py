@@ -20,21 +20,19 @@ from blend.blender import Filler
 from blend.chunks.library import Tokens, Variant
 from blend.chunks.surrogate import with_surrogate
 from blend.config import CorpusConfig
-from blend.corpora import corpora, in_words
+from blend.corpora import corpora, in_words, published
 from blend.errors import ConfigError, StoreError, first_line
 from blend.integrations.vllm.contract import LOG
 from blend.integrations.vllm.decoder import PagedDecoder, only
 from blend.limits import check_number
 from blend.model.forward import RowRequest
 from blend.model.outline import ModelOutline
-from blend.plan.sizes import entry_bytes
+from blend.plan import entry_bytes
 from blend.serve.background import Beside, Encoding, Encodings
 from blend.serve.learned import SHARE, LearnedCaches, RecentTexts, removed_from
 from blend.serve.limits import LEARN_BUDGET
-from blend.sharing import published
-from blend.store.pins import pinned
-from blend.store.replica import root_of
-from blend.store.sources import read_sources
+from blend.store.addresses import root_of
+from blend.store.admin import pinned, read_sources
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:

@@ -1,25 +1,121 @@
-"""Bytes in Redis or Valkey: one string a name.
+"""Connections to Redis on which an exchange ends in time.
 
-Caches carry a time to live of ten years, all else none, so that a server with `maxmemory-policy volatile-lru` (or another
-`volatile-` policy) evicts caches and nothing else. Its own eviction is the only budget; what it evicts is missing, and is found
-in a tier behind it or computed again.
+The client's own time-out counts from one piece of an answer to the next, so a server that sends a few bytes now and then could
+keep a thread for hours.
 """
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from blend.errors import EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
-from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored
-from blend.store.hot import TELLING
-from blend.store.lease import leased, require_lease
-from blend.store.patience import Patience
+from blend.store.backend import (
+    CACHES,
+    IDENTIFYING_BYTES,
+    Backend,
+    Blob,
+    Buffer,
+    Patience,
+    Range,
+    Stored,
+    leased,
+    require_lease,
+)
 
-if TYPE_CHECKING:
-    import redis
+
+class _Ends(threading.local):
+    """When the exchange of this thread must be over, by the monotonic clock."""
+
+    at = float("inf")
+
+
+_ENDS = _Ends()
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Around an exchange of this thread: its sockets raise `TimeoutError` when it takes longer."""
+    before, _ENDS.at = _ENDS.at, time.monotonic() + seconds
+    try:
+        yield
+    finally:
+        _ENDS.at = before
+
+
+def connect(url: str, patience: Patience) -> redis.Redis:
+    """A client that waits as long as `patience` says; nothing is exchanged yet."""
+    # Once more for a connection that the server has closed since; not for one that does not answer, which would wait twice.
+    again: Any = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
+    client: redis.Redis = redis.Redis.from_url(
+        url,
+        socket_connect_timeout=patience.connect_s,
+        socket_timeout=patience.answer_s,
+        retry=again,
+        connection_class=_SecureConnection if url.startswith("rediss") else _Connection,
+    )
+    return client
+
+
+class _Socket:
+    """A socket as the client uses it: each call takes what is left of the exchange at most."""
+
+    def __init__(self, held: socket.socket) -> None:
+        self._held = held
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._held, name)
+
+    def recv(self, *given: Any) -> bytes:
+        with self._in_time():
+            return self._held.recv(*given)
+
+    def recv_into(self, *given: Any) -> int:
+        with self._in_time():
+            return self._held.recv_into(*given)
+
+    def sendall(self, content: bytes) -> None:
+        # Not the socket's own, which begins to count anew with each piece where there is TLS.
+        left = memoryview(content)
+        while left.nbytes:
+            with self._in_time():
+                left = left[self._held.send(left) :]
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        usual, left = self._held.gettimeout(), _ENDS.at - time.monotonic()
+        if usual == 0 or left >= (float("inf") if usual is None else usual):  # it looks without waiting, or has time
+            yield
+            return
+        if left <= 0:
+            raise TimeoutError("it answers too slowly")
+        self._held.settimeout(left)
+        try:
+            yield
+        finally:
+            self._held.settimeout(usual)
+
+
+class _Connection(redis.Connection):
+    def _connect(self) -> Any:
+        return _Socket(super()._connect())  # type: ignore[no-untyped-call]
+
+
+class _SecureConnection(redis.SSLConnection):
+    def _connect(self) -> Any:
+        return _Socket(super()._connect())  # type: ignore[no-untyped-call]
+
+
+# --- Bytes in Redis or Valkey: one string a name.
+
 
 LARGEST = 512 << 20
 """Bytes of one string, by Redis's own default (`proto-max-bulk-len`)."""
@@ -42,7 +138,7 @@ class RedisBlob(Blob):
     """What a name held; later bytes come with the first ones again, which tell one version from another."""
 
     def __init__(self, backend: RedisBackend, name: str, nbytes: int, head: bytes) -> None:
-        self._backend, self._name, self._telling = backend, name, head[:TELLING]
+        self._backend, self._name, self._telling = backend, name, head[:IDENTIFYING_BYTES]
         self.nbytes, self.head = nbytes, head
 
     def read(self, *ranges: Range) -> bool:
@@ -182,8 +278,6 @@ class RedisBackend(Backend):
     def _exchange(self, doing: str, nbytes: int = 0) -> Iterator[None]:
         """Of about so many bytes, in time. Whatever goes wrong as one line of ours."""
         from redis import ResponseError
-
-        from blend.store.redis_wire import within
 
         try:
             with within(self._patience.connect_s + self._patience.answer_s + nbytes / _SLOWEST):

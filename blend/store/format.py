@@ -1,30 +1,97 @@
-"""The header of a chunk cache's file: what is in it, how it is sealed, and what makes one that may be used.
-
-    8 bytes       length of the header, little endian
-    header        JSON, padded with blanks so that the data begins at a multiple of 64 bytes
-      __metadata__  checksum (first, over the length and everything after the checksum), format, namespace, digest,
-                    start, tokens, layers, codec, dtype, checksums (one digest a layer, joined by commas)
-      000.k  000.v  001.k  ...   dtype, shape and byte range of each tensor
-    data          layer 0, layer 1, ...: each one contiguous byte range
-
-That is the layout of safetensors, so any safetensors reader opens such a file. A digest is what the store's seal makes; that of
-the header stands for the key, the place and the digest of every layer. Nothing here needs torch.
-"""
+"""The values in a file's header, none believed before its type is known. All raise ValueError that says what is wrong."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.errors import ConfigError, StoreError
-from blend.store.codec import Codec
-from blend.store.fields import StoredType, as_count, as_counts, as_fields, as_text, as_type, shown
-from blend.store.registry import get_codec
+from blend.store.codecs import get_codec
+from blend.store.codecs.base import Codec
 from blend.store.seal import DIGEST_CHARS, Seal
-from blend.types import ChunkKey
+from blend.types import ChunkCache, ChunkKey
+
+if TYPE_CHECKING:
+    import torch
+
+_COUNT = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
+class StoredType(NamedTuple):
+    """A dtype: its name in torch and the bytes of one value."""
+
+    name: str
+    nbytes: int
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether KV can have it."""
+        return "float" in self.name
+
+
+TYPES = {
+    "F64": StoredType("float64", 8),
+    "F32": StoredType("float32", 4),
+    "F16": StoredType("float16", 2),
+    "BF16": StoredType("bfloat16", 2),
+    "F8_E4M3": StoredType("float8_e4m3fn", 1),
+    "F8_E5M2": StoredType("float8_e5m2", 1),
+    "I32": StoredType("int32", 4),
+    "I16": StoredType("int16", 2),
+    "I8": StoredType("int8", 1),
+    "U8": StoredType("uint8", 1),
+}
+
+
+def as_fields(value: object, what: str) -> dict[str, Any]:
+    """A JSON object."""
+    if type(value) is not dict:
+        raise ValueError(f"{what} is not described")
+    return value
+
+
+def as_text(meta: Mapping[str, object], name: str) -> str:
+    """A string."""
+    value = meta.get(name)
+    if type(value) is not str:
+        raise ValueError(f"{name} is {shown(value)}")
+    return value
+
+
+def as_count(meta: Mapping[str, object], name: str) -> int:
+    """A whole number that is not negative, written in a string as `str` writes it."""
+    value = as_text(meta, name)
+    if not _COUNT.fullmatch(value):
+        raise ValueError(f"{name} is {shown(value)}")
+    return int(value)
+
+
+def as_counts(value: object, length: int, what: str) -> list[int]:
+    """A list of so many whole numbers, none negative; true and false are no numbers."""
+    if type(value) is list and len(value) == length and all(type(one) is int and one >= 0 for one in value):
+        return value
+    raise ValueError(f"{what} is {shown(value)}")
+
+
+def as_type(name: object) -> StoredType:
+    """The type of that name."""
+    stored = TYPES.get(name) if type(name) is str else None
+    if stored is None:
+        raise ValueError(f"it has values of type {shown(name)}")
+    return stored
+
+
+def shown(value: object) -> str:
+    """A value for a message, not all of a long one."""
+    return f"{value!r:.60}"
+
+
+# --- The header of a chunk cache's file: what is in it, how it is sealed, and what makes one that may be used.
+
 
 ENTRY_FORMATS = ("1", "2")  # keys at their positions; positions taken out of keys
 LENGTH = struct.Struct("<Q")
@@ -169,3 +236,103 @@ def _codec(name: str) -> Codec:
         return get_codec(name)
     except ConfigError:
         raise ValueError(f"it was written with the codec {shown(name)}, which this kvblend does not know") from None
+
+
+# --- From a chunk cache to its file: a safetensors file whose layers lie one after another, see `header`.
+
+
+_NAMES = {stored.name: name for name, stored in TYPES.items()}
+
+
+class EncodedEntry(NamedTuple):
+    """A file ready to be written: `header`, then `blobs` in order."""
+
+    header: bytes
+    blobs: tuple[memoryview, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self.header) + sum(blob.nbytes for blob in self.blobs)
+
+
+def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> EncodedEntry:
+    """The file of `cache` under `key`; raises `StoreError` when the cache is not well formed."""
+    require_sound(cache)
+    tensors: dict[str, Any] = {}
+    blobs: list[memoryview] = []
+    checksums: list[str] = []
+    offset = 0
+    for index, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+        parts = _encoded(codec, keys, values)
+        layer = []
+        # Wide dtypes first, so that every tensor of a layer that is read into an aligned buffer is aligned itself.
+        for part in sorted(codec.parts, key=lambda name: -parts[name].element_size()):
+            blob = as_bytes(parts[part])
+            layer.append(blob)
+            tensors[tensor_name(index, part)] = {
+                "dtype": _NAMES[dtype_name(parts[part])],
+                "shape": list(parts[part].shape),
+                "data_offsets": [offset, offset + blob.nbytes],
+            }
+            offset += blob.nbytes
+        checksums.append(seal.digest("layer", *layer))
+        blobs += layer
+    metadata = {
+        "format": ENTRY_FORMATS[cache.still],
+        "namespace": key.namespace,
+        "digest": key.digest,
+        "start": str(cache.start),
+        "tokens": str(cache.tokens),
+        "layers": str(cache.layers),
+        "codec": codec.name,
+        "dtype": _NAMES[dtype_name(cache.keys[0])],
+        "checksums": ",".join(checksums),
+    }
+    return EncodedEntry(pack_header(metadata, tensors, seal), tuple(blobs))
+
+
+def _encoded(codec: Codec, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    parts = codec.encode(keys, values)
+    kept = [part.device.type == "cpu" and part.is_contiguous() and part.ndim == 3 for part in parts.values()]
+    if (
+        set(parts) != set(codec.parts)
+        or not all(kept)
+        or not all(dtype_name(part) in _NAMES for part in parts.values())
+    ):
+        raise StoreError(
+            f"the codec {codec.name!r} does not make what it says: contiguous CPU tensors of three dimensions, "
+            f"of the types {', '.join(_NAMES)}, named {', '.join(codec.parts)}"
+        )
+    return parts
+
+
+def require_sound(cache: ChunkCache) -> None:
+    """Raise `StoreError` unless `cache` has layers of `[kv_heads, tokens, head_dim]`, of one dtype and length."""
+    tensors = (*cache.keys, *cache.values)
+    sound = (
+        0 < len(cache.keys) == len(cache.values)
+        and all(t.ndim == 3 and t.shape[1] == cache.tokens and t.dtype == cache.keys[0].dtype for t in tensors)
+        and cache.tokens > 0
+        and cache.start >= 0
+        and dtype_name(cache.keys[0]) in _NAMES
+        and cache.keys[0].dtype.is_floating_point
+    )
+    if not sound:
+        raise StoreError(
+            "not a chunk cache: every layer needs keys and values of shape [kv_heads, tokens, head_dim], "
+            "with one dtype and the same number of tokens, at least one"
+        )
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Name of a tensor's dtype in torch."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    import torch
+
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()  # as numpy arrays, whose stubs lack the buffer protocol
+    return memoryview(array)
