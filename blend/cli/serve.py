@@ -39,9 +39,8 @@ if TYPE_CHECKING:
 def serve(given: dict[str, Any], tenants: ApiKeys) -> None:
     """Until a signal ends it. Raises what keeps it from listening or loading."""
     from blend.serve.http.app import make_app
-    from blend.serve.http.connection import raise_descriptor_limit
     from blend.serve.http.log import log_to_stderr
-    from blend.serve.http.server import Server, listen, url_of
+    from blend.serve.http.server import Server, listen, raise_descriptor_limit, url_of
     from blend.serve.limits import RequestLimits
     from blend.serve.metrics import Metrics
 
@@ -149,7 +148,7 @@ def _bytes(size: float, unit: float = 1e9) -> int:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-_EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart")
+_EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart", "pythonjsonlogger")
 
 
 class _Origin(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
