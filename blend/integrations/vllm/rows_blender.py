@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from blend.blender import Filled, Filler, run_steps
+from blend.blender import LEAST_RATIO_UNCORRECTED, Filled, Filler, run_steps
 from blend.config import BlendConfig
 from blend.integrations.vllm.rows_cache import PagedCache, Place
 from blend.integrations.vllm.rows_decoder import PagedDecoder
@@ -38,7 +38,9 @@ class RowBlender:
     def filler(self, corpus: str = "") -> Filler:
         """With the surrogate context and the KV corrections of this corpus."""
         if corpus not in self._fillers:
-            self._fillers[corpus] = Filler(self.decoder, self.store, self.config, corpus=corpus, careful=True)
+            self._fillers[corpus] = Filler(
+                self.decoder, self.store, self.config, corpus=corpus, uncorrected_ratio=LEAST_RATIO_UNCORRECTED
+            )
         return self._fillers[corpus]
 
     def blend(
@@ -66,9 +68,9 @@ class RowBlender:
         filled = run_steps(steps, run)
         assert isinstance(filled.cache, PagedCache)
         self.decoder.settle(filled.cache)
-        for line in (*filled.placed.opened.problems, *filled.problems):
+        for line in (*filled.problems, *filled.artifact_problems):
             _LOG.warning("kvblend: %s", line)
-        self.later.remember(Lacking(filler, layout, filled.placed.opened.missing, brought))
+        self.later.remember(Lacking(filler, layout, filled.missing, brought))
         return filled
 
     def compute(self, layout: PromptLayout, place: Place) -> None:

@@ -32,11 +32,6 @@ class PagedLayer(BlendedLayer):
         self.in_blocks = False
         super().write_run(start, keys, values)
 
-    def settle(self) -> None:
-        """As its base does."""
-        self.in_blocks = self.in_blocks and self.on_use is None
-        super().settle()
-
     def _buffer(self, states: torch.Tensor) -> torch.Tensor:
         # Zeros, because whole layers are written to the blocks, and attention may multiply what it masks: no NaN must be there.
         return states.new_zeros((*states.shape[:2], self.capacity, states.shape[3]))

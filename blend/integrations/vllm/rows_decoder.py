@@ -107,10 +107,11 @@ class PagedDecoder:
         observe: Observe,
         *,
         last_layer: int | None = None,
+        await_layer: Callable[[int], None] | None = None,
     ) -> None:
         """Run rows only to look at their attention, up to and including `last_layer`; KV is written."""
         last = len(self.layers) - 1 if last_layer is None else last_layer
-        self._run(RowRequest(token_ids, positions, cache, observe=observe), halt_at=last)
+        self._run(RowRequest(token_ids, positions, cache, observe=observe, await_layer=await_layer), halt_at=last)
 
     def run_rows(self, request: RowRequest) -> None:
         """Compute rows into the blocks and buffers of their cache, those of its place alone; the last layer gives KV alone.
@@ -148,7 +149,7 @@ class PagedDecoder:
     def _run(self, request: RowRequest, *, halt_at: int | None, handed: list[KV] | None = None) -> torch.Tensor | None:
         """One pass. halt_at: the layer it ends in, its KV written. handed: gets that layer's KV instead."""
         cache, batch = _paged(request.cache), request.token_ids.shape[0]
-        seen = _ToBlocks(self, cache, request.positions, request.observe, halt_at, handed, batch)
+        seen = _ToBlocks(self, cache, request.positions, request.observe, request.await_layer, halt_at, handed, batch)
         prompts = tuple(PromptRows(request.positions, blocks) for blocks in seen.tables)
         scratch = sum(map(len, seen.tables)) if cache.place is None else 0
         rows = RowPass(request.token_ids.reshape(-1), prompts, scratch, queries=request.observe is not None)
@@ -174,6 +175,7 @@ class _ToBlocks:
     cache: PagedCache
     positions: torch.Tensor
     observe: Observe | None = None
+    await_layer: Callable[[int], None] | None = None
     halt_at: int | None = None
     handed: list[KV] | None = None
     batch: int = 1
@@ -206,7 +208,8 @@ class _ToBlocks:
     def bring(self, index: int) -> PagedLayer:
         """Bring a layer's stored KV to the blocks, if they do not have it."""
         layer: PagedLayer = self.cache.layers[index]
-        layer.settle()
+        if self.await_layer is not None:
+            self.await_layer(index)
         place = self.cache.place
         if place is not None and layer.in_blocks:
             return layer
@@ -242,4 +245,4 @@ def _paged(cache: BlendedCache) -> PagedCache:
 def only(request: RowRequest, rows: torch.Tensor) -> RowRequest:
     """The same for some of its rows, without narrowings."""
     ids = request.token_ids[:, torch.searchsorted(request.positions, rows)]
-    return RowRequest(ids, rows, request.cache, observe=request.observe)
+    return replace(request, token_ids=ids, positions=rows, narrowings=())

@@ -92,9 +92,9 @@ class RecomputedRows:
 def _figures(layout: PromptLayout, filled: Filled) -> dict[str, Any]:
     """Of a prompt, in the words of `blend serve`."""
     rows = {"rows": layout.rows, "rows_computed": int(filled.selection.rows.shape[0])}
-    if damaged := len(filled.placed.opened.problems) + len(filled.problems):
+    if damaged := len(filled.problems) + len(filled.artifact_problems):
         rows[DAMAGED] = damaged
-    if not any(filled.placed.hits):
+    if not any(filled.hits):
         return {"method": "full", "reason": "cold", **rows}
     notes = {"notes": list(filled.notes)} if filled.notes else {}
     return {**rows, **notes, **({"uncorrected": True} if filled.uncorrected else {})}
