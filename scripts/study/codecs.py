@@ -18,9 +18,8 @@ import torch
 from blend.blender import Blender
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig, CorpusConfig
-from blend.eval.bootstrap import paired_interval
 from blend.eval.evaluator import Recorder
-from blend.eval.metrics import kl_divergence, top1_agreement
+from blend.eval.metrics import kl_divergence, paired_interval, top1_agreement
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate, teacher_forced_logits
 from blend.prompt import PromptTemplate

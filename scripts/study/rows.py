@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from blend.errors import DatasetError
-from blend.eval.report.measurement import Measurement
+from blend.eval.report import Measurement
 
 Key = tuple[str, str, str, str]
 

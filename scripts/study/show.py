@@ -11,10 +11,9 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import ConfigError, DatasetError
-from blend.eval.bootstrap import Interval
-from blend.eval.report.labels import place_labels
-from blend.eval.report.output import write_whole
-from blend.eval.report.picture import SUFFIXES
+from blend.eval.metrics import Interval
+from blend.eval.report import write_whole
+from blend.eval.show import SUFFIXES, place_labels
 from study.methods import BASELINE, FULL, ratio_of
 from study.rows import Row, read_rows
 from study.stats import Gap, Summary, gaps, kl_interval, paired, sets_of, summaries
@@ -135,7 +134,7 @@ def write_frontier(model: str, rows: Sequence[Row], path: Path) -> None:
     except ImportError as error:
         raise ConfigError("the picture needs matplotlib: pip install 'kvblend[report]'") from error
     drawn = BytesIO()
-    _draw(model, rows).savefig(drawn, format=path.suffix[1:] or "png", dpi=130)
+    draw_frontier(model, rows).savefig(drawn, format=path.suffix[1:] or "png", dpi=130)
     write_whole(path, drawn.getvalue())
 
 
@@ -153,7 +152,8 @@ def families(rows: Sequence[Row]) -> dict[str, list[Point]]:
     return {name: sorted(found[name]) for name in sorted(found, key=lambda name: (-len(found[name]), name))}
 
 
-def _draw(model: str, rows: Sequence[Row]) -> Figure:
+def draw_frontier(model: str, rows: Sequence[Row]) -> Figure:
+    """Two panels: KL against rows computed, and against TTFT."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5.5), layout="constrained")
@@ -228,7 +228,7 @@ def show(
     results, `ConfigError` where the sets have none or no record has all methods, and as `read_rows` and `write_frontier` do.
     """
     by_model: defaultdict[str, list[Row]] = defaultdict(list)
-    for row in _rows(path, sets):
+    for row in _ttft(path, sets):
         by_model[row.model].append(row)
     for model, rows in by_model.items():
         yield from ("", model, *text_table(rows), *gap_lines(rows))
@@ -242,7 +242,7 @@ def show(
             yield f"wrote {target}"
 
 
-def _rows(path: Path, sets: Collection[str]) -> list[Row]:
+def _ttft(path: Path, sets: Collection[str]) -> list[Row]:
     rows = read_rows(path)
     if not rows:
         raise DatasetError(f"{path}: holds no results; name a file that bench_selection wrote")

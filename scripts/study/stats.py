@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blend.errors import ConfigError
-from blend.eval.bootstrap import Interval, paired_interval
+from blend.eval.metrics import Interval, paired_interval
 from study.methods import BASELINE, FULL, REUSE
 from study.rows import Row
 

@@ -13,7 +13,7 @@ from dense_reference import LayerKV, _SubstitutingLayer
 from models import FAMILIES, build, decoder
 from transformers.cache_utils import Cache
 
-from blend.analyze import PromptAnalysis, analyze_prompt
+from blend.analyze.study import PromptAnalysis, analyze_prompt
 from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.model.cache import cache_argument

@@ -7,8 +7,8 @@ import itertools
 import pytest
 from selection_rows import row
 
-import study.stats as stats
 from blend.errors import ConfigError
+from study import stats
 from study.rows import Row
 
 
