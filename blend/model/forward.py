@@ -46,6 +46,7 @@ class RowRequest:
     token_ids: `[batch, rows]`; a batch shares positions and has the pass to itself. positions: sorted int64 `[rows]`.
     cache: holds the KV of every earlier row that these rows see; their own is written to it. narrowings: by ascending layer.
     observe: called with every layer's attention before it is computed; an exception from it ends the pass.
+    await_layer: called with a layer's index before that layer of `cache` is used; it returns when the stored KV is there.
     """
 
     token_ids: torch.Tensor
@@ -53,25 +54,37 @@ class RowRequest:
     cache: BlendedCache
     narrowings: tuple[Narrowing, ...] = ()
     observe: Callable[[AttentionCall], None] | None = None
+    await_layer: Callable[[int], None] | None = None
+
+    def write(self, layer: int, run: Run, keys: torch.Tensor, values: torch.Tensor) -> KV:
+        """Write fresh KV into a layer of the cache, once its stored KV is there; see `BlendedLayer.write_rows`."""
+        if self.await_layer is not None:
+            self.await_layer(layer)
+        return self.cache.layers[layer].write_rows(run, keys, values)  # type: ignore[no-any-return]
 
 
 class Resume(Enum):
-    """Where a generator of `Steps` that has no rows to run is resumed, with `next`.
+    """How to go on with steps that have no rows to run.
 
-    IO: in an I/O thread, because what follows may wait for a store. DECODER: in the thread that runs the decoder. TURN: there
-    too, after other requests had a pass, because what follows runs one itself.
+    BACKGROUND: in any thread; what follows may wait for a store. ENGINE: in the thread that runs the decoder.
+    NEXT_TURN: in that thread, after other prompts had a pass; what follows runs the decoder itself.
     """
 
-    IO = "io"
-    DECODER = "decoder"
-    TURN = "turn"
+    BACKGROUND = "background"
+    ENGINE = "engine"
+    NEXT_TURN = "next_turn"
 
 
 _Result = TypeVar("_Result")
 RowSteps = Generator[RowRequest, torch.Tensor, _Result]
-"""Yields rows to run, is sent their logits, returns a result: work that a scheduler can interleave."""
+"""Work of the decoder that a scheduler interleaves: yields rows to run, is sent their logits, ends with a result."""
 Steps = Generator[RowRequest | Resume, torch.Tensor, _Result]
-"""`RowSteps` that may also wait for a store or run the decoder itself. Started in the thread that runs the decoder."""
+"""`RowSteps` that may also wait for a store or run the decoder itself.
+
+How to drive it: start it in the decoder's thread. For a `RowRequest`, run the rows, alone or in one pass with rows of other
+prompts, and `send` the logits; if they could not be run, `throw` the error in. For a `Resume`, call `next` where and when it
+says. `close` it when the result is no longer wanted; that may wait for the store.
+"""
 
 
 class ForwardPass:
@@ -122,7 +135,7 @@ class ForwardPass:
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
         """Write a layer's fresh KV into each request's cache. Returns the KV that the model's attention gets."""
         pairs = zip(self.requests, self.runs, self.fresh(keys, values), strict=True)
-        self.views = [request.cache.layers[layer].write_rows(run, *kv) for request, run, kv in pairs]
+        self.views = [request.write(layer, run, *kv) for request, run, kv in pairs]
         if len(self.views) == 1:
             self.returned = self.views[0]
         elif self.reads_caches:

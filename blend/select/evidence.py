@@ -5,6 +5,7 @@ The decoder is a parameter: a configuration can hold a selector without loading 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,9 +67,17 @@ class QueryAttention:
         self.rows = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
         self._ids = torch.tensor([layout.suffix], device=decoder.device)
 
-    def watch(self, decoder: RowDecoder, cache: BlendedCache, rows: torch.Tensor) -> None:
-        """Observe these suffix rows in one pass, which ends with the last scored layer."""
-        decoder.watch_attention(self.ids_of(rows), rows, cache, self.observe, last_layer=self.last_layer)
+    def watch(
+        self,
+        decoder: RowDecoder,
+        cache: BlendedCache,
+        rows: torch.Tensor,
+        await_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        """Observe these suffix rows in one pass, which ends with the last scored layer. await_layer: see `RowRequest`."""
+        decoder.watch_attention(
+            self.ids_of(rows), rows, cache, self.observe, last_layer=self.last_layer, await_layer=await_layer
+        )
 
     def ids_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Token ids of these suffix rows, `[1, rows]`."""
