@@ -27,7 +27,7 @@ PUBLIC = {
 PENDING = ("tests/",)
 SHARED = (
     "Exchange Answer Bounds _Piece Source Work Finished _Place Prepared KVBlend Metrics Done LeftAloneError Group Scratch "
-    "Told Plan _Held Passage Entry Conversation Found Part"
+    "Told Plan _Held Passage Entry Conversation Found Part MissingCaches"
 )
 
 
