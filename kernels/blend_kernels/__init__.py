@@ -13,11 +13,11 @@ one). Nothing is imported before the first use of a name: not torch, not triton,
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention_op import selective_attention
-    from .deviation_op import kv_deviation
-    from .mass_op import attention_mass
-    from .rotation_op import rotate_keys
-    from .rotation_plain import Deltas
+    from blend_kernels.attention_op import selective_attention
+    from blend_kernels.deviation_op import kv_deviation
+    from blend_kernels.mass_op import attention_mass
+    from blend_kernels.rotation_op import rotate_keys
+    from blend_kernels.rotation_plain import Deltas
 
 __all__ = ["Deltas", "attention_mass", "kv_deviation", "rotate_keys", "selective_attention"]
 

@@ -6,11 +6,11 @@ from functools import cache
 
 import torch
 
-from .attention_launch import launch_attention, split_count
-from .descriptors import key_descriptor
-from .tiles import Shape, Tile, candidates
-from .tuning import choose
-from .work import Work
+from blend_kernels.attention_launch import launch_attention, split_count
+from blend_kernels.descriptors import key_descriptor
+from blend_kernels.tiles import Shape, Tile, candidates
+from blend_kernels.tuning import choose
+from blend_kernels.work import Work
 
 # Tuning a call with fewer multiply-adds than this would cost more than it ever saves.
 _LEAST_TO_TUNE = 1 << 34

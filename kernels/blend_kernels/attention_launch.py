@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from .attention_kernel import attend_tile
-from .checks import Packed, Rule
-from .combine_kernel import combine_splits
-from .descriptors import key_descriptor
-from .tiles import Tile, chunks
-from .work import Work, join_sinks
+from blend_kernels.attention_kernel import attend_tile
+from blend_kernels.checks import Packed, Rule
+from blend_kernels.combine_kernel import combine_splits
+from blend_kernels.descriptors import key_descriptor
+from blend_kernels.tiles import Tile, chunks
+from blend_kernels.work import Work, join_sinks
 
 LOG2E = 1.4426950408889634
 _MOST_SPLITS = 64

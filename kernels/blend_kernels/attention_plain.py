@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from .checks import Rule
-from .row_blocks import KeyRange, RowBlock, key_ranges, row_blocks
-from .work import Work, join_sinks
+from blend_kernels.checks import Rule
+from blend_kernels.row_blocks import KeyRange, RowBlock, key_ranges, row_blocks
+from blend_kernels.work import Work, join_sinks
 
 # Floating-point operations that take as long as the calls of one more block (measured on one AVX-512 core, 85 GFLOP/s).
 _BLOCK_OVERHEAD = 12_000_000

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .tiles import Tile
+from blend_kernels.tiles import Tile
 
 
 def key_descriptor(x: torch.Tensor, tile: Tile) -> Any:

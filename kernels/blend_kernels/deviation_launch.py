@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .deviation_kernel import deviation_rows
+from blend_kernels.deviation_kernel import deviation_rows
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _ELEMENTS = 2048

@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
-from .backend import Backend, choose_backend
-from .checks import FLOATS, check_contiguous, require
-from .deviation_plain import deviation_plain
+from blend_kernels.backend import Backend, choose_backend
+from blend_kernels.checks import FLOATS, check_contiguous, require
+from blend_kernels.deviation_plain import deviation_plain
 
 Norm = Literal["l2sq", "l1"]
 Parts = Literal["k", "v", "kv"]
@@ -46,7 +46,7 @@ def kv_deviation(
         f"keys and values must be on the same device, got {', '.join(str(new.device) for new, _ in pairs)}",
     )
     if choose_backend(backend, *chain(*pairs)) == "triton":
-        from .deviation_launch import launch_deviation
+        from blend_kernels.deviation_launch import launch_deviation
 
         return launch_deviation(keys, values, norm)
     first, *rest = (deviation_plain(new, old, norm) for new, old in pairs)

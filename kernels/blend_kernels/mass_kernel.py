@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from .attention_kernel import load_keys, product
+from blend_kernels.attention_kernel import load_keys, product
 
 
 @triton.jit

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .attention_launch import launch_attention, precision, softmax_scales, split_count
-from .checks import Reduce
-from .mass_kernel import mass_tile
-from .tiles import Tile, chunks
-from .work import Work
+from blend_kernels.attention_launch import launch_attention, precision, softmax_scales, split_count
+from blend_kernels.checks import Reduce
+from blend_kernels.mass_kernel import mass_tile
+from blend_kernels.tiles import Tile, chunks
+from blend_kernels.work import Work
 
 _ROWS, _KEYS = 64, 64
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .backend import Backend, choose_attention_backend
-from .checks import Mode, Reduce, check_positions, check_queries_and_keys, check_rule, check_sinks, require
-from .mass_plain import attention_mass_plain
-from .work import Work
+from blend_kernels.backend import Backend, choose_attention_backend
+from blend_kernels.checks import Mode, Reduce, check_positions, check_queries_and_keys, check_rule, check_sinks, require
+from blend_kernels.mass_plain import attention_mass_plain
+from blend_kernels.work import Work
 
 
 def attention_mass(
@@ -42,8 +42,8 @@ def attention_mass(
     if q.numel() == 0:
         mass = torch.zeros(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
     elif choose_attention_backend(work, backend) == "triton":
-        from .attention_choice import choose_tile
-        from .mass_launch import launch_mass
+        from blend_kernels.attention_choice import choose_tile
+        from blend_kernels.mass_launch import launch_mass
 
         mass = launch_mass(work, choose_tile(work), per_head, reduce)
     else:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .attention_plain import capped_scores, last_keys
-from .checks import Reduce
-from .work import Work, join_sinks
+from blend_kernels.attention_plain import capped_scores, last_keys
+from blend_kernels.checks import Reduce
+from blend_kernels.work import Work, join_sinks
 
 # Scores in memory at once, in elements: 16 MiB of fp32.
 _MOST_SCORES = 1 << 22

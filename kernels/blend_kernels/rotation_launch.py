@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .attention_launch import multiprocessors
-from .rotation_kernel import rotate_tile
-from .rotation_plain import Layout
+from blend_kernels.attention_launch import multiprocessors
+from blend_kernels.rotation_kernel import rotate_tile
+from blend_kernels.rotation_plain import Layout
 
 # Elements of one load of a program: 8 per thread of four warps, 16 bytes of bf16.
 _ELEMENTS = 2048

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .backend import Backend, choose_backend
-from .checks import FLOATS, WHOLE, check_beside, check_contiguous, require
-from .overlap import share_memory
-from .rotation_plain import Deltas, Layout, rotate_keys_plain
+from blend_kernels.backend import Backend, choose_backend
+from blend_kernels.checks import FLOATS, WHOLE, check_beside, check_contiguous, require
+from blend_kernels.overlap import share_memory
+from blend_kernels.rotation_plain import Deltas, Layout, rotate_keys_plain
 
 QUANTISED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -54,7 +54,7 @@ def rotate_keys(
     check_contiguous(k=k, out=out)
     inv_freq = inv_freq.to(k.device)
     if choose_rotation_backend(k, out, backend) == "triton":
-        from .rotation_launch import launch_rotation
+        from blend_kernels.rotation_launch import launch_rotation
 
         launch_rotation(k, steps, inv_freq, layout, scale, out)
     else:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from .tiles import Tile
+from blend_kernels.tiles import Tile
 
 Measure = Callable[[Tile], float]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .checks import Packed, Rule
+from blend_kernels.checks import Packed, Rule
 
 
 class Work(NamedTuple):
