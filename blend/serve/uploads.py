@@ -29,7 +29,7 @@ from blend.limits import shown
 from blend.serve.types import GivenDocument, QueueFullError
 from blend_retrieval import Document, LoadedDocuments
 from blend_retrieval.apart import ApartReader, ReadingLimits
-from blend_retrieval.cleaning import clean, clean_title
+from blend_retrieval.document import clean, clean_title
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.readers import SUFFIXES
 

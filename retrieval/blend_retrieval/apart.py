@@ -17,15 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from blend_retrieval.cleaning import valid_name
-from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument
+from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument, valid_name
 from blend_retrieval.loading import OUT_OF_MEMORY, load_bytes
 
-_AT_ONCE = threading.BoundedSemaphore(
-    2
-)  # of all readers together, as each may take all the memory that its limits allow
+SLOTS = threading.BoundedSemaphore(2)  # of all readers together, as each may take all the memory that its limits allow
 _NICENESS = 10
-_PATIENCE = 10  # times the processor time: a busy machine leaves a process of that niceness a tenth of a processor
+WALL_PER_CPU_SECOND = (
+    10  # times the processor time: a busy machine leaves a process of that niceness a tenth of a processor
+)
 _LOOK_S = 0.2
 
 
@@ -47,26 +46,26 @@ class ApartReader:
 
     def __init__(self, limits: ReadingLimits) -> None:
         self._limits, self._lock, self._closed = limits, threading.Lock(), False
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     def read(self, name: str, data: bytes) -> LoadedDocuments:
         """As `load_bytes` does; what goes beyond the limits is in `skipped`.
 
         Raises `StoppedError` when it is closed meanwhile, `OSError` where no process can be started.
         """
-        while not _AT_ONCE.acquire(timeout=_LOOK_S):
+        while not SLOTS.acquire(timeout=_LOOK_S):
             self._require_open()
         try:
             return self._read(name, data)
         finally:
-            _AT_ONCE.release()
+            SLOTS.release()
 
     def close(self) -> None:
         """End what is being read, and read nothing more."""
         with self._lock:
             self._closed = True
-            if self._process is not None:
-                self._process.kill()
+            if self.process is not None:
+                self.process.kill()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -76,17 +75,17 @@ class ApartReader:
         head = json.dumps({"name": name, "limits": asdict(self._limits)}).encode()
         with self._lock:
             self._require_open()
-            self._process = _start()
+            self.process = _start()
         late, answer = False, b""
-        with self._process as process:
+        with self.process as process:
             try:
-                answer, _ = process.communicate(head + b"\n" + data, self._limits.seconds * _PATIENCE)
+                answer, _ = process.communicate(head + b"\n" + data, self._limits.seconds * WALL_PER_CPU_SECOND)
             except subprocess.TimeoutExpired:
                 late = True
             finally:
                 with self._lock:
                     process.kill()
-                    self._process = None
+                    self.process = None
         self._require_open()
         if late or process.returncode == -signal.SIGXCPU:
             return _left_out(name, f"takes more than {self._limits.seconds:,.0f} s to be read: divide it")

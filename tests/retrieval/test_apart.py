@@ -66,7 +66,7 @@ def test_what_goes_beyond_the_limits_is_left_out(limits: ReadingLimits, file: tu
 
 
 def test_a_process_that_waits_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blend_retrieval.apart._PATIENCE", 0.02)
+    monkeypatch.setattr("blend_retrieval.apart.WALL_PER_CPU_SECOND", 0.02)
     assert reasons(ApartReader(ReadingLimits(seconds=10)).read(*SLOW)) == ["takes more than 10 s to be read: divide it"]
 
 
@@ -75,9 +75,9 @@ def reading(reader: ApartReader):  # type: ignore[no-untyped-def]
     """The slow file under way: what becomes of it, and its process."""
     with ThreadPoolExecutor(1) as pool:
         found: Future[LoadedDocuments] = pool.submit(reader.read, *SLOW)
-        while reader._process is None:
+        while reader.process is None:
             time.sleep(0.001)
-        yield found, reader._process
+        yield found, reader.process
 
 
 def test_a_parser_that_ends_its_process_is_told() -> None:
@@ -99,7 +99,7 @@ def test_closing_ends_what_is_read_and_blames_no_file() -> None:
 
 
 def test_who_waits_for_a_turn_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blend_retrieval.apart._AT_ONCE", turns := threading.BoundedSemaphore(1))
+    monkeypatch.setattr("blend_retrieval.apart.SLOTS", turns := threading.BoundedSemaphore(1))
     reader = ApartReader(ReadingLimits())
     with turns, ThreadPoolExecutor(1) as pool:
         found = pool.submit(reader.read, "a.md", b"A bell.")
