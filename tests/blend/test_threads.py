@@ -1,10 +1,11 @@
-"""Threads beside the model's must not make helpers of their own: with more threads than cores all of them go to sleep."""
+"""Loading threads compute single-threaded: with more threads than cores all of them would stall."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,26 +13,24 @@ from cases import cache_chunks, make_layout
 from models import decoder
 
 from blend.blender import Blender
-from blend.chunks import assemble as loader
 from blend.config import BlendConfig
 from blend.model.cpu import use_one_thread
 from blend.store import open_store
+from blend.store.reader import ChunkReader
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_loading_threads_compute_alone_and_leave_everybody_else_his_threads(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_threads_use_one_thread_and_others_keep_theirs(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     blender, layout = Blender(decoder("llama"), open_store("memory:")), make_layout()
     cache_chunks(blender, layout)
     seen: list[int] = []
-    plain = loader.LayerLoader._wait
+    read_into = ChunkReader.read_into
 
-    def wait(self: loader.LayerLoader, layer: int) -> bool:
+    def counting(self: ChunkReader, *layer: Any) -> None:
         seen.append(torch.get_num_threads())
-        return plain(self, layer)
+        read_into(self, *layer)
 
-    monkeypatch.setattr(loader.LayerLoader, "_wait", wait)
+    monkeypatch.setattr(ChunkReader, "read_into", counting)
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -48,8 +47,7 @@ def test_loading_threads_compute_alone_and_leave_everybody_else_his_threads(
     assert set(seen) == {1}
 
 
-def test_threads_that_begin_while_prompts_are_prefilled_compute_as_everybody_does() -> None:
-    """Readers begin and end all the time beside them, in every prefill two."""
+def test_threads_that_start_during_prefills_keep_the_usual_number() -> None:
     blender, layout = Blender(decoder("llama"), open_store("memory:")), make_layout()
     cache_chunks(blender, layout)
     blender.prefill(layout)
@@ -73,7 +71,7 @@ def test_threads_that_begin_while_prompts_are_prefilled_compute_as_everybody_doe
     assert seen == [2] * 96
 
 
-def test_without_the_runtimes_doors_torch_is_told_and_told_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_runtimes_functions_torch_is_set_and_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(place: str | None) -> object:
         raise OSError(place)
 
