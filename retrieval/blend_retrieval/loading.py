@@ -16,17 +16,17 @@ from blend_retrieval.readers import SUFFIXES, Fault, Part, UnreadableError, read
 
 
 class _Listing(NamedTuple):
-    """What a folder holds, sorted by name."""
+    """A folder's files and folders, sorted by name."""
 
     files: list[Path]
     folders: list[Path]
 
 
 def files_below(root: Path, suffixes: tuple[str, ...], skipped: list[SkippedDocument]) -> Iterator[Path]:
-    """Files with one of these suffixes, in a fixed order: those of a folder, then those of its folders by name.
+    """Files with one of these suffixes in a fixed order: a folder's own, then those of its folders by name.
 
-    Hidden files and folders are passed over. Links are followed, but each folder is entered once. A folder that cannot
-    be listed (gone, forbidden, its path too long for the system) is put to `skipped`.
+    Hidden files and folders are ignored. Links are followed, but each folder is entered once. A folder that cannot be listed
+    (gone, forbidden, path too long) is added to `skipped`.
     """
     entered: set[tuple[int, int]] = set()
     waiting = [root]
@@ -47,7 +47,7 @@ def files_below(root: Path, suffixes: tuple[str, ...], skipped: list[SkippedDocu
 
 
 def _ids_below(root: Path, folder: Path) -> tuple[str, ...]:
-    """What the ids of documents in a folder begin with; which of these is in use depends on what else was loaded."""
+    """Prefixes that ids of documents in a folder may have; the one in use depends on what else was loaded."""
     name = folder.relative_to(root).as_posix()
     inside = "" if name == "." else name
     names = (inside, f"{root.absolute().name}/{inside}", folder.absolute().as_posix())

@@ -14,7 +14,7 @@ from blend import Rag
 from blend.prompt import PromptTemplate
 from blend.serve.documents import DocumentLimits, Documents, UploadedFile
 from blend.serve.types import GivenDocument
-from blend_retrieval.apart import ReadingLimits
+from blend_retrieval.isolated import ReadingLimits
 
 __all__ = ["make", "model", "rag"]  # fixtures
 
