@@ -25,8 +25,6 @@ from blend.store import Blob, ChunkStore, get_codec
 from blend.store.backend import Range
 from blend.store.disk import DiskBackend
 from blend.store.seal import make_seal
-from blend.store.sealed import looker
-from blend.store.tiered import TieredBackend, Tiers
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, PromptLayout
 
@@ -38,14 +36,14 @@ SAMPLE = 256 << 20  # bytes that a bandwidth is measured on, at most
 
 
 class Rate:
-    """So many bytes a second, shared by all who read."""
+    """So many bytes a second, shared by all readers."""
 
     def __init__(self, bytes_a_second: float) -> None:
         self._rate, self._free, self._lock = bytes_a_second, 0.0, Lock()
 
     @contextmanager
     def arriving(self, nbytes: int) -> Iterator[None]:
-        """Ends when these bytes would have arrived, behind those that were asked for before. Reading them is done within."""
+        """Ends when these bytes would have arrived, behind those asked for before; reading them is done within."""
         with self._lock:
             self._free = max(self._free, time.perf_counter()) + nbytes / self._rate
             due = self._free
@@ -85,26 +83,18 @@ class SlowBackend(DiskBackend):
         return None if blob is None else SlowBlob(blob, self._rate)
 
 
-def slow_store(root: Path, codec: str, bytes_a_second: float, tier: str = "disk") -> ChunkStore:
-    """What the disk store in `root` holds, read at that rate: from that disk, or from a tier of a shared store."""
-    seal, slow = make_seal(None), SlowBackend(root, bytes_a_second)
-    tiers = {
-        "far": lambda: Tiers(slow),
-        "hot": lambda: Tiers(DiskBackend(root), hot=slow),
-        "local": lambda: Tiers(DiskBackend(root), local=slow),
-    }
-    backend = slow if tier == "disk" else TieredBackend(tiers[tier](), looker(seal))
-    return ChunkStore(backend, get_codec(codec), seal)
+def slow_store(root: Path, codec: str, bytes_a_second: float) -> ChunkStore:
+    """The disk store in `root`, read at that rate."""
+    return ChunkStore(SlowBackend(root, bytes_a_second), get_codec(codec), make_seal(None))
 
 
 def fill(
     decoder: Decoder, store: ChunkStore, layout: PromptLayout, others: Sequence[tuple[int, ...]], correction: str
 ) -> None:
-    """Compute every cache of the prompt's chunks, behind a surrogate context out of `others`, and a KV correction.
+    """Compute every cache of the prompt's chunks, with a surrogate context out of `others`, and a KV correction.
 
-    correction: "neutral" is one of the size that is fitted, which adds nothing: random weights have nothing to predict, and
-    one that harms a prompt would be found out and left out, at the cost of another pass. "fitted" measures one on at most
-    `blend.chunks.fit.TOKENS` tokens of the chunks, whatever the prompt's length. "off" has none.
+    correction: "neutral" has the cost of a fitted one and adds nothing, since random weights have nothing to predict.
+    "fitted" fits one on the chunks. "off" has none.
     """
     blender = Blender(decoder, store)
     with_surrogate(blender.library(layout.kept_behind), others, CorpusConfig().surrogate_tokens)
