@@ -119,13 +119,14 @@ def _ram_bytes() -> int | None:
 def _gpu_names() -> str | None:
     torch = sys.modules.get("torch")
     if torch is None:
-        return _nvidia_names()
+        return nvidia_names()
     if not torch.cuda.is_available():
         return None
     return _joined([torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())])
 
 
-def _nvidia_names() -> str | None:
+def nvidia_names() -> str | None:
+    """Models of the GPUs that nvidia-smi lists, or None without it."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
