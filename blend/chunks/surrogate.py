@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import EntryDamagedError, PromptError
-from blend.store.pins import pinned
+from blend.store.admin import pinned
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary, Tokens

@@ -78,7 +78,7 @@ class LackingCaches:
         variants: Sequence[Variant],
         missing: Sequence[Variant],
     ) -> bool:
-        """The corpus has changed. chunks: of each document. variants, missing: caches, see `blend.indexing.Prepared`.
+        """The corpus has changed. chunks: of each document. variants, missing: caches, see `blend.corpus.PreparedCorpus`.
 
         Returns whether caches are under way that nobody wants any more.
         """

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from blend.chunks.library import ChunkLibrary, Tokens
 from blend.chunks.surrogate import remove_spare
 from blend.corpora import corpora, index_dir
+from blend.corpus import Corpus, CorpusChange, PreparedCorpus, plan_change, prepare
 from blend.errors import ConfigError, StoreError
-from blend.indexing import Corpus, CorpusChange, Prepared, plan, prepare
 from blend.prompt import PromptTemplate
 from blend.serve.removed import removed_from
 from blend.serve.spool import Spool
@@ -28,7 +28,7 @@ class Applied(NamedTuple):
     """A corpus after a change. chunks: token ids of each document's chunks."""
 
     chunks: dict[str, frozenset[Tokens]]
-    prepared: Prepared
+    prepared: PreparedCorpus
 
 
 def current_index(rag: Rag) -> ChunkIndex | None:
@@ -115,7 +115,7 @@ class CorpusKeeper:
         self, documents: Sequence[Document], removed: Sequence[str], progress: Progress = no_progress
     ) -> CorpusChange:
         corpus = self._corpus(progress)
-        return plan(corpus, documents, stays=lambda name: not _among(name, removed), progress=progress)
+        return plan_change(corpus, documents, stays=lambda name: not _among(name, removed), progress=progress)
 
     def _corpus(self, progress: Progress = no_progress) -> Corpus:
         rag, config = self._rag, self._rag.corpus_config

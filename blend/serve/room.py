@@ -8,9 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from blend.corpora import check_corpus_name, corpora, in_words, is_corpus_name
+from blend.corpora import corpora, in_words
+from blend.corpus import TitledText
 from blend.errors import ConfigError, ContextLengthError, PromptError, StoreError
-from blend.indexing import TitledText
+from blend.limits import check_corpus_name, is_corpus_name
 from blend.prompt import render_chunk
 from blend.serve.chat import ChatTemplate, Passage, Turn
 from blend.serve.heard import AGAIN, SHARE, Heard

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.answering import NONE_RETRIEVED
 from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model.decoder import full_prefill
+from blend.rag import NONE_RETRIEVED
 from blend.serve.budgets import LEARN_BUDGET
 from blend.serve.chat import DIRECT, question_turns
 from blend.serve.documents import Documents

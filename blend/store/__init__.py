@@ -9,25 +9,18 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.store.artifacts import is_as_written, read_descriptions
-from blend.store.backend import CACHES, Backend, Blob, MemoryStats, Range, Stored
+from blend.store.addresses import above, hot_backend, is_address, is_mounted, mounted_at, origin_of, remote_backend
+from blend.store.admin import FarPins, note_of
+from blend.store.backend import CACHES, SOURCES, Backend, Blob, MemoryStats, Patience, Range, Stored, key_of
 from blend.store.base import ChunkStore, StoreStats
-from blend.store.codec import Codec
-from blend.store.hot import HotBackend
-from blend.store.hot_memory import HotMemory
-from blend.store.names import SOURCES, key_of
-from blend.store.patience import Patience
-from blend.store.pins import FarPins
-from blend.store.places import hot_backend, is_address, is_mounted, mounted_at, remote_backend
-from blend.store.reader import ChunkReader, is_sound
-from blend.store.registry import codec_names, get_codec, register_codec
-from blend.store.replica import above, origin_of
-from blend.store.seal import Seal, make_seal, read_store_key
-from blend.store.sealed import looker
-from blend.store.sources import note_of
+from blend.store.codecs import codec_names, get_codec, register_codec
+from blend.store.codecs.base import Codec
+from blend.store.memory import MemoryCache, MemoryTier
+from blend.store.reader import ChunkReader, looker, verified_header
+from blend.store.seal import Seal, is_as_written, make_seal, read_descriptions, read_store_key
 
 if TYPE_CHECKING:
-    from blend.store.mounted import MountedFiles
+    from blend.store.files import MountedFiles
 
 __all__ = [
     "Backend",
@@ -35,7 +28,7 @@ __all__ = [
     "ChunkReader",
     "ChunkStore",
     "Codec",
-    "HotMemory",
+    "MemoryCache",
     "MemoryStats",
     "Patience",
     "Range",
@@ -59,7 +52,7 @@ def open_store(
     codec: str | Codec = "native",
     budget_bytes: int | None = None,
     key: bytes | None = None,
-    memory_bytes: int | HotMemory | None = None,
+    memory_bytes: int | MemoryCache | None = None,
     cache: str | os.PathLike[str] | None = None,
     hot: str | None = None,
     patience: Patience | None = None,
@@ -76,8 +69,8 @@ def open_store(
     key: a secret of at least 16 bytes (see `read_store_key`) that entries and artifacts are sealed with. Whatever was not
     written with this key counts as damaged then, so that nobody without it can put KV of their own under a model. It is
     written nowhere. A store in memory has no use for it.
-    memory_bytes: what entries may take that are kept in memory besides, the most useful ones, so that those who use them share
-    them; or a `HotMemory` that several stores share. A store in memory has no use for it.
+    memory_bytes: how much memory recently read entries may take, shared by all readers; or a `MemoryCache` that several stores
+    share. A store in memory has no use for it.
     cache, hot, patience: of a store at an address: a directory of this machine that keeps what is read, within `budget_bytes`;
     the address of a Redis that keeps it for all machines; how long servers are waited for.
 
@@ -90,11 +83,11 @@ def open_store(
     user may only read is opened all the same.
     """
     encoding, seal = get_codec(codec) if isinstance(codec, str) else register_codec(codec), make_seal(key)
-    memory = HotMemory(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
+    memory = MemoryCache(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
     backend = _backend(location, budget_bytes, seal, Elsewhere(cache, hot, patience or Patience()))
     here = not hasattr(backend, "tiers")  # nothing is asked of a store elsewhere yet: it is before the first write
     if memory is not None and not backend.trusted:
-        backend = HotBackend(backend, memory, lambda name, blob: is_sound(blob, key_of(name), seal))
+        backend = MemoryTier(backend, memory, lambda name, blob: verified_header(blob, key_of(name), seal))
     store = ChunkStore(backend, encoding, seal)
     if here:
         store.require_its_key()
@@ -148,7 +141,7 @@ def _backend(location: str | os.PathLike[str], budget_bytes: int | None, seal: S
 def _mounted_above(kv: Path) -> MountedFiles | None:
     """Of a tenant's store in a directory that machines mount: the store that it lies in."""
     from blend.store.disk import DiskBackend
-    from blend.store.mounted import MountedFiles
+    from blend.store.files import MountedFiles
 
     outer = above(kv)
     origin = None if outer is None else origin_of(outer)

@@ -17,11 +17,10 @@ LAYERS = (
     ("blend.eval",),
     ("blend.integrations",),
     ("blend.serve",),
-    ("blend.many", "blend.plan"),
+    ("blend.shards", "blend.plan"),
     ("blend.rag",),
-    ("blend.answering", "blend.precompute"),
-    ("blend.indexing",),
-    ("blend.sharing",),
+    ("blend.corpus",),
+    ("blend.corpora",),
     ("blend.blender",),
     ("blend.chunks", "blend.recompute"),
     ("blend.model",),
@@ -29,7 +28,6 @@ LAYERS = (
     ("blend.config",),
     ("blend.select",),  # a configuration holds a selector; the decoder that shows it evidence is handed in
     ("blend.types", "blend.timing"),
-    ("blend.corpora",),
     ("blend.limits",),
     ("blend.errors", "blend.visible", "blend.files", "blend.lazy", "blend.version", "blend"),
 )
@@ -104,19 +102,15 @@ DOORS = {
         "blend.model.fingerprint",
         "blend.model.generate",
         "blend.model.outline",
-        "blend.model.shapes",
         "blend.weights",
         "blend_retrieval.embedders.sentence",
     },
     "vllm": {"blend.integrations"},
     "blend_retrieval": {
-        "blend.many",
         "blend.plan",
-        "blend.answering",
         "blend.rag",
-        "blend.precompute",
-        "blend.indexing",
-        "blend.sharing",
+        "blend.corpus",
+        "blend.corpora",
         "blend.serve",
         "blend.cli",
         "blend.weights",
@@ -133,12 +127,14 @@ DOORS = {
     "pydantic": {"blend.serve"},
     "prometheus_client": {"blend.serve"},
     "uvicorn": {"blend.serve"},
-    "ray": {"blend.many"},
+    "ray": {"blend.shards"},
     "opentelemetry": {"blend.serve"},
     "click": {"blend.cli"},
     "rich": {"blend.cli", "blend.eval.show"},
     "obstore": {"blend.store"},
     "redis": {"blend.store"},
+    "cachetools": {"blend.store"},
+    "blake3": {"blend.store"},
     "xxhash": {"blend.store", "blend.model.decoder", "blend.model.fingerprint"},
 }
 
@@ -174,7 +170,16 @@ def test_kernels_import_only_torch_and_triton() -> None:
 
 
 def test_the_store_knows_neither_transformers_nor_the_decoder() -> None:
-    assert _outside("blend.store") <= {"torch", "xxhash", "filelock", "numpy", "obstore", "redis"}
+    assert _outside("blend.store") <= {
+        "blake3",
+        "cachetools",
+        "filelock",
+        "numpy",
+        "obstore",
+        "redis",
+        "torch",
+        "xxhash",
+    }
     ours = {_unit(e.target) for e in imports() if e.module.startswith("blend.store") and top(e.target) == "blend"}
     assert ours <= {"blend.store", "blend.types", "blend.errors", "blend.config", "blend.files"}
 
@@ -228,7 +233,7 @@ def test_kernels_is_a_source_root_and_no_package() -> None:
 def test_the_reader_of_imports_sees_them() -> None:
     """These tests could not fail if it found nothing."""
     seen = {(entry.module, entry.target, entry.lazy) for entry in imports()}
+    assert ("blend.store", "blend.store.disk", True) in seen
     assert ("blend.model.forward", "blend_kernels", False) in seen
-    assert ("blend.store", "blend.store.memory", True) in seen
     assert any(entry.typing_only for entry in imports())
     assert ("blend_kernels.attention_op", "blend_kernels.checks", False) in seen

@@ -23,13 +23,13 @@ from blend.chunks.fit import fit_first
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
 from blend.chunks.surrogate import in_copies, remove_spare, with_given_surrogate, with_surrogate
 from blend.config import BlendConfig
+from blend.corpus import OtherCorpora
 from blend.eval.evaluator import PLAIN_REUSE, Evaluator, Method, standard_methods
-from blend.indexing import OtherCorpora
 from blend.prompt import PromptTemplate
 from blend.recompute import make_plan
 from blend.select import make_selector
 from blend.store import open_store
-from blend.store.pins import pin
+from blend.store.admin import pin_cache
 from blend.types import ChunkCache, PromptLayout
 
 FAMILIES = ("llama", "gemma3", "deepseek-v3")
@@ -236,7 +236,7 @@ def test_there_and_back_again() -> None:
 def test_a_pinned_isolated_cache_stays() -> None:
     blender = filled(one=False)
     one, spare = in_copies(blender.library(LAYOUT.prefix), one=True), Variant(LAYOUT.chunks[1], contextual=False)
-    pin(blender.store.backend, one.key(spare).digest, on=True)
+    pin_cache(blender.store.backend, one.key(spare).digest, on=True)
     remove_spare(one, LAYOUT.chunks)
     assert blender.store.stats().entries == 5
     assert one.key(spare) in blender.store

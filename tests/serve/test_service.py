@@ -17,7 +17,7 @@ from blend.prompt import render_chunk
 from blend.serve.metrics import Metrics
 from blend.serve.service import Service
 from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, AnswerRequest, GivenDocument, Message, Sampling
-from blend.store.archive import verify_entry
+from blend.store.admin import verify_entry
 from blend.store.backend import CACHES
 from blend_retrieval import RetrievalError
 

@@ -9,8 +9,7 @@ import pytest
 
 from blend.errors import ConfigError, StoreUnreachableError
 from blend.store import open_store
-from blend.store.places import inside, is_address, shown
-from blend.store.replica import FILE, origin_of, replica_of
+from blend.store.addresses import FILE, inside, is_address, origin_of, replica_of, shown
 
 
 @pytest.mark.parametrize(
