@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.errors import ConfigError, DatasetError
 from blend.eval.metrics import Interval
@@ -164,7 +164,7 @@ def _line(axes: Axes, family: str, points: Sequence[Point], x: Sequence[float], 
     colour, marker = style
     spread = [[point.kl - point.low for point in points], [point.high - point.kl for point in points]]
     kl = [point.kl for point in points]
-    form = {"marker": marker, "color": colour, "capsize": 2, "elinewidth": 0.8, "lw": 1.4}
+    form: dict[str, Any] = {"marker": marker, "color": colour, "capsize": 2, "elinewidth": 0.8, "lw": 1.4}
     axes.errorbar(x, kl, spread, label=_AS_IN_TABLES.get(family, family), **form)
     leader = {"arrowstyle": "-", "lw": 0.4}
     for place, point in zip(x, points, strict=True) if len(points) > 1 else ():
