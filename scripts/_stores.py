@@ -6,12 +6,9 @@ import ctypes
 import mmap
 import os
 import shutil
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,10 +18,7 @@ from blend.chunks.correction import POSITION_FEATURES, Bounds, KVCorrection, Lay
 from blend.chunks.fit import RANK
 from blend.chunks.surrogate import with_surrogate
 from blend.config import CorpusConfig
-from blend.store import Blob, ChunkStore, get_codec
-from blend.store.backend import Range
-from blend.store.disk import DiskBackend
-from blend.store.seal import make_seal
+from blend.store import ChunkStore
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, PromptLayout
 
@@ -33,59 +27,6 @@ if TYPE_CHECKING:
     from blend.model.decoder import Decoder
 
 SAMPLE = 256 << 20  # bytes that a bandwidth is measured on, at most
-
-
-class Rate:
-    """So many bytes a second, shared by all readers."""
-
-    def __init__(self, bytes_a_second: float) -> None:
-        self._rate, self._free, self._lock = bytes_a_second, 0.0, Lock()
-
-    @contextmanager
-    def arriving(self, nbytes: int) -> Iterator[None]:
-        """Ends when these bytes would have arrived, behind those asked for before; reading them is done within."""
-        with self._lock:
-            self._free = max(self._free, time.perf_counter()) + nbytes / self._rate
-            due = self._free
-        yield
-        time.sleep(max(0.0, due - time.perf_counter()))
-
-
-class SlowBlob(Blob):
-    """A blob that arrives at a `Rate`."""
-
-    def __init__(self, blob: Blob, rate: Rate) -> None:
-        self._blob, self._rate = blob, rate
-        self.nbytes, self.head = blob.nbytes, blob.head
-        with rate.arriving(len(self.head)):
-            pass
-
-    def read(self, *ranges: Range) -> bool:
-        """Whole ranges, one after another."""
-        with self._rate.arriving(sum(one.into.nbytes for one in ranges)):
-            return self._blob.read(*ranges)
-
-    def close(self) -> None:
-        """The blob."""
-        self._blob.close()
-
-
-class SlowBackend(DiskBackend):
-    """The files of a disk store, read at `bytes_a_second` where the disk, or the memory that holds them, is quicker."""
-
-    def __init__(self, root: Path, bytes_a_second: float) -> None:
-        super().__init__(root)
-        self._rate = Rate(bytes_a_second)
-
-    def open(self, name: str, head: int) -> Blob | None:  # type: ignore[override]  # a blob of its own
-        """Its beginning comes at that rate too."""
-        blob = super().open(name, head)
-        return None if blob is None else SlowBlob(blob, self._rate)
-
-
-def slow_store(root: Path, codec: str, bytes_a_second: float) -> ChunkStore:
-    """The disk store in `root`, read at that rate."""
-    return ChunkStore(SlowBackend(root, bytes_a_second), get_codec(codec), make_seal(None))
 
 
 def fill(
