@@ -138,7 +138,7 @@ def _missing(workload: Workload, index: int, wanted: Methods, done: Collection[K
 
 
 def _measure(workload: Workload, index: int, missing: Methods, out: Path) -> Iterator[str]:
-    """These methods on one record, beside full recompute."""
+    """Measure these methods on one record, after full recompute."""
     record = workload.records[index]
     if not missing:
         return
