@@ -1,9 +1,9 @@
 """Real servers on loopback for tests and soaks, started when they are first needed and stopped at the end of the process.
 
-`python _store_servers.py BUCKET...` is the S3 server: it takes one request after another, as conditional puts need. A file named
-in KVBLEND_S3_FAULT says what it does wrong: "stale" answers listings as they were at first, "full" refuses puts, "busy" asks to
-come again, "list" and "read" allow no more than that; "full 1234" does it to requests by that port alone. Each such request adds
-a byte to the file `met` next to it.
+`python _store_servers.py BUCKET...` is the S3 server: it takes one request after another, as conditional puts need. A file
+named in KVBLEND_S3_FAULT says what it does wrong: "stale" answers listings as they were at first, "full" refuses puts, "busy"
+asks to come again, "list" and "read" allow no more than that; "full 1234" does it to requests by that port alone. Each such
+request adds a byte to the file `met` next to it.
 """
 
 from __future__ import annotations
