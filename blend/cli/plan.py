@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +52,7 @@ def plan_document(plan: Plan) -> dict[str, object]:
         "rates": {**plan.rates._asdict(), "codecs": {name: one._asdict() for name, one in plan.rates.codecs.items()}},
         "prompt": {"tokens": plan.prompt.rows, "chunks": plan.prompt.chunks, "full_prefill_s": plan.full_s},
         "compute_s": plan.compute_s,
-        "codecs": [asdict(codec) for codec in plan.codecs],
+        "codecs": [{**one._asdict(), "tiers": [tier._asdict() for tier in one.tiers]} for one in plan.codecs],
     }
 
 
@@ -254,7 +253,7 @@ def _rates(
 ) -> Rates:
     """Rates as measured, as given, or as an earlier precompute noted them. weights: their location, and batch tokens."""
     from blend.model.decoder import Decoder
-    from blend.plan import measure, rates_of_precompute, rates_of_prefill
+    from blend.plan import measure, operations_of_precompute, rates_of_prefill
 
     load = given["load_rate"] and given["load_rate"] * 1e6
     if given["measure"]:
@@ -262,11 +261,12 @@ def _rates(
         decoder = Decoder.load(location, name=model.name, device=given["device"], dtype=terms.dtype)
         return measure(decoder, model, prompt, terms.codecs, batch_tokens)
     if given["prefill_rate"]:
+        operations = given["prefill_rate"] * model.operations(prompt.rows) / prompt.rows
         source = f"full prefill at {given['prefill_rate']:,.0f} tokens/s, as given"
-        return rates_of_prefill(given["prefill_rate"], model, prompt, terms.codecs, load, source)
+        return rates_of_prefill(operations, terms.codecs, load, source)
     rate = _noted_rate(given["store"], model.name, terms.dtype)
     source = f"a precompute into {given['store']} at {rate:,.0f} tokens/s"
-    return rates_of_precompute(rate, model, prompt, terms.codecs, load, source)
+    return rates_of_prefill(operations_of_precompute(rate, model, prompt), terms.codecs, load, source)
 
 
 def _noted_rate(store: Path, model: str, dtype: str) -> float:
