@@ -16,10 +16,9 @@ from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model import cpu
 from blend.model.cpu import take_threads
 from blend.serve.background import Beside, Encoding, Encodings
-from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
-from blend.serve.caching import OnDone
-from blend.serve.faults import log_error
-from blend.serve.outage import STORE_UNREACHABLE
+from blend.serve.corpus_caches import OnDone
+from blend.serve.failures import STORE_UNREACHABLE, log_error
+from blend.serve.limits import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.serve.prefixes import Prefixes
 from blend.serve.scheduler import OnPass, Schedule, Waiting
 from blend.serve.sequence import LEAST, Job, may_gain_by

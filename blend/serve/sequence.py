@@ -16,7 +16,7 @@ from blend.model.forward import Resume, RowRequest, Steps
 from blend.select import make_selector
 from blend.select.base import needs_of, scoring_layers
 from blend.serve.background import Lacking, Stepper, lacking
-from blend.serve.outage import STORE_UNREACHABLE, is_outage
+from blend.serve.failures import STORE_UNREACHABLE, is_outage
 from blend.serve.types import (
     ASKED_FOR,
     BLENDED_BEFORE,
@@ -314,7 +314,7 @@ class Prefill:
         try:
             self.reason = self._reason_known()
             if not self.reason and not self._work.full:
-                yield Resume.BESIDE
+                yield Resume.BACKGROUND
                 self.reason = reason_against(self._blender, self._layout, self._config, self._least_gain)
             if self.reason and self._work.handover is not None:
                 return None

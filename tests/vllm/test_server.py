@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ def test_documents_corpus_and_pasted_text(machines: Machines, own: Service) -> N
     assert ask(machines, QUESTION, model="tiny+corpus")[0] == expected
     given = [{"title": one.title, "text": one.text} for one in opened.sources]
     assert ask(machines, QUESTION, documents=given)[0] == expected
-    rag = own.room("").rag()
+    rag = own.tenant("").rag()
     config = rag.prompt_config
     from blend.prompt import render_chunk
 
@@ -187,7 +187,7 @@ def test_parameters_of_clients_are_taken_out(machines: Machines) -> None:
 
     async def stolen() -> None:
         part = {"messages": [{"role": "user", "content": QUESTION}], "model": "tiny", **CORPUS}
-        async with await PrefillConnection.open(machines.socket, {"ask": part}) as connection:
+        with closing(await PrefillConnection.open(machines.socket, {"ask": part})) as connection:
             ids, ready = (await connection.next())["prompt"], (await connection.next())["ready"]
             theirs = {"kvblend": {"ticket": ready["ticket"]}, "prompt_token_ids": ids}
             found = await asyncio.to_thread(

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 from starlette.exceptions import HTTPException
@@ -32,7 +32,7 @@ from blend.integrations.vllm.prompts import (
 )
 from blend.integrations.vllm.transport import SOCKET, VARIABLE, PrefillConnection, TransportError
 from blend.integrations.vllm.transport import Message as PrefillMessage
-from blend.serve.http.errors import DoorError, Failure, failure_of, refuse, unavailable
+from blend.serve.http.errors import ApiError, Failure, failure_of, refuse, unavailable
 from blend.serve.types import ASKED_FOR
 
 NO_PROCESS = "no prefill process"
@@ -108,7 +108,7 @@ class PrefillCircuit:
         begin = time.monotonic()
         try:
             yield
-        except DoorError:  # an answer
+        except ApiError:  # an answer
             self.answered()
             raise
         except Exception as error:
@@ -164,7 +164,7 @@ class Rewriter:
         self._refused: dict[str, str] = {}
 
     async def rewritten(self, body: dict[str, Any], path: str) -> Rewritten:
-        """What vLLM is to be asked instead. Raises `DoorError`."""
+        """What vLLM is to be asked instead. Raises `ApiError`."""
         wanted = wants_context(body)
         other = another_prompt(body, path)
         if other and wanted:
@@ -179,7 +179,7 @@ class Rewriter:
             with self._circuit():
                 async with asyncio.timeout(self._timeouts.ask):
                     return await self._by_prefill(part, plain, wanted, path)
-        except DoorError:
+        except ApiError:
             raise
         except Exception as error:  # whatever it is, vLLM can answer
             if not isinstance(error, TransportError | TimeoutError):
@@ -216,7 +216,7 @@ class Rewriter:
             if status >= 500:
                 raise TransportError("the prefill process failed at a request, its log says where")
             if wanted:
-                raise DoorError(Failure(status, words, code, param))
+                raise ApiError(Failure(status, words, code, param))
             return Rewritten(plain)  # it may be right for vLLM
         if "pass" in message:
             return Rewritten(plain)
@@ -240,13 +240,12 @@ class Rewriter:
     async def _by_rows(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
         """VLLM's own model blends."""
         try:
-            found = await asyncio.to_thread(self._prompts().prompt, part)
-        except Exception as error:
-            failure = failure_of(error)
+            found = await self._prompt(part)
+        except ApiError as error:
             if wanted:
-                raise DoorError(failure) from error
-            if failure.status >= 500:
-                self._circuit.warn(f"passages in a prompt could not be looked for ({error})")
+                raise
+            if error.failure.status >= 500:
+                self._circuit.warn(f"passages in a prompt could not be looked for ({error.__cause__})")
             return Rewritten(plain)  # it may be right for vLLM
         self._circuit.answered()
         if found is None:
@@ -270,10 +269,7 @@ class Rewriter:
             raise unavailable("the corpus cannot be searched now; the server's log says why")
         found: LocalPrompt | None = None
         if part.get("documents") or ours.get("documents"):
-            try:
-                found = await asyncio.to_thread(self._prompts().prompt, part)
-            except Exception as error:
-                raise DoorError(failure_of(error)) from error
+            found = await self._prompt(part)
         if found is None:
             return Rewritten(plain)
         ids = list(found.asked.layout.token_ids)
@@ -290,10 +286,14 @@ class Rewriter:
                 code="context_length_exceeded",
             )
 
-    def _prompts(self) -> LocalPrompts:
-        if self._local is None:
-            self._local = LocalPrompts(self._engine.renderer.get_tokenizer(), self._rows)
-        return self._local
+    async def _prompt(self, part: dict[str, Any]) -> LocalPrompt | None:
+        """Made in this process. Raises `ApiError`."""
+        try:
+            if self._local is None:
+                self._local = LocalPrompts(self._engine.renderer.get_tokenizer(), self._rows)
+            return await asyncio.to_thread(self._local.prompt, part)
+        except Exception as error:
+            raise ApiError(failure_of(error)) from error
 
     def begin(self) -> None:
         """At the server's start: compare with a prefill process that is there already."""
@@ -302,7 +302,7 @@ class Rewriter:
 
     async def _check_first(self) -> None:
         with suppress(TransportError, TimeoutError):
-            async with await PrefillConnection.open(self._socket, {"holding": True}) as connection:
+            with closing(await PrefillConnection.open(self._socket, {"holding": True})) as connection:
                 model = str((await connection.next())["model"])
             await self._reason_against(model)
 
@@ -327,19 +327,17 @@ class Rewriter:
 
     async def _compared(self) -> str:
         asked = {"check": str(getattr(self._model_config, "dtype", "")).removeprefix("torch.")}
-        async with (
-            asyncio.timeout(self._timeouts.check),
-            await PrefillConnection.open(self._socket, asked) as connection,
-        ):
-            message = await connection.next()
-            if "refused" in message:
-                return str(message["refused"])
-            try:
-                reason = await self._compare(self._engine, message["checks"], self._signer)
-            except Exception as error:  # vLLM would say the same again
-                reason = f"it could not be compared with vLLM's own ({error})"
-            await connection.send({"verdict": reason})
-            return reason
+        async with asyncio.timeout(self._timeouts.check):
+            with closing(await PrefillConnection.open(self._socket, asked)) as connection:
+                message = await connection.next()
+                if "refused" in message:
+                    return str(message["refused"])
+                try:
+                    reason = await self._compare(self._engine, message["checks"], self._signer)
+                except Exception as error:  # vLLM would say the same again
+                    reason = f"it could not be compared with vLLM's own ({error})"
+                await connection.send({"verdict": reason})
+                return reason
 
 
 def _full(plain: dict[str, Any], ids: list[int], sources: list[Any], reason: str, path: str) -> Rewritten:
@@ -453,7 +451,7 @@ class Exchange:
             return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
         except RecursionError:
             raise self._failed(refuse("the body is nested too deeply")) from None
-        except DoorError as error:
+        except ApiError as error:
             raise self._failed(error) from None
 
     async def _rewrite(self, body: dict[str, Any]) -> Message | None:
@@ -470,16 +468,16 @@ class Exchange:
             return self._next.result()
         try:
             self._found = work.result()
-        except DoorError:
+        except ApiError:
             raise
         except Exception as error:
             LOG.error("kvblend: a request could not be rewritten", exc_info=True)
-            raise DoorError(failure_of(error)) from error
+            raise ApiError(failure_of(error)) from error
         if self._found.shown is not None:
             self._reply = _Reply(self._found.shown)
         return None
 
-    def _failed(self, error: DoorError) -> HTTPException:
+    def _failed(self, error: ApiError) -> HTTPException:
         """For vLLM, so that it stops; its own reply to this is not sent."""
         self.failure = error.failure
         return HTTPException(error.failure.status)
@@ -502,7 +500,7 @@ def _content_types(scope: Scope) -> list[str]:
 def _object(raw: bytes, kind: str) -> dict[str, Any] | None:
     """The JSON object in a body of this content type, as vLLM reads it; None for other bodies, which pass unchanged.
 
-    Raises `DoorError` for broken JSON, and `RecursionError`: a body that cannot be read here cannot be stripped, and vLLM might
+    Raises `ApiError` for broken JSON, and `RecursionError`: a body that cannot be read here cannot be stripped, and vLLM might
     still read it.
     """
     try:
