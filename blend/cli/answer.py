@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blend.cli import opening, options
-from blend.cli.console import ANSWER_KEEPS, counted, seconds
+from blend.cli.console import ANSWER_KEEPS, counted, hushed, note, output, print_json, say, seconds, stream
 from blend.cli.options import TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import PromptError
@@ -80,8 +80,6 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
     with hit or miss, rows recomputed. Notes go to standard error.
     """
     question = _asked(question)
-    from blend.cli.console import hushed, output, print_json, say, stream
-
     with hushed(quiet):
         rag = opening.open_corpus(given)
         rag.warm_up(compare=compare)
@@ -107,8 +105,6 @@ def _asked(question: str) -> str:
 
 def _typed() -> str:
     """What stands on standard input. No more is read than a question may have: a device may never end."""
-    from blend.cli.console import note
-
     if sys.stdin is None:
         raise click.UsageError("there is no standard input to read the question from")
     if sys.stdin.isatty():
@@ -128,8 +124,6 @@ def _typed() -> str:
 
 def _tell(answer: Answer, rag: Rag) -> None:
     """Everything about an answer that its reader should know and would not see in it."""
-    from blend.cli.console import note
-
     for problem in answer.problems:
         note(problem)
     if not answer.text:
@@ -173,8 +167,6 @@ def answer_document(answer: Answer, model: str, selector: str, ratio: float) -> 
 
 def _explain_misses(namespaces: dict[str, dict[str, str]], mine: str) -> None:
     """Why nothing was in the store, where it has caches of this model and dtype; of others a note was written before."""
-    from blend.cli.console import note
-
     words = namespaces.get(mine, {})
     others = [one for space, one in namespaces.items() if space != mine and "contextual" not in one]
     if any((one.get("model"), one.get("dtype")) == (words["model"], words["dtype"]) for one in others if words):

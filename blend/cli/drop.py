@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from blend.cli import opening, options
+from blend.cli.console import counted, make_sure, print_json, say
 from blend.corpora import Sharing, corpora, in_words, require_corpus
 from blend.errors import ConfigError, StoreError
 
@@ -41,8 +42,6 @@ def command(yes: bool, as_json: bool, **given: Any) -> None:
 
     Without --corpus that is the one without a name. Caches that another model made stay until the store's budget evicts them.
     """
-    from blend.cli.console import counted, make_sure, print_json, say
-
     opening.check(given)
     name = given["name"] or ""
     _require_held(given["store"], name)

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blend.cli.console import note, show_fetch
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import index_dir, require_corpus
 from blend.errors import ConfigError, StoreError, StoreUnreachableError
@@ -77,8 +78,6 @@ def fetch_indexes(options: dict[str, Any]) -> None:
 
 def open_rag(options: dict[str, Any]) -> Rag:
     """A `Rag` from parsed options; entries that it does not know are left alone. Loads no model."""
-    from blend.cli.console import note, show_fetch
-
     check(options)
     key, model = store_key(options), model_of(options)
     check_model(model)
@@ -108,8 +107,6 @@ def model_of(options: dict[str, Any]) -> str:
 
     Raises `ConfigError` where several made them, or the one that did is not here.
     """
-    from blend.cli.console import note
-
     if options["model"]:
         return str(options["model"])
     store, corpus = options["store"], (options["name"] or "") if "name" in options else None
@@ -128,7 +125,6 @@ def model_of(options: dict[str, Any]) -> str:
 
 def _note_other_caches(options: dict[str, Any], model: str) -> None:
     """Say before anything is computed that the store's caches are of another model or dtype."""
-    from blend.cli.console import note
     from blend.model.decoder import pick_device, pick_dtype
 
     dtype = str(pick_dtype(options["dtype"], pick_device(options["device"]))).removeprefix("torch.")
@@ -179,7 +175,6 @@ def open_all_corpora(options: dict[str, Any]) -> Rag:
 
 def open_for_documents(options: dict[str, Any]) -> Rag:
     """`open_rag` for a corpus that is to hold documents, with the embedder that made its index unless one was named."""
-    from blend.cli.console import note
     from blend_retrieval import RetrievalError
 
     rag = open_rag(options)
@@ -202,7 +197,6 @@ def open_for_questions(options: dict[str, Any]) -> Rag:
 
 def store_key(options: dict[str, Any]) -> bytes | None:
     """The key that entries are sealed with, out of the file that --store-key names; None without one."""
-    from blend.cli.console import note
     from blend.store import read_store_key
 
     path = options.get("store_key")

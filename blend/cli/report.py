@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
-from blend.cli.console import stage_progress
+from blend.cli.console import errors, note, output, print_json, print_wide, seconds, stage_progress
 from blend.cli.options import OUTPUT, OUTPUT_OR_STDOUT, PLACE, number
 from blend.config import REPORT_TOKENS
 from blend.errors import ConfigError
@@ -50,7 +50,6 @@ def check_outputs(json_path: Path | None, picture: Path | None) -> None:
 
 def show_report(report: Report, json_path: Path | None, picture: Path | None) -> None:
     """Print the table and write the files. With JSON on standard output, the table goes to standard error."""
-    from blend.cli.console import errors, note, output, print_json, print_wide
     from blend.eval.report import report_document, write_json
     from blend.eval.show import WIDTH, render_report, write_picture
 
@@ -173,7 +172,6 @@ def command(
 
 def _measure(rag: Rag, records: list[Record], max_new_tokens: int, repeats: int) -> tuple[list[Measurement], bool]:
     """Measurements of all records, and whether Ctrl-C came before the last."""
-    from blend.cli.console import note, seconds
     from blend.eval.evaluator import Evaluator, standard_methods
 
     measured: list[Measurement] = []
@@ -195,7 +193,6 @@ def _measure(rag: Rag, records: list[Record], max_new_tokens: int, repeats: int)
 
 def _fitting(rag: Rag, records: list[Record], max_new_tokens: int) -> list[Record]:
     """Records whose prompt and answer fit the model's context; the others are named. Raises `PromptError` if none does."""
-    from blend.cli.console import note
     from blend.errors import PromptError
 
     fitting = []

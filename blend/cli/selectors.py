@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from blend.cli import options
+from blend.cli.console import print_json, say
 from blend.config import BlendConfig
 from blend.select import SELECTORS
 from blend.select.base import MEANINGS, allowed, defaults, parameters, summary, written
@@ -18,8 +19,6 @@ def command(as_json: bool) -> None:
     For example query_guided:layers=4-9,block=8 or mixed:rule=zsum,prefilter=2. A parameter means the same in every
     selector that has it; what is left out is at its default.
     """
-    from blend.cli.console import print_json, say
-
     if as_json:
         print_json({"default": BlendConfig().plain()["selector"], "selectors": listed()})
         return

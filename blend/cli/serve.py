@@ -233,7 +233,6 @@ def _require_extra() -> None:
 
 def _tenants(keys: Sequence[str], file: Path | None) -> ApiKeys:
     """Who may ask. Notes when others can read the file of keys."""
-    from blend.cli.console import note
     from blend.serve.access import ApiKeys, read_keys
 
     with warnings.catch_warnings(record=True, action="always") as told:
