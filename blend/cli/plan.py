@@ -78,7 +78,7 @@ def show(plan: Plan) -> None:
     print_wide(output, table, whole)
     say()
     say("beats computing: from that bandwidth on, loading a prompt's chunks takes less time than computing them.")
-    say("hidden: from that bandwidth on, loading takes no longer than what is recomputed anyway.")
+    say("hidden: from that bandwidth on, loading takes no longer than recomputing.")
     say(
         "first token: at the tier's bandwidth, one reader alone, at least. pays from: prompts a month, see docs/plan.md."
     )
@@ -271,7 +271,7 @@ def _rates(
 
 def _noted_rate(store: Path, model: str, dtype: str) -> float:
     """Tokens a second of the last long precompute into a store. Raises `ConfigError` if there was none."""
-    from blend.corpus import RATE
+    from blend.corpus import RATE, RATE_TOKENS
 
     with suppress(StoreError):
         described = read_words(store / "kv").values() if (store / "kv").is_dir() else ()
@@ -281,5 +281,5 @@ def _noted_rate(store: Path, model: str, dtype: str) -> float:
                 return float(words[RATE])
     raise ConfigError(
         "nothing says how fast this model is here: measure it with --measure, give --prefill-rate, "
-        "or name a --store that this model was precomputed into"
+        f"or name a --store into which it precomputed {RATE_TOKENS:,} tokens or more at once"
     )

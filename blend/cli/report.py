@@ -1,4 +1,4 @@
-"""Where a report goes: table, JSON, picture. What cannot be written is found before anything is measured."""
+"""`blend report`: full recompute, plain reuse and blended prefill on the same token ids, alternating."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STDOUT = Path("-")
 
 
 def check_outputs(json_path: Path | None, picture: Path | None) -> None:
-    """Raise `ConfigError` for files that could not be written in the end, and for packages that a report lacks."""
+    """Raise `ConfigError` for files that cannot be written, and for missing packages."""
     from blend.eval.report import check_writable
     from blend.eval.show import SUFFIXES
 
@@ -69,7 +69,7 @@ NEEDLE_CHUNKS = 8
 
 
 def load_records(given: dict[str, Any], dataset: Path | None, limit: int | None) -> tuple[Rag, list[Record]]:
-    """The engine with its model loaded, and the questions; what is wrong with these shows before the model is loaded."""
+    """The engine with its model loaded, and the questions, which are read first so that mistakes show at once."""
     if dataset is not None:
         records = load_dataset(dataset, limit)
         rag = opening.open_for_questions(given)
@@ -81,10 +81,7 @@ def load_records(given: dict[str, Any], dataset: Path | None, limit: int | None)
 
 
 def calibrate(rag: Rag, evaluator: Evaluator, records: list[Record]) -> None:
-    """What `blend precompute` does once for documents, for the chunks of these records: a surrogate context and KV corrections.
-
-    Nothing where the store has them, or where the options go without.
-    """
+    """Choose a surrogate context and fit KV corrections on these records' chunks, unless the store or the options have them."""
     if rag.blend_config.correction:
         with stage_progress() as progress:
             evaluator.calibrate(records, rag.corpus_config.surrogate_tokens, progress)
