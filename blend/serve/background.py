@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from blend.errors import StoreError
-from blend.model.cpu import compute_alone
+from blend.model.cpu import use_one_thread
 from blend.model.forward import Resume, RowRequest, Steps
 from blend.serve.corpus_caches import OnDone
 from blend.serve.failures import log_error
@@ -60,7 +60,7 @@ class Beside:
             thread.join()
 
     def _loop(self) -> None:
-        compute_alone()  # the cores are the engine's
+        use_one_thread()  # the cores are the engine's
         while (call := self._given.get()) is not None:
             try:
                 with torch.inference_mode():

@@ -14,7 +14,7 @@ import torch
 
 from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model import cpu
-from blend.model.cpu import take_threads
+from blend.model.cpu import set_threads
 from blend.serve.background import Beside, Encoding, Encodings
 from blend.serve.corpus_caches import OnDone
 from blend.serve.failures import STORE_UNREACHABLE, log_error
@@ -51,7 +51,7 @@ class Tidying:
     def tidy(self, *, busy: bool) -> None:
         """Give back what is free, if there may be any and it is time. busy: whether somebody waits for a token."""
         if self._untidy and time.monotonic() - self._tidied >= (BUSY_S if busy else IDLE_S):
-            cpu.give_back()
+            cpu.trim_heap()
             self._tidied, self._untidy = time.monotonic(), False
 
 
@@ -203,7 +203,7 @@ class EmbeddedEngine:
             self._changed.notify_all()
 
     def _loop(self) -> None:
-        take_threads(self._threads)
+        set_threads(self._threads)
         self._begun.set()
         try:
             while self._turn():
