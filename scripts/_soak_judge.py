@@ -48,14 +48,14 @@ def how_made(figures: Mapping[str, Any]) -> How:
 def made_of(extension: Mapping[str, Any]) -> tuple[Any, ...]:
     """What decides about an answer beside its question.
 
-    Full prefill, computed now or remembered; or else the hits, source by source, how many of the better caches were lacking,
+    Full prefill, computed now or remembered; or else the hits, source by source, how many of the better caches were missing,
     and how many of the first rows are remembered.
     """
     figures = extension.get("figures", {})
     if how_made(figures) != "blended":
         return ("full",)
     hits = tuple(bool(source.get("hit")) for source in extension.get("sources", ()))
-    return (figures.get("method"), hits, figures.get("lacking"), figures.get("rows_reused", 0))
+    return (figures.get("method"), hits, figures.get("missing"), figures.get("rows_reused", 0))
 
 
 def reference(document: Mapping[str, Any]) -> Reference:

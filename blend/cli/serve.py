@@ -14,8 +14,8 @@ from blend.cli import opening, options
 from blend.cli.values import NAME, PLACE, TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError
-from blend.serve.addresses import is_loopback, origin_of
-from blend.serve.budgets import (
+from blend.serve.access import is_loopback, origin_of
+from blend.serve.limits import (
     BODY_BUDGET,
     KV_BUDGET,
     LEARN_BUDGET,
@@ -26,10 +26,10 @@ from blend.serve.budgets import (
 )
 
 if TYPE_CHECKING:
-    from blend.serve.tenants import Tenants
+    from blend.serve.access import ApiKeys
 
 F = TypeVar("F", bound=Callable[..., Any])
-_EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart")
+_EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart", "pythonjsonlogger")
 
 
 class _Origin(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
@@ -113,19 +113,19 @@ def _require_extra() -> None:
         raise ConfigError(f"the server needs {', '.join(lacking)}: pip install 'kvblend[serve]'")
 
 
-def _tenants(keys: Sequence[str], file: Path | None) -> Tenants:
+def _tenants(keys: Sequence[str], file: Path | None) -> ApiKeys:
     """Who may ask. Notes when others can read the file of keys."""
     from blend.cli.console import note
-    from blend.serve.tenants import Tenants, read_keys
+    from blend.serve.access import ApiKeys, read_keys
 
     with warnings.catch_warnings(record=True, action="always") as told:
         of_file = read_keys(file) if file is not None else []
     for warning in told:
         note(str(warning.message))
-    return Tenants([*((key, "") for key in keys), *of_file])
+    return ApiKeys([*((key, "") for key in keys), *of_file])
 
 
-def _check_host(host: str, tenants: Tenants, *, insisted: bool) -> None:
+def _check_host(host: str, tenants: ApiKeys, *, insisted: bool) -> None:
     if insisted and tenants.required:
         raise ConfigError("--no-api-key and API keys exclude each other: leave one of them out")
     if not (is_loopback(host) or tenants.required or insisted):

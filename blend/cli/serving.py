@@ -13,22 +13,21 @@ from blend.cli import opening
 from blend.cli.console import note, say
 
 if TYPE_CHECKING:
-    from blend.serve.http.hall import Hall
+    from blend.serve.access import ApiKeys
+    from blend.serve.http.state import AppState
     from blend.serve.http.tracing import Tracing
     from blend.serve.service import Service
-    from blend.serve.tenants import Tenants
 
 
-def serve(given: dict[str, Any], tenants: Tenants) -> None:
+def serve(given: dict[str, Any], tenants: ApiKeys) -> None:
     """Until a signal ends it. Raises what keeps it from listening or loading."""
     from blend.serve.http.app import make_app
-    from blend.serve.http.connection import raise_descriptor_limit
-    from blend.serve.http.hall import DoorLimits
     from blend.serve.http.log import log_to_stderr
-    from blend.serve.http.server import Server, listen, url_of
+    from blend.serve.http.server import Server, listen, raise_descriptor_limit, url_of
+    from blend.serve.limits import RequestLimits
     from blend.serve.metrics import Metrics
 
-    limits = DoorLimits(
+    limits = RequestLimits(
         body_bytes=_bytes(given["body_limit"], 1e6),
         upload_bytes=_bytes(given["upload_limit"], 1e6),
         all_bytes=_bytes(max(given["body_budget"], given["body_limit"] / 1e3, given["upload_limit"] / 1e3)),
@@ -41,8 +40,8 @@ def serve(given: dict[str, Any], tenants: Tenants) -> None:
     with listen(given["host"], given["port"]) as place:
         log_to_stderr(requests=not given["quiet"])
         app = make_app(None, tenants, limits, Metrics())
-        tracing = app.state.hall.tracing = _tracing()
-        loading = _Loading(given, app.state.hall, url_of(place))
+        tracing = app.state.shared.tracing = _tracing()
+        loading = _Loading(given, app.state.shared, url_of(place))
         server = Server(app, place, grace_s=given["grace"], on_started=loading.start)
         loading.on_failure = server.stop
         server.serve_until_stopped()
@@ -66,18 +65,18 @@ def _tracing() -> Tracing | None:
 class _Loading(threading.Thread):
     """Loads the model beside the server, so that who watches it sees that it lives, and a signal ends it at any time."""
 
-    def __init__(self, given: dict[str, Any], hall: Hall, url: str) -> None:
+    def __init__(self, given: dict[str, Any], state: AppState, url: str) -> None:
         super().__init__(name="kvblend-loading", daemon=True)
-        self._given, self._hall, self._url = given, hall, url
+        self._given, self.state, self._url = given, state, url
         self.on_failure: Callable[[], None] = lambda: None
         self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
             service = make_service(self._given)
-            self._hall.service = service
+            self.state.service = service
             service.warm_up()
-            if self._hall.closing:
+            if self.state.closing:
                 service.close()
             else:
                 say(f"Ready at {self._url}")
@@ -101,15 +100,15 @@ def make_service(given: dict[str, Any]) -> Service:
     rag = opening.open_all_corpora(given)
     from blend.model.threads import take_threads
     from blend.serve.embedded import EmbeddedEngine
-    from blend.serve.service import Profile, Service
+    from blend.serve.service import PrefillProfile, Service
 
     decoder = rag.decoder
     note(f"Warming up {decoder.name} ...")
-    profile = Profile(decoder)
+    profile = PrefillProfile(decoder)
     profile.measure()
     engine = EmbeddedEngine(
         rag.blender,
-        blender_of=lambda tenant, corpus: service.room(tenant).rag(corpus).blender,
+        blender_of=lambda tenant, corpus: service.tenant(tenant).rag(corpus).blender,
         most_running=given["most_running"],
         most_waiting=given["most_waiting"],
         kv_budget=_bytes(given["kv_budget"]),

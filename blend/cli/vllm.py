@@ -13,7 +13,7 @@ import click
 from blend.cli import opening, options
 from blend.cli.values import NAME, number
 from blend.errors import ConfigError, StoreError
-from blend.serve.budgets import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
+from blend.serve.limits import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 
 if TYPE_CHECKING:
     from blend.integrations.vllm.metrics import MetricsPage
@@ -155,18 +155,18 @@ def _serve(given: dict[str, Any], place: Any, page: MetricsPage | None) -> None:
     from blend.integrations.vllm.desk import Desk
     from blend.integrations.vllm.prefill import PrefillServer
     from blend.integrations.vllm.shelf import Shelf
-    from blend.serve.http.hall import DoorLimits
     from blend.serve.http.log import log_to_stderr
+    from blend.serve.limits import RequestLimits
 
     log_to_stderr(requests=False)
     given = {**given, "model": opening.model_of(given)}
     dtype = dtype_of_vllm(given["model"]) if given["dtype"] == "auto" else given["dtype"]
     service = make_service({**given, "full": False, "dtype": dtype})
     try:
-        note_other_dtype(service.room("").rag())
+        note_other_dtype(service.tenant("").rag())
         service.warm_up()
         shelf = Shelf(round(given["held_budget"] * 1e9))
-        desk = Desk(service, shelf, DoorLimits(top_k=given["top_k"]))
+        desk = Desk(service, shelf, RequestLimits(top_k=given["top_k"]))
         server = PrefillServer(desk, shelf, place, desk.metrics)
         if page is not None:
             page.serve(desk.page)

@@ -17,9 +17,9 @@ import torch
 from blend.errors import StoreError
 from blend.model.rows import Resume, RowRequest, Steps
 from blend.model.threads import compute_alone
-from blend.serve.caching import OnDone
-from blend.serve.faults import log_error
-from blend.serve.removed import removed_from
+from blend.serve.corpus_caches import OnDone
+from blend.serve.failures import log_error
+from blend.serve.learned import removed_from
 from blend.store.archive import verify_entry
 from blend.store.names import cache_name
 
@@ -269,8 +269,8 @@ class EncodingTask:
 class EncodingQueue:
     """The caches that an engine is to compute, in order. Threads may share it.
 
-    io: a pool of one thread: one cache is in progress at a time. most_rows: of a piece. on_remembered: told of each cache that a
-    prompt lacked.
+    io: a pool of one thread: one cache is in progress at a time. most_rows: of a piece. on_remembered: called for each cache
+    that a prompt lacked.
     """
 
     def __init__(self, io: IOPool, most_rows: int, on_remembered: OnDone = _ignore) -> None:
@@ -288,7 +288,9 @@ class EncodingQueue:
     def __bool__(self) -> bool:
         return bool(self._tasks)
 
-    def add(self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone, begun: float = inf) -> EncodingTask:
+    def add(
+        self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone, begun: float = inf
+    ) -> EncodingTask:
         """Queue these. begun: arrival of the prompt that lacked them; callers that handle removals themselves give none."""
         task = EncodingTask(library, variants, self._most_rows, on_done, self._io, begun)
         with self._lock:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence as Listed
+from collections.abc import Callable
+from collections.abc import Sequence as Listed
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,10 +20,9 @@ from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model import mapped
 from blend.model.threads import take_threads
 from blend.serve.background import EncodingQueue, EncodingTask, IOPool
-from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
-from blend.serve.caching import OnDone
-from blend.serve.faults import log_error
-from blend.serve.outage import STORE_UNREACHABLE
+from blend.serve.corpus_caches import OnDone
+from blend.serve.failures import STORE_UNREACHABLE, log_error
+from blend.serve.limits import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.serve.prefixes import PrefixCache
 from blend.serve.scheduler import OnPass, Scheduler, WaitingQueue
 from blend.serve.sequence import LEAST_GAIN, Sequence, gains_from
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 LOADING = 2  # prompts whose caches are loaded at a time
 LOOK_S = 0.05  # how often cancelled prompts are looked for while everything waits for the store
-CPU_ROWS = 80  # a pass of so many rows takes five times as long as one of a single row; more would only make answers wait
+CPU_ROWS = (
+    80  # a pass of so many rows takes five times as long as one of a single row; more would only make answers wait
+)
 GPU_ROWS = 1024
 # Seconds between two times that freed memory is given back to the system: .2 s a gigabyte, in which no token is computed.
 TRIM_IDLE_S, TRIM_BUSY_S = 60.0, 600.0
@@ -101,9 +103,7 @@ class EmbeddedEngine:
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows + request.sampling.max_tokens)
         request, blender = self._placed(request)
-        sequence = Sequence(
-            request, blender, self.prefixes, next(self._numbers), on_event, least_gain=self._least_gain
-        )
+        sequence = Sequence(request, blender, self.prefixes, next(self._numbers), on_event, least_gain=self._least_gain)
         if self._bytes(sequence) > self._kv_budget:
             raise ContextLengthError(
                 f"the prompt and its answer need {self._bytes(sequence) >> 20} MiB of KV memory, all there is are "

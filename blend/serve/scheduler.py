@@ -1,8 +1,8 @@
 """Whose turn it is, and what each forward pass computes.
 
-A pass takes the next row of every running answer and a piece of one prompt's prefill, so answers go on while prompts are blended.
-A pass over few rows takes as long as reading the weights, so answers share that cost. Now and then a piece of a chunk's cache
-takes the place of the prompt's.
+A pass takes the next row of every running answer and a piece of one prompt's prefill, so answers go on while prompts are
+blended. A pass over few rows takes as long as reading the weights, so answers share that cost. Now and then a piece of a
+chunk's cache takes the place of the prompt's.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ OnPass = Callable[[int, int, float], None]
 class WaitingQueue:
     """At most `most` waiting prompts: by priority, then tenants in turn, then by arrival. Used under the engine's lock.
 
-    Every `STEP_S` seconds a prompt counts as one step more urgent, until it equals the most urgent that waits. It gains no more,
-    because within a priority the turns of tenants decide. A named tenant takes at most half of the places.
+    Every `STEP_S` seconds a prompt counts as one step more urgent, until it equals the most urgent that waits. It gains no
+    more, because within a priority the turns of tenants decide. A named tenant takes at most half of the places.
     """
 
     def __init__(self, most: int) -> None:

@@ -16,7 +16,7 @@ from blend.select import make_selector
 from blend.select.contract import needs_of
 from blend.select.query_score import scoring_layers
 from blend.serve.background import FindMissing, Stepper, missing_caches
-from blend.serve.outage import STORE_UNREACHABLE, is_outage
+from blend.serve.failures import STORE_UNREACHABLE, is_outage
 from blend.serve.types import (
     ASKED_FOR,
     BLENDED_BEFORE,
@@ -313,7 +313,7 @@ class Sequence:
         self._after_step()
 
     def retry(self, error: Exception) -> bool:
-        """Prepare for running again after a shared pass failed; False if its rows are not ready yet. Raises `error` if it cannot.
+        """Whether its rows can run again now, after a shared pass failed. Raises `error` if they never can.
 
         A prefill begins anew, once: what a selector saw of the failed pass cannot be taken back.
         """

@@ -16,13 +16,11 @@ from cachetools import LRUCache
 from blend.answering import NONE_RETRIEVED
 from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model.full_prefill import full_prefill
-from blend.serve.budgets import LEARN_BUDGET
 from blend.serve.chat import DIRECT, question_turns
 from blend.serve.documents import Documents
-from blend.serve.faults import LOG
-from blend.serve.learning import Learning
-from blend.serve.outage import STORE_UNREACHABLE, StoreWatch
-from blend.serve.room import Room, begun_corpora, kept_corpora, require_length, room_root
+from blend.serve.failures import LOG, STORE_UNREACHABLE, StoreWatch
+from blend.serve.limits import LEARN_BUDGET
+from blend.serve.tenant import Learning, TenantState, begun_corpora, kept_corpora, require_length, tenant_root
 from blend.serve.text import Detokenizer
 from blend.serve.types import (
     ASKED_FOR,
@@ -88,8 +86,8 @@ class Service:
         self.model, self.context_length = rag.decoder.name, rag.decoder.context_length
         self.created = int(time.time())
         self._rag, self._learn_budget = rag, learn_budget
-        self._own = Room(rag, learn_budget)
-        self._rooms: dict[str, Room] = {"": self._own}
+        self._own = TenantState(rag, learn_budget)
+        self._tenants: dict[str, TenantState] = {"": self._own}
         self._lock = threading.Lock()
         self._profile = profile or PrefillProfile(rag.decoder)
         self._documents: dict[tuple[str, str], Documents] = {}
@@ -114,21 +112,21 @@ class Service:
                 self.documents(tenant, corpus)  # continues what an earlier process had accepted
         self.ready = True
 
-    def room(self, tenant: str) -> Room:
+    def tenant(self, tenant: str) -> TenantState:
         """The state of a tenant. Raises `ConfigError` for an invalid name."""
         with self._lock:
-            if tenant not in self._rooms:
-                rag = self._rag.sibling("", room_root(self._rag.root, tenant))
-                self._rooms[tenant] = Room(rag, self._learn_budget, self._own.watch)
-            return self._rooms[tenant]
+            if tenant not in self._tenants:
+                rag = self._rag.sibling("", tenant_root(self._rag.root, tenant))
+                self._tenants[tenant] = TenantState(rag, self._learn_budget, self._own.watch)
+            return self._tenants[tenant]
 
     def rag(self, request: Request) -> Rag:
         """The corpus that a prepared request's passages are from."""
-        return self.room(request.tenant).rag(request.corpus)
+        return self.tenant(request.tenant).rag(request.corpus)
 
     def require_store(self, tenant: str) -> None:
         """Raise `StoreError` if the tenant's store is unreachable."""
-        self.room(tenant).watch.require()
+        self.tenant(tenant).watch.require()
 
     @property
     def alive(self) -> bool:
@@ -139,7 +137,7 @@ class Service:
     def stores(self) -> list[ChunkStore]:
         """The server's store and those of known tenants, if they can be opened; may take a while."""
         with self._lock:
-            rooms = list(self._rooms.values())
+            rooms = list(self._tenants.values())
         found: list[ChunkStore] = []
         for room in rooms:
             with suppress(StoreError):
@@ -148,11 +146,11 @@ class Service:
 
     def corpora(self, tenant: str) -> tuple[str, ...]:
         """Names of a tenant's corpora; "" is the unnamed one."""
-        return self.room(tenant).corpora
+        return self.tenant(tenant).corpora
 
     def begun(self, tenant: str) -> set[str]:
         """The same, with those that have accepted documents and no index yet."""
-        return {*self.corpora(tenant), *begun_corpora(room_root(self._rag.root, tenant))}
+        return {*self.corpora(tenant), *begun_corpora(tenant_root(self._rag.root, tenant))}
 
     def documents(self, tenant: str, corpus: str = "") -> Documents:
         """The documents of a tenant's corpus.
@@ -160,7 +158,7 @@ class Service:
         Raises `ConfigError` for an invalid name, `StoreError` while the store is unreachable.
         """
         self.require_store(tenant)
-        room = self.room(tenant)
+        room = self.tenant(tenant)
         rag = room.rag(corpus)
         with self._lock:
             if not self._open:
@@ -178,7 +176,11 @@ class Service:
         return self._calibrate(rag, chunks, anew, give_up) or not self._open
 
     def _calibrate(
-        self, rag: Rag, chunks: Sequence[tuple[int, ...]], anew: bool, give_up: Callable[[], bool] = lambda: False
+        self,
+        rag: Rag,
+        chunks: Sequence[tuple[int, ...]],
+        anew: bool = False,
+        give_up: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Measure the KV corrections while the engine is idle; False if given up, by `give_up` or because this is closed."""
 
@@ -234,7 +236,7 @@ class Service:
         Raises `PromptError` and `ConfigError` for requests that cannot be answered, `RetrievalError` if there is nothing to
         retrieve from, `StoreError` if what it names cannot be read now.
         """
-        room = self.room(request.tenant)
+        room = self.tenant(request.tenant)
         reachable = room.watch.reachable()
         request = build_prompt(room, request, require)
         rag, full = room.rag(request.corpus), self.full or request.method == "full"
@@ -252,11 +254,11 @@ class Service:
         self._asked = True
         if self._timing is not None:
             self._timing.cancel()
-        room = self.room(request.tenant)
+        room = self.tenant(request.tenant)
         processor = OutputProcessor(room.rag(request.corpus), request, on_event, self._profile, room.watch)
         processor.follow(self.engine.submit(request, processor.on_event))
         if request.remember:
-            self.learning.told(room)
+            self.learning.notice(room)
         return processor
 
     def close(self, finish_s: float = 0.0) -> None:
@@ -273,7 +275,7 @@ class Service:
             one.close()
 
 
-def build_prompt(room: Room, request: Request, require: Require = lambda: None) -> Request:
+def build_prompt(room: TenantState, request: Request, require: Require = lambda: None) -> Request:
     """The request with layout, passages and corpus. Raises as `Service.prepare` does."""
     _require_length(room, request, require)
     if request.prompt is not None:
@@ -298,7 +300,7 @@ def build_prompt(room: Room, request: Request, require: Require = lambda: None) 
     return replace(request, layout=room.chat.layout(turns, arguments), cited=tuple(cited), corpus=corpus)
 
 
-def _require_length(room: Room, request: Request, require: Require) -> None:
+def _require_length(room: TenantState, request: Request, require: Require) -> None:
     """Refuse what cannot fit before it is cut into chunks, which takes far longer than counting its tokens."""
     longest = room.rag().decoder.context_length
     texts = [request.prompt or "", *(message.content for message in request.messages)]
@@ -394,7 +396,7 @@ class OutputProcessor:
         if figures.reason == STORE_UNREACHABLE:
             self._watch.lost("it could be read when a question came, and not when its caches were loaded")
         for line in started.problems:
-            LOG.warning("damaged", extra={"told": {"why": line}})
+            LOG.warning("damaged", extra={"why": line})
         sources = tuple(
             Source(one.kind, one.id, one.document, one.title, one.text, one.score, hit, len(one.passage.ids))
             for one, hit in zip(request.cited, started.hits, strict=True)

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from blend.store.backend import MemoryStats, TierHits
 
 if TYPE_CHECKING:
-    from blend.serve.types import Holding
+    from blend.serve.types import EngineStats
     from blend.store import ChunkStore
 
 
@@ -41,7 +41,7 @@ class TierCounts(Collector):
     def __init__(self) -> None:
         self.hits = 0  # of a store without such a tier
         self.stores = StoreFigures()
-        self.holding: Holding | None = None
+        self.stats: EngineStats | None = None
 
     def collect(self) -> Iterator[Metric]:
         """As they are now."""
@@ -49,7 +49,7 @@ class TierCounts(Collector):
         store, held = (self.hits, 0) if memory is None else (memory.misses, memory.hits)
         yield _counted("chunk_hits", "Chunks whose cache was there, by where.", {"store": store, "memory": held})
         gone = {"memory": 0 if memory is None else memory.evictions, "store": evictions}
-        gone["prefixes"] = 0 if self.holding is None else self.holding.prefix_evictions
+        gone["prefixes"] = 0 if self.stats is None else self.stats.prefix_evictions
         yield _counted("evictions", "What had to go for want of room: chunk caches, or how prompts begin.", gone)
         if found is not None:
             where = {"disk": found.local, "hot": found.hot, "far": found.far, "none": found.missing}

@@ -1,7 +1,7 @@
 """Values that cross the server: the request on its way to the engine, and the events on their way back.
 
-One `Request` goes from the HTTP handler through the service to the engine. The engine answers with events: `Started`, an `Output` for
-every token, then `Finished` or `Failed`. The service adds text and sources to the same events.
+One `Request` goes from the HTTP handler through the service to the engine. The engine answers with events: `Started`, an
+`Output` for every token, then `Finished` or `Failed`. The service adds text and sources to the same events.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from blend.types import PromptLayout
 
 if TYPE_CHECKING:
     from blend.blender import Blend
-    from blend.serve.room import Cited
+    from blend.serve.tenant import Cited
 
 ASKED_FOR = "asked for"
 # Reasons that are no loss: the KV is in memory, exact or as this conversation blended it.
@@ -237,10 +237,9 @@ class Output(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The last event of an answer. completion_tokens: of the whole answer."""
+    """The last event of an answer."""
 
     reason: EndReason
-    completion_tokens: int = 0
 
 
 class Failed(NamedTuple):

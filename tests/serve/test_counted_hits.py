@@ -43,7 +43,7 @@ def test_prompts_that_lacked_the_same_caches_count_what_they_read(blender: Blend
     engine = EmbeddedEngine(blender, prefix_budget=0, least_gain=-(10**6))
     answers = [ask(engine, make_layout(), Sampling(max_tokens=2)) for _ in range(12)]
     told = sum(sum(answer.wait().started.hits) for answer in answers)
-    while engine.holding().encoding:
+    while engine.stats().encoding:
         time.sleep(0.01)
     engine.close()
     assert counted(blender) == told > 0
@@ -77,7 +77,7 @@ def test_the_caches_of_a_prompt_that_waits_are_read_ahead_once_for_all(blender: 
     held = Held(engine, PromptLayout(layout.prefix, (), layout.suffix))
     answers = [ask(engine, layout) for _ in range(2)]
     until(lambda: in_memory(blender).entries == len(layout.chunks))
-    assert engine.holding().waiting == 2, "nothing was begun for them"
+    assert engine.stats().waiting == 2, "nothing was begun for them"
     loaded = in_memory(blender).loaded_bytes
     held.let_go()
     assert [answer.wait().started.hits for answer in answers] == [(True,) * 4] * 2

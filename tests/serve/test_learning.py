@@ -36,7 +36,7 @@ def texts(count: int, seed: int = 0) -> list[GivenDocument]:
 
 def settled(service: Service) -> None:
     until = time.monotonic() + 200
-    while any(service.engine.holding()[i] for i in (0, 1, 5)) or not service.learning.quiet:
+    while not service.engine.stats().idle or not service.learning.quiet:
         assert time.monotonic() < until
         time.sleep(0.02)
 
@@ -49,7 +49,7 @@ def tell(service: Service, given: list[GivenDocument], tenant: str = "") -> None
 
 def layouts(rag: Rag, service: Service, given: list[GivenDocument], tenant: str = "") -> list[PromptLayout]:
     """Prompts of three texts each, in orders that nobody has asked in."""
-    draw, room, found = random.Random(7), service.room(tenant), []
+    draw, room, found = random.Random(7), service.tenant(tenant), []
     for _ in range(8):
         cited = room.given("", draw.sample(given, 3))
         chunks = tuple(one.passage.ids for one in cited)
@@ -79,7 +79,7 @@ def isolated(rag: Rag, prompts: list[PromptLayout]) -> Blender:
 def test_learned_text_is_blended_nearer_to_full_recompute(tmp_path: Path, model: Path) -> None:
     given = texts(10)
     with serving(tmp_path / "store", model) as service:
-        rag = service.room("").rag()
+        rag = service.tenant("").rag()
         prompts = layouts(rag, service, given)
         before = distance(isolated(rag, prompts), prompts)
         tell(service, given)
@@ -100,7 +100,7 @@ def test_nonsense_that_was_learned_does_other_texts_no_harm(tmp_path: Path, mode
     draw, honest = random.Random(1), texts(10)
     nonsense = [GivenDocument(" ".join(draw.choices(["gate", "bell"], k=120)), f"Nonsense {n}") for n in range(24)]
     with serving(tmp_path / "store", model) as service:
-        rag = service.room("").rag()
+        rag = service.tenant("").rag()
         prompts = layouts(rag, service, honest)
         before = distance(isolated(rag, prompts), prompts)
         tell(service, nonsense)
@@ -113,14 +113,14 @@ def test_nonsense_that_was_learned_does_other_texts_no_harm(tmp_path: Path, mode
         assert after < 1.15 * before, (before, after)
 
 
-def test_tenants_learn_apart_and_a_decision_is_made_twice_at_most(tmp_path: Path, model: Path) -> None:
+def test_tenants_learn_apart_and_decide_once(tmp_path: Path, model: Path) -> None:
     mine, others = texts(5), texts(1, seed=1)
     with serving(tmp_path / "store", model) as service:
         tell(service, mine, "alpha")
         tell(service, [GivenDocument(others[0].text[:300], "Little")], "beta")  # too little
         libraries = {}
         for tenant in ("alpha", "beta", ""):
-            rag = service.room(tenant).rag()
+            rag = service.tenant(tenant).rag()
             libraries[tenant] = rag.blender.library(rag.template.prefix)
         assert set(libraries["alpha"].surrogate) <= chunks_of(service, mine, "alpha")
         assert libraries["alpha"].surrogate
@@ -128,27 +128,18 @@ def test_tenants_learn_apart_and_a_decision_is_made_twice_at_most(tmp_path: Path
         assert not libraries[""].surrogate
         assert not list(libraries[""].store.artifacts())
         first = libraries["alpha"].surrogate
-        tell(service, texts(3, seed=2), "alpha")
-        assert libraries["alpha"].reread().surrogate == first, "more, and not ten times as much"
-        tell(service, texts(15, seed=3), "alpha")
+        tell(service, texts(18, seed=2), "alpha")
         library = libraries["alpha"].reread()
-        assert library.surrogate != first, "ten times as much was learned"
-        assert library.contextual is not None
-        assert libraries["alpha"].contextual is not None
-        gone = libraries["alpha"].contextual.identity.namespace
-        assert not list(library.store.keys(gone))
-        learned = service.room("alpha").learned
-        assert learned is not None
-        assert learned.decisions == 2
-        assert service.room("alpha").rag().blender.correction(library.prefix, contextual=True) is not None
+        assert library.surrogate == first, "however much is learned later"
+        assert service.tenant("alpha").rag().blender.correction(library.prefix, contextual=True) is not None
     with serving(tmp_path / "store", model) as service:  # what was decided is remembered
         tell(service, mine, "alpha")
-        rag = service.room("alpha").rag()
+        rag = service.tenant("alpha").rag()
         assert rag.blender.library(rag.template.prefix).surrogate == library.surrogate
 
 
 def chunks_of(service: Service, given: list[GivenDocument], tenant: str) -> set[tuple[int, ...]]:
-    room = service.room(tenant)
+    room = service.tenant(tenant)
     return {one.passage.ids for text in given for one in room.given("", [text])}
 
 
@@ -159,13 +150,13 @@ def test_documents_decide_for_themselves(tmp_path: Path, model: Path) -> None:
         documents.add(texts=[GivenDocument("One line about a weir.", "Weir", "weir")])
         assert documents.wait(60)
         tell(service, texts(5))
-        rag = service.room("").rag()
+        rag = service.tenant("").rag()
         assert not rag.blender.library(rag.template.prefix).surrogate
 
 
 def test_texts_that_are_larger_than_the_budget_leave_nothing(tmp_path: Path, model: Path) -> None:
     with serving(tmp_path / "store", model, learn_budget=20_000) as service:
-        room = service.room("")
+        room = service.tenant("")
         tell(service, texts(3))
         assert room.token_bytes * 100 > 20_000, "a text needs more"
-        assert service.room("").rag().store.stats().entries == 0
+        assert service.tenant("").rag().store.stats().entries == 0

@@ -53,7 +53,7 @@ class Prefill:
     def idle(self) -> None:
         """Wait until nothing is held or computed."""
         for _ in range(3000):
-            holding = self.service.engine.holding()
+            holding = self.service.engine.stats()
             if not (len(self.shelf) or holding.running or holding.waiting or holding.encoding):
                 return
             time.sleep(0.02)
@@ -109,7 +109,7 @@ def application(service: Service) -> Starlette:
     paths = (CHAT, "/v1/completions", "/invocations")
     app = Starlette(routes=[Route(path, asked, methods=["POST"]) for path in paths])
     app.add_middleware(KVBlend)
-    tokenizer = service.room("").rag().decoder.tokenizer
+    tokenizer = service.tenant("").rag().decoder.tokenizer
     app.state.engine_client = SimpleNamespace(renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer))
     return app
 
@@ -180,7 +180,7 @@ def test_documents_become_token_ids_a_ticket_and_a_salt(client: Client, prefill:
     assert client.asked({**BODY, "cache_salt": "mine"})["cache_salt"] not in ("mine", body["cache_salt"])
     other = client.asked({**BODY, "documents": DOCUMENTS[::-1]})
     assert other["cache_salt"] != body["cache_salt"]
-    prefill.service.room("").rag().store.advance()
+    prefill.service.tenant("").rag().store.advance()
     assert client.asked(BODY)["cache_salt"] != body["cache_salt"]  # a generation of its own
 
 
@@ -283,7 +283,7 @@ def test_a_model_that_does_not_agree_is_not_used(
 def test_damaged_entries_are_logged_and_counted_and_no_business_of_clients(
     client: Client, prefill: Prefill, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root = prefill.service.room("").rag().root
+    root = prefill.service.tenant("").rag().root
     others = set((root / "kv" / "objects").rglob("*.safetensors"))
     body = {**BODY, "documents": [{"title": "Quay", "text": TEXT.format(7) * 6}]}
     assert client.post(body).json()["kvblend"]["figures"]["reason"] == "cold"
@@ -294,7 +294,7 @@ def test_damaged_entries_are_logged_and_counted_and_no_business_of_clients(
         data[-100] ^= 1
         path.write_bytes(data)
     reply = client.post(body)
-    lines = [record.told["why"] for record in caplog.records if record.message == "damaged"]  # type: ignore[attr-defined]
+    lines = [record.why for record in caplog.records if record.message == "damaged"]  # type: ignore[attr-defined]
     assert lines
     assert prefill.counted("damaged_entries_total") == before + len(lines)
     assert reply.json()["kvblend"]["figures"]["notes"] == []

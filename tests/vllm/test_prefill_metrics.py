@@ -15,12 +15,12 @@ from blend.integrations.vllm.desk import Desk, Question
 from blend.integrations.vllm.metrics import MetricsPage, PrefillMetrics
 from blend.integrations.vllm.shelf import Shelf
 from blend.serve.metrics import Metrics
-from blend.serve.types import Closed, Figures, Opened, QueueFullError, Refused
+from blend.serve.types import Failed, Figures, Finished, QueueFullError, Started
 
 
-def opened(reason: str = "", method: Any = "blend") -> Opened:
+def opened(reason: str = "", method: Any = "blend") -> Started:
     rows = {"rows": 100, "rows_computed": 20, "rows_reused": 5, "rows_inexact": 0}
-    found = {"hits": 3, "chunks": 4, "bytes_loaded": 777, "lacking": 1, "notes": ()}
+    found = {"hits": 3, "chunks": 4, "bytes_loaded": 777, "missing": 1, "notes": ()}
     times: dict[str, Any] = {
         "stages": {},
         "waited_s": 0.1,
@@ -28,7 +28,7 @@ def opened(reason: str = "", method: Any = "blend") -> Opened:
         "full_estimated_s": None,
         "full_measured_s": None,
     }
-    return Opened(100, 80, (), Figures(method=method, reason=reason, **rows, **found, **times), ())
+    return Started(Figures(method=method, reason=reason, **rows, **found, **times))
 
 
 def values(page: bytes) -> dict[str, float]:
@@ -46,7 +46,7 @@ def test_a_prompt_that_is_handed_over_is_counted_with_its_rows_and_bytes() -> No
     mine, told = question(metrics, shelf)
     mine.hold(SimpleNamespace(cache=None, layout=SimpleNamespace(token_ids=())), "salt")  # type: ignore[arg-type]
     mine.on_reply(opened())
-    mine.on_reply(Closed("stop", 0, None, ()))
+    mine.on_reply(Finished("stop"))
     assert "ready" in told[0]
     found = values(metrics.page())
     wanted = {
@@ -67,12 +67,12 @@ def test_a_prompt_that_is_handed_over_is_counted_with_its_rows_and_bytes() -> No
 @pytest.mark.parametrize(
     ("replies", "counted"),
     [
-        ([opened("nothing to reuse", "full"), Closed("stop", 0, None, ())], "nothing to reuse"),
-        ([opened(), Closed("stop", 0, None, ())], "busy"),  # no room on the shelf
-        ([Refused(RuntimeError("a fault"))], "failed"),
-        ([Closed("deadline", 0, None, ())], "deadline"),
-        ([Closed("cancelled", 0, None, ())], ""),  # its client has gone
-        ([opened("", "full"), Closed("stop", 0, None, ())], ""),  # as was asked for
+        ([opened("nothing to reuse", "full"), Finished("stop")], "nothing to reuse"),
+        ([opened(), Finished("stop")], "busy"),  # no room on the shelf
+        ([Failed(RuntimeError("a fault"))], "failed"),
+        ([Finished("deadline")], "deadline"),
+        ([Finished("cancelled")], ""),  # its client has gone
+        ([opened("", "full"), Finished("stop")], ""),  # as was asked for
     ],
 )
 def test_a_prompt_that_is_left_to_vllm_is_counted_by_its_reason(replies: list[Any], counted: str) -> None:
@@ -89,7 +89,7 @@ def test_a_prompt_that_is_left_to_vllm_is_counted_by_its_reason(replies: list[An
 def test_damaged_entries_are_counted() -> None:
     metrics = PrefillMetrics()
     mine, _ = question(metrics, Shelf(1))
-    mine.on_reply(opened()._replace(damaged=3))
+    mine.on_reply(opened()._replace(problems=("damaged",) * 3))
     assert values(metrics.page())["kvblend_damaged_entries_total"] == 3
 
 

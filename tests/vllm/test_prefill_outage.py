@@ -17,7 +17,7 @@ import pytest
 from blend.integrations.vllm import gate as gates
 from blend.integrations.vllm import outage, wire
 from blend.integrations.vllm.gate import Gate, Rewritten
-from blend.serve.http.errors import DoorError
+from blend.serve.http.errors import ApiError
 
 CHAT = "/v1/chat/completions"
 PLAIN = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -168,7 +168,7 @@ def test_a_refusal_is_an_answer(process: Process) -> None:
     process.says = ({"error": [400, "no", "invalid_value", None]},)
     gate = Gate(None)
     for _ in range(2):
-        with pytest.raises(DoorError):
+        with pytest.raises(ApiError):
             rewritten(gate, WANTED)
     assert process.asked == 2
 

@@ -14,8 +14,8 @@ from blend.integrations.vllm.gate import Gate, Rewritten
 from blend.integrations.vllm.local import LocalPrompts
 from blend.integrations.vllm.questions import part_of
 from blend.integrations.vllm.rows_ticket import Told, told_by
-from blend.serve.http.errors import DoorError
-from blend.serve.outage import StoreWatch
+from blend.serve.failures import StoreWatch
+from blend.serve.http.errors import ApiError
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model
 
@@ -76,7 +76,7 @@ def test_a_request_without_documents_is_left_alone(tokenizer: Any) -> None:
 
 
 def test_a_corpus_that_is_not_there_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(DoorError, match="corpus_not_found"):
+    with pytest.raises(ApiError, match="corpus_not_found"):
         asked(tokenizer, body(kvblend={"retrieve": {"top_k": 3}}))
 
 

@@ -14,12 +14,12 @@ from blend.cli import blend
 from blend.integrations.vllm import wire
 from blend.integrations.vllm.prefill import PrefillServer
 from blend.integrations.vllm.shelf import Shelf
-from blend.serve.types import Holding
+from blend.serve.types import EngineStats
 
 
 def test_it_tells_what_is_held_and_fails_where_nobody_answers() -> None:
     name = f"@kvblend-{secrets.token_hex(6)}"
-    holding = Holding(*range(1, len(Holding._fields) + 1))
+    holding = EngineStats(*range(1, len(EngineStats._fields) + 1))
     engine = SimpleNamespace(holding=lambda: holding)
     desk = SimpleNamespace(service=SimpleNamespace(engine=engine), model="m float32", refused="")
     place = wire.bind(name)

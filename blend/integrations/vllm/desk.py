@@ -17,16 +17,18 @@ from blend.integrations.vllm.metrics import PrefillMetrics
 from blend.integrations.vllm.questions import answer_request
 from blend.integrations.vllm.shelf import NoRoomError, Shelf
 from blend.integrations.vllm.wire import Message
-from blend.serve.faults import LOG, log_error
+from blend.serve.failures import LOG, log_error
 from blend.serve.http.errors import failure_of
-from blend.serve.http.hall import DoorLimits
-from blend.serve.http.replies import own
+from blend.serve.http.replies import figures_of
+from blend.serve.limits import RequestLimits
 from blend.serve.store_metrics import StoreFigures
-from blend.serve.types import Closed, Handle, Opened, QueueFullError, Refused, Reply, Sampling
+from blend.serve.types import Event, Failed, Finished, Handle, QueueFullError, Request, Sampling, Started
 
 if TYPE_CHECKING:
     from blend.blender import Blend
-    from blend.serve.service import Prepared, Service
+    from blend.rag import Rag
+    from blend.serve.service import Service
+    from blend.types import PromptLayout
 
 CHECKED_ROWS = (33, 150, 190)  # of the prompts by which a model is compared with vLLM's
 
@@ -47,12 +49,12 @@ class Desk:
         self,
         service: Service,
         shelf: Shelf,
-        limits: DoorLimits | None = None,
+        limits: RequestLimits | None = None,
         metrics: PrefillMetrics | None = None,
     ) -> None:
-        self.service, self.shelf, self._limits = service, shelf, limits or DoorLimits()
+        self.service, self.shelf, self._limits = service, shelf, limits or RequestLimits()
         self.metrics = metrics or PrefillMetrics()
-        decoder = service.room("").rag().decoder
+        decoder = service.tenant("").rag().decoder
         self._decoder, self.model, self.refused = decoder, f"{decoder.fingerprint} {decoder.dtype}", ""
         self._row_bytes = sum(layer.width for layer in decoder.rotations) * decoder.dtype.itemsize
 
@@ -81,7 +83,7 @@ class Desk:
             tell({"pass": True})
             return question
         sources = [told_of(one) for one in prepared.cited]
-        tell({"prompt": list(prepared.work.layout.token_ids), "model": self.model, "sources": sources})
+        tell({"prompt": list(prepared.layout.token_ids), "model": self.model, "sources": sources})
         if refused and self.model in refused:
             self.judge(refused[self.model])
             question.give_up("refused")
@@ -92,7 +94,7 @@ class Desk:
     def judge(self, reason: str) -> None:
         """A server of vLLM's has compared: why it does not use KV of this model, or ""."""
         if reason and reason != self.refused:
-            LOG.error("refused", extra={"told": {"why": reason}})
+            LOG.error("refused", extra={"why": reason})
         self.refused = reason
 
     def reason_against(self, dtype: str) -> str:
@@ -104,19 +106,20 @@ class Desk:
             else f"vLLM computes in {dtype}, blend vllm in {mine}: start blend vllm with --dtype {dtype}"
         )
 
-    def _blend(self, prepared: Prepared, question: Question) -> None:
-        need = prepared.work.layout.rows * self._row_bytes
+    def _blend(self, prepared: Request, question: Question) -> None:
+        need = prepared.layout.rows * self._row_bytes
         if self.shelf.nbytes + need > self.shelf.budget:
             question.give_up("busy" if need <= self.shelf.budget else TOO_LONG)
             return
         try:
-            generation = prepared.rag.store.generation  # before anything is read, so that no later one is named
+            rag = self.service.rag(prepared)
+            generation = rag.store.generation  # before anything is read, so that no later one is named
 
             def handover(blend: Blend) -> None:
-                question.hold(blend, salt_of(prepared, blend, generation))
+                question.hold(blend, salt_of(prepared.layout, rag, blend, generation))
 
-            work = replace(prepared.work, handover=handover, sampling=Sampling(max_tokens=1))
-            question.follow(self.service.take(prepared._replace(work=work), question.on_reply))
+            handed = replace(prepared, handover=handover, sampling=Sampling(max_tokens=1))
+            question.follow(self.service.take(handed, question.on_reply))
         except QueueFullError:
             question.give_up("busy")
         except PromptError:  # more KV than --kv-budget holds
@@ -128,7 +131,7 @@ class Desk:
     def page(self) -> bytes:
         """What operators watch, in Prometheus' text format."""
         self.metrics.holds(len(self.shelf), self.shelf.nbytes, self.shelf.budget)
-        return self.metrics.page(self.service.engine.holding(), StoreFigures.of(self.service.stores))
+        return self.metrics.page(self.service.engine.stats(), StoreFigures.of(self.service.stores))
 
     def check(self, number: int) -> Message:
         """A prompt by which this model is compared with vLLM's: exact KV of it, and KV that is wrong.
@@ -165,7 +168,7 @@ class Question:
         self._lock = threading.Lock()
         self._handle: Handle | None = None
         self._ticket, self._salt, self._released, self._ended = "", "", False, False
-        self._opened: Opened | None = None
+        self._opened: Started | None = None
 
     def follow(self, handle: Handle) -> None:
         """The engine has it."""
@@ -186,23 +189,23 @@ class Question:
                 return
         self._shelf.release(ticket)
 
-    def on_reply(self, reply: Reply) -> None:
+    def on_reply(self, reply: Event) -> None:
         """What the engine says."""
-        if isinstance(reply, Opened):
+        if isinstance(reply, Started):
             self._opened = reply
-            self._metrics.begun(reply)
-        elif isinstance(reply, Refused):
+            self._metrics.prefilled(reply)
+        elif isinstance(reply, Failed):
             log_error(reply.error, "")
             self._metrics.refused(failure_of(reply.error).code)
             self.give_up("failed")
-        elif isinstance(reply, Closed):
+        elif isinstance(reply, Finished):
             self._close(reply)
 
-    def _close(self, reply: Closed) -> None:
+    def _close(self, reply: Finished) -> None:
         if self._opened is None:
             self.give_up(reply.reason)
             return
-        told, figures = own(self._opened), self._opened.figures
+        told, figures = figures_of(self._opened), self._opened.figures
         if self._ticket:
             self._metrics.handed_over(self._shelf.size(self._ticket), figures.ttft_s)
             self._end({"ready": {"ticket": self._ticket, "salt": self._salt}, "told": told})
@@ -235,12 +238,11 @@ class Question:
             self._shelf.release(ticket)
 
 
-def salt_of(prepared: Prepared, blend: Blend, generation: str) -> str:
+def salt_of(layout: PromptLayout, rag: Rag, blend: Blend, generation: str) -> str:
     """Names everything that a blended prompt's KV depends on, so that vLLM's prefix cache shares it with its like alone.
 
     Rows of the prefix are exact, computed or from memory, so they are not counted.
     """
-    layout, rag = prepared.work.layout, prepared.rag
     recomputed = int((blend.selection.rows >= len(layout.prefix)).sum())
     told = [
         (

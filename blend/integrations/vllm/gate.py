@@ -21,7 +21,7 @@ from blend.integrations.vllm.questions import part_of, plain_model, wants_contex
 from blend.integrations.vllm.rows_ticket import ready_for
 from blend.integrations.vllm.signature import Signer
 from blend.integrations.vllm.stages import options_of, rows_options
-from blend.serve.http.errors import DoorError, Failure, failure_of, refuse, unavailable
+from blend.serve.http.errors import ApiError, Failure, failure_of, refuse, unavailable
 from blend.serve.types import ASKED_FOR
 
 _LOG = logging.getLogger("vllm.kvblend")
@@ -68,7 +68,7 @@ class Gate:
         self._model_config = getattr(config, "model_config", None)
 
     async def rewritten(self, body: dict[str, Any], path: str) -> Rewritten:
-        """What vLLM is to be asked instead. Raises `DoorError`."""
+        """What vLLM is to be asked instead. Raises `ApiError`."""
         wanted = wants_context(body)
         other = another_prompt(body, path)
         if other and wanted:
@@ -83,7 +83,7 @@ class Gate:
             with self._outage.watched():
                 async with asyncio.timeout(self._seconds):
                     return await self._by_prefill(part, plain, wanted, path)
-        except DoorError:
+        except ApiError:
             raise
         except Exception as error:  # whatever it is, vLLM can answer
             self._tell(error)
@@ -123,7 +123,7 @@ class Gate:
                 raise wire.WireError("the prefill process failed at a question, its log says where")
             if not wanted:
                 return Rewritten(plain)  # it may be right for vLLM
-            raise DoorError(Failure(status, words, code, param))
+            raise ApiError(Failure(status, words, code, param))
         if "pass" in message:
             return Rewritten(plain)
         ids, sources = message["prompt"], message["sources"]
@@ -150,7 +150,7 @@ class Gate:
         except Exception as error:
             failure = failure_of(error)
             if wanted:
-                raise DoorError(failure) from error
+                raise ApiError(failure) from error
             if failure.status >= 500:
                 self._outage.tell(f"passages in a prompt could not be looked for ({error})")
             return Rewritten(plain)  # it may be right for vLLM
@@ -180,7 +180,7 @@ class Gate:
         try:
             found = await asyncio.to_thread(self._prompts().prompt, part)
         except Exception as error:
-            raise DoorError(failure_of(error)) from error
+            raise ApiError(failure_of(error)) from error
         if found is None:
             return Rewritten(plain)
         self._require_fit(found.layout.token_ids)

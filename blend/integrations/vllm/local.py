@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from blend.config import CorpusConfig
 from blend.errors import StoreError
 from blend.integrations.vllm.questions import answer_request
-from blend.serve.http.hall import DoorLimits
-from blend.serve.outage import STORE_UNREACHABLE
+from blend.serve.failures import STORE_UNREACHABLE
+from blend.serve.limits import RequestLimits
 from blend.serve.types import ASKED_FOR
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from blend.serve.room import Cited, Room
+    from blend.serve.tenant import Cited, TenantState
     from blend.types import PromptLayout
 
 CORPUS_OPTIONS = frozenset({"chunk_tokens", "codec", "embedder", "top_k"})
@@ -57,26 +57,28 @@ class LocalPrompts:
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
         self._tokenizer, self._options = tokenizer, options
-        self._room: Room | None = None
+        self._room: TenantState | None = None
 
     def prompt(self, part: Mapping[str, Any]) -> LocalPrompt | None:
         """A prompt with its passages; `part`: see `questions.part_of`. None where there is no passage in it.
 
-        Raises `DoorError`, `BlendError` or `RetrievalError` for what cannot be put into a prompt.
+        Raises `ApiError`, `BlendError` or `RetrievalError` for what cannot be put into a prompt.
         """
-        from blend.serve.service import put
+        from blend.serve.service import build_prompt
 
         room = self._made()
         names = () if self._options is None else room.corpora
-        request = answer_request(part, names, DoorLimits(top_k=room.rag().corpus_config.top_k))
+        request = answer_request(part, names, RequestLimits(top_k=room.rag().corpus_config.top_k))
         reason, generation = self._reason(room)
-        layout, cited, corpus = put(room, request)
+        request = build_prompt(room, request)
+        layout, cited = request.layout, request.cited
         if not cited:
             return None
         reason = ASKED_FOR if request.method == "full" else reason
-        return LocalPrompt(layout, corpus, tuple(map(told_of, cited)), generation, reason, _brought(layout, cited))
+        sources = tuple(map(told_of, cited))
+        return LocalPrompt(layout, request.corpus, sources, generation, reason, _brought(layout, cited))
 
-    def _reason(self, room: Room) -> tuple[str, str]:
+    def _reason(self, room: TenantState) -> tuple[str, str]:
         """Why nothing can be blended now, and otherwise the store's generation, before anything of it is read."""
         if self._options is None:
             return "", ""
@@ -85,17 +87,17 @@ class LocalPrompts:
                 return "", room.rag().store.generation
         return STORE_UNREACHABLE, ""
 
-    def _made(self) -> Room:
+    def _made(self) -> TenantState:
         if self._room is None:
             from blend.rag import Rag
-            from blend.serve.room import Room
+            from blend.serve.tenant import TenantState
 
             options = self._options or {}
             config, reader = corpus_config(options), cast(Any, _Reader(self._tokenizer))
             rag = Rag(options.get("store") or "/nonexistent", decoder=reader, corpus=config)
             if self._options is not None and "embedder" not in options:
                 rag.take_embedder_of_index()
-            self._room = Room(rag, 0)
+            self._room = TenantState(rag, 0)
         return self._room
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from blend.errors import ConfigError
 from blend.limits import shown
-from blend.serve.addresses import is_loopback
+from blend.serve.access import is_loopback
 from blend.serve.metrics import CONTENT_TYPE, WAITS, PromptMetrics
 
 _SLOW_S = 10.0  # for whoever asks to say what

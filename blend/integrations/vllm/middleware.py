@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blend.integrations.vllm.gate import Gate, Rewritten
 from blend.integrations.vllm.replies import Telling
-from blend.serve.http.errors import DoorError, Failure, failure_of, refuse
+from blend.serve.http.errors import ApiError, Failure, failure_of, refuse
 
 _LOG = logging.getLogger("vllm.kvblend")
 _PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -131,7 +131,7 @@ class Exchange:
             return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
         except RecursionError:
             raise self._failed(refuse("the body is nested too deeply")) from None
-        except DoorError as error:
+        except ApiError as error:
             raise self._failed(error) from None
 
     async def _rewrite(self, body: dict[str, Any]) -> Message | None:
@@ -148,16 +148,16 @@ class Exchange:
             return self._next.result()
         try:
             self._found = work.result()
-        except DoorError:
+        except ApiError:
             raise
         except Exception as error:
             _LOG.error("kvblend: a request could not be rewritten", exc_info=True)
-            raise DoorError(failure_of(error)) from error
+            raise ApiError(failure_of(error)) from error
         if self._found.told is not None:
             self._telling = Telling(self._found.told)
         return None
 
-    def _failed(self, error: DoorError) -> HTTPException:
+    def _failed(self, error: ApiError) -> HTTPException:
         """For vLLM, so that it goes no further; what it makes of it is not sent."""
         self.failure = error.failure
         return HTTPException(error.failure.status)
@@ -180,7 +180,7 @@ def _content_types(scope: Scope) -> list[str]:
 def _object(raw: bytes, kind: str) -> dict[str, Any] | None:
     """The JSON object that a body of this content type is, as vLLM reads it; None for what is none, which goes through.
 
-    Raises `DoorError` for a body that should be JSON and cannot be read, and `RecursionError`: what we cannot read we cannot
+    Raises `ApiError` for a body that should be JSON and cannot be read, and `RecursionError`: what we cannot read we cannot
     clean, and vLLM might read it after all.
     """
     try:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from blend.integrations.vllm.wire import WireError
-from blend.serve.http.errors import DoorError
+from blend.serve.http.errors import ApiError
 
 _LOG = logging.getLogger("vllm.kvblend")
 _SLOW_S = 1.0  # whoever failed sooner may be asked again at once: that costs nothing
@@ -35,7 +35,7 @@ class Outage:
         begin = time.monotonic()
         try:
             yield
-        except DoorError:
+        except ApiError:
             self.over()
             raise
         except Exception as error:

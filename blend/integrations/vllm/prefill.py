@@ -18,7 +18,7 @@ from blend.integrations.vllm import wire
 from blend.integrations.vllm.desk import CHECKED_ROWS, Desk
 from blend.integrations.vllm.metrics import PrefillMetrics
 from blend.integrations.vllm.shelf import NoRoomError, Shelf, bytes_of
-from blend.serve.faults import log_error
+from blend.serve.failures import log_error
 
 _LOOK_S = 0.05  # how often it is looked whether who waits is still there
 _SLOW_S = 10.0  # for a message to be read or taken
@@ -96,7 +96,7 @@ class PrefillServer:
         elif "holding" in message:
             told = {"tickets": len(self._shelf), "bytes": self._shelf.nbytes}
             judged = {"model": self._desk.model, "refused": self._desk.refused}
-            wire.send(sock, {**told, **judged, **self._desk.service.engine.holding()._asdict()})
+            wire.send(sock, {**told, **judged, **self._desk.service.engine.stats()._asdict()})
 
     def _ask(self, sock: socket.socket, part: wire.Message, refused: dict[str, str] | None) -> None:
         told: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()

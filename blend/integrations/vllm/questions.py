@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from blend.serve.http.bodies import ChatBody, CompletionBody, Offered, read_body, request_of
-from blend.serve.http.hall import DoorLimits
-from blend.serve.types import AnswerRequest
+from blend.serve.http.bodies import ChatBody, CompletionBody, ModelNames, read_body, request_of
+from blend.serve.limits import RequestLimits
+from blend.serve.types import Request
 
 CORPUS = "+corpus"  # behind a model's name, and a name of a corpus behind that
 _OURS = ("messages", "prompt", "documents", "kvblend", "model")
@@ -38,14 +38,14 @@ def wants_context(body: Mapping[str, Any]) -> bool:
     return bool(body.get("documents")) or body.get("kvblend") is not None or CORPUS in str(body.get("model", ""))
 
 
-def answer_request(part: Mapping[str, Any], corpora: tuple[str, ...], limits: DoorLimits) -> AnswerRequest:
-    """What the service is asked. corpora: that there are. Raises `DoorError` for whatever is wrong with it."""
+def answer_request(part: Mapping[str, Any], corpora: tuple[str, ...], limits: RequestLimits) -> Request:
+    """What the service is asked. corpora: that there are. Raises `ApiError` for whatever is wrong with it."""
     values = dict(part)
     template = values.pop("template", {})
     model = str(values.get("model", ""))
     raw = json.dumps(values).encode()
     body = read_body(raw, CompletionBody, limits) if "prompt" in values else read_body(raw, ChatBody, limits)
-    request = request_of(body, Offered(plain_model(model) or model, "", corpora), limits)
+    request = request_of(body, ModelNames(plain_model(model) or model, "", corpora), limits)
     return replace(request, template=template)
 
 

@@ -22,8 +22,8 @@ from blend.errors import first_line
 from blend.filling import Filler
 from blend.integrations.vllm.rows_decoder import PagedDecoder, only
 from blend.model.rows import RowRequest
-from blend.serve.background import Beside
-from blend.serve.heard import SHARE, Heard
+from blend.serve.background import IOPool
+from blend.serve.learned import SHARE, RecentTexts
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
@@ -81,7 +81,7 @@ class LentDecoder(PagedDecoder):
 class _Place(NamedTuple):
     """Chunks seen behind one prefix. brought: those that came with requests. due: at how many tokens to fit."""
 
-    heard: Heard
+    recent: RecentTexts
     brought: set[Tokens]
     due: list[int]
 
@@ -92,7 +92,7 @@ class Fitting:
     def __init__(self, decoder: PagedDecoder, most_rows: int, admitted: Admitted, wake: Callable[[], None]) -> None:
         self._lent = LentDecoder(decoder, most_rows, wake)
         self._admitted = admitted
-        self._beside = Beside("kvblend-fitting", 1, wake)
+        self._beside = IOPool("kvblend-fitting", 1, wake)
         self._places: dict[tuple[str, Tokens], _Place] = {}
         self._running = 0
 
@@ -109,13 +109,13 @@ class Fitting:
             return
         tokens = SHARE * CorpusConfig.surrogate_tokens
         key = filler.corpus, prefix
-        place = self._places.pop(key, None) or _Place(Heard(SHARE * tokens), set(), [tokens])
+        place = self._places.pop(key, None) or _Place(RecentTexts(SHARE * tokens), set(), [tokens])
         self._places[key] = place
         for oldest in list(self._places)[:-MOST_PLACES]:
             del self._places[oldest]
-        place.heard.add((*corpus, *brought))
+        place.recent.add((*corpus, *brought))
         place.brought.update(brought)
-        if not self._running and place.due[-1] <= place.heard.tokens:
+        if not self._running and place.due[-1] <= place.recent.tokens:
             place.due.append(2 * place.due[-1])
             self._running += 1
             self._beside.start(partial(self._fit, filler, prefix, place))
@@ -132,7 +132,7 @@ class Fitting:
     def _fit(self, filler: Filler, prefix: Tokens, place: _Place) -> None:
         try:
             lent = Filler(self._lent, filler.store, filler.config, corpus=filler.corpus)
-            library, chunks = lent.library(prefix), place.heard.latest(place.due[-1])
+            library, chunks = lent.library(prefix), place.recent.latest(place.due[-1])
             if filler.config.surrogate:
                 library = with_surrogate(library, chunks, CorpusConfig.surrogate_tokens)
             brought = [chunk for chunk in chunks if chunk in place.brought]

@@ -16,7 +16,7 @@ import torch
 from blend.chunks.open_library import Tokens, Variant
 from blend.errors import StoreError, first_line
 from blend.integrations.vllm.rows_fitting import Fitting
-from blend.serve.background import Beside, Encoding, Encodings
+from blend.serve.background import EncodingQueue, EncodingTask, IOPool
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
@@ -51,8 +51,8 @@ class Later:
     def __init__(self, decoder: PagedDecoder, learned: LearnedTexts | None) -> None:
         self._decoder, self._learned = decoder, learned
         self._news, self._admitting = threading.Event(), threading.Lock()
-        self._beside, rows = Beside("kvblend-rows", 1, self._news.set), rows_of_piece(decoder.device)
-        self._encodings = Encodings(self._beside, rows, self._told)
+        self._beside, rows = IOPool("kvblend-rows", 1, self._news.set), rows_of_piece(decoder.device)
+        self._encodings = EncodingQueue(self._beside, rows, self._told)
         self._fitting = Fitting(decoder, rows, self._whole, self._news.set)
         self._turn, self._warned = 0, False
 
@@ -85,16 +85,16 @@ class Later:
         self._fitting.close()
         self._beside.close()
 
-    def _piece(self, encoding: Encoding) -> None:
+    def _piece(self, encoding: EncodingTask) -> None:
         try:
-            self._decoder.run_rows(encoding.request())
+            self._decoder.run_rows(encoding.next_rows())
         except Exception as error:  # of this cache; the next one may be computed
             encoding.fail(error)
         else:
             encoding.took(torch.empty((1, 0)))  # nobody reads logits of a chunk
 
     def _allowed(self, lacked: Lacking) -> tuple[ChunkLibrary, Sequence[Variant]]:
-        """Those of the lacking caches that may be stored. Beside the engine's thread."""
+        """Those of the lacking caches that may be stored. IOPool the engine's thread."""
         library, stored = lacked.filler.library(lacked.layout.kept_behind), lacked.layout.stored
         corpus = {chunk for place, chunk in enumerate(stored) if place not in lacked.brought}
         chunks = {chunk for place in lacked.brought if (chunk := stored[place]) and chunk not in corpus}

@@ -16,9 +16,8 @@ from blend.errors import ConfigError, StoreError
 from blend.limits import check_number
 from blend.model.outline import ModelOutline
 from blend.plan.sizes import entry_bytes
-from blend.serve.budgets import LEARN_BUDGET
-from blend.serve.passages.learned import Learned
-from blend.serve.removed import removed_from
+from blend.serve.learned import LearnedCaches, removed_from
+from blend.serve.limits import LEARN_BUDGET
 from blend.sharing import published
 from blend.store.pins import pinned
 from blend.store.replica import root_of
@@ -40,7 +39,7 @@ class LearnedTexts:
 
     def __init__(self, store: ChunkStore, root: Path, budget_bytes: int) -> None:
         self._store, self._root = store, root
-        self._book = Learned(root / BOOK, budget_bytes) if budget_bytes else None
+        self._book = LearnedCaches(root / BOOK, budget_bytes) if budget_bytes else None
 
     def admitted(
         self, library: ChunkLibrary, chunks: Sequence[Tokens], queued: Callable[[], set[ChunkKey]]
@@ -59,13 +58,13 @@ class LearnedTexts:
         known = all(key in book for key in sizes)
         kept = self._kept() if self._exceeded(book, sizes) else frozenset()
         removed_from(self._store).allow(sizes)
-        gone = book.seen(sizes)
+        gone = book.use(sizes)
         self._forget([key for key in gone if key.digest not in kept], queued)
         if gone or not known:  # the order alone is not worth a file for every request
             book.save()
         return {one for key, one in variants.items() if key in book}
 
-    def _exceeded(self, book: Learned, sizes: Mapping[ChunkKey, int]) -> bool:
+    def _exceeded(self, book: LearnedCaches, sizes: Mapping[ChunkKey, int]) -> bool:
         return book.nbytes + sum(size for key, size in sizes.items() if key not in book) > book.budget
 
     def _forget(self, keys: Sequence[ChunkKey], queued: Callable[[], set[ChunkKey]]) -> None:

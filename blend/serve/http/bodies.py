@@ -1,7 +1,7 @@
 """Bodies of requests as JSON: OpenAI's fields and our own under `kvblend`. A null field counts as absent.
 
-Types are strict: "1" is not a number. pydantic words what is wrong. Fields of OpenAI's protocol that cannot change an answer are
-ignored; those that the server does not support are refused by name, unless their value asks for nothing.
+Types are strict: "1" is not a number. Messages are those of pydantic. Fields of OpenAI's protocol that cannot change an answer
+are ignored. Those that the server does not support are refused by name, unless their value asks for nothing.
 """
 
 from __future__ import annotations

@@ -10,7 +10,15 @@ from anyio import to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from blend.serve.http.bodies import CORPUS_CODES, ChatBody, CompletionBody, ModelNames, StreamOptions, read_body, request_of
+from blend.serve.http.bodies import (
+    CORPUS_CODES,
+    ChatBody,
+    CompletionBody,
+    ModelNames,
+    StreamOptions,
+    read_body,
+    request_of,
+)
 from blend.serve.http.errors import ApiError, Failure, json_response
 from blend.serve.http.log import LogEntry, entry_of
 from blend.serve.http.replies import ChatReply, EventChannel, EventStream, Reply, TextReply, failure_in

@@ -15,11 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from blend.limits import shown
-from blend.serve.http import body
-from blend.serve.http.auth import admitted
-from blend.serve.http.bodies import uploads_of
-from blend.serve.http.errors import DoorError, json_response, refuse
-from blend.serve.http.hall import Hall, hall_of
+from blend.serve.http.bodies import read_upload
+from blend.serve.http.errors import ApiError, json_response, refuse
+from blend.serve.http.state import AppState, admitted, limited, receive_all, state_of
 from blend.serve.types import GivenDocument
 from blend.serve.uploads import UploadedFile
 
@@ -41,25 +39,25 @@ class _Brought(NamedTuple):
 
 async def add(request: Request) -> Response:
     """POST: files as a form, or texts as JSON. 202: they are prepared in the background; GET tells how far they are."""
-    hall, tenant = hall_of(request), admitted(request)
-    hall.open()
+    state, tenant = state_of(request), admitted(request)
+    state.require_service()
     form = request.headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data"
-    with body.limited(request, hall.limits.upload_bytes, hall.limits.upload_s, hall.bodies) as receive:
+    with limited(request, state.limits.upload_bytes, state.limits.upload_s, state.bodies) as receive:
         brought = await (_from_form if form else _from_json)(request, receive)
 
         def work() -> tuple[DocumentStatus, ...]:
-            return _begun(hall, tenant, brought.corpus).add(brought.files, brought.texts)
+            return _begun(state, tenant, brought.corpus).add(brought.files, brought.texts)
 
         return json_response(_list(await run_in_threadpool(work)), 202)
 
 
 async def listing(request: Request) -> Response:
     """GET: all documents, and how far they are."""
-    hall, tenant = hall_of(request), admitted(request)
+    state, tenant = state_of(request), admitted(request)
     corpus = _queried(request)
 
     def work() -> tuple[DocumentStatus, ...]:
-        documents = _known(hall, tenant, corpus)
+        documents = _known(state, tenant, corpus)
         return documents.listing() if documents else ()
 
     return json_response(_list(await run_in_threadpool(work)))
@@ -67,11 +65,11 @@ async def listing(request: Request) -> Response:
 
 async def get(request: Request) -> Response:
     """GET: one document, by its id."""
-    hall, tenant, name = hall_of(request), admitted(request), request.path_params["id"]
+    state, tenant, name = state_of(request), admitted(request), request.path_params["id"]
     corpus = _queried(request)
 
     def work() -> DocumentStatus | None:
-        documents = _known(hall, tenant, corpus)
+        documents = _known(state, tenant, corpus)
         return documents.get(name) if documents else None
 
     status = await run_in_threadpool(work)
@@ -82,11 +80,11 @@ async def get(request: Request) -> Response:
 
 async def delete(request: Request) -> Response:
     """DELETE: nothing is answered from it any more."""
-    hall, tenant, name = hall_of(request), admitted(request), request.path_params["id"]
+    state, tenant, name = state_of(request), admitted(request), request.path_params["id"]
     corpus = _queried(request)
 
     def work() -> Future[None] | None:
-        documents = _known(hall, tenant, corpus)
+        documents = _known(state, tenant, corpus)
         return documents.remove(name) if documents else None
 
     removal = await run_in_threadpool(work)
@@ -97,24 +95,24 @@ async def delete(request: Request) -> Response:
     return json_response({"id": name, "object": "document", "deleted": True})
 
 
-def _known(hall: Hall, tenant: str, corpus: str) -> Documents | None:
+def _known(state: AppState, tenant: str, corpus: str) -> Documents | None:
     """Of a corpus that there is; None where there is none: asking after one does not make it."""
-    service = hall.open()
+    service = state.require_service()
     service.require_store(tenant)
     return service.documents(tenant, corpus) if corpus in service.begun(tenant) else None
 
 
-def _begun(hall: Hall, tenant: str, corpus: str) -> Documents:
+def _begun(state: AppState, tenant: str, corpus: str) -> Documents:
     """Of a corpus that there is as soon as a document was taken in."""
-    service = hall.open()
+    service = state.require_service()
     service.require_store(tenant)
-    if len({*service.begun(tenant), corpus}) > hall.limits.corpora:
-        raise refuse(f"{hall.limits.corpora} corpora are all that there may be; use one of them", "corpus")
+    if len({*service.begun(tenant), corpus}) > state.limits.corpora:
+        raise refuse(f"{state.limits.corpora} corpora are all that there may be; use one of them", "corpus")
     return service.documents(tenant, corpus)
 
 
 async def _from_json(request: Request, receive: Receive) -> _Brought:
-    told = await run_in_threadpool(uploads_of, await body.read(receive))
+    told = await run_in_threadpool(read_upload, await receive_all(receive))
     texts = [GivenDocument(one.text or "", one.title or "", one.id or "") for one in told.documents]
     return _Brought(_one(request, told.corpus), [], texts)
 
@@ -171,7 +169,7 @@ def _document(status: DocumentStatus) -> dict[str, Any]:
     }
 
 
-def _no_document(name: str) -> DoorError:
+def _no_document(name: str) -> ApiError:
     return refuse(
         f"there is no document {shown(name)}; GET /v1/documents lists those there are", "id", "not_found", 404
     )

@@ -1,6 +1,6 @@
 """Every failure in OpenAI's shape: {"error": {"message", "type", "param", "code"}} under the status of its kind.
 
-Whose words a client is told it in: see `blend.serve.reasons`.
+Whose words a client is told it in: see `blend.serve.failures`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from blend.errors import ContextLengthError, StoreError
-from blend.serve.reasons import MENDABLE, STORE_FAILS
+from blend.serve.failures import CLIENT_ERRORS, STORE_FAILS
 from blend.serve.types import EndReason, EngineFailedError, QueueFullError
 from blend.visible import json_text
 from blend_retrieval.errors import IndexMissingError, RetrievalError
@@ -47,7 +47,7 @@ class Failure(NamedTuple):
         return json_response(self.document, self.status, headers)
 
 
-class DoorError(Exception):
+class ApiError(Exception):
     """Ends a request with a failure."""
 
     def __init__(self, failure: Failure) -> None:
@@ -60,29 +60,29 @@ def json_response(document: Any, status: int = 200, headers: dict[str, str] | No
     return Response(json_text(document, allow_nan=False), status, headers, "application/json")
 
 
-def refuse(message: str, param: str | None = None, code: str = "invalid_value", status: int = 400) -> DoorError:
+def refuse(message: str, param: str | None = None, code: str = "invalid_value", status: int = 400) -> ApiError:
     """A mistake of the client's."""
-    return DoorError(Failure(status, message, code, param))
+    return ApiError(Failure(status, message, code, param))
 
 
-def unavailable(message: str, code: str = "unavailable", retry_s: float | None = 1.0) -> DoorError:
+def unavailable(message: str, code: str = "unavailable", retry_s: float | None = 1.0) -> ApiError:
     """Something that works again by and by."""
-    return DoorError(Failure(503, message, code, None, "server_error", retry_s))
+    return ApiError(Failure(503, message, code, None, "server_error", retry_s))
 
 
-def closing() -> DoorError:
+def closing() -> ApiError:
     """No request is taken any more, and no connection kept."""
     return unavailable("the server is shutting down", _CLOSING)
 
 
-def engine_failed() -> DoorError:
+def engine_failed() -> ApiError:
     """Nothing is answered any more."""
     return unavailable("the server has failed and must be started anew; its log says where", retry_s=None)
 
 
 def failure_of(error: Exception) -> Failure:
     """What a client is told of an error; see the module."""
-    if isinstance(error, DoorError):
+    if isinstance(error, ApiError):
         return error.failure
     if isinstance(error, ClientDisconnect):
         return ended_early("cancelled")
@@ -96,7 +96,7 @@ def failure_of(error: Exception) -> Failure:
         )
     if isinstance(error, ContextLengthError):
         return Failure(400, _too_long(error), "context_length_exceeded", "messages")
-    if isinstance(error, MENDABLE):
+    if isinstance(error, CLIENT_ERRORS):
         return Failure(400, " ".join(str(error).split()), "invalid_value")
     if isinstance(error, StoreError):
         return unavailable(STORE_FAILS).failure

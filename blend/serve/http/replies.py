@@ -275,8 +275,9 @@ def failure_in(event: Event | Disconnected) -> Failure | None:
         return ended_early("cancelled")
     if isinstance(event, Failed):
         return failure_of(event.error)
-    early = isinstance(event, Finished) and event.reason not in ("stop", "length")
-    return ended_early(event.reason) if early else None
+    if isinstance(event, Finished) and event.reason not in ("stop", "length"):
+        return ended_early(event.reason)
+    return None
 
 
 class EventStream(Response):

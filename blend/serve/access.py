@@ -1,9 +1,11 @@
-"""Who may ask, and whose corpus they ask: API keys, each of which may belong to a tenant."""
+"""Who may send requests: API keys with their tenants, and the addresses and origins that need none."""
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import os
+import re
 import stat
 import warnings
 from collections.abc import Iterable, Iterator
@@ -12,16 +14,19 @@ from pathlib import Path
 
 from blend.corpora import check_corpus_name
 from blend.errors import ConfigError
+from blend.limits import shown
 
 _LONGEST_FILE = 1 << 20
 _LONGEST_KEY = 512
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?/?")
+_DEFAULT_PORTS = {"http": "80", "https": "443"}  # which browsers leave out
 
 
-class Tenants:
-    """The API keys that are known, each with its tenant.
+class ApiKeys:
+    """The known API keys, each with its tenant.
 
-    keys: pairs of key and tenant; a key of the tenant "" shares the common room. Without any key everybody may come in, to
-    the common room. Raises `ConfigError` for a key that no header can carry, a name that is none, one key of two tenants.
+    keys: pairs of key and tenant; keys of the tenant "" share the server's own store. Without any key everybody shares it.
+    Raises `ConfigError` for a key that no header can carry, an invalid tenant name, and one key of two tenants.
     """
 
     def __init__(self, keys: Iterable[tuple[str, str]] = ()) -> None:
@@ -36,16 +41,11 @@ class Tenants:
 
     @property
     def required(self) -> bool:
-        """Whether a key is needed to come in."""
+        """Whether requests need a key."""
         return bool(self._tenants)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The tenants in alphabetical order, "" among them where a key has none or none is needed."""
-        return tuple(sorted(set(self._tenants.values()) or {""}))
-
-    def of(self, key: str | None) -> str | None:
-        """Whose key it is; None if it is nobody's. Takes as long for a wrong key as for a right one."""
+    def tenant_of(self, key: str | None) -> str | None:
+        """The tenant of a key; None for an unknown key. Takes the same time for wrong and right keys."""
         if not self.required:
             return ""
         given, found = _digest(key or ""), None
@@ -56,9 +56,9 @@ class Tenants:
 
 
 def read_keys(path: Path) -> list[tuple[str, str]]:
-    """The keys in a file: a key a line, its tenant behind it where it has one; # opens a comment.
+    """Read a file of keys: a key a line, with its tenant behind it if it has one; # starts a comment.
 
-    Raises `ConfigError` when the file cannot be read or a line is something else. Warns when others may read the file.
+    Raises `ConfigError` for a file that cannot be read or parsed. Warns if other users can read it.
     """
     try:
         with path.open("rb") as opened:
@@ -78,6 +78,26 @@ def read_keys(path: Path) -> list[tuple[str, str]]:
             f"the file of API keys {path} holds none: write a key a line, with its tenant behind it if any"
         )
     return found
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this name or address, without a port, is loopback on every machine."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def origin_of(url: str) -> str:
+    """An origin as browsers write it: scheme, host, and the port unless it is the scheme's default.
+
+    Raises `ConfigError` for anything else, such as a path or a wildcard.
+    """
+    found = _ORIGIN.fullmatch(url.lower())
+    if found is None:
+        raise ConfigError(f"{shown(url)} is no origin: give scheme and host alone, such as https://rag.example.org")
+    scheme, host, port = found.groups()
+    return f"{scheme}://{host}" + (f":{port}" if port and port != _DEFAULT_PORTS.get(scheme) else "")
 
 
 def _lines(text: str, path: Path) -> Iterator[tuple[str, str]]:
