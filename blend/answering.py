@@ -9,8 +9,7 @@ from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.errors import StoreError
 from blend.limits import check_number
-from blend.model.decoder import Decoder
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import Decoder, full_prefill
 from blend.model.generate import Generation, generate
 from blend.prompt import PromptTemplate
 from blend.store import open_store

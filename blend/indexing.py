@@ -13,9 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.chunks.deciding import in_copies, with_given_surrogate, with_surrogate, without_surrogate
-from blend.chunks.library import ChunkLibrary
-from blend.chunks.open_library import Tokens, Variant
+from blend.chunks.library import ChunkLibrary, Tokens, Variant
+from blend.chunks.surrogate import in_copies, with_given_surrogate, with_surrogate, without_surrogate
 from blend.config import CorpusConfig
 from blend.prompt import PromptTemplate, render_chunk
 from blend.sharing import begun_with, publish_index

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blend.chunks.deciding import remove_spare
-from blend.chunks.probe import leave_probe
+from blend.chunks.encode import leave_probe
+from blend.chunks.surrogate import remove_spare
 from blend.chunks.work import close
 from blend.config import CorpusConfig
 from blend.indexing import Corpus, CorpusChange, plan, prepare

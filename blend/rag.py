@@ -16,8 +16,7 @@ from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfi
 from blend.corpora import corpora, index_dir, require_corpus
 from blend.errors import ConfigError, PromptError
 from blend.lazy import loaded_once
-from blend.model.decoder import Decoder, pick_device
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import Decoder, full_prefill, pick_device
 from blend.model.generate import OnText, generate
 from blend.precompute import Precomputed, precompute
 from blend.prompt import PromptTemplate

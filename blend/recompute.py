@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blend.model.rows import Narrowing, Resume, RowRequest, Steps
+from blend.model.forward import Narrowing, Resume, RowRequest, Steps
 from blend.select import All, Evidence, Nothing, QueryScore, Selector, Step
-from blend.select.base import KV
-from blend.select.contract import needs_of, rows_of
+from blend.select.base import KV, needs_of, rows_of
 from blend.select.evidence import QueryAttention, true_weight
 from blend.timing import Stopwatch
 from blend.types import PromptLayout, Selection
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
 
 
 MostRows = int | Callable[[], int]
@@ -108,7 +107,7 @@ def recompute(
     positions of all rows that are computed from then on, before the first piece, and again whenever the selector narrows them.
 
     Time goes to the stages select and recompute of `watch`. Raises `ConfigError` when the selector needs a layer that the
-    decoder does not have, or breaks its contract (`blend.select.contract`).
+    decoder does not have, or breaks its contract (`blend.select.base`).
     """
     depth, ids = len(decoder.layers), torch.tensor(plan.layout.token_ids, device=decoder.device)
     needs = needs_of(plan.selector, depth)

@@ -18,8 +18,8 @@ import torch
 
 from blend.blender import Blender
 from blend.chunks.correction import POSITION_FEATURES, Bounds, KVCorrection, LayerCorrection
-from blend.chunks.deciding import with_surrogate
-from blend.chunks.regression import RANK
+from blend.chunks.fit import RANK
+from blend.chunks.surrogate import with_surrogate
 from blend.config import CorpusConfig
 from blend.store import Blob, ChunkStore, get_codec
 from blend.store.backend import Range
@@ -104,7 +104,7 @@ def fill(
 
     correction: "neutral" is one of the size that is fitted, which adds nothing: random weights have nothing to predict, and
     one that harms a prompt would be found out and left out, at the cost of another pass. "fitted" measures one on at most
-    `blend.chunks.fit_correction.TOKENS` tokens of the chunks, whatever the prompt's length. "off" has none.
+    `blend.chunks.fit.TOKENS` tokens of the chunks, whatever the prompt's length. "off" has none.
     """
     blender = Blender(decoder, store)
     with_surrogate(blender.library(layout.kept_behind), others, CorpusConfig().surrogate_tokens)

@@ -31,7 +31,6 @@ LONGEST = (
     "cli/test_cli_hostile_text.py",
     "cli/test_cli_shared_store.py",
     "blend/test_many_threads.py",
-    "scripts/test_sweep_small_corpora.py",
     "cli/test_cli_drop.py",
 )
 

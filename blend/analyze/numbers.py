@@ -1,18 +1,32 @@
-"""The numbers of a prompt that do not depend on its length or its chunks, so that those of many prompts can be averaged."""
+"""Numbers of a prompt that do not depend on its length or chunks, so that those of many prompts can be averaged."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from itertools import pairwise
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from blend.analyze.deviation import Deviation, quantiles, rank_correlation, top_shares
-from blend.analyze.places import Places, find_places
+from blend.analyze.study import KINDS, Deviation, PromptAnalysis
+from blend.types import PromptLayout
 
-if TYPE_CHECKING:
-    from blend.analyze.study import PromptAnalysis
+QUANTILES = (0.05, 0.25, 0.50, 0.75, 0.95)
+
+
+TOP = (0.05, 0.10, 0.15)
+
+
+# Share of the rows that count as high.
+HIGH = 0.10
+
+
+START_BINS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+
+
+END_BINS = (0, 1, 2, 4, 8, 16, 32)
+
 
 T = TypeVar("T")
 
@@ -41,6 +55,19 @@ class DeviationNumbers:
     mean_after: np.ndarray
     top: np.ndarray
     correlation: np.ndarray
+
+
+@dataclass(frozen=True)
+class Places:
+    """Counts of rows of the chunks after the first, all of them and the high ones; float64, so that means of them make sense.
+
+    by_start: `[bins of START_BINS, 2]`, distance from the chunk's first token. by_end: the same from its last token.
+    by_kind: `[KINDS, 2]`. Column 0 counts all rows, column 1 the high ones.
+    """
+
+    by_start: np.ndarray
+    by_end: np.ndarray
+    by_kind: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -99,15 +126,19 @@ def mean_numbers(many: Sequence[Numbers]) -> Numbers:
     return _mean(many)
 
 
-def _deviation(before: Deviation, after: Deviation) -> DeviationNumbers:
-    return DeviationNumbers(
-        quantiles(before.relative),
-        quantiles(after.relative),
-        before.relative.mean(1),
-        after.relative.mean(1),
-        top_shares(before.squared),
-        rank_correlation(before.squared),
-    )
+def _mean(many: Sequence[T]) -> T:
+    first: Any = many[0]
+    if is_dataclass(first):
+        parts = {f.name: _mean([getattr(one, f.name) for one in many]) for f in fields(first)}
+        return cast(T, replace(first, **parts))  # type: ignore[type-var]  # an instance, not a class
+    return cast(T, _mean_known(np.stack(cast(Sequence[np.ndarray], many))))
+
+
+def _mean_known(stacked: np.ndarray) -> np.ndarray:
+    known = ~np.isnan(stacked)
+    total, count = np.where(known, stacked, 0.0).sum(0), known.sum(0)
+    mean: np.ndarray = np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
+    return mean
 
 
 def _cross(analysis: PromptAnalysis) -> CrossNumbers:
@@ -128,16 +159,96 @@ def _cross(analysis: PromptAnalysis) -> CrossNumbers:
     )
 
 
-def _mean(many: Sequence[T]) -> T:
-    first: Any = many[0]
-    if is_dataclass(first):
-        parts = {f.name: _mean([getattr(one, f.name) for one in many]) for f in fields(first)}
-        return cast(T, replace(first, **parts))  # type: ignore[type-var]  # an instance, not a class
-    return cast(T, _mean_known(np.stack(cast(Sequence[np.ndarray], many))))
+def _deviation(before: Deviation, after: Deviation) -> DeviationNumbers:
+    return DeviationNumbers(
+        quantiles(before.relative),
+        quantiles(after.relative),
+        before.relative.mean(1),
+        after.relative.mean(1),
+        top_shares(before.squared),
+        rank_correlation(before.squared),
+    )
 
 
-def _mean_known(stacked: np.ndarray) -> np.ndarray:
-    known = ~np.isnan(stacked)
-    total, count = np.where(known, stacked, 0.0).sum(0), known.sum(0)
-    mean: np.ndarray = np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
+def quantiles(relative: np.ndarray) -> np.ndarray:
+    """`QUANTILES` over the rows of each layer, `[layers, quantiles]`."""
+    found: np.ndarray = np.quantile(relative, QUANTILES, axis=1).T
+    return found
+
+
+def top_shares(squared: np.ndarray) -> np.ndarray:
+    """Share of each layer's total that its top 5, 10, 15 % rows hold, `[layers, 3]`; NaN where the total is 0."""
+    ordered = -np.sort(-squared, axis=1)
+    rows = squared.shape[1]
+    counts = [max(1, round(share * rows)) for share in TOP]
+    held = np.stack([ordered[:, :count].sum(1) for count in counts], 1)
+    total = squared.sum(1, keepdims=True)
+    shares: np.ndarray = np.divide(held, total, out=np.full_like(held, np.nan), where=total > 0)
+    return shares
+
+
+def rank_correlation(squared: np.ndarray) -> np.ndarray:
+    """Spearman's rho between the layers' rows, `[layers, layers]`; NaN for a layer whose rows are all equal."""
+    ranks = np.stack([_ranks(layer) for layer in squared])
+    centred = ranks - ranks.mean(1, keepdims=True)
+    norm = np.sqrt((centred**2).sum(1))
+    scale = np.outer(norm, norm)
+    rho: np.ndarray = np.divide(centred @ centred.T, scale, out=np.full_like(scale, np.nan), where=scale > 0)
+    return rho
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks from 0; equal values share the mean of their ranks."""
+    _, group, count = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(count) - 1
+    mean: np.ndarray = (last - (count - 1) / 2)[group]
     return mean
+
+
+def find_places(squared: np.ndarray, layout: PromptLayout, kinds: Sequence[int]) -> Places:
+    """Count where the `HIGH` share of rows with the largest deviation sit.
+
+    squared: `[layers, context rows]`; a row's deviation is the sum over layers, each layer scaled to mean 1. kinds: of all rows
+    of the prompt. The first chunk is left out: it stands where it was computed and does not deviate.
+    """
+    lengths = np.array([span.length for span in layout.chunk_spans], dtype=np.int64)
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    depth = np.arange(len(starts)) - starts
+    left = np.repeat(lengths, lengths) - 1 - depth
+    later = starts > 0
+    high = _highest(row_score(squared)[later])
+    kind = np.asarray(kinds[layout.context.start : layout.context.stop], dtype=np.int64)
+    return Places(
+        _count(_bin(depth[later], START_BINS), high, len(START_BINS)),
+        _count(_bin(left[later], END_BINS), high, len(END_BINS)),
+        _count(kind[later], high, len(KINDS)),
+    )
+
+
+def row_score(squared: np.ndarray) -> np.ndarray:
+    """Deviation of a row over all layers, each layer scaled to mean 1 first, `[context rows]`."""
+    mean = squared.mean(1, keepdims=True)
+    score: np.ndarray = np.divide(squared, mean, out=np.zeros_like(squared), where=mean > 0).sum(0)
+    return score
+
+
+def bin_names(edges: Sequence[int]) -> tuple[str, ...]:
+    """0, 1, 2-3, 4-7, ..., 128 and more."""
+    closed = [str(low) if high == low + 1 else f"{low}\u2013{high - 1}" for low, high in pairwise(edges)]
+    return (*closed, f"{edges[-1]}+")
+
+
+def _highest(score: np.ndarray) -> np.ndarray:
+    chosen = np.zeros(len(score), dtype=bool)
+    chosen[np.argsort(-score, kind="stable")[: round(HIGH * len(score))]] = True
+    return chosen
+
+
+def _bin(distance: np.ndarray, edges: Sequence[int]) -> np.ndarray:
+    which: np.ndarray = np.digitize(distance, edges) - 1
+    return which
+
+
+def _count(which: np.ndarray, high: np.ndarray, bins: int) -> np.ndarray:
+    every, some = np.bincount(which, minlength=bins), np.bincount(which[high], minlength=bins)
+    return np.stack((every, some), 1).astype(np.float64)

@@ -1,14 +1,22 @@
-"""What each picture shows, in one sentence with its numbers."""
+"""What each chart shows, in one sentence with its numbers."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from blend.analyze.deviation import TOP
-from blend.analyze.numbers import CrossNumbers, DeviationNumbers, Numbers, SparsityNumbers
-from blend.analyze.places import HIGH, START_BINS, Places, bin_names
-from blend.analyze.sparsity import MASSES, THRESHOLDS
-from blend.analyze.tokens import KINDS
+from blend.analyze.attention import MASSES, THRESHOLDS
+from blend.analyze.numbers import (
+    HIGH,
+    START_BINS,
+    TOP,
+    CrossNumbers,
+    DeviationNumbers,
+    Numbers,
+    Places,
+    SparsityNumbers,
+    bin_names,
+)
+from blend.analyze.study import KINDS
 
 
 def readings(numbers: Numbers) -> dict[str, str]:

@@ -1,30 +1,88 @@
-"""One prompt under three prefills: full recompute, plain reuse and the configured blend; everything the report shows of it."""
+"""Run one prompt under full recompute, plain reuse and the configured blend, and compare what they compute."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from blend.analyze.deviation import KVDeviation, measure_deviation
-from blend.analyze.heatmap import HeadMap, cell_width
-from blend.analyze.observe import LayerAttention, observe_layer, observe_rows, total_variation
-from blend.analyze.scores import RowScores, row_scores
-from blend.analyze.segments import Segments
-from blend.analyze.tokens import token_texts, word_kinds
+from blend.analyze.attention import (
+    HeadMap,
+    LayerAttention,
+    Segments,
+    cell_width,
+    observe_layer,
+    observe_rows,
+    total_variation,
+)
 from blend.blender import Blend, Blender
-from blend.chunks.assemble import assemble
-from blend.chunks.placed import place
+from blend.chunks.assemble import assemble, place
 from blend.errors import ConfigError, PromptError
-from blend.model.attention import AttentionCall
-from blend.types import PromptLayout
+from blend.model.forward import AttentionCall
+from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector
+from blend.select.base import scoring_layers
+from blend.select.evidence import query_attention
+from blend.select.selectors import combine, deviation
+from blend.types import PromptLayout, Span
 
 if TYPE_CHECKING:
+    from blend.config import BlendConfig
     from blend.model.cache import BlendedCache
     from blend.model.decoder import Decoder
+
+
+KINDS = ("capitalised", "number", "punctuation", "other")
+
+
+_UNFINISHED = "\ufffd"
+
+
+# A character takes at most four bytes, and byte-level tokens hold at least one each.
+_LONGEST_CHARACTER = 4
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Of keys or of values, float64 `[layers, context rows]` each.
+
+    squared: squared L2 distance to full recompute, summed over heads and dimensions. size: squared L2 norm of full recompute.
+    """
+
+    squared: np.ndarray
+    size: np.ndarray
+
+    @property
+    def relative(self) -> np.ndarray:
+        """Distance over norm, `[layers, context rows]`."""
+        relative: np.ndarray = np.sqrt(self.squared / np.maximum(self.size, 1e-30))
+        return relative
+
+
+@dataclass(frozen=True)
+class KVDeviation:
+    """Keys and values of one cache against another."""
+
+    keys: Deviation
+    values: Deviation
+
+
+@dataclass(frozen=True)
+class RowScores:
+    """One number a context row, `[context rows]` each, and where they were taken.
+
+    deviation: distance of stored from fresh KV at `check_layer`, as `hkvd` measures it. question: attention of the suffix
+    rows over the stored caches in `layers`, as `query_guided` does. both: combined as `mixed` does. Each with the parameters
+    of the configured selector where it measures the same, and else with the defaults.
+    """
+
+    deviation: np.ndarray
+    question: np.ndarray
+    both: np.ndarray
+    check_layer: int
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -188,3 +246,106 @@ def _exchange(
         question[1, layer] = observe_rows(reuse, segments).by_segment.mean(0)
         question[2, layer] = seen.by_segment[-suffix:].mean(0)
     return Exchange(cross, question, variation.transpose(1, 0, 2))
+
+
+def row_scores(
+    decoder: Decoder, config: BlendConfig, layout: PromptLayout, stored: BlendedCache, exact: BlendedCache
+) -> RowScores:
+    """Score the context rows; `stored` holds what the selectors see of plain reuse, `exact` full recompute.
+
+    Where all rows run up to the check layer, fresh KV there is that of full recompute. Writes the suffix rows of `stored`.
+    """
+    selector = make_selector(config.selector)
+    measure = selector if isinstance(selector, HighDeviation | Mixed) else HighDeviation()
+    score = selector if isinstance(selector, QueryGuided | Mixed) else QueryGuided()
+    check = min(measure.check_layer, len(decoder.layers) - 1)
+    context = slice(layout.context.start, layout.context.stop)
+    new, old = ([part[:, :, context] for part in cache.view(check)] for cache in (exact, stored))
+    far = deviation((new[0], new[1]), (old[0], old[1]), measure.of, measure.norm)
+    asked = QueryScore(score.layers, score.rows, score.value_norm)
+    attention = query_attention(decoder, stored, layout, asked)[:, context].sum(0)
+    both = combine(far, attention, selector.rule if isinstance(selector, Mixed) else "product")
+    layers = scoring_layers(score.layers, len(decoder.layers))
+    return RowScores(_array(far), _array(attention), _array(both), check, layers)
+
+
+def _array(values: torch.Tensor) -> np.ndarray:
+    array: np.ndarray = values.double().cpu().numpy()
+    return array
+
+
+def measure_deviation(cache: BlendedCache, exact: BlendedCache, context: Span) -> KVDeviation:
+    """Compare the context rows of two caches of one prompt, layer by layer, in fp32 or better."""
+    found: tuple[list[tuple[np.ndarray, np.ndarray]], ...] = ([], [])
+    for layer in range(len(exact.layers)):
+        for into, mine, true in zip(found, cache.view(layer), exact.view(layer), strict=True):
+            into.append(_rows(mine, true, context))
+    keys, values = (Deviation(*map(np.stack, zip(*part, strict=True))) for part in found)
+    return KVDeviation(keys, values)
+
+
+def _rows(mine: torch.Tensor, true: torch.Tensor, context: Span) -> tuple[np.ndarray, np.ndarray]:
+    span = slice(context.start, context.stop)
+    true = true[0, :, span].float()
+    gap = mine[0, :, span].float() - true
+    squared, size = (t.double().square().sum((0, 2)).cpu().numpy() for t in (gap, true))
+    return squared, size
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
+    """What each token adds to the text; a character split over several tokens stands at the first of them."""
+    texts: list[str] = []
+    start = 0
+    while start < len(ids):
+        stop = start + 1
+        text = _decode(tokenizer, ids[start:stop])
+        while _UNFINISHED in text and stop < min(len(ids), start + _LONGEST_CHARACTER):
+            stop += 1
+            longer = _decode(tokenizer, ids[start:stop])
+            if _UNFINISHED not in longer:
+                text = longer
+                break
+        else:
+            stop = start + 1
+        texts += [text, *[""] * (stop - start - 1)]
+        start = stop
+    return tuple(texts)
+
+
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    text = str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+    # SentencePiece vocabularies mark a leading space that decoding drops at the start of a text.
+    piece = str(tokenizer.convert_ids_to_tokens(int(ids[0])))
+    return f" {text}" if piece.startswith("\u2581") and not text.startswith(" ") else text
+
+
+def word_kinds(texts: Sequence[str]) -> tuple[int, ...]:
+    """Index into `KINDS` for each token, by the word that it is part of: a cheap proxy for named entities.
+
+    A word ends at white space and at punctuation. It is a number when it holds a digit, capitalised when it starts with an
+    upper-case letter (at the start of a sentence too).
+    """
+    kinds: list[int] = []
+    word: list[int] = []
+    spelled = ""
+    for index, text in enumerate(texts):
+        core = text.strip()
+        kinds.append(KINDS.index("punctuation" if core and not any(map(str.isalnum, core)) else "other"))
+        if text[:1].isspace() or kinds[-1] == KINDS.index("punctuation"):
+            _label(kinds, word, spelled)
+            word, spelled = [], ""
+        if core and kinds[-1] != KINDS.index("punctuation"):
+            word.append(index)
+            spelled += core
+            if text[-1:].isspace():
+                _label(kinds, word, spelled)
+                word, spelled = [], ""
+    _label(kinds, word, spelled)
+    return tuple(kinds)
+
+
+def _label(kinds: list[int], word: Sequence[int], spelled: str) -> None:
+    plain = "capitalised" if spelled[:1].isupper() else "other"
+    kind = "number" if any(map(str.isdigit, spelled)) else plain
+    for index in word:
+        kinds[index] = KINDS.index(kind)

@@ -1,25 +1,373 @@
-"""Concatenate: from open store entries to one cache whose keys stand at the prompt's positions, filled as layers are needed."""
+"""Put a prompt's stored chunks into one KV cache: load layer by layer, move keys to the prompt's positions, add the correction.
+
+`place` opens the stored cache of every place in the prompt. `LayerLoader` reads, verifies and decodes the layers in threads,
+ahead of the forward pass, into a few buffers used in turn. `Assembly` takes each layer when the forward pass reaches it and
+writes it into the prompt's cache.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from blend.chunks.correction import KVCorrection
-from blend.chunks.loader import LayerLoader, LayerSource, StagedChunk, StagedLayer
-from blend.chunks.stretches import stretches_of
-from blend.model.cache import BlendedCache
+from blend.chunks.correction import Added, KVCorrection, position_features
+from blend.chunks.library import OpenLibrary
+from blend.model.admission import Rotation, moves
+from blend.model.cache import BlendedCache, BlendedLayer
+from blend.model.cpu import compute_alone
 from blend.store.codec import require_shapes
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, PromptLayout, Span
 
 if TYPE_CHECKING:
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.admission import LayerRotation
+    from blend.model.decoder import RowDecoder
+    from blend_kernels import Deltas
+
+
+_Shapes = tuple[tuple[int, int], tuple[int, int]]
+AHEAD = 3  # layers in memory beside the cache, one of them being put in place
+THREADS = 2
+
+
+class LayerSource(Protocol):
+    """The cache of a chunk that can be read by layers; `blend.store.ChunkReader` is one. Its attributes: see there."""
+
+    tokens: int
+    layers: int
+    start: int
+    still: bool
+
+    def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
+        """Copy one layer, verified, into two `[kv_heads, tokens, head_dim]` tensors."""
+
+    def close(self) -> None:
+        """Release what is held; idempotent."""
+
+
+class StagedLayer(NamedTuple):
+    """One layer of all chunks as stored: `[kv_heads, rows, head_dim]` each; rows of chunks that are not read hold anything."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class StagedChunk(NamedTuple):
+    """A chunk's cache, and at which rows of a `StagedLayer` it belongs."""
+
+    reader: LayerSource
+    span: Span
+
+
+class LayerLoader:
+    """Reads every layer of these chunks, in order, each once. Close it, or use it in a `with`.
+
+    rows: of a `StagedLayer`. shapes: of each layer's keys and values. device: where the rows go in the end; for a GPU the
+    buffers are page-locked.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[StagedChunk],
+        rows: int,
+        shapes: Sequence[LayerRotation],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._chunks, self._rows, self._dtype = chunks, rows, dtype
+        self._shapes = [(layer.key_shape, layer.value_shape) for layer in shapes]
+        self._pinned = device.type == "cuda"
+        self._buffers: dict[tuple[int, _Shapes], StagedLayer] = {}
+        self._busy: list[torch.cuda.Event | None] = [None] * AHEAD
+        self._turn = threading.Condition()
+        self._free = AHEAD  # layers below this one may be read
+        self._done = [0] * len(shapes)  # threads that have read the layer
+        self._failed: BaseException | None = None
+        self._shares = 0  # of the chunks, each read by a thread
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> LayerLoader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Begin to read. Raises RuntimeError, with nothing left running, when the system has no more threads."""
+        shares = [self._chunks[i::THREADS] for i in range(min(THREADS, len(self._chunks)))]
+        self._shares = len(shares)
+        try:
+            for i, share in enumerate(shares):
+                thread = threading.Thread(target=self._read, args=(share,), name=f"kvblend-loader-{i}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:
+            self.close()
+            raise
+
+    def take(self, layer: int) -> StagedLayer:
+        """The layer, waited for. It may be written to, and is valid until `hand_back`.
+
+        Raises `EntryDamagedError` when a chunk is not what was written, `StoreError` when the store cannot be read.
+        """
+        with self._turn:
+            self._turn.wait_for(lambda: self._failed or self._done[layer] == self._shares)
+            if self._failed is not None:
+                raise self._failed
+        return self._buffer(layer)
+
+    def hand_back(self, layer: int, used: torch.cuda.Event | None = None) -> None:
+        """Let the buffer of `layer` be used again, on a GPU once the event `used` has come."""
+        with self._turn:
+            self._busy[layer % AHEAD] = used
+            self._free = max(self._free, layer + 1 + AHEAD)
+            self._turn.notify_all()
+
+    def close(self) -> None:
+        """Stop reading, and close the entries."""
+        with self._turn:
+            self._failed = self._failed or RuntimeError("the loader is closed")
+            self._turn.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for chunk in self._chunks:
+            chunk.reader.close()
+
+    def _read(self, chunks: Sequence[StagedChunk]) -> None:
+        try:
+            # Each thread would get helpers of its own for its copies. GNU's OpenMP counts them, and with more threads than
+            # cores it puts those that wait to sleep at once: the model's own too, and passes take two to three times as long.
+            compute_alone()
+            with torch.inference_mode():
+                for layer in range(len(self._shapes)):
+                    if not self._wait(layer):
+                        return
+                    keys, values = self._buffer(layer)
+                    for reader, span in chunks:
+                        reader.read_into(layer, keys[:, span.start : span.stop], values[:, span.start : span.stop])
+                    with self._turn:
+                        self._done[layer] += 1
+                        self._turn.notify_all()
+        except BaseException as error:  # the pass that waits for this layer raises it
+            with self._turn:
+                self._failed = self._failed or error
+                self._turn.notify_all()
+
+    def _wait(self, layer: int) -> bool:
+        """Wait for the layer's buffer; whether to go on."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._failed or layer < self._free)
+            if self._failed is not None:
+                return False
+            used = self._busy[layer % AHEAD]
+        if used is not None:
+            used.synchronize()
+        return True
+
+    def _buffer(self, layer: int) -> StagedLayer:
+        """The buffer of a layer: layers of one shape that are `AHEAD` apart share it."""
+        shape = self._shapes[layer]
+        with self._turn:
+            if (layer % AHEAD, shape) not in self._buffers:
+                self._buffers[layer % AHEAD, shape] = StagedLayer(*(self._empty(*part) for part in shape))
+            return self._buffers[layer % AHEAD, shape]
+
+    def _empty(self, heads: int, width: int) -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.empty((heads, self._rows, width), dtype=self._dtype, pin_memory=self._pinned)
+
+
+_Any = TypeVar("_Any")
+NEAR = 64  # tokens more or fewer before the first chunk than its caches have; chosen, not measured
+
+
+class Opener(Protocol):
+    """`ChunkLibrary.open` or `open_sound`."""
+
+    def __call__(self, chunks: Sequence[tuple[int, ...]], *, contextual: bool, isolated_first: bool) -> OpenLibrary:
+        """See there."""
+
+
+class PartOfChunk:
+    """Some rows of a chunk's cache as a `LayerSource`: `tokens` of them from `first` on."""
+
+    def __init__(self, whole: LayerSource, first: int, tokens: int) -> None:
+        self.tokens, self.layers, self.start, self.still = tokens, whole.layers, whole.start + first, whole.still
+        self._whole, self._rows = whole, slice(first, first + tokens)
+
+    def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
+        """Read the whole layer, and copy the rows."""
+        outs = (keys_out, values_out)
+        keys, values = (out.new_empty((out.shape[0], self._whole.tokens, out.shape[2])) for out in outs)
+        self._whole.read_into(index, keys, values)
+        keys_out.copy_(keys[:, self._rows])
+        values_out.copy_(values[:, self._rows])
+
+    def close(self) -> None:
+        """Close the whole."""
+        self._whole.close()
+
+
+class Placed(NamedTuple):
+    """An opened store, and for each place of the prompt what it has there.
+
+    first: whether the first chunk stands where a prompt's first chunk does, right behind a prefix like that of its cache.
+    first_exact: whether its KV is exact there, but for what its codec lost. readers: None for ordinary text and for misses.
+    """
+
+    opened: OpenLibrary
+    first: bool
+    first_exact: bool
+    readers: tuple[LayerSource | None, ...]
+    places: tuple[int | None, ...]
+
+    @property
+    def hits(self) -> tuple[bool, ...]:
+        """Whether the store gave what stands there."""
+        return tuple(reader is not None for reader in self.readers)
+
+    def spread(self, of_chunks: Sequence[_Any]) -> tuple[_Any | None, ...]:
+        """What is known of each opened chunk, place by place."""
+        return tuple(None if number is None else of_chunks[number] for number in self.places)
+
+    def close(self) -> None:
+        """Close all entries."""
+        self.opened.close()
+
+
+def place(layout: PromptLayout, opener: Opener, *, contextual: bool) -> Placed:
+    """Open the best stored cache for every place of a prompt that may have one."""
+    stored = layout.stored
+    numbers = iter(range(len(stored)))
+    places = tuple(None if chunk is None else next(numbers) for chunk in stored)
+    spans = [span for span, chunk in zip(layout.chunk_spans, stored, strict=True) if chunk is not None]
+    near = bool(spans) and abs(spans[0].start - len(layout.kept_behind)) <= NEAR
+    opened = opener(
+        [chunk for chunk in stored if chunk is not None],
+        contextual=contextual,
+        isolated_first=near or layout.exact_first,
+    )
+    readers = [
+        None if number is None else _part(layout, where, opened.readers[number]) for where, number in enumerate(places)
+    ]
+    return Placed(opened, near, layout.exact_first and opened.first_exact, tuple(readers), places)
+
+
+def _part(layout: PromptLayout, where: int, reader: LayerSource | None) -> LayerSource | None:
+    if reader is None or where not in layout.parts:
+        return reader
+    return PartOfChunk(reader, layout.parts[where].first, len(layout.chunks[where]))
+
+
+class _Shift(NamedTuple):
+    """A chunk's rows in the prompt, and by how much all of them move; None: each to its position, from none at all."""
+
+    span: Span
+    by: int | None
+
+    def moved(self, there: torch.Tensor) -> torch.Tensor:
+        """By how much each row moves, `[rows]`; there: the positions of the rows."""
+        return there if self.by is None else there.new_full((self.span.length,), self.by)
+
+
+class Stretch:
+    """Neighbouring chunks of a prompt to which the same is added."""
+
+    def __init__(self, shifts: Sequence[_Shift], device: torch.device) -> None:
+        self.span = Span(shifts[0].span.start, shifts[-1].span.stop)
+        self._shifts = [
+            (span, moves(torch.arange(*span, device=device)) if delta is None else delta) for span, delta in shifts
+        ]
+
+    def put(self, layer: BlendedLayer, staged: StagedLayer, rotation: LayerRotation, index: int, base: int) -> None:
+        """Write the layer's KV at its positions; base: the prompt's row that is the first of `staged`."""
+        for span, delta in self._shifts:
+            for turn, states, buffer in _parts(layer, staged, rotation, span, base):
+                _move(turn, states, delta, buffer)
+
+
+class CorrectedStretch(Stretch):
+    """Chunks to which a KV correction adds; added: what it adds to the prompt, taken down layer by layer."""
+
+    def __init__(self, layout: PromptLayout, shifts: Sequence[_Shift], added: Added) -> None:
+        super().__init__(shifts, added.rows.device)
+        there = torch.arange(*self.span, device=added.rows.device)
+        rows = torch.split(there, [shift.span.length for shift in shifts])
+        moved = torch.cat([shift.moved(mine) for shift, mine in zip(shifts, rows, strict=True)])
+        # What has no position needs none taken out; where that holds of all, nothing turns twice.
+        self._back = None if torch.equal(moved, there) else moves(moved - there)
+        self._there, self._added = moves(there), added
+        self._features = position_features(layout, there, added.map.before, added.map.length)
+
+    def put(self, layer: BlendedLayer, staged: StagedLayer, rotation: LayerRotation, index: int, base: int) -> None:
+        """Take positions out, add what the correction predicts, and turn to the prompt's positions."""
+        part = self._added.map.layers[index]
+        if part is None:
+            super().put(layer, staged, rotation, index, base)
+            return
+        parts = _parts(layer, staged, rotation, self.span, base)
+        keys, values = (_still(turn, states, self._back)[0] for turn, states, _ in parts)
+        self._added.parts[index].append(part.add(keys, values, self._features))
+        for (turn, _, buffer), states in zip(parts, (keys, values), strict=True):
+            turn.apply(states[None], self._there, out=buffer)
+
+
+def _still(turn: Rotation, states: torch.Tensor, back: Deltas | None) -> torch.Tensor:
+    """Positions taken out, fp32; of states that have none the same tensor, if it is fp32 already."""
+    if turn.inv_freq is None or back is None:
+        return states.float()
+    return turn.apply(states, back, out=torch.empty(states.shape, dtype=torch.float32, device=states.device))
+
+
+def _parts(
+    layer: BlendedLayer, staged: StagedLayer, rotation: LayerRotation, span: Span, base: int
+) -> list[tuple[Rotation, torch.Tensor, torch.Tensor]]:
+    """Of the keys, then the values, at these rows: how they turn, as stored, where they go; `[1, kv_heads, rows, head_dim]`."""
+    here, there = slice(span.start - base, span.stop - base), slice(*span)
+    return [
+        (rotation.keys, staged.keys[None, :, here], layer.keys[:, :, there]),
+        (rotation.values, staged.values[None, :, here], layer.values[:, :, there]),
+    ]
+
+
+def _move(turn: Rotation, states: torch.Tensor, delta: int | Deltas, out: torch.Tensor) -> None:
+    if isinstance(delta, int) and delta == 0:
+        out.copy_(states)
+    else:
+        turn.apply(states, delta, out=out)
+
+
+def stretches_of(
+    layout: PromptLayout,
+    readers: Sequence[LayerSource | None],
+    corrections: Sequence[KVCorrection | None],
+    device: torch.device,
+) -> tuple[list[Stretch], tuple[Added, ...]]:
+    """The chunks that are there, neighbours with the same correction together; and what every correction will have added."""
+    groups: list[tuple[KVCorrection | None, list[_Shift]]] = []
+    for reader, span, correction in zip(readers, layout.chunk_spans, corrections, strict=True):
+        if reader is None or not span.length:
+            continue
+        shift = _Shift(span, None if reader.still else span.start - reader.start)
+        if groups and groups[-1][0] is correction and groups[-1][1][-1].span.stop == span.start:
+            groups[-1][1].append(shift)
+        else:
+            groups.append((correction, [shift]))
+    added: dict[int, Added] = {}
+    for correction in {id(one): one for one, _ in groups if one is not None}.values():
+        rows = [torch.arange(*span, device=device) for one, shifts in groups if one is correction for span, _ in shifts]
+        added[id(correction)] = Added(correction, torch.cat(rows))
+    stretches = [
+        Stretch(shifts, device) if one is None else CorrectedStretch(layout, shifts, added[id(one)])
+        for one, shifts in groups
+    ]
+    return stretches, tuple(added.values())
 
 
 class HeldChunk:

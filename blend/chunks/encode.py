@@ -1,6 +1,7 @@
-"""Chunks -> chunk caches: batched forward passes right after the shared prefix, the prefix's own KV dropped.
+"""Compute chunk caches: batched forward passes right after the shared prefix, whose own KV is dropped.
 
-Computing a chunk behind the real prefix keeps the attention sink where every prompt has it: at the start of the prefix, once.
+A chunk behind the real prefix leaves the attention sink where every prompt has it: once, at the start. Two small parts belong
+here too: `without_positions`, for codecs of few bits, and the probe that tells whether two engines compute the same KV.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from blend.config import BATCH_TOKENS
-from blend.errors import PromptError
+from blend.errors import EntryDamagedError, PromptError
+from blend.model.admission import Rotation, moves, probe_ids, tolerance
 from blend.model.cache import BlendedCache
-from blend.model.rows import RowRequest, RowSteps
+from blend.model.forward import RowRequest, RowSteps
 from blend.types import ChunkCache
 
 if TYPE_CHECKING:
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.admission import LayerRotation
+    from blend.model.decoder import RowDecoder
+    from blend.store.base import ChunkStore
 
 
 class ChunkEncoder:
@@ -129,3 +135,67 @@ def _cut(cache: BlendedCache, row: int, start: int, length: int) -> ChunkCache:
     keys = tuple(layer.keys[row, :, span].clone() for layer in cache.layers)
     values = tuple(layer.values[row, :, span].clone() for layer in cache.layers)
     return ChunkCache(keys, values, start)
+
+
+def without_positions(cache: ChunkCache, rotations: Sequence[LayerRotation]) -> ChunkCache:
+    """The same cache with the positions taken out of whatever turns, float32. rotations: of the decoder it is of."""
+    positions = torch.arange(cache.start, cache.start + cache.tokens, device=cache.keys[0].device)
+    back = moves(-positions)
+
+    def still(states: Sequence[torch.Tensor], turns: Sequence[Rotation]) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            turn.apply(one[None], back, out=torch.empty_like(one, dtype=torch.float32)[None])[0]
+            for one, turn in zip(states, turns, strict=True)
+        )
+
+    keys, values = still(cache.keys, [r.keys for r in rotations]), still(cache.values, [r.values for r in rotations])
+    return replace(cache, keys=keys, values=values, still=True)
+
+
+def leave_probe(store: ChunkStore, decoder: RowDecoder) -> None:
+    """Keep the decoder's probe, unless it is there. Raises `StoreError` when the store cannot be written."""
+    name = _name(decoder)
+    if _read(store, name) is None:
+        store.write_artifact(name, save(_probe(decoder)))
+
+
+def gives_same_kv(store: ChunkStore, decoder: RowDecoder) -> bool:
+    """Whether the store holds a probe under this decoder's name, and the decoder gives the same KV within rounding."""
+    held = _read(store, _name(decoder))
+    if held is None:
+        return False
+    mine = _probe(decoder)
+    if {name: part.shape for name, part in mine.items()} != {name: part.shape for name, part in held.items()}:
+        return False
+    # Of entries' greatest difference; here all of a layer's are taken together. Both may round: the coarser dtype counts.
+    most = max(tolerance(part.dtype) for some in (mine, held) for part in some.values()) / 5
+    return all(bool(_far(part, held[name]) <= most) for name, part in mine.items())
+
+
+def _far(mine: torch.Tensor, other: torch.Tensor) -> float:
+    """The norm of the difference, relative to the norm."""
+    return float((mine.float() - other.float()).norm() / other.float().norm().clamp_min(1e-6))
+
+
+def _probe(decoder: RowDecoder) -> dict[str, torch.Tensor]:
+    ids = probe_ids(decoder.vocabulary).to(decoder.device)
+    cache = decoder.new_cache(ids.shape[1])
+    decoder.encode_rows(ids, 0, cache)
+    views = [cache.view(index) for index in range(len(decoder.layers))]
+    return {
+        f"{kind}.{i}": part[0].cpu().contiguous()
+        for i, kv in enumerate(views)
+        for kind, part in zip("kv", kv, strict=True)
+    }
+
+
+def _read(store: ChunkStore, name: str) -> dict[str, torch.Tensor] | None:
+    try:
+        content = store.read_artifact(name)
+        return load(content) if content is not None else None
+    except (EntryDamagedError, SafetensorError):
+        return None
+
+
+def _name(decoder: RowDecoder) -> str:
+    return f"probe-{decoder.identity(()).namespace}"

@@ -1,44 +1,181 @@
-"""The chunk caches behind one prefix: which there are, loading them, computing what is missing.
+"""The chunk caches behind one prefix: find, load and compute them.
 
-A chunk can have two. Its *isolated* cache is computed right behind the prefix: what the first chunk of a prompt is, exactly.
-Its *contextual* cache is computed behind the prefix and a surrogate context: a few chunks of the corpus, the same for all, in
-place of whatever a prompt will put before the chunk. What a chunk's KV gains because something stands before it is for the most
-part the same whatever that is (docs/study.md), so this cache is nearer to full recompute in every place but the first.
+A chunk can have two caches. Its *isolated* cache is computed right behind the prefix; it is exact for the first chunk of a
+prompt. Its *contextual* cache is computed behind the prefix and a surrogate context: a few chunks of the corpus, the same for
+all. Most of what a chunk's KV gains from earlier text does not depend on that text (docs/study.md), so the contextual cache is
+closer to full recompute in every other place.
 
-A corpus may be kept in *one copy*: chunks that have a contextual cache then have no other, and it stands in the first place
-too, with a KV correction of its own (`blend.chunks.fit_first`).
+A corpus kept in *one copy* has contextual caches only. They serve the first place too, with their own KV correction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from blend.chunks.encode import ChunkEncoder, beyond
-from blend.chunks.open_entries import Expected, open_chunks
-from blend.chunks.open_library import OpenLibrary, Tokens, Variant, read_cache
-from blend.chunks.still import without_positions
+import torch
+
+from blend.chunks.encode import ChunkEncoder, beyond, without_positions
 from blend.chunks.surrogate import read_surrogate
 from blend.config import BATCH_TOKENS
+from blend.errors import EntryDamagedError
+from blend.store.base import ChunkStore
 from blend.store.header import LONGEST
 from blend.store.reader import ChunkReader
 from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
-    from blend.model.row_decoder import RowDecoder
-    from blend.store.base import ChunkStore
+    from blend.model.decoder import RowDecoder
+
+
+class Expected(NamedTuple):
+    """A chunk cache as it must be.
+
+    Under which key, how many tokens, the position of the first when it was computed, and the most bytes that it may take: a
+    header can say anything, and what is read is fetched as far as it says.
+    """
+
+    key: ChunkKey
+    tokens: int
+    start: int
+    most_bytes: int
+
+
+class OpenChunks(NamedTuple):
+    """One reader for each chunk asked for, or None for a miss; and one line for every entry that was refused."""
+
+    readers: tuple[ChunkReader | None, ...]
+    problems: tuple[str, ...]
+
+
+def open_chunks(
+    store: ChunkStore, entries: Sequence[Expected], layers: int, refused: Mapping[ChunkKey, str] | None = None
+) -> OpenChunks:
+    """Open these entries. A damaged one becomes a miss and a line in `problems`; so does one whose place is not as expected.
+
+    Layers are verified when they are read. layers: of the decoder. refused: entries known to be damaged already, with the line
+    that says so. Raises `StoreError` when the store cannot be read: that is an outage, not a miss.
+    """
+    known, unrefused = refused or {}, [one for one in entries if one.key not in (refused or {})]
+    found = iter(zip(unrefused, store.open_many([one.key for one in unrefused]), strict=True))
+    readers: list[ChunkReader | None] = []
+    problems: dict[ChunkKey, str] = {}
+    for one in entries:
+        reader = EntryDamagedError(known[one.key]) if one.key in known else _fitting(*next(found), layers)
+        if isinstance(reader, EntryDamagedError):
+            problems[one.key] = str(reader)
+        readers.append(None if isinstance(reader, EntryDamagedError) else reader)
+    return OpenChunks(tuple(readers), tuple(problems.values()))
+
+
+def _fitting(
+    expected: Expected, reader: ChunkReader | EntryDamagedError | None, layers: int
+) -> ChunkReader | EntryDamagedError | None:
+    """What was opened; an error when it stands for another place, or another number of tokens or layers."""
+    if reader is None or isinstance(reader, EntryDamagedError):
+        return reader
+    found, needed = (reader.tokens, reader.layers, reader.start), (expected.tokens, layers, expected.start)
+    if found == needed and reader.stored_bytes <= expected.most_bytes:
+        return reader
+    reader.close()
+    if found == needed:
+        return EntryDamagedError(
+            f"store entry {expected.key.digest[:16]} must be computed again: it takes {reader.stored_bytes:,} bytes, one of "
+            f"{expected.tokens} tokens at most {expected.most_bytes:,}"
+        )
+    return EntryDamagedError(
+        f"store entry {expected.key.digest[:16]} must be computed again: it holds {found[0]} tokens in {found[1]} layers from "
+        f"position {found[2]}, not {needed}"
+    )
+
+
+Tokens = tuple[int, ...]
+
+
+class Variant(NamedTuple):
+    """One cache of a chunk: isolated or contextual."""
+
+    chunk: Tokens
+    contextual: bool
+
+
+class OpenLibrary(NamedTuple):
+    """What a store has for the chunks of a prompt.
+
+    library: where it came from. used: for each chunk the cache that is used. readers: its open entry, or None. problems: a line
+    for every entry that was refused. missing: the caches that would have been used and could not, each once.
+    """
+
+    library: ChunkLibrary
+    used: tuple[Variant, ...]
+    readers: tuple[ChunkReader | None, ...]
+    problems: tuple[str, ...]
+    missing: tuple[Variant, ...]
+
+    @property
+    def hits(self) -> tuple[bool, ...]:
+        """Which chunks are in the store."""
+        return tuple(reader is not None for reader in self.readers)
+
+    @property
+    def pairs(self) -> list[tuple[Variant, bool]]:
+        """For each chunk the cache that is used, and whether it is there."""
+        return list(zip(self.used, self.hits, strict=True))
+
+    @property
+    def first_exact(self) -> bool:
+        """Whether the first chunk is there and exact where it stands, as far as its codec goes: its isolated cache."""
+        return any((hit and not one.contextual) for one, hit in self.pairs[:1])
+
+    @property
+    def first_lossless(self) -> bool:
+        """Whether the first chunk's KV, where it is there, came through the store without losing a bit."""
+        return all(reader is None or reader.lossless(self.library.decoder.dtype) for reader in self.readers[:1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV of all chunks that are there, each once, in the decoder's dtype."""
+        decoder = self.library.decoder
+        rows = sum(len(one.chunk) for one, hit in dict(self.pairs).items() if hit)
+        return rows * sum(layer.width for layer in decoder.rotations) * decoder.dtype.itemsize
+
+    def damaged(self) -> dict[ChunkKey, str]:
+        """Read everything; a line for every entry that is not what was written, under its key."""
+        found: dict[ChunkKey, str] = {}
+        for reader, one in zip(self.readers, self.used, strict=True):
+            try:
+                if reader is not None:
+                    read_cache(reader, self.library.decoder)
+            except EntryDamagedError as error:
+                found[self.library.key(one)] = str(error)
+        return found
+
+    def close(self) -> None:
+        """Close all entries."""
+        for reader in self.readers:
+            if reader is not None:
+                reader.close()
+
+
+def read_cache(reader: ChunkReader, decoder: RowDecoder) -> ChunkCache:
+    """All layers of an entry, in the decoder's dtype. Raises `EntryDamagedError`."""
+    pairs = [_read_layer(reader, index, decoder) for index in range(reader.layers)]
+    return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), reader.start, reader.still)
+
+
+def _read_layer(reader: ChunkReader, index: int, decoder: RowDecoder) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = decoder.rotations[index]
+    keys, values = (
+        torch.empty((heads, reader.tokens, width), dtype=decoder.dtype)
+        for heads, width in (shape.key_shape, shape.value_shape)
+    )
+    reader.read_into(index, keys, values)
+    return keys, values
+
 
 _LARGEST_VALUE, _LARGEST_GROUP = 8, 64  # bytes; tokens that a codec keeps together
-
-KeysInUse = Callable[[], Collection[ChunkKey]]
-"""Says which caches others use, which must not be removed; called only when something is to go."""
-
-
-def no_keys() -> Collection[ChunkKey]:
-    """Nobody else uses anything."""
-    return ()
 
 
 class ChunkLibrary:

@@ -21,8 +21,7 @@ from blend.errors import ConfigError, EntryDamagedError
 from blend.limits import shown
 
 if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary
-    from blend.chunks.open_library import Variant
+    from blend.chunks.library import ChunkLibrary, Variant
 
 MOST_SHARES = 10_000
 Pass = tuple["Variant", ...]

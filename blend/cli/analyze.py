@@ -13,7 +13,8 @@ from blend.cli import opening, options
 from blend.cli.values import OUTPUT, PLACE, TEXT, number
 
 if TYPE_CHECKING:
-    from blend.analyze import Analyzed, PromptAnalysis
+    from blend.analyze.document import Analyzed
+    from blend.analyze.study import PromptAnalysis
     from blend.eval.dataset import Record
     from blend.rag import Rag
     from blend.types import PromptLayout
@@ -65,7 +66,7 @@ def command(
 
 def _check_usage(question: str | None, dataset: Path | None, page: Path | None, json_path: Path | None) -> None:
     from blend.errors import PromptError
-    from blend.eval.report.output import check_writable
+    from blend.eval.report import check_writable
 
     if (question is None) == (dataset is None):
         raise click.UsageError("give a QUESTION or --dataset FILE, one of them")
@@ -127,7 +128,7 @@ def _analyze(
 
     Raises `PromptError` when none can be.
     """
-    from blend.analyze import analyze_prompt
+    from blend.analyze.study import analyze_prompt
     from blend.cli.console import note
     from blend.errors import PromptError
 
@@ -152,7 +153,8 @@ def _analyze(
 
 def _kept(rag: Rag, found: PromptAnalysis, identity: dict[str, str], before: int, layer: int | None) -> Analyzed:
     """The numbers of a prompt, with a view of it for the first few, with pictures for the first."""
-    from blend.analyze import Analyzed, prompt_document, summarize
+    from blend.analyze.document import Analyzed, prompt_document
+    from blend.analyze.numbers import summarize
 
     view = None
     if before < MOST_VIEWS:
@@ -161,7 +163,7 @@ def _kept(rag: Rag, found: PromptAnalysis, identity: dict[str, str], before: int
 
 
 def _document(rag: Rag, analyzed: list[Analyzed], left_out: list[str], dataset: Path | None) -> dict[str, Any]:
-    from blend.analyze import RunFacts, analysis_document
+    from blend.analyze.document import RunFacts, analysis_document
 
     notes = list(left_out)
     if any(name.endswith("sinks") for name, _ in rag.decoder.model.named_parameters()):
@@ -181,7 +183,7 @@ def _document(rag: Rag, analyzed: list[Analyzed], left_out: list[str], dataset: 
 
 
 def _write(document: dict[str, Any], page: Path | None, json_path: Path | None) -> None:
-    from blend.analyze import write_json, write_page
+    from blend.analyze.document import write_json, write_page
     from blend.cli.console import note, say
 
     for path, write in ((json_path, write_json), (page, write_page)):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from blend.errors import ConfigError, StoreError
 from blend.weights import CATALOG, resolve_model
-from blend.weights.hub import is_cached, require_on_hub
+from blend.weights.catalog import is_cached, require_on_hub
 
 
 def check_store(store: Path) -> None:

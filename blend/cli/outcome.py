@@ -17,8 +17,8 @@ STDOUT = Path("-")
 
 def check_outputs(json_path: Path | None, picture: Path | None) -> None:
     """Raise `ConfigError` for files that could not be written in the end, and for packages that a report lacks."""
-    from blend.eval.report.output import check_writable
-    from blend.eval.report.picture import SUFFIXES
+    from blend.eval.report import check_writable
+    from blend.eval.show import SUFFIXES
 
     if find_spec("rouge_score") is None:
         raise ConfigError("a report needs rouge-score: pip install 'kvblend[report]'")
@@ -36,8 +36,8 @@ def check_outputs(json_path: Path | None, picture: Path | None) -> None:
 def show_report(report: Report, json_path: Path | None, picture: Path | None) -> None:
     """Print the table and write the files. With JSON on standard output, the table goes to standard error."""
     from blend.cli.console import errors, note, output, print_json, print_wide
-    from blend.eval.report import render_report, report_document, write_json, write_picture
-    from blend.eval.report.table import WIDTH
+    from blend.eval.report import report_document, write_json
+    from blend.eval.show import WIDTH, render_report, write_picture
 
     to_stdout = json_path == STDOUT
     print_wide(errors if to_stdout else output, render_report(report), WIDTH)

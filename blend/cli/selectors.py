@@ -7,7 +7,7 @@ import click
 from blend.cli import options
 from blend.config import BlendConfig
 from blend.select import SELECTORS
-from blend.select.parameters import MEANINGS, allowed, defaults, parameters, summary, written
+from blend.select.base import MEANINGS, allowed, defaults, parameters, summary, written
 
 
 @click.command("selectors")

@@ -98,7 +98,7 @@ class _Loading(threading.Thread):
 def make_service(given: dict[str, Any]) -> Service:
     """The decoder behind a service, from parsed options; "full", "prefix_budget" and so on among them."""
     rag = opening.open_all_corpora(given)
-    from blend.model.threads import take_threads
+    from blend.model.cpu import take_threads
     from blend.serve.embedded import EmbeddedEngine
     from blend.serve.service import PrefillProfile, Service
 

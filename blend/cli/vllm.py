@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,15 +13,14 @@ import click
 from blend.cli import opening, options
 from blend.cli.values import NAME, number
 from blend.errors import ConfigError, StoreError
+from blend.integrations.vllm.transport import SOCKET, TransportError, bind, close, connect, receive, send
 from blend.serve.limits import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 
 if TYPE_CHECKING:
-    from blend.integrations.vllm.metrics import MetricsPage
     from blend.rag import Rag
 
 F = TypeVar("F", bound=Callable[..., Any])
 _EXTRA = ("starlette", "pydantic", "prometheus_client")
-_SOCKET = "@kvblend"
 _ANSWERS_S = 5.0  # a process that is asked for its status
 
 
@@ -38,24 +37,17 @@ def _gigabytes(name: str, words: str, default: int) -> Callable[[F], F]:
 @click.option(
     "--socket",
     type=NAME,
-    default=_SOCKET,
+    default=SOCKET,
     show_default=True,
     envvar="KVBLEND_VLLM_SOCKET",
     show_envvar=True,
-    help="Where vLLM's processes ask: @NAME, of which nothing is left behind, the path of a socket, or, from other machines, "
-    "tcp://HOST:PORT, with a key in the file that KVBLEND_VLLM_KEY names.",
+    help="Where vLLM's processes ask: @NAME, of which nothing is left behind, or the path of a socket.",
 )
 @click.option(
     "--status",
     is_flag=True,
     help="Print what the process at --socket holds, as one JSON object, and end: with 0 where it answers, with 3 "
     "where it answers and vLLM refuses its KV, else with 1.",
-)
-@click.option(
-    "--metrics",
-    type=NAME,
-    metavar="HOST:PORT",
-    help="Serve Prometheus metrics at http://HOST:PORT/metrics; HOST is an address of this machine alone, such as 127.0.0.1.",
 )
 @_gigabytes("held_budget", "Shared memory for blended prompts that vLLM answers.", KV_BUDGET)
 @click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")
@@ -83,37 +75,32 @@ def command(**given: Any) -> None:
     if given["status"]:
         _status(given["socket"])
         return
-    lacking = [name for name in _EXTRA if find_spec(name) is None]
-    if lacking:
-        raise ConfigError(f"blending for vLLM needs {', '.join(lacking)}: pip install 'kvblend[serve]'")
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"blending for vLLM needs {', '.join(missing)}: pip install 'kvblend[serve]'")
     opening.check(given)
-    from blend.integrations.vllm import wire
-    from blend.integrations.vllm.metrics import MetricsPage
-
-    with MetricsPage.at(given["metrics"]) if given["metrics"] else nullcontext() as page:
-        place = wire.bind(given["socket"])
-        try:
-            _serve(given, place, page)
-        finally:
-            wire.close(place, given["socket"])
+    place = bind(given["socket"])
+    try:
+        _serve(given, place)
+    finally:
+        close(place, given["socket"])
 
 
 def _status(socket: str) -> None:
-    """Light, so that it can be asked every few seconds: no model is loaded, no store opened."""
+    """Light, because probes ask every few seconds: it loads no model and opens no store."""
     import json
 
     from blend.cli.console import say
-    from blend.integrations.vllm import wire
 
     try:
-        with wire.connect(socket, _ANSWERS_S) as place:
-            wire.send(place, {"holding": True})
-            told = wire.receive(place)[0]
-    except wire.WireError as error:
+        with connect(socket, _ANSWERS_S) as place:
+            send(place, {"holding": True})
+            held = receive(place)[0]
+    except TransportError as error:
         raise click.ClickException(str(error)) from None
-    say(json.dumps(told))
-    if told.get("refused"):
-        raise _NotUsedError(f"vLLM does not use blended KV: {told['refused']}")
+    say(json.dumps(held))
+    if held.get("refused"):
+        raise _NotUsedError(f"vLLM does not use blended KV: {held['refused']}")
 
 
 def dtype_of_vllm(model: str) -> str:
@@ -130,7 +117,7 @@ def dtype_of_vllm(model: str) -> str:
 
 
 def note_other_dtype(rag: Rag) -> None:
-    """Say it where the store has this model's caches in another dtype alone: none of them would be used."""
+    """Print a note where the store has this model's caches only in another dtype: none of them would be used."""
     from dataclasses import replace
 
     from blend.cli.console import note
@@ -147,14 +134,13 @@ def note_other_dtype(rag: Rag) -> None:
             )
 
 
-def _serve(given: dict[str, Any], place: Any, page: MetricsPage | None) -> None:
+def _serve(given: dict[str, Any], place: Any) -> None:
     import sys
 
     from blend.cli.console import note, say
     from blend.cli.serving import make_service
-    from blend.integrations.vllm.desk import Desk
-    from blend.integrations.vllm.prefill import PrefillServer
-    from blend.integrations.vllm.shelf import Shelf
+    from blend.integrations.vllm.server import PrefillServer, PrefillService
+    from blend.integrations.vllm.transport import KVPool
     from blend.serve.http.log import log_to_stderr
     from blend.serve.limits import RequestLimits
 
@@ -165,12 +151,8 @@ def _serve(given: dict[str, Any], place: Any, page: MetricsPage | None) -> None:
     try:
         note_other_dtype(service.tenant("").rag())
         service.warm_up()
-        shelf = Shelf(round(given["held_budget"] * 1e9))
-        desk = Desk(service, shelf, RequestLimits(top_k=given["top_k"]))
-        server = PrefillServer(desk, shelf, place, desk.metrics)
-        if page is not None:
-            page.serve(desk.page)
-            say(f"Metrics at {page.url}")
+        pool = KVPool(round(given["held_budget"] * 1e9))
+        server = PrefillServer(PrefillService(service, pool, RequestLimits(top_k=given["top_k"])), pool, place)
         for number_ in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number_, lambda *_: server.stop())
         say(f"Ready at {given['socket']}")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from blend.cli import opening
 from blend.cli.progress import stage_progress
 from blend.errors import ConfigError
-from blend.eval.dataset import Record, RecordChunk, load_dataset
-from blend.eval.needles import MIN_CHUNKS, make_needles
+from blend.eval.dataset import MIN_CHUNKS, Record, RecordChunk, load_dataset, make_needles
 
 if TYPE_CHECKING:
     from blend.eval.evaluator import Evaluator

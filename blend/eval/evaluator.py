@@ -1,4 +1,4 @@
-"""Measuring methods side by side: the same token ids, one process, alternating, against full recompute."""
+"""Measure methods in turns, in one process and on the same token ids, and compare them with full recompute."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.blender import Blend, Blender
-from blend.chunks.deciding import with_surrogate
+from blend.chunks.surrogate import with_surrogate
 from blend.config import REPORT_TOKENS, BlendConfig
 from blend.eval.dataset import Record
-from blend.eval.floor import copy_bandwidth, floor_seconds
 from blend.eval.metrics import exact_match, kl_divergence, rouge_l, top1_agreement, value_recall, word_f1
 from blend.eval.report import Measurement
-from blend.model.full_prefill import FullPrefill, full_prefill
+from blend.model.decoder import FullPrefill, full_prefill
 from blend.model.generate import Continuable, generate, teacher_forced_logits
 from blend.prompt import PromptTemplate
-from blend.timing import Progress, no_progress
+from blend.timing import Progress, Stopwatch, no_progress
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
+
 
 FULL = "full"
 PLAIN_REUSE = BlendConfig(selector="none", correction=False, surrogate=False)
@@ -204,3 +204,23 @@ def _measurement(
         task=record.task or "",
         **fidelity,
     )
+
+
+def floor_seconds(compute_s: float, load_s: float, layers: int) -> float:
+    """The least time a blended prefill can take: its share of compute, plus loading that compute cannot hide.
+
+    One layer can be computed while the next one loads; the first layer's load is always waited for.
+    """
+    return compute_s + max(load_s / layers, load_s - compute_s)
+
+
+def copy_bandwidth(device: torch.device, nbytes: int = 64 << 20) -> float:
+    """Measured bytes per second of a copy in the device's memory, median of five."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(5):
+        watch = Stopwatch(device)
+        target.copy_(source)
+        seconds.append(watch.total())
+    return nbytes / median(seconds)

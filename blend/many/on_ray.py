@@ -20,8 +20,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blend.chunks.library import ChunkLibrary
-from blend.chunks.open_library import Tokens
+from blend.chunks.library import ChunkLibrary, Tokens
 from blend.chunks.work import Pass, Work, tokens_of
 from blend.errors import ConfigError, WorkersError
 from blend.many.shards import Compute, Computed

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.chunks.deciding import remove_spare
-from blend.chunks.probe import leave_probe
+from blend.chunks.encode import leave_probe
+from blend.chunks.surrogate import remove_spare
 from blend.chunks.work import Pass, Share, Work, close, finish, take_up, tokens_of
 from blend.errors import StoreChangedError
 from blend.indexing import Corpus, CorpusChange, decide, write_index

@@ -6,16 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from blend.errors import PromptError
-from blend.model import mapped
-
-if TYPE_CHECKING:
-    from blend.model.rows import ForwardPass, Run
+from blend.model import cpu
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -28,6 +25,23 @@ def cache_argument(model: Any) -> str:
 def output_cache(output: Any) -> Any:
     """The cache in a model's output, under the name that this version of transformers gives it."""
     return output.get("cache" if "cache" in output else "past_key_values")
+
+
+class Run:
+    """Sorted positions `[rows]`; a contiguous run is written as a slice, several times cheaper than an indexed write."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self.positions = positions
+        first, last = int(positions[0]), int(positions[-1])
+        self.stop = last + 1
+        self._slice = slice(first, last + 1) if last + 1 - first == positions.shape[0] else None
+
+    def write(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
+        """Put `states` `[batch, kv_heads, rows, head_dim]` into `buffer`, as long as a prompt may be, at these rows."""
+        if self._slice is not None:
+            buffer[:, :, self._slice] = states
+        else:
+            buffer.index_copy_(2, self.positions, states.to(buffer.dtype))
 
 
 class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
@@ -76,7 +90,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
             self.values.index_fill_(2, rows, 0)
 
     def _buffer(self, states: torch.Tensor) -> torch.Tensor:
-        return mapped.empty((*states.shape[:2], self.capacity, states.shape[3]), states.dtype, states.device)
+        return cpu.empty((*states.shape[:2], self.capacity, states.shape[3]), states.dtype, states.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -231,59 +245,3 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
     first()
     second()
-
-
-class PassCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """What a forward pass over rows gives the model as its cache: each layer's KV goes to the caches of the pass's requests.
-
-    halt_at: the layer whose `update` ends the pass with `Halt`, after it has written.
-    """
-
-    def __init__(self, forward: ForwardPass, layers: int, halt_at: int | None = None) -> None:
-        super().__init__(layers=[PassLayer(forward, index, halts=index == halt_at) for index in range(layers)])
-
-
-class Halt(BaseException):
-    """Ends a forward pass from inside a layer; carries the layer's fresh KV and never leaves `blend.model`."""
-
-    def __init__(self, fresh: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self.fresh = fresh
-
-
-class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of a `PassCache`. probing: the next `update` hands out the fresh KV in a `Halt`, unwritten."""
-
-    is_sliding = False
-    is_croppable = False
-
-    def __init__(self, forward: ForwardPass, index: int, *, halts: bool) -> None:
-        super().__init__()
-        self._forward, self._index, self._halts = forward, index, halts
-        self.probing = False
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: the requests' caches allocate."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the rows' fresh KV, and return what the model's attention is to be called with."""
-        if self.probing:
-            raise Halt((key_states, value_states))
-        written = self._forward.write(self._index, key_states, value_states)
-        if self._halts:
-            raise Halt((key_states, value_states))
-        return written
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """No mask is built from it; the longest that any request's rows may see."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Rows in use before this pass, of the longest request."""
-        return max(int(request.cache.layers[self._index].length) for request in self._forward.requests)
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1

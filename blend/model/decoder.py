@@ -1,27 +1,122 @@
-"""The decoder: a HuggingFace causal language model and its tokenizer, admitted by a check instead of by its name."""
+"""The decoder: a HuggingFace causal language model with its tokenizer, admitted by a check instead of by its name.
+
+`RowDecoder` is the contract that blended prefill needs; `Decoder` implements it. An engine with a model of its own (vLLM)
+implements it too. `full_prefill` is the model's own prefill, the baseline of every measurement.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from blend.config import MaskMode
-from blend.errors import ConfigError, UnsupportedModelError, first_line
+from blend.errors import ConfigError, ContextLengthError, PromptError, UnsupportedModelError, first_line
 from blend.model.admission import LayerRotation, admit, longest_prompt
-from blend.model.attention import AttentionCall
-from blend.model.cache import BlendedCache
+from blend.model.cache import BlendedCache, output_cache
 from blend.model.driver import RowDriver
 from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
-from blend.model.row_decoder import check_length, no_rows
-from blend.model.rows import Narrowing, RowRequest
-from blend.types import CacheIdentity, ChunkCache
-from blend.weights.hub import here_or_from_hub
+from blend.model.forward import AttentionCall, Narrowing, RowRequest
+from blend.timing import Stopwatch
+from blend.types import CacheIdentity, ChunkCache, PromptLayout
+from blend.weights.catalog import here_or_from_hub
+
+
+class RowDecoder(Protocol):
+    """Computes KV of rows anywhere in a prompt. All of it stays the same while it lives.
+
+    layers: as many as the decoder has. rotations: of each, how its keys and values turn. device,
+    dtype: where and in what it computes. vocabulary: how many token ids there are. context_length: the longest prompt, or None.
+    """
+
+    @property
+    def name(self) -> str:
+        """How messages call it, and how a store remembers it."""
+
+    @property
+    def layers(self) -> Sized:
+        """One item a layer."""
+
+    @property
+    def rotations(self) -> tuple[LayerRotation, ...]:
+        """How cached keys and values turn with position, layer by layer."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes, and where caches are."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids there are."""
+
+    @property
+    def context_length(self) -> int | None:
+        """The longest prompt; None where there is no limit."""
+
+    def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
+        """What, besides a chunk's tokens, determines its cache."""
+
+    def check_length(self, rows: int) -> None:
+        """Raises `PromptError` for prompts that are too long."""
+
+    def new_cache(self, capacity: int) -> BlendedCache:
+        """An empty cache with room for `capacity` rows."""
+
+    def no_rows(self) -> ChunkCache:
+        """The KV of no tokens at all."""
+
+    def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
+        """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
+
+    def watch_attention(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: BlendedCache,
+        observe: Callable[[AttentionCall], None],
+        *,
+        last_layer: int | None = None,
+    ) -> None:
+        """Run rows only to look at their attention, layer by layer, up to and including `last_layer`; KV is written."""
+
+
+def check_length(name: str, context_length: int | None, rows: int) -> None:
+    """Refuse prompts beyond a decoder's context, with `ContextLengthError`."""
+    if context_length is not None and rows > context_length:
+        raise ContextLengthError(
+            f"the prompt has {rows} tokens but {name} reads at most {context_length}; "
+            "use fewer or smaller chunks (--top-k, --chunk-tokens)",
+            context_length,
+            rows,
+        )
+
+
+def check_ids(vocabulary: int, ids: Sequence[int]) -> None:
+    """Refuse token ids that the decoder does not have, with `PromptError`: a GPU that is asked for one computes no more."""
+    for wrong in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= wrong < vocabulary:
+            raise PromptError(f"the prompt holds token id {wrong}; the model has those from 0 to {vocabulary - 1}")
+
+
+def no_rows(rotations: Sequence[LayerRotation], dtype: torch.dtype, device: torch.device) -> ChunkCache:
+    """The KV of no tokens at all, for layers like these."""
+    shapes = [(layer.key_shape, layer.value_shape) for layer in rotations]
+    keys, values = (
+        tuple(torch.empty((heads, 0, width), dtype=dtype, device=device) for heads, width in kind)
+        for kind in zip(*shapes, strict=True)
+    )
+    return ChunkCache(keys, values, 0)
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -245,3 +340,36 @@ def _unloadable(name: str, error: Exception) -> str:
         f"cannot load model {name!r}: not a directory, and no hub answers for it ({reason}); "
         "pass a model directory, a reachable HuggingFace id, or a catalog name (`blend models`)"
     )
+
+
+@dataclass
+class FullPrefill:
+    """A prompt prefilled by HuggingFace alone: its own attention, its own cache, the LM head on the last row only.
+
+    logits: of the next token, `[1, vocab]`. first_token: their argmax. ttft_s: seconds to the first token's id on the host.
+    """
+
+    decoder: Decoder
+    cache: Any
+    logits: torch.Tensor
+    first_token: int
+    ttft_s: float
+
+    @torch.inference_mode()
+    def append(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Run further tokens `[1, n]` the model's own way; logits `[1, n, vocab]`."""
+        driver = self.decoder.driver
+        out = driver.run_whole(input_ids=token_ids, use_cache=True, **{driver.cache_argument: self.cache})
+        return out.logits  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
+def full_prefill(decoder: Decoder, layout: PromptLayout) -> FullPrefill:
+    """Prefill the whole prompt with the model's own forward pass. Raises `PromptError` for ids that the model does not have."""
+    check_ids(decoder.vocabulary, layout.token_ids)
+    watch = Stopwatch(decoder.device)
+    ids = torch.tensor([layout.token_ids], device=decoder.device)
+    out = decoder.driver.run_whole(input_ids=ids, use_cache=True, **decoder.last_row_only)
+    logits = out.logits[:, -1]
+    first_token = int(logits[0].argmax())
+    return FullPrefill(decoder, output_cache(out), logits, first_token, watch.total())

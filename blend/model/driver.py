@@ -1,31 +1,204 @@
-"""One forward pass of a HuggingFace decoder over chosen rows of a prompt, driven through transformers' own doors.
+"""Drives a HuggingFace decoder over chosen rows of prompts, through transformers' own extension points.
 
-The model's modules do all the work. What is ours: an attention function that knows the rows' positions (`attention`), a cache
-that writes fresh rows in place (`cache`), and pre-forward hooks that narrow the rows at one layer (`narrowing`). The model is
-left as found.
+The model's modules do all the work. For the time of one pass, its attention goes through `row_attention`, its cache is a
+`PassCache`, and pre-forward hooks narrow the rows at one layer. The model is left as found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from threading import Lock, RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blend.config import MaskMode
-from blend.model.attention import AttentionCall
-from blend.model.cache import Halt, PassCache, cache_argument
-from blend.model.few_rows import FewRows, worth_it
-from blend.model.narrowing import narrowing_hooks
-from blend.model.rows import ForwardPass, Narrowing, RowRequest, running
-from blend.model.switch import AttentionSwitch
+from blend.errors import UnsupportedModelError
+from blend.model.cache import KV, cache_argument
+from blend.model.cpu import FewRows, worth_it
+from blend.model.forward import (
+    AttentionCall,
+    ForwardPass,
+    Halt,
+    Narrowing,
+    PassCache,
+    PassLayer,
+    RowRequest,
+    row_attention,
+    running,
+)
 
+ATTENTION_NAME = "kvblend_rows"
+# What `config._attn_implementation` reads. Written directly: the public `set_attn_implementation` walks all modules on every
+# call; there and back takes 5 ms with 24 layers on one core, against 0.1 ms.
+_FIELD = "_attn_implementation_internal"
 _LOCKS: WeakKeyDictionary[torch.nn.Module, AbstractContextManager[bool]] = WeakKeyDictionary()
 _LOCKS_LOCK = Lock()
+
+
+class AttentionSwitch:
+    """Routes the attention of one model through `row_attention` while a pass runs.
+
+    Where transformers has no private field to write, the public setter is used instead.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+        self._configs = [c for c in found.values() if hasattr(c, "_attn_implementation")]
+        self._direct = all(hasattr(config, _FIELD) for config in self._configs)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Route attention through `row_attention`, and restore what was there afterwards.
+
+        Raises `UnsupportedModelError` where the model's configuration does not take it.
+        """
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, row_attention)
+        before = [config._attn_implementation for config in self._configs]
+        whole = None if self._direct else _by_key(self._model.config)
+        try:
+            self._set([ATTENTION_NAME] * len(before), ATTENTION_NAME)
+            self._require_switched()
+            yield
+        finally:
+            self._set(before, whole)
+
+    def _set(self, names: list[str | None], whole: Any) -> None:
+        if not self._direct:
+            self._model.set_attn_implementation(whole)
+            return
+        for config, name in zip(self._configs, names, strict=True):
+            setattr(config, _FIELD, name)
+
+    def _require_switched(self) -> None:
+        left = next((c for c in self._configs if c._attn_implementation != ATTENTION_NAME), None)
+        if left is not None:
+            raise UnsupportedModelError(
+                f"transformers {transformers.__version__} leaves the attention of {type(left).__name__} at "
+                f"{left._attn_implementation!r}, so it cannot be driven; use full prefill for this model"
+            )
+
+
+def _by_key(config: Any) -> Any:
+    """The attention of a configuration and of those in it, as `set_attn_implementation` takes it."""
+    inner = {key: part for key in config.sub_configs if (part := getattr(config, key, None)) is not None}
+    if not inner:
+        return config._attn_implementation
+    return {"": config._attn_implementation, **{key: _by_key(part) for key, part in inner.items()}}
+
+
+@contextmanager
+def narrowing_hooks(layers: torch.nn.ModuleList, forward: ForwardPass, cache: PassCache) -> Iterator[None]:
+    """At each narrowing's layer, probe the layer, choose rows and keep only them; later layers get the same rows' arguments."""
+    narrower = _Narrower(sum(forward.counts))
+    wanted = sorted({narrowing.layer for request in forward.requests for narrowing in request.narrowings})
+
+    def cut(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return narrower.cut(args, kwargs)
+
+    def choose_at(index: int) -> Callable[..., Any]:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            for turn in range(_turns(forward, index)):
+                fresh = _probe(module, args, kwargs, cache.layers[index])
+                narrower.keep(_choose(forward, index, turn, fresh))
+                args, kwargs = narrower.cut(args, kwargs)
+            return args, kwargs
+
+        return hook
+
+    # Other hooks of a layer see rows that fit together: cutting comes before them, and choosing after they had their say.
+    handles = [
+        layer.register_forward_pre_hook(cut, with_kwargs=True, prepend=True) for layer in list(layers)[wanted[0] + 1 :]
+    ]
+    handles += [layers[index].register_forward_pre_hook(choose_at(index), with_kwargs=True) for index in wanted]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _turns(forward: ForwardPass, layer: int) -> int:
+    """How often a request narrows at this layer, at most."""
+    return max(sum(n.layer == layer for n in request.narrowings) for request in forward.requests)
+
+
+def _choose(forward: ForwardPass, layer: int, turn: int, fresh: KV) -> torch.Tensor:
+    """Let every request that narrows here choose; the places of what all of them keep among the rows so far."""
+    kept = []
+    for number, (request, kv) in enumerate(zip(forward.requests, forward.fresh(*fresh), strict=True)):
+        run, here = forward.runs[number], [n for n in request.narrowings if n.layer == layer]
+        if turn < len(here):
+            if here[turn].keep_kv:
+                request.cache.layers[layer].write_rows(run, *kv)
+            kept.append(here[turn].choose(*kv))
+        else:
+            kept.append(run.positions)
+    return forward.narrow(kept)
+
+
+def _probe(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], held: PassLayer) -> KV:
+    """The layer's fresh KV of all rows still there; nothing is written, and its attention and MLP do not run.
+
+    `forward` and no call: the layer's own hooks had their say on these arguments and would change them twice. Hooks of modules
+    inside the layer do run, once here and once for the rows that are kept.
+    """
+    held.probing = True
+    try:
+        module.forward(*args, **kwargs)
+    except Halt as halt:
+        return halt.fresh
+    finally:
+        held.probing = False
+    raise AssertionError("the layer never updated the cache")
+
+
+class _Narrower:
+    """Cuts row-shaped arguments of a decoder layer (hidden states, cos and sin, position ids, ...) to the rows that are kept.
+
+    Arguments made before the first layer have all rows; hidden states have those that the last layer ran on. A tensor is told
+    by how many rows it has.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._index: dict[int, torch.Tensor] = {}
+        self._done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep(self, places: torch.Tensor) -> None:
+        """From now on cut to the rows at these places `[rows]` among those that are kept now."""
+        self._index = {rows: index[places] for rows, index in self._index.items()}
+        self._index[self._rows] = places
+        self._rows = places.shape[0]
+        self._index.pop(self._rows, None)
+        self._done.clear()
+
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a layer's forward pass, for the kept rows only."""
+        return tuple(map(self._value, args)), {name: self._value(value) for name, value in kwargs.items()}
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, tuple):
+            return tuple(map(self._value, value))
+        return value
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        dim = min(1, value.ndim - 1)
+        index = self._index.get(value.shape[dim]) if value.ndim else None
+        if index is None:
+            return value
+        # The same cos, sin and ids reach every layer: cut them once. The original is kept so that its id stays taken.
+        if id(value) not in self._done:
+            self._done[id(value)] = (value, value.index_select(dim, index))
+        return self._done[id(value)][1]
 
 
 def _lock_of(model: torch.nn.Module) -> AbstractContextManager[bool]:

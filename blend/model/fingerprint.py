@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from blend.files import cache_root, write_atomically
-from blend.weights.files import checkpoint_files
+from blend.weights.catalog import checkpoint_files
 
 CACHED = ".kvblend-digests.json"
 _BLOCK = 16 << 20

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from blend.errors import ConfigError, UnsupportedModelError
-from blend.weights.hub import here_or_from_hub
+from blend.weights.catalog import here_or_from_hub
 
 Shape = tuple[int, int]
 

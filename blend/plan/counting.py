@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from blend.chunks.deciding import LARGEST_SHARE, choose
+from blend.chunks.surrogate import LARGEST_SHARE, choose
 from blend.errors import ConfigError
 from blend.indexing import divided
 from blend.plan.sizes import CorpusSize

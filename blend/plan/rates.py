@@ -11,9 +11,9 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.assemble import assemble
-from blend.chunks.deciding import with_given_surrogate
 from blend.chunks.library import ChunkLibrary
-from blend.model.full_prefill import full_prefill
+from blend.chunks.surrogate import with_given_surrogate
+from blend.model.decoder import full_prefill
 from blend.store import open_store
 from blend.types import PromptLayout
 

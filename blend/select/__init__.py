@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from blend.errors import ConfigError
 from blend.limits import shown
-from blend.select.allotment import ScoringSelector
-from blend.select.base import Evidence, Needs, Selector, Step, top_candidates
-from blend.select.controls import All, Nothing, Random
-from blend.select.first_k import FirstK
-from blend.select.hkvd import GradualDeviation, HighDeviation
-from blend.select.mixed import Mixed
-from blend.select.oracle import Oracle
-from blend.select.parameters import parsed
-from blend.select.query_guided import QueryGuided
-from blend.select.query_score import QueryScore
+from blend.select.base import Evidence, Needs, QueryScore, Selector, Step, parsed, top_candidates
+from blend.select.selectors import (
+    All,
+    FirstK,
+    GradualDeviation,
+    HighDeviation,
+    Mixed,
+    Nothing,
+    Oracle,
+    QueryGuided,
+    Random,
+    ScoringSelector,
+)
 
 __all__ = [
     "SELECTORS",

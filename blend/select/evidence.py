@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from blend.select.query_score import QueryScore, scoring_layers
+from blend.select.base import QueryScore, scoring_layers
 
 if TYPE_CHECKING:
-    from blend.model.attention import AttentionCall
     from blend.model.cache import BlendedCache
-    from blend.model.row_decoder import RowDecoder
+    from blend.model.decoder import RowDecoder
+    from blend.model.forward import AttentionCall
     from blend.types import PromptLayout
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from blend.errors import StoreError
-from blend.model.rows import Resume, RowRequest, Steps
-from blend.model.threads import compute_alone
+from blend.model.cpu import compute_alone
+from blend.model.forward import Resume, RowRequest, Steps
 from blend.serve.corpus_caches import OnDone
 from blend.serve.failures import log_error
 from blend.serve.learned import removed_from
@@ -25,8 +25,7 @@ from blend.store.names import cache_name
 
 if TYPE_CHECKING:
     from blend.blender import Blender
-    from blend.chunks.library import ChunkLibrary
-    from blend.chunks.open_library import Variant
+    from blend.chunks.library import ChunkLibrary, Variant
     from blend.store.base import ChunkStore
     from blend.types import ChunkKey, PromptLayout
 

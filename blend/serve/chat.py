@@ -7,8 +7,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from blend.errors import PromptError
-from blend.plain_text import TextTokenizer
-from blend.prompt import Parts, apply_chat_template
+from blend.prompt import Parts, TextTokenizer, apply_chat_template
 from blend.serve.types import Message, Role
 from blend.types import Part, PromptLayout
 

@@ -8,9 +8,8 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from blend.chunks.deciding import remove_spare
-from blend.chunks.library import ChunkLibrary
-from blend.chunks.open_library import Tokens, Variant
+from blend.chunks.library import ChunkLibrary, Tokens, Variant
+from blend.chunks.surrogate import remove_spare
 from blend.corpora import corpora, index_dir
 from blend.errors import ConfigError, StoreError
 from blend.indexing import Corpus, CorpusChange, Prepared, plan, prepare

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.errors import ContextLengthError, PromptError, StoreError
-from blend.model import mapped
-from blend.model.threads import take_threads
+from blend.model import cpu
+from blend.model.cpu import take_threads
 from blend.serve.background import EncodingQueue, EncodingTask, IOPool
 from blend.serve.corpus_caches import OnDone
 from blend.serve.failures import STORE_UNREACHABLE, log_error
@@ -30,8 +30,7 @@ from blend.serve.types import EngineFailedError, EngineStats, OnEvent, QueueFull
 
 if TYPE_CHECKING:
     from blend.blender import Blender
-    from blend.chunks.library import ChunkLibrary
-    from blend.chunks.open_library import Variant
+    from blend.chunks.library import ChunkLibrary, Variant
 
 LOADING = 2  # prompts whose caches are loaded at a time
 LOOK_S = 0.05  # how often cancelled prompts are looked for while everything waits for the store
@@ -266,7 +265,7 @@ class EmbeddedEngine:
         """Give freed memory back to the system from time to time."""
         due_s = TRIM_BUSY_S if self._running else TRIM_IDLE_S
         if self._untrimmed and time.monotonic() - self._trimmed >= due_s:
-            mapped.give_back()
+            cpu.give_back()
             self._trimmed, self._untrimmed = time.monotonic(), False
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from blend.model import mapped
+from blend.model import cpu
 from blend.types import ChunkCache, common_length
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def _row_bytes(cache: BlendedCache) -> int:
 
 def _cut(cache: ChunkCache, start: int, stop: int) -> ChunkCache:
     part = cache.rows(start, stop)
-    copies = mapped.copies((*part.keys, *part.values))
+    copies = cpu.copies((*part.keys, *part.values))
     return ChunkCache(copies[: len(part.keys)], copies[len(part.keys) :], part.start)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from blend.model.decoder import Decoder
-    from blend.model.rows import RowRequest
+    from blend.model.forward import RowRequest
     from blend.serve.background import EncodingQueue, IOPool
 
 STEP_S = 30.0

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from blend.errors import StoreError
-from blend.model.rows import Resume, RowRequest, Steps
+from blend.model.forward import Resume, RowRequest, Steps
 from blend.select import make_selector
-from blend.select.contract import needs_of
-from blend.select.query_score import scoring_layers
+from blend.select.base import needs_of, scoring_layers
 from blend.serve.background import FindMissing, Stepper, missing_caches
 from blend.serve.failures import STORE_UNREACHABLE, is_outage
 from blend.serve.types import (

@@ -15,7 +15,7 @@ from cachetools import LRUCache
 
 from blend.answering import NONE_RETRIEVED
 from blend.errors import ContextLengthError, PromptError, StoreError
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import full_prefill
 from blend.serve.chat import DIRECT, question_turns
 from blend.serve.documents import Documents
 from blend.serve.failures import LOG, STORE_UNREACHABLE, StoreWatch

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from blend.chunks.deciding import with_given_surrogate, with_surrogate
+from blend.chunks.surrogate import with_given_surrogate, with_surrogate
 from blend.corpora import check_corpus_name, corpora, in_words, is_corpus_name
 from blend.errors import ConfigError, ContextLengthError, PromptError, StoreError
 from blend.indexing import TitledText
@@ -29,8 +29,7 @@ from blend_retrieval.document import Document
 from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary
-    from blend.chunks.open_library import Variant
+    from blend.chunks.library import ChunkLibrary, Variant
     from blend.rag import Rag
     from blend_retrieval import ChunkIndex
 

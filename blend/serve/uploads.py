@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
-from blend.chunks.open_library import Tokens
+from blend.chunks.library import Tokens
 from blend.errors import ConfigError, StoreError
 from blend.files import make_private_folder, sweep, write_atomically
 from blend.limits import shown

@@ -11,10 +11,8 @@ from pathlib import Path
 from blend.errors import WeightsError
 from blend.files import cache_root
 from blend.timing import Progress, no_progress
-from blend.weights.catalog import CATALOG, CatalogModel
-from blend.weights.fetch import fetch, is_ready
-from blend.weights.gguf import convert_gguf, require_converter
-from blend.weights.hub import answers_for, is_cached
+from blend.weights.catalog import CATALOG, CatalogModel, answers_for, is_cached
+from blend.weights.fetch import convert_gguf, fetch, is_ready, require_converter
 
 __all__ = ["CATALOG", "CatalogModel", "lasting_name", "resolve_model"]
 

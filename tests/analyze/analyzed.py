@@ -13,11 +13,11 @@ from dense_reference import LayerKV, _SubstitutingLayer
 from models import FAMILIES, build, decoder
 from transformers.cache_utils import Cache
 
-from blend.analyze import PromptAnalysis, analyze_prompt
+from blend.analyze.study import PromptAnalysis, analyze_prompt
 from blend.blender import Blender
 from blend.config import BlendConfig
-from blend.model.attention import AttentionCall
 from blend.model.cache import cache_argument
+from blend.model.forward import AttentionCall
 from blend.store import open_store
 
 LAYOUT = make_layout()

@@ -9,11 +9,19 @@ import pytest
 import torch
 from analyzed import LAYOUT, by_segment, calls_of, dense_weights, to_other_chunks
 
-from blend.analyze.heatmap import HeadMap, MapMaker, cell_width
-from blend.analyze.observe import observe_layer, observe_rows, total_variation
-from blend.analyze.segments import Segments
-from blend.analyze.sparsity import MASSES, THRESHOLDS, SparsityMeter
-from blend.analyze.tiles import tiles
+from blend.analyze.attention import (
+    MASSES,
+    THRESHOLDS,
+    HeadMap,
+    MapMaker,
+    Segments,
+    SparsityMeter,
+    cell_width,
+    observe_layer,
+    observe_rows,
+    tiles,
+    total_variation,
+)
 
 # Grouped heads, windows, soft caps, a scale of the model's own, partial rotary; not the family with learned sinks.
 NAMES = ("llama", "mistral", "qwen3", "gemma2", "gemma3", "granite", "gpt-neox", "deepseek-v3")
@@ -77,7 +85,7 @@ def test_sparsity_of_weights_that_are_known() -> None:
 
 
 def _tile(row: int, weights: torch.Tensor) -> object:
-    from blend.analyze.tiles import Tile
+    from blend.analyze.attention import Tile
 
     return Tile(row, row + 1, weights, torch.tensor([row + 1]))
 

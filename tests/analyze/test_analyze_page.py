@@ -19,17 +19,17 @@ from analyzed import FIRST_K, LAYOUT, analyzed
 from cases import make_layout
 from models import LAYERS
 
-from blend.analyze import (
+from blend.analyze.document import (
     Analyzed,
     RunFacts,
     analysis_document,
     page_text,
+    plain,
     prompt_document,
-    summarize,
     write_json,
     write_page,
 )
-from blend.analyze.document import plain
+from blend.analyze.numbers import summarize
 from blend.config import BlendConfig
 from blend.errors import ConfigError
 from blend.types import PromptLayout

@@ -10,7 +10,8 @@ from cases import make_layout
 from dense_reference import dense_blend, dense_prefill, dense_reuse
 from models import LAYERS, decoder, eager_model
 
-from blend.analyze import PromptAnalysis, analyze_prompt, summarize
+from blend.analyze.numbers import summarize
+from blend.analyze.study import PromptAnalysis, analyze_prompt
 from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.errors import ConfigError, PromptError

@@ -9,10 +9,20 @@ import numpy as np
 import pytest
 from models import tokenizer
 
-from blend.analyze.deviation import Deviation, quantiles, rank_correlation, top_shares
-from blend.analyze.numbers import mean_numbers, summarize
-from blend.analyze.places import END_BINS, START_BINS, bin_names, find_places, row_score
-from blend.analyze.tokens import KINDS, token_texts, word_kinds
+from blend.analyze.numbers import (
+    END_BINS,
+    START_BINS,
+    Deviation,
+    bin_names,
+    find_places,
+    mean_numbers,
+    quantiles,
+    rank_correlation,
+    row_score,
+    summarize,
+    top_shares,
+)
+from blend.analyze.study import KINDS, token_texts, word_kinds
 from blend.types import PromptLayout
 
 

@@ -23,13 +23,12 @@ LAYERS = (
     ("blend.indexing",),
     ("blend.sharing",),
     ("blend.blender",),
-    ("blend.filling",),
     ("blend.chunks", "blend.recompute"),
     ("blend.model",),
     ("blend.store", "blend.weights", "blend.prompt"),
     ("blend.config",),
     ("blend.select",),  # a configuration holds a selector; the decoder that shows it evidence is handed in
-    ("blend.types", "blend.timing", "blend.plain_text"),
+    ("blend.types", "blend.timing"),
     ("blend.corpora",),
     ("blend.limits",),
     ("blend.errors", "blend.visible", "blend.files", "blend.lazy", "blend.version", "blend"),
@@ -92,13 +91,14 @@ def test_no_module_imports_itself_by_a_detour() -> None:
 
 
 def test_the_kernels_have_few_doors() -> None:
-    doors = {"blend.model.attention", "blend.model.rope", "blend.select.hkvd"}
+    doors = {"blend.model.forward", "blend.model.admission", "blend.select.selectors"}
     assert {m for m in importers("blend_kernels") if top(m) != "blend_kernels"} == doors
 
 
 DOORS = {
     "transformers": {
-        "blend.model.switch",
+        "blend.model.driver",
+        "blend.model.forward",
         "blend.model.cache",
         "blend.model.decoder",
         "blend.model.fingerprint",
@@ -126,7 +126,7 @@ DOORS = {
     "sentence_transformers": {"blend_retrieval.embedders.sentence"},
     "py3langid": {"blend_retrieval.embedders.sentence"},
     "triton": {"blend_kernels"},
-    "matplotlib": {"blend.eval.report", "blend.eval.selection"},
+    "matplotlib": {"blend.eval.show"},
     "rouge_score": {"blend.eval.metrics"},
     "gguf": {"blend.weights"},
     "starlette": {"blend.serve", "blend.integrations"},
@@ -136,7 +136,7 @@ DOORS = {
     "ray": {"blend.many"},
     "opentelemetry": {"blend.serve"},
     "click": {"blend.cli"},
-    "rich": {"blend.cli", "blend.eval.report"},
+    "rich": {"blend.cli", "blend.eval.show"},
     "obstore": {"blend.store"},
     "redis": {"blend.store"},
     "xxhash": {"blend.store", "blend.model.decoder", "blend.model.fingerprint"},
@@ -181,7 +181,7 @@ def test_the_store_knows_neither_transformers_nor_the_decoder() -> None:
 
 def test_only_the_switch_registers_attention_and_nothing_is_patched_on_import() -> None:
     users = {m for m, path in modules().items() if "ALL_ATTENTION_FUNCTIONS" in path.read_text(encoding="utf-8")}
-    assert users == {"blend.model.switch"}
+    assert users == {"blend.model.driver"}
 
 
 def test_a_default_is_written_once() -> None:
@@ -228,7 +228,7 @@ def test_kernels_is_a_source_root_and_no_package() -> None:
 def test_the_reader_of_imports_sees_them() -> None:
     """These tests could not fail if it found nothing."""
     seen = {(entry.module, entry.target, entry.lazy) for entry in imports()}
-    assert ("blend.model.attention", "blend_kernels", False) in seen
+    assert ("blend.model.forward", "blend_kernels", False) in seen
     assert ("blend.store", "blend.store.memory", True) in seen
     assert any(entry.typing_only for entry in imports())
     assert ("blend_kernels.attention_op", "blend_kernels.checks", False) in seen

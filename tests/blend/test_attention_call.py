@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from blend.model.attention import AttentionCall, row_attention
 from blend.model.cache import BlendedCache
-from blend.model.rows import ForwardPass, RowRequest, running
+from blend.model.forward import AttentionCall, ForwardPass, RowRequest, row_attention, running
 
 
 def test_what_an_observer_sees_of_a_layer_with_sinks():

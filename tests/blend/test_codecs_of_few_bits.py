@@ -13,9 +13,9 @@ from dense_reference import assert_close
 from models import FAMILIES, decoder
 
 from blend.blender import Blend, Blender
-from blend.chunks.still import without_positions
+from blend.chunks.encode import without_positions
 from blend.config import BlendConfig
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import full_prefill
 from blend.store import ChunkStore, Codec, open_store
 from blend.types import Part, PromptLayout
 

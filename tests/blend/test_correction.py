@@ -14,7 +14,7 @@ from cases import cache_chunks, make_layout
 from blend.blender import Blender
 from blend.chunks.correction import KVCorrection
 from blend.config import BlendConfig
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import full_prefill
 from blend.store import open_store
 
 FAMILIES = ("llama", "qwen3", "gemma3", "glm4", "deepseek-v3")

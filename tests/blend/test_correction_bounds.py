@@ -11,14 +11,12 @@ import torch
 from cases import cache_of
 from corrections import gained
 
-from blend.blender import Blend, Blender
-from blend.chunks import regression
-from blend.chunks.correction import Bounds, KVCorrection
-from blend.chunks.correction_check import CorrectionCheck, _nearest
-from blend.chunks.deciding import with_surrogate
-from blend.chunks.regression import LayerRows, RowPlaces, fit_layer
+from blend.blender import LEAST_RATIO_UNCORRECTED, Blend, Blender, Filled, Filler, run_steps
+from blend.chunks import fit
+from blend.chunks.correction import Bounds, CorrectionCheck, KVCorrection, _nearest
+from blend.chunks.fit import LayerRows, RowPlaces, fit_layer
+from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
-from blend.filling import LEAST_RATIO_UNCORRECTED, Filled, Filler, run_steps
 from blend.model.decoder import Decoder
 from blend.store import open_store
 from blend.timing import Stopwatch
@@ -157,7 +155,7 @@ def test_position_features_that_hardly_differ_are_told_apart() -> None:
     group = torch.arange(400) // 100
     found = fit_layer(unseen(stored, gain, features, group))
     x = np.concatenate([((stored - found.centre) / found.scale).numpy(), features.numpy()], 1).astype(np.float64)
-    penalties = [np.diag([p * 400] * 4 + [regression.POSITION_PENALTY * 400] * 8) for p in regression.PENALTIES]
+    penalties = [np.diag([p * 400] * 4 + [fit.POSITION_PENALTY * 400] * 8) for p in fit.PENALTIES]
     weights = [np.linalg.solve(x.T @ x + penalty, x.T @ gain.numpy().astype(np.float64)) for penalty in penalties]
     down, up = found.down.double().numpy(), found.up.double().numpy()
     off = min(np.abs(x @ w - x @ down @ up).max() for w in weights)

@@ -14,7 +14,7 @@ from models import CORE, decoder, eager_model
 from tiny_model import save_tiny_model
 from towns import documents, write_documents
 
-from blend.analyze import analyze_prompt
+from blend.analyze.study import analyze_prompt
 from blend.blender import Blender
 from blend.config import BlendConfig, CorpusConfig
 from blend.rag import Rag

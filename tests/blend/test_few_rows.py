@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blend.model import few_rows
-from blend.model.few_rows import BY_COLUMNS, MOST_ROWS, FewRows, worth_it
+from blend.model import cpu
+from blend.model.cpu import BY_COLUMNS, MOST_ROWS, FewRows, worth_it
 
 
 class Own(torch.nn.Linear):
@@ -57,6 +57,6 @@ def test_without_the_private_function_few_rows_are_multiplied_as_many_are(monkey
     x = torch.randn(1, 2 * BY_COLUMNS, 24, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(x)
-        monkeypatch.setattr(few_rows, "_LINEAR", "_none_of_this_name")
+        monkeypatch.setattr(cpu, "_LINEAR", "_none_of_this_name")
         with FewRows(model):
             assert torch.equal(model(x), expected)

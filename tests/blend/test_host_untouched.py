@@ -14,10 +14,10 @@ from models import CORE, LAYERS, build, decoder, tokenizer
 
 from blend.blender import Blender
 from blend.config import BlendConfig
-from blend.model.attention import row_attention
 from blend.model.decoder import Decoder
+from blend.model.forward import row_attention
 from blend.model.generate import generate
-from blend.select.hkvd import HighDeviation
+from blend.select.selectors import HighDeviation
 from blend.store import open_store
 
 LAYOUT = make_layout()

@@ -11,7 +11,7 @@ from models import CORE, FAMILIES, LAYERS, decoder
 
 from blend.blender import Blend, Blender
 from blend.chunks.assemble import assemble
-from blend.chunks.open_entries import Expected, open_chunks
+from blend.chunks.library import Expected, open_chunks
 from blend.config import BlendConfig
 from blend.model.generate import generate
 from blend.types import PromptLayout

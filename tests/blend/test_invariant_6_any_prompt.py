@@ -17,7 +17,7 @@ from models import CORE, WINDOW, decoder, eager_model
 from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.errors import ConfigError, PromptError
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import full_prefill
 from blend.model.generate import generate
 from blend.store import open_store
 from blend.types import PromptLayout

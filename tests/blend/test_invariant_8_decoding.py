@@ -10,8 +10,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from blend.blender import Blend
 from blend.model.cache import cache_argument
-from blend.model.decoder import Decoder
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import Decoder, full_prefill
 from blend.model.generate import generate, teacher_forced_logits
 
 NEW = 8

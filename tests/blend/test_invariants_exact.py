@@ -11,7 +11,7 @@ from dense_reference import assert_close, dense_blend, dense_prefill, dense_reus
 from models import CORE, FAMILIES, LAYERS, decoder, eager_model
 
 from blend.config import BlendConfig
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import full_prefill
 
 ALL_WAYS = {
     "hkvd at ratio 1": BlendConfig("hkvd", ratio=1.0),

@@ -9,7 +9,7 @@ from threading import Barrier, RLock
 from cases import make_layout
 from models import decoder
 
-from blend import filling
+from blend import blender as filling
 from blend.blender import Blender
 from blend.lazy import loaded_once
 from blend.store import open_store

@@ -13,8 +13,8 @@ from cases import cache_chunks, cache_of, make_layout
 from models import LAYERS, decoder
 
 from blend.blender import Blender
-from blend.chunks import loader
-from blend.chunks.deciding import with_surrogate
+from blend.chunks import assemble as loader
+from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, StoreError
 from blend.model.decoder import Decoder

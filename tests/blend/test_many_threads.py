@@ -16,8 +16,7 @@ from models import build, decoder, tokenizer
 from blend import BlendConfig, CorpusConfig, Rag
 from blend.blender import Blender
 from blend.model.cache import cache_argument
-from blend.model.decoder import Decoder
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import Decoder, full_prefill
 from blend.model.generate import generate, teacher_forced_logits
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model

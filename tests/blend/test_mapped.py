@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blend.model import mapped
+from blend.model import cpu
 
 CPU = torch.device("cpu")
 HUGE = 1 << 27  # bytes; they are asked for, and all but a few never touched
@@ -28,7 +28,7 @@ def resident() -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 4096, 64), (2, 3, 4), (2, 0, 4)])
 def test_an_ordinary_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    found = mapped.empty(shape, dtype, CPU)
+    found = cpu.empty(shape, dtype, CPU)
     assert (tuple(found.shape), found.dtype, found.is_contiguous()) == (shape, dtype, True)
     assert torch.equal(found.fill_(3), torch.full(shape, 3, dtype=dtype))
 
@@ -36,7 +36,7 @@ def test_an_ordinary_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells")
 def test_large_ones_go_back_at_once_and_stay_while_a_part_is_in_use() -> None:
     before = address_space()
-    found = [mapped.empty((HUGE // 4,), torch.float32, CPU) for _ in range(3)]
+    found = [cpu.empty((HUGE // 4,), torch.float32, CPU) for _ in range(3)]
     assert found[0].data_ptr() % os.sysconf("SC_PAGE_SIZE") == 0
     part = found[0][1000:1010]
     assert address_space() - before > 2.5 * HUGE
@@ -50,7 +50,7 @@ def test_large_ones_go_back_at_once_and_stay_while_a_part_is_in_use() -> None:
 def test_copies_are_equal_and_apart_from_what_was_copied() -> None:
     whole = torch.randn(3, 50, 8)
     parts = (whole[:, 10:40], whole[1:, :20, :4], whole[:, :0])
-    copies = mapped.copies(parts)
+    copies = cpu.copies(parts)
     assert all(torch.equal(one, part) for one, part in zip(copies, parts, strict=True))
     kept = [one.clone() for one in copies]
     whole.zero_()
@@ -63,7 +63,7 @@ def test_what_was_freed_between_what_is_held_can_be_given_back() -> None:
     pieces = [torch.ones(16_384) for _ in range(2_000)]
     del pieces[::2]
     before = resident()
-    if not mapped.give_back():
+    if not cpu.give_back():
         pytest.skip("the C library has no malloc_trim")
     assert before - resident() > 40e6
     assert all(piece.sum() == piece.numel() for piece in pieces)

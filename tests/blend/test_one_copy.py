@@ -15,14 +15,13 @@ from corrections import by_formula
 from dense_reference import assert_close, dense_prefill
 from models import decoder, eager_model
 
-from blend.analyze import analyze_prompt
+from blend.analyze.study import analyze_prompt
 from blend.blender import Blender
+from blend.chunks.assemble import place
 from blend.chunks.correction import position_features, rows_of
-from blend.chunks.deciding import in_copies, remove_spare, with_given_surrogate, with_surrogate
-from blend.chunks.fit_first import fit_first
-from blend.chunks.library import ChunkLibrary
-from blend.chunks.open_library import Tokens, Variant
-from blend.chunks.placed import place
+from blend.chunks.fit import fit_first
+from blend.chunks.library import ChunkLibrary, Tokens, Variant
+from blend.chunks.surrogate import in_copies, remove_spare, with_given_surrogate, with_surrogate
 from blend.config import BlendConfig
 from blend.eval.evaluator import PLAIN_REUSE, Evaluator, Method, standard_methods
 from blend.indexing import OtherCorpora

@@ -13,7 +13,7 @@ from models import FAMILIES, LAYERS, VOCABULARY, decoder
 from blend.errors import ConfigError
 from blend.model.cache import BlendedCache
 from blend.model.decoder import Decoder
-from blend.model.rows import Narrowing, RowRequest
+from blend.model.forward import Narrowing, RowRequest
 
 SCATTERED = torch.tensor([6, 7, 12, 20, 33, 38, 39])
 FEWER = torch.tensor([7, 20, 39])

@@ -7,8 +7,8 @@ from cases import make_layout
 from models import decoder
 
 from blend.blender import Blender
-from blend.chunks import corrections
-from blend.chunks.deciding import in_copies, with_given_surrogate, with_surrogate
+from blend.chunks import fit
+from blend.chunks.surrogate import in_copies, with_given_surrogate, with_surrogate
 from blend.store import open_store
 
 PREFIX = make_layout().prefix
@@ -30,16 +30,16 @@ def artifacts(blender):
 
 def meanwhile(monkeypatch, change):
     """Called once, while somebody fits."""
-    fit, done = corrections.fit_corrections, []
+    plain, done = fit.fit_corrections, []
 
     def slow(*arguments, **options):
-        found = fit(*arguments, **options)
+        found = plain(*arguments, **options)
         if not done:
             done.append(True)
             change()
         return found
 
-    monkeypatch.setattr(corrections, "fit_corrections", slow)
+    monkeypatch.setattr(fit, "fit_corrections", slow)
 
 
 def test_another_number_of_copies(two, monkeypatch):

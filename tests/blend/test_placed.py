@@ -10,9 +10,8 @@ from cases import make_layout
 from dense_reference import assert_close, dense_prefill
 from models import decoder, eager_model
 
-from blend.blender import Blend, Blender
+from blend.blender import Blend, Blender, run_steps
 from blend.config import BlendConfig
-from blend.filling import run_steps
 from blend.select.base import Evidence, Selector
 from blend.store import open_store
 from blend.types import ChunkCache, Part, PromptLayout

@@ -16,7 +16,7 @@ from models import CORE, LAYERS, build, decoder, tokenizer
 
 from blend.blender import Blend, Blender
 from blend.errors import UnsupportedModelError
-from blend.model import few_rows, switch
+from blend.model import cpu, driver
 from blend.model.decoder import Decoder
 from blend.model.generate import SUPPORTED, generate
 from blend.store import open_store
@@ -36,14 +36,14 @@ def test_without_the_private_field_attention_is_switched_in_public(
 ) -> None:
     model = build(CORE["llama"], attn_implementation=attention)
     expected = _prefilled(Decoder(model, tokenizer()), "hkvd").logits
-    monkeypatch.setattr(switch, "_FIELD", "_no_such_field")
+    monkeypatch.setattr(driver, "_FIELD", "_no_such_field")
     calls: list[Any] = []
     public = type(model).set_attn_implementation
     monkeypatch.setattr(
         type(model), "set_attn_implementation", lambda self, name: (calls.append(name), public(self, name))[1]
     )
     assert torch.equal(_prefilled(Decoder(model, tokenizer()), "hkvd").logits, expected)
-    assert calls[:2] == [switch.ATTENTION_NAME, attention]
+    assert calls[:2] == [driver.ATTENTION_NAME, attention]
     assert model.config._attn_implementation == attention
 
 
@@ -145,8 +145,8 @@ def test_linear_layers_that_keep_their_forward_give_the_same(monkeypatch: pytest
     """As torch might, looking it up in the class: then few rows are multiplied as many are."""
     dec = decoder("llama")
     expected, turned = _prefilled(dec, "none").logits, list[int]()
-    plain = few_rows._forward
-    monkeypatch.setattr(few_rows, "_forward", lambda layer, x: (turned.append(1), plain(layer, x))[1])
+    plain = cpu._forward
+    monkeypatch.setattr(cpu, "_forward", lambda layer, x: (turned.append(1), plain(layer, x))[1])
     _prefilled(dec, "none")
     assert turned or not torch.backends.mkl.is_available()
     turned.clear()

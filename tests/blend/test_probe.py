@@ -6,7 +6,7 @@ import models
 import pytest
 import torch
 
-from blend.chunks.probe import gives_same_kv, leave_probe
+from blend.chunks.encode import gives_same_kv, leave_probe
 from blend.model.decoder import Decoder
 from blend.store import open_store
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from cases import make_layout
 from models import decoder
 
-from blend.chunks.deciding import (
+from blend.chunks.library import ChunkLibrary
+from blend.chunks.surrogate import (
     in_copies,
     with_given_surrogate,
     with_surrogate,
     without_surrogate,
 )
-from blend.chunks.library import ChunkLibrary
 from blend.store import open_store
 
 PREFIX = make_layout().prefix

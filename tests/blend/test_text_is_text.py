@@ -14,8 +14,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from blend.config import PromptConfig
-from blend.plain_text import TextTokenizer
-from blend.prompt import PromptTemplate, render_chunk
+from blend.prompt import PromptTemplate, TextTokenizer, render_chunk
 from blend.weights import resolve_model
 from blend_retrieval import Document, chunk_documents
 

@@ -12,9 +12,9 @@ from cases import cache_chunks, make_layout
 from models import decoder
 
 from blend.blender import Blender
-from blend.chunks import loader
+from blend.chunks import assemble as loader
 from blend.config import BlendConfig
-from blend.model.threads import compute_alone
+from blend.model.cpu import compute_alone
 from blend.store import open_store
 
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import pytest
 from models import decoder
 
-from blend.chunks.deciding import with_surrogate
-from blend.chunks.library import ChunkLibrary
-from blend.chunks.open_library import Tokens
+from blend.chunks.library import ChunkLibrary, Tokens
+from blend.chunks.surrogate import with_surrogate
 from blend.chunks.work import Share, Work, WorkOrder, close, finish, take_up, tokens_of
 from blend.errors import ConfigError
 from blend.store import ChunkStore, open_store

@@ -24,7 +24,7 @@ from blend.cli.ending import exit_code_of
 from blend.config import CorpusConfig
 from blend.errors import ConfigError
 from blend.select import SELECTORS, QueryGuided, make_selector
-from blend.select.parameters import MEANINGS
+from blend.select.base import MEANINGS
 
 NASTY = (
     *("nan", "inf", "-inf", "1e300", "1e400", "-1", "-0.0", "0", "1", "0.5", "5e-324", "1e-7", "1e6", str(10**30)),
@@ -198,7 +198,7 @@ def test_python_refuses_other_kinds_of_values(wrong: dict[str, Any]) -> None:
 
 
 def test_layers_that_overlap_are_scored_once_however_often_they_are_named() -> None:
-    from blend.select.query_score import scoring_layers
+    from blend.select.base import scoring_layers
 
     text = "+".join(["3-9999", "0-9999"] * 20_000)
     assert QueryGuided(text).layers == text

@@ -24,7 +24,7 @@ from rich.console import Console
 from blend.cli import blend as group
 from blend.cli import progress
 from blend.select import SELECTORS, make_selector
-from blend.select.parameters import MEANINGS
+from blend.select.base import MEANINGS
 
 COMMANDS = group.list_commands(click.Context(group))
 HEAVY = ("torch", "transformers", "faiss", "triton", "sentence_transformers", "numpy", "rich")

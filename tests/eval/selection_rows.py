@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from blend.eval.selection.row import Row
+from study.rows import Row
 
 _USUAL = Row(
     model="m",

@@ -7,10 +7,9 @@ import pytest
 from blend.errors import ConfigError
 from blend.eval.evaluator import FULL as EVALUATORS_FULL
 from blend.eval.evaluator import PLAIN_REUSE
-from blend.eval.selection.methods import GROUPS, RATIOS, methods
-from blend.eval.selection.naming import BASELINE, FULL, REUSE, named, ratio_of
 from blend.select import QueryGuided, make_selector
-from blend.select.query_score import scoring_layers
+from blend.select.base import scoring_layers
+from study.methods import BASELINE, FULL, GROUPS, RATIOS, REUSE, methods, named, ratio_of
 
 
 @pytest.mark.parametrize("group", GROUPS)

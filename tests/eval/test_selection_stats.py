@@ -8,8 +8,8 @@ import pytest
 from selection_rows import row
 
 from blend.errors import ConfigError
-from blend.eval.selection import stats
-from blend.eval.selection.row import Row
+from study import stats
+from study.rows import Row
 
 
 def cells(rows: list[Row], method: str) -> stats.BySet:

@@ -9,12 +9,9 @@ import pytest
 from selection_rows import row
 
 from blend.errors import ConfigError, DatasetError
-from blend.eval.selection import picture
-from blend.eval.selection.picture import families, write_frontier
-from blend.eval.selection.row import append_rows, read_rows
-from blend.eval.selection.show import show
-from blend.eval.selection.summary import gaps
-from blend.eval.selection.tables import gap_lines, markdown_tables, text_table
+from study.rows import append_rows, read_rows
+from study.show import draw_frontier, families, gap_lines, markdown_tables, show, text_table, write_frontier
+from study.stats import gaps
 
 FULL = [row("full", str(n), 0.0, top1=1.0, f1=0.6, ttft_s=8.0, select_s=0.0, share=1.0, f1_full=1.0) for n in (1, 2)]
 BASE = [row("published", str(n), 0.4, f1=0.3) for n in (1, 2)]
@@ -109,7 +106,7 @@ def test_the_picture_names_what_the_tables_do_and_no_label_covers_another() -> N
     ]
     from matplotlib.text import Text
 
-    figure = picture._draw("m", [row("full", "1", 0.0), row("full", "2", 0.0), *ratios])
+    figure = draw_frontier("m", [row("full", "1", 0.0), row("full", "2", 0.0), *ratios])
     shown = {text.get_text() for axes in figure.axes if axes.get_legend() for text in axes.get_legend().get_texts()}
     assert shown == {"kvblend", "published"}
     assert "2 records" in figure.get_suptitle()

@@ -5,8 +5,8 @@ import statistics
 import numpy as np
 import pytest
 
-from blend.eval import bootstrap
-from blend.eval.bootstrap import Bounds, Interval, mean_interval, median_bounds, paired_interval
+from blend.eval import metrics
+from blend.eval.metrics import Bounds, Interval, mean_interval, median_bounds, paired_interval
 
 
 def exact_quantile(values: list[float], share: float, statistic) -> float:
@@ -67,7 +67,7 @@ def test_one_value_and_equal_values_give_a_point():
 def test_blocks_do_not_change_the_result(monkeypatch):
     values = [0.1, 0.7, 0.3]
     whole = mean_interval(values, resamples=1000)
-    monkeypatch.setattr(bootstrap, "_BLOCK", 30)
+    monkeypatch.setattr(metrics, "RESAMPLED_AT_ONCE", 30)
     assert mean_interval(values, resamples=1000) == whole
 
 

@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from blend.eval.metrics import kl_divergence, top1_agreement
-from blend.eval.metrics.fidelity import _BLOCK
+from blend.eval.metrics import ROWS_AT_ONCE, kl_divergence, top1_agreement
 
 
 def plain_kl(reference: list[float], other: list[float]) -> float:
@@ -21,7 +20,7 @@ def test_kl_of_a_coin_by_hand():
     assert kl_divergence(biased, fair).item() == pytest.approx(0.75 * math.log(3) - math.log(2))
 
 
-@pytest.mark.parametrize("tokens", [1, _BLOCK, _BLOCK + 1, 3 * _BLOCK - 1])
+@pytest.mark.parametrize("tokens", [1, ROWS_AT_ONCE, ROWS_AT_ONCE + 1, 3 * ROWS_AT_ONCE - 1])
 def test_kl_agrees_with_its_definition_row_by_row(tokens):
     reference, other = torch.randn(tokens, 63, dtype=torch.float64), torch.randn(tokens, 63, dtype=torch.float64)
     expected = [plain_kl(a, b) for a, b in zip(reference.tolist(), other.tolist(), strict=True)]

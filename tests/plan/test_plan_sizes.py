@@ -8,8 +8,8 @@ import pytest
 import transformers
 from models import BASE, FAMILIES, decoder
 
-from blend.chunks.deciding import in_copies, with_surrogate
 from blend.chunks.library import ChunkLibrary
+from blend.chunks.surrogate import in_copies, with_surrogate
 from blend.config import CorpusConfig
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.outline import ModelOutline, outline

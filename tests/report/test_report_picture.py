@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from blend.errors import ConfigError
-from blend.eval.report import RunInfo, picture, summarise, write_picture
+from blend.eval.report import RunInfo, summarise
+from blend.eval.show import draw_report, write_picture
 
 CLOUD = {
     "full": (1.0, 1.0, 0.0, None),
@@ -16,7 +17,7 @@ CLOUD = {
 
 
 def panels(report):
-    return picture._draw(report).axes
+    return draw_report(report).axes
 
 
 def errorbars(axes):
@@ -67,7 +68,7 @@ def test_the_level_of_full_is_a_band(report):
 def test_labels_of_a_cloud_of_methods_overlap_neither_each_other_nor_points(measurements):
     from matplotlib.text import Text
 
-    figure = picture._draw(summarise(measurements(20, methods=CLOUD)))
+    figure = draw_report(summarise(measurements(20, methods=CLOUD)))
     for axes in figure.axes:
         boxes = [Text.get_window_extent(text) for text in axes.texts]
         assert len(boxes) == 7
@@ -78,7 +79,7 @@ def test_labels_of_a_cloud_of_methods_overlap_neither_each_other_nor_points(meas
 
 def test_title_names_model_and_workload(measurements):
     info = RunInfo("model $x_1$", "a long workload " * 10)
-    figure = picture._draw(summarise(measurements(1), info=info))
+    figure = draw_report(summarise(measurements(1), info=info))
     title = figure.get_suptitle()
     assert title.startswith("model $x_1$ · a long workload")
     assert title.endswith("· 1 record")
@@ -133,7 +134,7 @@ def test_importing_the_report_loads_nothing_heavy():
     import subprocess
 
     code = (
-        "import sys, blend.eval.report, blend.eval.metrics, blend.eval.dataset, blend.eval.needles;"
+        "import sys, blend.eval.report, blend.eval.metrics, blend.eval.dataset, blend.eval.show;"
         "heavy = {'torch', 'transformers', 'matplotlib', 'rich', 'rouge_score', 'faiss'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from blend.errors import ConfigError
-from blend.eval.bootstrap import mean_interval
+from blend.eval.metrics import mean_interval
 from blend.eval.report import Measurement, summarise
 
 

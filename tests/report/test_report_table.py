@@ -4,7 +4,8 @@ import re
 import pytest
 from rich.console import Console
 
-from blend.eval.report import render_report, report_text, summarise
+from blend.eval.report import summarise
+from blend.eval.show import render_report, report_text
 
 MANY = {
     "full": (1.0, 1.0, 0.0, None),

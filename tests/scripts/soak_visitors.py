@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import httpx
 
-from _soak_clients import Question, Visitors
-from _soak_judge import Answer, Ledger, Reference
+from _soak_serve import Answer, Ledger, Question, Reference, Visitors
 
 OWN = {"figures": {"method": "blend", "lacking": 0}, "sources": [{"hit": True}] * 2}
 

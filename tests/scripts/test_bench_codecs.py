@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from blend.eval.codecs import Measured, read, table
+from study.codecs import Measured, read, table
 from tests.tiny_model import save_tiny_model
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_codecs"
@@ -34,18 +34,18 @@ def test_a_run_measures_every_codec_once_and_shows_them_beside_each_other(tmp_pa
     for _ in range(2):
         done = script(*run, *more)
         assert done.returncode == 0, done.stderr
-        assert len(read(out)) == 2 * 5
+        assert len(read(out)) == 2 * 4
     by_codec = {one.codec: one for one in read(out)}
-    assert set(by_codec) == {"bfloat16", "int8", "int4", "fp8", "int4-at-positions"}
+    assert set(by_codec) == {"bfloat16", "int8", "int4", "int4-at-positions"}
     assert by_codec["int4"].nbytes < by_codec["int8"].nbytes < by_codec["bfloat16"].nbytes
     assert all(one.kl >= 0 and 0 <= one.top1 <= 1 for one in by_codec.values())
     shown = script("show", out).stdout
     assert "2 records" in shown
     assert all(f"| {codec} |" in shown for codec in by_codec)
     quick = [line.split("|")[-3:-1] for line in script("show", out, "--shape", "2,256,64").stdout.splitlines()[2:-2]]
-    assert len(quick) == 5
-    assert all(float(cell) > 0 for cells in quick[:4] for cell in cells)
-    assert [cell.strip() for cell in quick[4]] == ["", ""]  # a codec of the comparison alone
+    assert len(quick) == 4
+    assert all(float(cell) > 0 for cells in quick[:3] for cell in cells)
+    assert [cell.strip() for cell in quick[3]] == ["", ""]  # a codec of the comparison alone
 
 
 def test_the_table_takes_the_records_that_all_codecs_have() -> None:

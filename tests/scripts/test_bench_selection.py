@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from blend.eval.selection.row import read_rows
+from study.rows import read_rows
 from tests.tiny_model import save_tiny_model
 
 ROOT = Path(__file__).parents[2]

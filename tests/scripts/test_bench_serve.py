@@ -16,12 +16,9 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from _serving import TimedQuestion, Traffic, arrivals, zipf
-from _serving_corpus import Corpus, Passage
-from _serving_figures import Capacity, capacity, percentile, pooled, summary, verdict
-from _serving_load import UNFINISHED, Request, Sample, open_loop
-from _serving_parts import stalls, together
-from _serving_servers import vllm_server
+from _load import UNFINISHED, Corpus, Passage, Request, Sample, TimedQuestion, Traffic, arrivals, open_loop, zipf
+from _servers import vllm_server
+from _serving import Capacity, capacity, percentile, pooled, stalls, summary, together, verdict
 from blend.config import PromptConfig
 from tests.tiny_model import save_tiny_model
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from _vllm_bench import BLENDED, PLAIN
-from _vllm_show import draw, first_table, generator_table, together_line
+from _vllm_bench import BLENDED, PLAIN, draw, first_table, generator_table, together_line
 
 ROOT = Path(__file__).parents[2]
 

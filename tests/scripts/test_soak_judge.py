@@ -11,8 +11,7 @@ import httpx
 import pytest
 from soak_visitors import MADE, OTHERWISE, OWN, held, visitors
 
-from _soak_clients import Visitors
-from _soak_judge import Answer, Ledger, is_clear_error, is_tie, made_of, reference
+from _soak_serve import Answer, Ledger, Visitors, is_clear_error, is_tie, made_of, reference
 
 ROOT = Path(__file__).parents[2]
 MEGABYTE = 1 << 20

@@ -10,7 +10,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,7 @@ import httpx
 import pytest
 from soak_visitors import OWN, visitors
 
-import _soak_run
-from _soak_nonsense import huge, nonsense
-from _soak_run import Soak
-from _soak_store import BREAKS, broken
-from _soak_watch import Held, growth, look
+from _soak_serve import BREAKS, Held, Soak, broken, growth, huge, look, nonsense, references
 
 ROOT = Path(__file__).parents[2]
 MEGABYTE = 1 << 20
@@ -96,7 +91,7 @@ def test_damage_stays_for_the_server_to_mend(store: Path) -> None:
 
 def soaked(minutes: float = 0.1, grow: float = 64) -> Soak:
     options = argparse.Namespace(minutes=minutes, grow=grow)
-    soak = Soak(options, visitors(lambda request: httpx.Response(200)), os.getpid(), Path(), 1.0, time.monotonic())
+    soak = Soak(options, visitors(lambda request: httpx.Response(200)), os.getpid(), Path(), 1.0, quiet_s=0.1)
     soak.looks = looks([700.0] * 3)
     soak.visitors.ledger.counts["blended"] = 9
     return soak
@@ -111,8 +106,7 @@ def verdict(soak: Soak, meanwhile: Callable[[], object] = lambda: None) -> int:
     return asyncio.run(run())
 
 
-def test_the_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(_soak_run, "QUIET_S", 0.1)
+def test_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert verdict(soaked()) == 0
     assert "PASS" in capsys.readouterr().out
 
@@ -133,8 +127,7 @@ def test_the_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "OFF memory grew by" in capsys.readouterr().out
 
 
-def test_a_thread_that_stays_is_left_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(_soak_run, "QUIET_S", 0.1)
+def test_a_thread_that_stays_is_left_over(capsys: pytest.CaptureFixture[str]) -> None:
     soak, done = soaked(), threading.Event()
     thread = threading.Thread(target=done.wait)
     try:
@@ -159,7 +152,7 @@ def test_of_the_references_in_full_the_server_remembers_nothing() -> None:
         choice = {"message": {"content": "The bell"}, "logprobs": {"content": []}}
         return httpx.Response(200, json={"choices": [choice], "kvblend": OWN})
 
-    found = asyncio.run(_soak_run.references(visitors(answer).client, {"model": "m"}))
+    found = asyncio.run(references(visitors(answer).client, {"model": "m"}))
     assert [one.answer.text for one in found] == ["The bell"] * 2
     assert asked == [{"method": "blend"}, {"method": "full", "cold": True}]
 

@@ -8,13 +8,12 @@ from cases import cache_chunks, make_layout
 from dense_reference import assert_close
 from models import decoder
 
-from blend.blender import Blend, Blender
+from blend.blender import Blend, Blender, run_steps
 from blend.config import BlendConfig
-from blend.filling import run_steps
 from blend.model.driver import RowDriver
-from blend.model.rows import RowRequest
+from blend.model.forward import RowRequest
 from blend.select import QueryGuided
-from blend.select.query_score import QueryRows
+from blend.select.base import QueryRows
 from blend.store import open_store
 
 LAYOUT = make_layout(suffix=23)

@@ -11,7 +11,7 @@ from models import CORE, LAYERS, decoder, eager_model
 from blend.config import BlendConfig
 from blend.errors import ConfigError
 from blend.select import HighDeviation, QueryGuided
-from blend.select.query_score import QueryRows
+from blend.select.base import QueryRows
 
 LAYOUT = make_layout()
 CONTEXT = LAYOUT.context.length

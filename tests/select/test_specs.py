@@ -15,7 +15,7 @@ from blend import BlendConfig
 from blend.errors import ConfigError
 from blend.limits import NUMBERS
 from blend.select import SELECTORS, FirstK, HighDeviation, Mixed, Oracle, QueryGuided, Random, Selector, make_selector
-from blend.select.parameters import MEANINGS, allowed, parameters
+from blend.select.base import MEANINGS, allowed, parameters
 
 LAYERS = st.sampled_from(["all", "middle", "upper", "3", "4-9", "3+7+12-15", "0-9999"])
 

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from blend import BlendConfig, CorpusConfig, Rag
-from blend.chunks.library import ChunkLibrary
-from blend.chunks.open_library import Variant
+from blend.chunks.library import ChunkLibrary, Variant
 from blend.serve.corpus_caches import Computing, OnDone
 from blend.serve.documents import DocumentStatus, UploadedFile
 from blend_retrieval.embedders import Embedder, Progress

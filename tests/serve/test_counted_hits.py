@@ -12,7 +12,7 @@ from engines import Held, ask
 from models import decoder
 
 from blend.blender import Blender
-from blend.chunks.correction_check import CorrectionCheck
+from blend.chunks.correction import CorrectionCheck
 from blend.config import BlendConfig
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.types import Sampling

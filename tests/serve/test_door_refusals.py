@@ -205,15 +205,16 @@ SAID = [
     ({"documents": [3]}, "documents[0]: Input should be an object"),
     ({"stop": "x" * 513}, "stop[0]: String should have at most 512 characters"),
     ({"stop": ""}, "stop: an empty text would end every answer at once"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: Input should be 'system', 'developer', 'user' or"),
+    (
+        {"messages": [{"role": "tool", "content": "x"}]},
+        "messages[0].role: Input should be 'system', 'developer', 'user' or",
+    ),
     ({"messages": [{"role": "user"}]}, "messages[0].content: Field required"),
 ]
 
 
 @pytest.mark.parametrize(("fields", "line"), SAID, ids=lambda value: str(value)[:40])
-def test_messages_name_the_field_and_what_is_allowed(
-    http: httpx.Client, fields: dict[str, Any], line: str
-) -> None:
+def test_messages_name_the_field_and_what_is_allowed(http: httpx.Client, fields: dict[str, Any], line: str) -> None:
     assert error_of(ask(http, **fields))["message"].startswith(line)
 
 

@@ -13,7 +13,7 @@ from engines import FEW, Answer, alone, ask, layouts
 from models import decoder
 
 from blend.errors import ConfigError, StoreError
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import full_prefill
 from blend.model.generate import generate
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.types import Finished, Output, Request, Sampling

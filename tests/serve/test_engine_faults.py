@@ -18,9 +18,9 @@ from served import Served
 
 from blend.blender import Blender
 from blend.chunks import encode
-from blend.chunks.loader import LayerLoader
+from blend.chunks.assemble import LayerLoader
 from blend.config import BlendConfig
-from blend.model.rows import RowRequest
+from blend.model.forward import RowRequest
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.scheduler import Scheduler
 from blend.serve.types import EngineFailedError, Failed, Finished, Output, Request, Sampling

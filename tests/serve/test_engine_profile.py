@@ -10,7 +10,7 @@ from cases import cache_chunks, make_layout
 from engines import FEW, ask
 from models import decoder
 
-from blend.model.rows import RowRequest
+from blend.model.forward import RowRequest
 from blend.serve import scheduler
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.service import PrefillProfile

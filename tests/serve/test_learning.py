@@ -10,7 +10,7 @@ import pytest
 from rooms import QUESTION, ask, serving
 
 from blend.blender import Blender
-from blend.model.full_prefill import full_prefill
+from blend.model.decoder import full_prefill
 from blend.rag import Rag
 from blend.serve.service import Service
 from blend.serve.types import GivenDocument

@@ -16,7 +16,7 @@ from models import decoder, eager_model
 
 from blend.blender import Blender
 from blend.config import BlendConfig
-from blend.model import mapped
+from blend.model import cpu
 from blend.model.cache import BlendedCache
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.failures import STORE_UNREACHABLE
@@ -102,7 +102,7 @@ def test_what_is_larger_than_the_budget_pushes_nobody_out(monkeypatch: pytest.Mo
     for owner in ("a", "b"):
         prefixes.keep(owner, (1, 2, 3, 4), cache_of((1, 2, 3, 4)))
     nothing = PrefixCache(0)
-    monkeypatch.setattr(mapped, "copies", lambda *_: pytest.fail("what is not kept was copied"))
+    monkeypatch.setattr(cpu, "copies", lambda *_: pytest.fail("what is not kept was copied"))
     prefixes.keep("c", large, cache_of(large))
     prefixes.keep_conversation("c", (*large, 1), cache_of(large), 3)
     nothing.keep("", large, cache_of(large))

@@ -13,7 +13,7 @@ from engines import FEW, Answer, alone, ask, layouts
 from models import LAYERS
 
 from blend.errors import EntryDamagedError, StoreError
-from blend.model.rows import RowRequest
+from blend.model.forward import RowRequest
 from blend.serve import background
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.types import Finished, Output, Request, Sampling, Started

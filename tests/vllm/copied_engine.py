@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from blend.integrations.vllm.signature import Signer
+from blend.integrations.vllm.contract import Signer
 from blend.types import PromptLayout
 
 COUNT = 12
@@ -32,7 +32,7 @@ class Engine:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"socket": socket, **options},
         )
-        self._llm = LLM(
+        self.llm = LLM(
             str(model),
             **{
                 "skip_tokenizer_init": True,
@@ -44,7 +44,7 @@ class Engine:
                 **more,
             },
         )
-        self._signer = Signer.of(self._llm.llm_engine.vllm_config)
+        self._signer = Signer.of(self.llm.llm_engine.vllm_config)
 
     def _given(self, given: Any, salt: str | None) -> dict[str, Any] | None:
         """What the middleware would say of a ticket; whatever else a client says."""
@@ -76,11 +76,11 @@ class Engine:
             )
             for _, given, salt in asked
         ]
-        return list(self._llm.generate(prompts, parameters, use_tqdm=False))
+        return list(self.llm.generate(prompts, parameters, use_tqdm=False))
 
     def close(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown()
-        del self._llm
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
 
 
 @contextmanager

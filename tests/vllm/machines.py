@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from blend.config import BlendConfig, CorpusConfig
-from blend.integrations.vllm import wire
+from blend.integrations.vllm.transport import connect, receive, send
 from blend.rag import Rag
 from tests.tiny_model import save_tiny_model
 from tests.towns import write_documents
@@ -161,9 +161,9 @@ class Machines:
 
     def holding(self) -> dict[str, Any]:
         """What the prefill process holds."""
-        with wire.connect(self.socket, 60) as sock:
-            wire.send(sock, {"holding": True})
-            return wire.receive(sock)[0]
+        with connect(self.socket, 60) as sock:
+            send(sock, {"holding": True})
+            return receive(sock)[0]
 
     def idle(self) -> bool:
         """Whether it has nothing to do and nothing in its hands."""

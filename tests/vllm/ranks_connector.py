@@ -7,16 +7,15 @@ import time
 from copied_engine import FAILS, LATE
 
 from blend.integrations.vllm.connector import KVBlend
-from blend.integrations.vllm.contract import Load, LoadFailedError
-from blend.integrations.vllm.copied import CopiedKV
-from blend.integrations.vllm.stages import STAGES
+from blend.integrations.vllm.contract import STAGES, Load, LoadFailedError
+from blend.integrations.vllm.stage import CopyStage
 
 
-class Uneven(CopiedKV):
+class Uneven(CopyStage):
     def fill(self, load: Load) -> None:
-        if self._rank == 1 and load.token_ids[-1] == LATE:
+        if self.rank == 1 and load.token_ids[-1] == LATE:
             time.sleep(0.5)
-        if self._rank == 1 and load.token_ids[-1] == FAILS:
+        if self.rank == 1 and load.token_ids[-1] == FAILS:
             raise LoadFailedError("the second worker fails in a test")
         super().fill(load)
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from blend.integrations.vllm.connector import KVBlend
+from blend.integrations.vllm.contract import STAGES as BY_NAME
 from blend.integrations.vllm.contract import Site
-from blend.integrations.vllm.rows_stage import RecomputedRows
-from blend.integrations.vllm.stages import STAGES as BY_NAME
+from blend.integrations.vllm.stage import RowStage
 
-STAGES: list[RecomputedRows] = []
+STAGES: list[RowStage] = []
 
 
-class SeenRows(RecomputedRows):
+class SeenRows(RowStage):
     def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
         super().__init__(site, options)
         STAGES.append(self)

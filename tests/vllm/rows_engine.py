@@ -25,8 +25,7 @@ from vllm.config import KVTransferConfig
 from vllm.inputs import TokensPrompt
 
 from blend.blender import Blend
-from blend.integrations.vllm.rows_ticket import ticket_of
-from blend.integrations.vllm.signature import Signer
+from blend.integrations.vllm.contract import LayoutTicket, Signer
 from blend.model.decoder import Decoder
 from blend.types import PromptLayout
 
@@ -91,7 +90,7 @@ class Engine:
         """What `answers` takes for them."""
         found = []
         for number, layout in enumerate(layouts):
-            told = ticket_of(layout, "", range(len(layout.chunks)) if brought else ())
+            told = LayoutTicket(layout, "", frozenset(range(len(layout.chunks)) if brought else ())).ticket()
             mine = f"{salt}{number}"
             extra = {"kv_transfer_params": self._signer.signed(told, mine)} if tickets else None
             parameters = SamplingParams(

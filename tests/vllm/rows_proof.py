@@ -17,13 +17,12 @@ from rows_engine import LENGTHS, SETTINGS, Engine, far, greedy, prompt
 from tiny import save_model
 
 from blend.blender import Blend, Blender
-from blend.chunks.deciding import with_surrogate
-from blend.chunks.probe import leave_probe
+from blend.chunks.encode import leave_probe
+from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
-from blend.integrations.vllm.rows_blender import RowBlender
-from blend.integrations.vllm.rows_cache import Place
-from blend.integrations.vllm.rows_learned import LearnedTexts
-from blend.integrations.vllm.rows_stage import row_blender
+from blend.integrations.vllm.decoder import Place
+from blend.integrations.vllm.learning import LearnedTexts
+from blend.integrations.vllm.stage import RowBlender, row_blender
 from blend.model.decoder import Decoder
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -115,19 +114,19 @@ class Proof:
         rows = self.stage.blender
         full = self.blender.prefill(layout, config=replace(config, ratio=1.0))
         first = rows.blend(layout, spare(layout))
-        before = self.lacking(layout)
-        while len(rows.later):
-            rows.later.run(alone=True)
+        before = self.missing(layout)
+        while len(rows.background):
+            rows.background.run(alone=True)
         mine, again = self.blender.prefill(layout, config=config), rows.blend(layout, spare(layout))
         return {
             "nothing there": not any(first.placed.hits),
             "full": self._apart(full, first.cache),
-            "computed": before - self.lacking(layout),
+            "computed": before - self.missing(layout),
             "hits": all(mine.hits) and all(again.placed.hits),
             "then": self._apart(mine, again.cache),
         }
 
-    def lacking(self, layout: PromptLayout) -> int:
+    def missing(self, layout: PromptLayout) -> int:
         """How many caches of a prompt's chunks the store lacks."""
         return len(self.blender.library(layout.prefix).missing(layout.chunks))
 
@@ -135,12 +134,12 @@ class Proof:
         """A prompt of unknown chunks through the engine alone: what it lacks is stored while that is idle."""
         layout = prompt(401)
         self.configured()
-        before = self.lacking(layout)
+        before = self.missing(layout)
         full = greedy(self.decoder, self.blender.prefill(layout, config=BlendConfig(ratio=1.0)))
         answer = self.engine.decoded([layout], "learnt")[0]
-        during = self.lacking(layout)
+        during = self.missing(layout)
         steps = self.engine.idle()
-        after, again = self.lacking(layout), self.engine.idle()
+        after, again = self.missing(layout), self.engine.idle()
         return {
             "before": before,
             "during": during,
@@ -156,12 +155,12 @@ class Proof:
         self.stage.blender = self.rows
         self.engine.decoded([layout], "off", brought=True)
         self.engine.idle()
-        found["before"], found["off"] = len(layout.chunks), self.lacking(layout)
+        found["before"], found["off"] = len(layout.chunks), self.missing(layout)
         learned = LearnedTexts(self.store, folder / "store", 10**9)
         self.stage.blender = RowBlender(self.rows.decoder, self.store, self.blender.config, learned)
         self.engine.decoded([layout], "on", brought=True)
         self.engine.idle()
-        found["on"] = self.lacking(layout)
+        found["on"] = self.missing(layout)
         return found
 
     def damaged(self, folder: Path) -> dict[str, Any]:
@@ -197,15 +196,15 @@ class Proof:
             layout = prompt(length)
             rows.blend(layout, spare(layout))
             own.model.run = lambda one, see: (passes.append(one.token_ids.shape[0]), run(one, see))[1]
-            while len(rows.later):
-                rows.later.run(alone=True)
+            while len(rows.background):
+                rows.background.run(alone=True)
             own.model.run = run
             told.append(rows.blend(layout, spare(layout)))
             if length == 800:
                 self.stage.blender = rows
                 asked = zip(*self.engine.asked([layout], "figures"), strict=True)
                 figures = self.engine.llm.generate(*map(list, asked), use_tqdm=False)[0].kv_transfer_params
-        rows.later.close()
+        rows.background.close()
         library, filler = rows.filler().library(prefix), rows.filler()
         return {
             "figures": figures["kvblend"],

@@ -16,7 +16,7 @@ from rows_proof import Proof, spare
 from tiny import save_model
 from vllm import EngineArgs
 
-from blend.integrations.vllm.rows_identity import fingerprints
+from blend.integrations.vllm.stage import fingerprints
 from blend.model.decoder import Decoder
 
 LENGTHS = (128, 517)
@@ -30,8 +30,8 @@ class Quantised(Proof):
         self.configured()
         filled = [self.stage.blender.blend(layout, spare(layout)) for layout in self.layouts]
         answers, own = self.decoded("first"), self.decoded("own", tickets=False)
-        while len(self.stage.blender.later):
-            self.stage.blender.later.run(alone=True)
+        while len(self.stage.blender.background):
+            self.stage.blender.background.run(alone=True)
         again = [self.stage.blender.blend(layout, spare(layout)) for layout in self.layouts]
         return {
             "hits before": sum(hit for one in filled for hit in one.placed.hits),
@@ -106,8 +106,7 @@ def names(plain: Path) -> list[str]:
         {"quantization": "online", "quantization_config": {"linear": "fp8_per_channel", "ignore": ["*.o_proj"]}},
     )
     return [
-        fingerprints(EngineArgs(str(plain), skip_tokenizer_init=True, **one).create_engine_config()).shared
-        for one in told
+        fingerprints(EngineArgs(str(plain), skip_tokenizer_init=True, **one).create_engine_config())[0] for one in told
     ]
 
 

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 from copied_engine import COUNT, Engine, salt, started
-from machines import free_port
 from tiny import Bench, bench, save_model
 
-from blend.integrations.vllm import network
-from blend.integrations.vllm.offers import Offers
-from blend.integrations.vllm.signature import Signer
+from blend.integrations.vllm.contract import LoadScheduler, Signer
 
 pytestmark = pytest.mark.inside_vllm
 LENGTHS = (127, 128, 129, 517)
@@ -77,7 +74,7 @@ def test_too_few_blocks(held: Bench, model: Path) -> None:
     expected = [held.greedy(one, count) for one in blends]
     with started(model, held.socket, num_gpu_blocks_override=14, disable_log_stats=False) as engine:
         outputs = engine.outputs([(one.layout, held.hold(one), salt()) for one in blends * 2], count)
-        preempted = [one for one in engine._llm.get_metrics() if one.name == "vllm:num_preemptions"]
+        preempted = [one for one in engine.llm.get_metrics() if one.name == "vllm:num_preemptions"]
     assert sum(one.value for one in preempted) > 0
     assert [list(one.outputs[0].token_ids) for one in outputs] == expected * 2
 
@@ -100,10 +97,10 @@ def test_the_rule_is_what_keeps_plain_prompts_right(
 ) -> None:
     """Without a salt vLLM's prefix cache gives blended blocks to a plain prompt of the same tokens: a wrong answer."""
 
-    def without_rule(self: Offers, request: Any) -> str | None:
+    def without_rule(self: LoadScheduler, request: Any) -> str | None:
         return (request.kv_transfer_params or {}).get("kvblend", {}).get("ticket")
 
-    monkeypatch.setattr(Offers, "ticket", without_rule)
+    monkeypatch.setattr(LoadScheduler, "ticket", without_rule)
     layout = held.layout(400, 6)
     blend = held.blended(layout, 0.15)
     plain, blended = held.full(layout, COUNT), held.greedy(blend, COUNT)
@@ -125,17 +122,6 @@ def check_failures(held: Bench, engine: Engine) -> None:
 
 def test_loads_that_fail(held: Bench, engine: Engine) -> None:
     check_failures(held, engine)
-
-
-def test_kv_from_another_machine(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = tmp_path / "key"
-    key.write_text("a key of at least sixteen bytes")
-    key.chmod(0o600)
-    monkeypatch.setenv(network.KEY_VARIABLE, str(key))
-    name = f"tcp://127.0.0.1:{free_port()}"
-    with bench(model, name) as held, started(model, name) as engine:
-        check_all_lengths(held, engine)
-        check_failures(held, engine)
 
 
 def test_in_bfloat16_within_a_kl(model: Path) -> None:
@@ -176,7 +162,7 @@ def test_log_probabilities_of_the_prompt_are_vllms_own(held: Bench, engine: Engi
     [
         *({"kvblend": "/etc/passwd"}, {"kvblend": {"ticket": "../x"}}, {"kvblend": None}, {}),
         *({"kvblend": {"ticket": "{}"}}, {"kvblend": {"ticket": "0" * 32, "signature": "0" * 64}}),
-        *(Signer(b"another").signed("{}", "salt"), "{}"),  # the last is signed: a ticket for a stage that is not there
+        *(Signer(b"another").signed("{}", "salt"), "{}"),  # the last is signed: a ticket for another stage
     ],
 )
 def test_parameters_that_are_no_tickets(held: Bench, engine: Engine, nonsense: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a prefill process that hangs, or a comparison that cannot be made, costs those who ask vLLM: next to nothing."""
+"""What a prefill process that hangs, or a comparison that cannot be made, costs vLLM's clients: next to nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from blend.integrations.vllm import gate as gates
-from blend.integrations.vllm import outage, wire
-from blend.integrations.vllm.gate import Gate, Rewritten
+from blend.errors import ConfigError
+from blend.integrations.vllm.middleware import PrefillTimeouts, Rewriter, Rewritten
+from blend.integrations.vllm.transport import VARIABLE, Message, bind, close, connect, receive, send
 from blend.serve.http.errors import ApiError
 
 CHAT = "/v1/chat/completions"
@@ -24,17 +24,18 @@ PLAIN = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 WANTED = {**PLAIN, "documents": [{"text": "The harbour has three gates."}]}
 BLENDED = (
     {"prompt": [1, 2], "model": "m", "sources": [{"id": "a"}]},
-    {"ready": {"ticket": "0" * 32, "salt": "s"}, "told": {"figures": {}}},
+    {"ready": {"ticket": "0" * 32, "salt": "s"}, "shown": {"figures": {}}},
 )
+SHORT, PATIENT = PrefillTimeouts(0.3, 0.2, pause=600.0), PrefillTimeouts(30.0, 30.0, pause=600.0)
 
 
 class Process:
     """What answers at a socket: `says` to each that asks, and then no more; the connection stays open unless it `leaves`."""
 
     def __init__(self, name: str) -> None:
-        self.says: Sequence[wire.Message] = ()
+        self.says: Sequence[Message] = ()
         self.asked, self.leaves = 0, False
-        self._place = wire.bind(name)
+        self._place = bind(name)
         self._place.listen(50)
         self._stopping = False
         self._thread = threading.Thread(target=self._serve)
@@ -46,103 +47,103 @@ class Process:
                 sock = held.enter_context(self._place.accept()[0])
                 if self._stopping:
                     return
-                message = wire.receive(sock)[0]
+                message = receive(sock)[0]
                 self.asked += "ask" in message
                 for one in self.says if "ask" in message else [{"checks": []}]:
-                    wire.send(sock, one)
+                    send(sock, one)
                 if self.leaves:
                     sock.close()
 
     def stop(self, name: str) -> None:
         self._stopping = True
-        wire.connect(name, 5).close()
+        connect(name, 5).close()
         self._thread.join(10)
-        wire.close(self._place, name)
+        close(self._place, name)
 
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     name = f"@kvblend-test-{secrets.token_hex(4)}"
-    monkeypatch.setenv(wire.VARIABLE, name)
-    monkeypatch.setenv("KVBLEND_VLLM_TIMEOUT", "30")
-    monkeypatch.setattr(gates, "_PASS_S", 30.0)
-    monkeypatch.setattr(outage, "_PAUSE_S", 600.0)
-    monkeypatch.setattr(Gate, "_prompts", lambda self: SimpleNamespace(prompt=lambda part: None))
+    monkeypatch.setenv(VARIABLE, name)
     found = Process(name)
     yield found
     found.stop(name)
 
 
-def rewritten(gate: Gate, body: dict[str, Any]) -> tuple[Rewritten, float]:
+def rewriter(timeouts: PrefillTimeouts = PATIENT, **more: Any) -> Rewriter:
+    """Where no prompt is made in vLLM's server."""
+    prompts: Any = SimpleNamespace(prompt=lambda part: None)
+    return Rewriter(None, timeouts=timeouts, prompts=prompts, **more)
+
+
+def rewritten(given: Rewriter, body: dict[str, Any]) -> tuple[Rewritten, float]:
     """What becomes of a request, and how long it took, in seconds."""
 
     async def run() -> tuple[Rewritten, float]:
         begin = time.monotonic()
-        return await gate.rewritten(dict(body), CHAT), time.monotonic() - begin
+        return await given.rewritten(dict(body), CHAT), time.monotonic() - begin
 
     return asyncio.run(run())
 
 
-def hung(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """A gate that one request has found a process to hang through."""
-    gate = Gate(None)
-    with monkeypatch.context() as patch:
-        patch.setattr(gates, "_PASS_S", 0.2)
-        found, seconds = rewritten(gate, PLAIN)
+def together(given: Rewriter, body: dict[str, Any]) -> list[Rewritten]:
+    """Of eight requests at once."""
+
+    async def run() -> list[Rewritten]:
+        return await asyncio.gather(*(given.rewritten(dict(body), CHAT) for _ in range(8)))
+
+    return asyncio.run(run())
+
+
+def test_a_process_that_hangs_costs_one_request_a_moment(process: Process, caplog: pytest.LogCaptureFixture) -> None:
+    mine = rewriter(SHORT)
+    found, seconds = rewritten(mine, PLAIN)
     assert found == Rewritten(PLAIN)
     assert 0.2 <= seconds < 10
-    return gate
-
-
-def test_who_asks_nothing_of_kvblend_waits_a_moment_for_a_process_that_hangs(
-    process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    gate = hung(monkeypatch)
     for body in (PLAIN, WANTED) * 3:  # now it is known to hang
-        assert rewritten(gate, body)[0].body == PLAIN
+        assert rewritten(mine, body)[0].body == PLAIN
     assert process.asked == 1
     assert [one.levelname for one in caplog.records if one.name == "vllm.kvblend"] == ["WARNING"]
 
 
 def test_a_process_that_hung_is_asked_again_by_one_request_at_a_time(
-    process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    process: Process, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(outage, "_PAUSE_S", 0.0)
-    gate = hung(monkeypatch)
-
-    async def together() -> list[Rewritten]:
-        return await asyncio.gather(*(gate.rewritten(dict(PLAIN), CHAT) for _ in range(8)))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(gates, "_PASS_S", 0.2)
-        assert asyncio.run(together()) == [Rewritten(PLAIN)] * 8
+    mine = rewriter(SHORT._replace(pause=0.0))
+    rewritten(mine, PLAIN)
+    assert together(mine, PLAIN) == [Rewritten(PLAIN)] * 8
     assert process.asked == 2
     process.says = ({"pass": True},)
     with caplog.at_level(logging.INFO, "vllm.kvblend"):
-        assert rewritten(gate, PLAIN)[0] == Rewritten(PLAIN)
+        assert rewritten(mine, PLAIN)[0] == Rewritten(PLAIN)
     assert "blended again" in caplog.messages[-1]
-    assert asyncio.run(together()) == [Rewritten(PLAIN)] * 8
+    assert together(mine, PLAIN) == [Rewritten(PLAIN)] * 8
     assert process.asked == 11
 
 
-def test_the_time_limit_for_documents_is_the_operators(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVBLEND_VLLM_TIMEOUT", "0.4")
-    gate = Gate(None)
-    found, seconds = rewritten(gate, WANTED)
+def test_the_time_limit_for_documents_is_the_operators(process: Process) -> None:
+    mine = rewriter(PrefillTimeouts(0.4, 0.1, pause=600.0))
+    found, seconds = rewritten(mine, WANTED)
     assert found.body == PLAIN
     assert 0.4 <= seconds < 10
-    assert rewritten(gate, WANTED)[0].body == PLAIN
+    assert rewritten(mine, WANTED)[0].body == PLAIN
     assert process.asked == 1
 
 
-def test_whoever_leaves_while_looking_does_not_keep_others_from_it(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(outage, "_PAUSE_S", 0.0)
-    gate = hung(monkeypatch)
+def test_a_time_limit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBLEND_VLLM_TIMEOUT", "0.4")
+    assert PrefillTimeouts.from_environment() == PrefillTimeouts(0.4)
+    monkeypatch.setenv("KVBLEND_VLLM_TIMEOUT", "soon")
+    with pytest.raises(ConfigError, match="KVBLEND_VLLM_TIMEOUT is 'soon'"):
+        Rewriter(None)
+
+
+def test_a_client_that_leaves_while_it_tries_does_not_keep_others_from_it(process: Process) -> None:
+    mine = rewriter(PrefillTimeouts(30.0, 0.2, pause=0.0))
+    rewritten(mine, PLAIN)
 
     async def left() -> None:
-        task = asyncio.ensure_future(gate.rewritten(dict(WANTED), CHAT))
+        task = asyncio.ensure_future(mine.rewritten(dict(WANTED), CHAT))
         while process.asked < 2:
             await asyncio.sleep(0.01)
         task.cancel()
@@ -150,60 +151,63 @@ def test_whoever_leaves_while_looking_does_not_keep_others_from_it(
 
     asyncio.run(left())
     process.says = ({"pass": True},)
-    rewritten(gate, PLAIN)
+    rewritten(mine, PLAIN)
     assert process.asked == 3
 
 
-def test_an_outage_that_costs_no_time_is_over_at_once(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    process.says = ({"pass": True},)
-    gate = Gate(None)
-    here, gate._socket = gate._socket, "@kvblend-nobody-is-here"
-    rewritten(gate, PLAIN)
-    gate._socket = here
-    rewritten(gate, PLAIN)
-    assert process.asked == 1
+def test_an_outage_that_costs_no_time_is_over_at_once(process: Process, caplog: pytest.LogCaptureFixture) -> None:
+    process.leaves = True  # at once, as one that is being started anew
+    mine = rewriter()
+    assert rewritten(mine, PLAIN)[0].body == PLAIN
+    process.says, process.leaves = ({"pass": True},), False
+    with caplog.at_level(logging.INFO, "vllm.kvblend"):
+        rewritten(mine, PLAIN)
+    assert process.asked == 2
+    assert "blended again" in caplog.messages[-1]
 
 
 def test_a_refusal_is_an_answer(process: Process) -> None:
     process.says = ({"error": [400, "no", "invalid_value", None]},)
-    gate = Gate(None)
+    mine = rewriter()
     for _ in range(2):
         with pytest.raises(ApiError):
-            rewritten(gate, WANTED)
+            rewritten(mine, WANTED)
     assert process.asked == 2
 
 
-def test_nonsense_of_another_version_is_answered_by_vllm(process: Process, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_message_is_answered_by_vllm(process: Process, caplog: pytest.LogCaptureFixture) -> None:
     process.says = ({"something": "new"},)
-    assert rewritten(Gate(None), WANTED)[0].body == PLAIN
+    assert rewritten(rewriter(), WANTED)[0].body == PLAIN
     assert "a request could not be handed over" in caplog.text
+
+
+FULL = {**PLAIN, "kv_transfer_params": {"prompt_token_ids": [1, 2]}}
 
 
 def test_a_process_that_goes_between_prompt_and_kv_leaves_the_prompt_and_its_sources(process: Process) -> None:
     process.says, process.leaves = BLENDED[:1], True
-    found = rewritten(Gate(None), WANTED)[0]
-    assert found.body == {**PLAIN, "kv_transfer_params": {"prompt_token_ids": [1, 2]}}
-    assert found.told == {"sources": [{"id": "a"}], "figures": {"method": "full", "reason": "no prefill process"}}
+    found = rewritten(rewriter(), WANTED)[0]
+    assert found.body == FULL
+    assert found.shown == {"sources": [{"id": "a"}], "figures": {"method": "full", "reason": "no prefill process"}}
 
 
 def test_a_comparison_that_vllm_refuses_is_a_reason_and_is_remembered(
-    process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    process: Process, caplog: pytest.LogCaptureFixture
 ) -> None:
     compared = []
 
-    async def reason_against(*given: Any) -> str:
+    async def compare(*given: Any) -> str:
         compared.append(given)
         raise ValueError("Requested sample logprobs of 10, which is greater than max allowed: 5")
 
-    monkeypatch.setattr(gates, "reason_against", reason_against)
     process.says = BLENDED
-    gate = Gate(None)
+    mine = rewriter(compare=compare)
 
     async def asked() -> list[Rewritten]:
-        return [await gate.rewritten(dict(WANTED), CHAT) for _ in range(3)]
+        return [await mine.rewritten(dict(WANTED), CHAT) for _ in range(3)]
 
     for found in asyncio.run(asked()):
-        assert found.body == {**PLAIN, "kv_transfer_params": {"prompt_token_ids": [1, 2]}}
-        assert found.told == {"sources": [{"id": "a"}], "figures": {"method": "full", "reason": "refused"}}
+        assert found.body == FULL
+        assert found.shown == {"sources": [{"id": "a"}], "figures": {"method": "full", "reason": "refused"}}
     assert len(compared) == 1
     assert "greater than max allowed: 5" in caplog.text

@@ -1,47 +1,33 @@
-"""The prefill process at its limits: descriptors, room for what is held, clients that take their time. No vLLM is needed."""
+"""The prefill process at its limits: descriptors, memory for held KV, slow clients. No vLLM is needed."""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import secrets
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from places import PYTHONPATH
+from tiny import serving
 
-from blend.errors import ConfigError
-from blend.integrations.vllm import network, prefill, wire
-from blend.integrations.vllm.desk import CHECKED_ROWS, Desk
-from blend.integrations.vllm.metrics import PrefillMetrics
-from blend.integrations.vllm.prefill import PrefillServer
-from blend.integrations.vllm.shelf import NoRoomError, Shelf
-from blend.serve.types import QueueFullError
-
-ROOT = Path(__file__).parents[2]
-
-
-@contextmanager
-def serving(desk: Any, name: str) -> Iterator[str]:
-    place = wire.bind(name)
-    server = PrefillServer(desk, Shelf(1 << 20), place)
-    thread = threading.Thread(target=server.serve_until_stopped)
-    thread.start()
-    try:
-        yield name
-    finally:
-        server.stop()
-        thread.join()
-        wire.close(place, name)
+from blend.cli import blend
+from blend.integrations.vllm.server import (
+    CHECKED_ROWS,
+    MOST_CONNECTIONS,
+    PrefillRequest,
+    PrefillService,
+    most_connections,
+)
+from blend.integrations.vllm.transport import KVPool, PoolFullError, TransportError, address, connect, receive, send
+from blend.serve.types import EngineStats, Failed, Figures, Finished, QueueFullError, Started
 
 
 def unused() -> str:
@@ -50,13 +36,11 @@ def unused() -> str:
 
 WITHOUT_DESCRIPTORS = """
 import resource, secrets, socket, threading, time
-from blend.integrations.vllm import wire
-from blend.integrations.vllm.desk import Desk
-from blend.integrations.vllm.prefill import PrefillServer
-from blend.integrations.vllm.shelf import Shelf
+from blend.integrations.vllm.server import PrefillServer
+from blend.integrations.vllm.transport import KVPool, TransportError, address, bind, connect, receive, send
 
 name = f"@kvblend-{secrets.token_hex(6)}"
-server = PrefillServer(None, Shelf(1 << 20), wire.bind(name))
+server = PrefillServer(None, KVPool(1 << 20), bind(name))
 serving = threading.Thread(target=server.serve_until_stopped)
 serving.start()
 files = len(__import__("os").listdir("/proc/self/fd"))
@@ -65,7 +49,7 @@ clients = []
 while len(clients) < 100:
     try:
         clients.append(socket.socket(socket.AF_UNIX))
-        clients[-1].connect(wire._address(name))
+        clients[-1].connect(address(name))
     except OSError:
         break
 assert len(clients) < 100
@@ -76,11 +60,11 @@ for one in clients:
 end = time.monotonic() + 30
 while True:
     try:
-        with wire.connect(name, 5) as sock:
-            wire.send(sock, {"attach": "no such ticket"})
-            assert wire.receive(sock)[0] == {"held": None}
+        with connect(name, 5) as sock:
+            send(sock, {"attach": "no such ticket"})
+            assert receive(sock)[0] == {"held": None}
         break
-    except (wire.WireError, OSError):
+    except (TransportError, OSError):
         assert time.monotonic() < end
 server.stop()
 serving.join()
@@ -94,110 +78,156 @@ def test_a_process_without_descriptors_goes_on_when_there_are_some_again() -> No
         [sys.executable, "-c", WITHOUT_DESCRIPTORS], env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout == "answered\n", done.stderr[-2000:]
-    assert done.stderr.count("Too many open files") <= 1, "told once"
+    assert done.stderr.count("Too many open files") <= 1, "logged once"
 
 
 def test_as_many_connections_as_there_are_descriptors_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for allowed, most in ((1024, 448), (64, 1), (1 << 20, prefill.MOST_CONNECTIONS), (resource.RLIM_INFINITY, 1024)):
+    for allowed, most in ((1024, 448), (64, 1), (1 << 20, MOST_CONNECTIONS), (resource.RLIM_INFINITY, 1024)):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, allowed=allowed: (allowed, allowed))
-        assert prefill.most_connections() == most
+        assert most_connections() == most
 
 
-def test_a_check_that_finds_no_room_holds_nothing() -> None:
-    """Or every API server that starts while much is held would take the rest for good."""
-    taken: set[str] = set()
-
-    def check(number: int) -> dict[str, str]:
-        if number == len(CHECKED_ROWS) - 1:
-            raise NoRoomError("full")
-        taken.update({f"right{number}", f"wrong{number}"})
-        return {"right": f"right{number}", "wrong": f"wrong{number}"}
-
-    with serving(SimpleNamespace(check=check), unused()) as name:
-        server_shelf = SimpleNamespace(release=taken.discard)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Shelf, "release", lambda self, ticket: server_shelf.release(ticket))
-            with wire.connect(name, 10) as sock:
-                wire.send(sock, {"check": True})
-                with pytest.raises(wire.WireError):
-                    wire.receive(sock)
-            end = time.monotonic() + 10
-            while taken and time.monotonic() < end:
-                time.sleep(0.01)
-    assert taken == set()
-
-
-def test_the_first_of_two_pieces_of_a_check_goes_when_there_is_no_room_for_the_second() -> None:
-    released = []
-
-    class OneMore:
-        budget = nbytes = 0
-        put_so_far = 0
-
-        def put(self, cache: object, ids: object) -> str:
-            self.put_so_far += 1
-            if self.put_so_far == 2:
-                raise NoRoomError("full")
-            return "first"
-
-        def release(self, ticket: str) -> None:
-            released.append(ticket)
-
-    desk = Desk.__new__(Desk)
-    desk.shelf = OneMore()  # type: ignore[assignment]
-    desk._decoder = SimpleNamespace(vocabulary=96)  # type: ignore[assignment]
-    desk._prefilled = lambda ids: ids  # type: ignore[method-assign]
-    with pytest.raises(NoRoomError):
-        desk.check(0)
-    assert released == ["first"]
-
-
-def test_who_is_left_to_vllm_costs_no_search() -> None:
-    def require_room() -> None:
-        raise QueueFullError(3, 1.0)
-
-    desk = Desk.__new__(Desk)
-    desk.shelf, desk.metrics = Shelf(1 << 20), PrefillMetrics()
-    engine = SimpleNamespace(require_room=require_room)
-    desk.service = SimpleNamespace(engine=engine, prepare=lambda ask: pytest.fail("searched"))  # type: ignore[assignment]
-    told: list[Any] = []
-    desk.ask({}, told.append)
-    assert told == [{"plain": "busy", "told": {}}]
-
-
-def test_a_file_in_the_way_of_a_socket_stays(tmp_path: Path) -> None:
-    precious = tmp_path / "precious.json"
-    precious.write_text("{}")
-    with pytest.raises(ConfigError, match=r"cannot listen at --socket .*precious\.json"):
-        wire.bind(str(precious))
-    assert precious.read_text() == "{}"
-    stale = tmp_path / "stale"
-    left = socket.socket(socket.AF_UNIX)
-    left.bind(str(stale))
-    left.close()
-    wire.close(wire.bind(str(stale)), str(stale))
-    assert not stale.exists()
-
-
-def test_a_stranger_who_sends_a_byte_now_and_then_has_no_more_time_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = tmp_path / "key"
-    key.write_text("a key of at least sixteen bytes\n")
-    key.chmod(0o600)
-    monkeypatch.setenv(network.KEY_VARIABLE, str(key))
-    monkeypatch.setattr(prefill, "_SLOW_S", 0.5)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with serving(None, f"tcp://127.0.0.1:{port}"), socket.create_connection(("127.0.0.1", port), 10) as sock:
-        assert len(sock.recv(64)) == 32
+def test_a_client_that_sends_a_byte_now_and_then_is_dropped() -> None:
+    name = unused()
+    with serving(None, KVPool(1 << 20), name, timeout_s=0.5), socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(address(name))
         sent = 0
         try:
-            while sent < 60:  # of the 64 that it would have to send, one in a tenth of a second
-                sock.sendall(b"x")
+            while sent < 60:
+                sock.sendall(b"\0")
                 sent += 1
                 time.sleep(0.1)
         except OSError:
             pass
         assert 0 < sent < 30
+
+
+def test_a_check_without_memory_holds_nothing() -> None:
+    """Or every API server that starts while much is held would take the rest for good."""
+    pool = KVPool(1 << 20)
+
+    def check(number: int) -> dict[str, str]:
+        if number == len(CHECKED_ROWS) - 1:
+            raise PoolFullError("full")
+        return {"right": f"right{number}", "wrong": f"wrong{number}"}
+
+    released = set[str]()
+    pool.release = released.add  # type: ignore[method-assign]
+    service, name = SimpleNamespace(check=check, reason_against=lambda dtype: ""), unused()
+    with serving(service, pool, name):
+        with connect(name, 10) as sock:
+            send(sock, {"check": "float32"})
+            with pytest.raises(TransportError):
+                receive(sock)
+        end = time.monotonic() + 10
+        while len(released) < 4 and time.monotonic() < end:
+            time.sleep(0.01)
+    assert released == {"right0", "wrong0", "right1", "wrong1"}
+
+
+def service_over(engine: Any = None, prepare: Any = None) -> Any:
+    """As much of a service as `PrefillService` looks at before it blends."""
+    decoder = SimpleNamespace(rotations=(), dtype=SimpleNamespace(itemsize=4), fingerprint="m")
+    room = SimpleNamespace(rag=lambda: SimpleNamespace(decoder=decoder))
+    return SimpleNamespace(room=lambda tenant: room, engine=engine, prepare=prepare, corpora=lambda tenant: ())
+
+
+def test_a_full_queue_costs_no_search() -> None:
+    def require_room() -> None:
+        raise QueueFullError(3, 1.0)
+
+    service = service_over(SimpleNamespace(require_room=require_room), lambda asked: pytest.fail("searched"))
+    reports: list[Any] = []
+    PrefillService(service, KVPool(1 << 20)).ask({}, reports.append)
+    assert reports == [{"plain": "busy", "shown": {}}]
+
+
+def test_a_fault_is_reported_without_its_words() -> None:
+    def require_room() -> None:
+        raise RuntimeError("a secret")
+
+    reports: list[Any] = []
+    PrefillService(service_over(SimpleNamespace(require_room=require_room)), KVPool(1)).ask({}, reports.append)
+    assert reports[0]["error"][0] == 500
+    assert "secret" not in str(reports)
+
+
+def opened(reason: str = "", method: Any = "blend") -> Started:
+    rows = {"rows": 100, "rows_computed": 20, "rows_reused": 5, "rows_inexact": 0}
+    found = {"hits": 3, "chunks": 4, "bytes_loaded": 777, "lacking": 1, "notes": ()}
+    times: dict[str, Any] = {"stages": {}, "waited_s": 0.1, "ttft_s": 0.3}
+    times |= {"full_estimated_s": None, "full_measured_s": None}
+    return Started(100, 80, (), Figures(method=method, reason=reason, **rows, **found, **times), ())
+
+
+class Pool:
+    """Holds one prompt."""
+
+    released = False
+
+    def put(self, cache: Any, ids: Any) -> str:
+        return "t"
+
+    def release(self, ticket: str) -> None:
+        self.released = True
+
+
+BLEND: Any = SimpleNamespace(cache=None, layout=SimpleNamespace(token_ids=()))
+
+
+def test_a_blended_prompt_is_ready_until_it_is_released() -> None:
+    reports, pool = list[Any](), Pool()
+    mine = PrefillRequest(pool, reports.append)  # type: ignore[arg-type]
+    mine.hold(BLEND, "salt")
+    mine.on_reply(opened())
+    mine.on_reply(Finished("stop"))
+    assert [one["ready"] for one in reports] == [{"ticket": "t", "salt": "salt"}]
+    assert reports[0]["shown"]["figures"]["rows_computed"] == 20
+    mine.release()
+    assert pool.released
+
+
+def test_a_prompt_that_was_released_first_is_cancelled_and_not_held() -> None:
+    reports, pool, cancelled = list[Any](), Pool(), list[bool]()
+    mine = PrefillRequest(pool, reports.append)  # type: ignore[arg-type]
+    mine.release()
+    mine.follow(SimpleNamespace(cancel=lambda: cancelled.append(True)))  # type: ignore[arg-type]
+    mine.hold(BLEND, "salt")
+    assert (cancelled, pool.released) == ([True], True)
+
+
+@pytest.mark.parametrize(
+    ("replies", "reason"),
+    [
+        ([opened("nothing to reuse", "full"), Finished("stop")], "nothing to reuse"),
+        ([opened(), Finished("stop")], "busy"),  # the pool was full
+        ([Failed(RuntimeError("a fault"))], "failed"),
+        ([Finished("deadline")], "deadline"),
+        ([opened("", "full"), Finished("stop")], ""),  # as was asked for
+    ],
+)
+def test_a_prompt_that_is_left_to_vllm_has_a_reason(replies: list[Any], reason: str) -> None:
+    reports: list[Any] = []
+    mine = PrefillRequest(KVPool(1), reports.append)
+    for one in replies:
+        mine.on_reply(one)
+    assert [one["plain"] for one in reports] == [reason]
+
+
+def test_status_shows_what_is_held_and_fails_without_a_process() -> None:
+    name = unused()
+    holding = EngineStats(*range(1, len(EngineStats._fields) + 1))
+    shown: dict[str, Any] = {"tickets": 0, "refused": "", **holding._asdict()}
+    service = SimpleNamespace(holding=lambda: shown)
+    with serving(service, KVPool(1 << 20), name):
+        found = CliRunner().invoke(blend, ["vllm", "--status", "--socket", name])
+        assert found.exit_code == 0, found.output
+        assert json.loads(found.output) == shown
+        shown["refused"] = "it differs"
+        refused = CliRunner().invoke(blend, ["vllm", "--status", "--socket", name])
+        assert refused.exit_code == 3
+        assert json.loads(refused.stdout) == shown
+        assert "vLLM does not use blended KV: it differs" in refused.stderr
+    missing = CliRunner().invoke(blend, ["vllm", "--status", "--socket", name])
+    assert missing.exit_code == 1
+    assert "the prefill process does not answer at" in missing.output

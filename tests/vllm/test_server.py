@@ -57,19 +57,11 @@ def machines(filled: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("machines")
     found = Machines(folder, shutil.copytree(filled[0], folder / "store"), filled[1])
     try:
-        found.start_prefill(*ALIKE, "--metrics", "127.0.0.1:0")
+        found.start_prefill(*ALIKE)
         found.start_server(KVBLEND_VLLM_TIMEOUT="240")
         yield found
     finally:
         found.end()
-
-
-def counted(machines: Machines) -> dict[str, float]:
-    """What the prefill process tells those who watch it."""
-    assert machines.prefill is not None
-    url = next(line for line in machines.prefill.said.splitlines() if line.startswith("Metrics at ")).split()[-1]
-    lines = httpx.get(url, timeout=60).text.splitlines()
-    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
 
 def whole(text: str) -> str:
@@ -144,27 +136,6 @@ def test_documents_corpus_and_pasted_text(machines: Machines, own: Service) -> N
     assert figures["figures"]["rows_computed"] == figures["figures"]["rows"]
 
 
-def test_operators_see_what_was_blended_and_handed_over(machines: Machines) -> None:
-    before = counted(machines)
-    figures = ask(machines, f"{QUESTION} Count them.", **CORPUS)[1]["figures"]
-    refused = httpx.post(f"{machines.url}/v1/chat/completions", json=WITHOUT_CORPUS, headers=HEADERS, timeout=300)
-    assert refused.status_code == 404
-    until(machines.idle)
-    after = counted(machines)
-    grown = {name.removeprefix("kvblend_"): after[name] - before.get(name, 0.0) for name in after}
-    assert grown["prompts_blended_total"] == grown["handover_seconds_count"] == grown['fetches_total{held="yes"}'] == 1
-    assert grown["rows_prompt_total"] == figures["rows"]
-    assert grown["rows_recomputed_total"] == figures["rows_computed"]
-    assert grown['chunk_hits_total{tier="store"}'] == figures["hits"]
-    assert grown["bytes_loaded_total"] == figures["bytes_loaded"]
-    assert grown["handed_over_bytes_total"] > figures["bytes_loaded"]
-    assert grown['errors_total{kind="model_not_found"}'] == 1
-    assert after["kvblend_held_prompts"] == after["kvblend_held_bytes"] == 0
-
-
-WITHOUT_CORPUS = {"model": "tiny+corpus:nowhere", "messages": [{"role": "user", "content": QUESTION}]}
-
-
 def test_eight_at_once_half_of_them_streaming(machines: Machines, own: Service) -> None:
     expected = [answered(own, question, top_k=4)[0] for question in QUESTIONS]
     alone = [ask(machines, question, **CORPUS)[0] for question in QUESTIONS]
@@ -210,14 +181,14 @@ def test_parameters_of_clients_are_taken_out(machines: Machines) -> None:
     """Another request's ticket, its salt and its tokens give nothing: the answer is that of the messages."""
     import asyncio
 
-    from blend.integrations.vllm.lease import Lease
+    from blend.integrations.vllm.middleware import PrefillConnection
 
     plain, _ = ask(machines, "Hello, who is there?")
 
     async def stolen() -> None:
         part = {"messages": [{"role": "user", "content": QUESTION}], "model": "tiny", **CORPUS}
-        async with await Lease.take(machines.socket, {"ask": part}) as lease:
-            ids, ready = (await lease.next())["prompt"], (await lease.next())["ready"]
+        async with await PrefillConnection.open(machines.socket, {"ask": part}) as connection:
+            ids, ready = (await connection.next())["prompt"], (await connection.next())["ready"]
             theirs = {"kvblend": {"ticket": ready["ticket"]}, "prompt_token_ids": ids}
             found = await asyncio.to_thread(
                 ask, machines, "Hello, who is there?", kv_transfer_params=theirs, cache_salt=ready["salt"]

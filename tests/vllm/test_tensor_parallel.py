@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 from copied_engine import COUNT, FAILS, LATE, Engine, salt, started
-from machines import free_port
 from tiny import Bench, bench, save_model
 
-from blend.integrations.vllm import network
 from blend.types import PromptLayout
 
 pytestmark = pytest.mark.inside_vllm
@@ -27,13 +25,9 @@ def check_answers(held: Bench, engine: Engine) -> None:
     assert engine.tokens([(one.layout, held.hold(one), salt()) for one in blends] + plain) == expected + full
 
 
-def test_a_head_that_both_workers_have_over_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = tmp_path / "key"
-    key.write_text("a key of at least sixteen bytes")
-    key.chmod(0o600)
-    monkeypatch.setenv(network.KEY_VARIABLE, str(key))
-    name, model = f"tcp://127.0.0.1:{free_port()}", save_model(tmp_path / "tiny", num_key_value_heads=1)
-    with bench(model, name) as held, started(model, name, load="sync", tensor_parallel_size=2) as engine:
+def test_a_head_that_both_workers_have(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "tiny", num_key_value_heads=1)
+    with bench(model) as held, started(model, held.socket, load="sync", tensor_parallel_size=2) as engine:
         check_answers(held, engine)
 
 

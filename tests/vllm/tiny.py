@@ -1,4 +1,4 @@
-"""A tiny random model whose answers depend on every row, blended prompts of given lengths, and a shelf for vLLM."""
+"""A tiny random model whose answers depend on every row, blended prompts of given lengths, and a pool of KV for vLLM."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from blend.blender import Blend, Blender
 from blend.config import BlendConfig
-from blend.integrations.vllm import wire
-from blend.integrations.vllm.prefill import PrefillServer
-from blend.integrations.vllm.shelf import Shelf
+from blend.integrations.vllm.server import PrefillServer
+from blend.integrations.vllm.transport import KVPool, bind, close
 from blend.model.decoder import Decoder
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -58,7 +57,7 @@ class Bench:
     model: Path
     decoder: Decoder
     blender: Blender
-    shelf: Shelf
+    pool: KVPool
     socket: str
     kept: list[str] = field(default_factory=list)
 
@@ -82,7 +81,7 @@ class Bench:
 
     def hold(self, blend: Blend) -> str:
         """The ticket for it."""
-        ticket = self.shelf.put(blend.cache, blend.layout.token_ids)
+        ticket = self.pool.put(blend.cache, blend.layout.token_ids)
         self.kept.append(ticket)
         return ticket
 
@@ -102,18 +101,26 @@ class Bench:
 
 
 @contextmanager
-def bench(model: Path, place_name: str = "", dtype: torch.dtype = torch.float32) -> Iterator[Bench]:
-    """place_name: where its shelf is reached. dtype: that it computes in."""
-    decoder = Decoder(Qwen2ForCausalLM.from_pretrained(model, dtype=dtype), None, "tiny")
-    blender = Blender(decoder, open_store("memory:"))
-    shelf, socket = Shelf(1 << 30), place_name or f"@kvblend-test-{secrets.token_hex(4)}"
-    place = wire.bind(socket)
-    server = PrefillServer(None, shelf, place)  # type: ignore[arg-type]  # nobody asks it: what it holds is put there by tests
+def serving(service: Any, pool: KVPool, name: str, **more: Any) -> Iterator[PrefillServer]:
+    """A prefill server without its process. service: None where only KV is fetched. more: of the server."""
+    place = bind(name)
+    server = PrefillServer(service, pool, place, **more)
     thread = threading.Thread(target=server.serve_until_stopped, daemon=True)
     thread.start()
     try:
-        yield Bench(model, decoder, blender, shelf, socket)
+        yield server
     finally:
         server.stop()
         thread.join(10)
-        wire.close(place, socket)
+        close(place, name)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def bench(model: Path, dtype: torch.dtype = torch.float32) -> Iterator[Bench]:
+    """dtype: that it computes in."""
+    decoder = Decoder(Qwen2ForCausalLM.from_pretrained(model, dtype=dtype), None, "tiny")
+    blender = Blender(decoder, open_store("memory:"))
+    pool, socket = KVPool(1 << 30), f"@kvblend-test-{secrets.token_hex(4)}"
+    with serving(None, pool, socket):
+        yield Bench(model, decoder, blender, pool, socket)

@@ -9,7 +9,7 @@ import torch
 
 from blend.errors import WeightsError
 from blend.weights import resolve_model
-from blend.weights.gguf import convert_gguf, require_converter
+from blend.weights.fetch import convert_gguf, require_converter
 
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")

@@ -117,7 +117,7 @@ def test_a_hub_that_answers_comes_first(hub: Hub, tmp_path: Path) -> None:
 def test_a_hub_that_hangs_is_left_alone_after_two_seconds(hub: Hub, tmp_path: Path) -> None:
     hub.hanging = True
     code = (
-        "import time; from blend.weights.hub import answers_for; begin = time.monotonic();"
+        "import time; from blend.weights.catalog import answers_for; begin = time.monotonic();"
         "print(answers_for('x/y'), time.monotonic() - begin < 6)"
     )
     assert run(code, hub, tmp_path)[:2] == (0, "False True")

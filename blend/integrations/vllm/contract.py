@@ -1,27 +1,49 @@
-"""What fills a request's cache blocks with blended KV: the contract between vLLM's side of a load and a stage of ours.
-
-The connector finds out which rows vLLM leaves to it, and tells the scheduler how a load ended; a `Stage` does the load. The
-first copies KV that the prefill process computed (`blend.integrations.vllm.copied`); others may compute it on the spot.
-"""
+"""What vLLM's server, scheduler and workers agree on: loads and the stages that do them, signed tickets, what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import hmac
+import json
+import logging
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from importlib import import_module
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from blend.corpora import check_corpus_name
+from blend.errors import ConfigError
+from blend.types import Part, PromptLayout
+
+LOG = logging.getLogger("vllm.kvblend")
+VERSIONS = ("0.32",)
+"""Versions of vLLM in which the connector's tests pass: the connector interface changes with each."""
+PARAMETER = "kvblend"
+"""Our key in a request's `kv_transfer_params`."""
 DAMAGED = "damaged"
-"""A figure for vLLM's metrics, not for replies: how many entries of the store a load found damaged."""
+"""A figure for vLLM's metrics, not for replies: how many damaged store entries a load found."""
+STAGES = {
+    "copied": "blend.integrations.vllm.stage:CopyStage",
+    "rows": "blend.integrations.vllm.stage:RowStage",
+}
+"""Where each stage is made, by the value of the option "stage"."""
+NEARER = 10
+"""How many times nearer exact KV must be than wrong KV: rounding to 16 bits is 100 times nearer, other rotations no nearer."""
+_TOP = 10  # log-probabilities that are compared
+_OPTIONS = {"stage", "load"}
 
 
 class Load(NamedTuple):
-    """Rows of one request's prompt whose KV is left to kvblend.
+    """Rows of one request's prompt whose KV kvblend provides.
 
-    request: vLLM's id of it. ticket: names what the prefill process holds for it. token_ids: of the whole prompt. blocks: ids
-    of the cache blocks that its rows lie in, in order, as many as the prompt needs or more. start, stop: rows `start` to
-    `stop - 1` are to be written; those before are in vLLM's cache already, and those behind are computed by vLLM.
+    request: vLLM's id. ticket: what the middleware said of the prompt. token_ids: the whole prompt. blocks: ids of the cache
+    blocks of its rows, in order, as many as the prompt needs or more. start, stop: rows `start` to `stop - 1` are to be
+    written; vLLM has those before, and computes those behind.
     """
 
     request: str
@@ -33,19 +55,19 @@ class Load(NamedTuple):
 
 
 class LoadFailedError(Exception):
-    """A load that cannot be done: vLLM computes these rows itself. The message is one line for the operator."""
+    """A load cannot be done: vLLM computes these rows itself. The message is one line for the operator."""
 
 
 class ModelRefusedError(ValueError):
-    """A stage cannot work with a model; another may. The message is one line for the operator."""
+    """A stage cannot work with a model. The message is one line for the operator."""
 
 
 @dataclass(frozen=True)
 class Site:
     """What a stage works on in one worker process of vLLM.
 
-    config: the `VllmConfig`. names: of the attention layers, in the order of the decoder's layers. layers: their modules, out
-    of the compilation config's static forward context. block_size: rows of a cache block.
+    config: the `VllmConfig`. names: the attention layers' names, in the decoder's order. layers: their modules, from the
+    compilation config's static forward context. block_size: rows of a cache block.
     """
 
     config: Any
@@ -58,47 +80,41 @@ class Site:
         """Where the cache lies."""
         return self.layers[0].kv_cache.device  # type: ignore[no-any-return]
 
-    def slots(self, load: Load, rows: torch.Tensor) -> torch.Tensor:
-        """Where rows of a request, int64 positions `[rows]`, lie in the cache, int64 `[rows]`, as the engine counts slots."""
-        blocks = torch.tensor(load.blocks, dtype=torch.int64, device=rows.device)
-        return blocks[rows // self.block_size] * self.block_size + rows % self.block_size
-
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Put KV `[rows, kv_heads, head_dim]`, keys after RoPE, into a layer's cache, by the engine's own writer.
+        """Put KV `[rows, kv_heads, head_dim]`, keys after RoPE, into a layer's cache with the engine's own writer.
 
-        The writer alone knows how a block is laid out (packed on CPUs, NHD or HND, quantised).
+        Only the writer knows how a block is laid out (packed on CPUs, NHD or HND).
         """
         module = self.layers[layer]
         module.impl.do_kv_cache_update(module, keys, values, module.kv_cache, slots)
 
 
+def slots_of(positions: torch.Tensor, blocks: Sequence[int], block_size: int) -> torch.Tensor:
+    """Cache slots int64 `[rows]` of these positions, as the engine counts them."""
+    table = torch.tensor(tuple(blocks), dtype=torch.int64, device=positions.device)
+    return table[positions // block_size] * block_size + positions % block_size
+
+
 class Stage(Protocol):
-    """Fills requests' blocks in one worker process.
-
-    apart: whether `fill` may run in a thread beside forward passes; otherwise it runs between them, in the engine's own thread.
-    options: which of the connector's options are its own.
-    """
-
-    apart: bool
-    options: frozenset[str]
+    """Fills requests' blocks in one worker process."""
 
     def fill(self, load: Load) -> dict[str, Any] | None:
-        """Write the KV of the rows of `load` in every layer; figures of it, for the reply and for vLLM's metrics.
+        """Write the KV of the rows of `load` in every layer. Returns figures for the reply and for vLLM's metrics.
 
-        When it returns, every forward pass that begins afterwards sees it. Other requests' blocks are never written. It may be
-        called again for the same request after a preemption, with other blocks and another start. Raises `LoadFailedError`;
-        whatever it has written by then is not used.
+        Every forward pass that begins after the return sees the KV. Other requests' blocks are never written. After a
+        preemption it is called again for the request, with other blocks and another start. Raises `LoadFailedError`; what was
+        written by then is not used.
         """
 
     def rest(self, *, alone: bool) -> None:
-        """A step of the engine begins in which nothing is loaded: there is time for what can wait. Not called where `apart`.
+        """Do deferred work in an engine step without loads. Not called for stages that run apart.
 
-        alone: no request computes anything in this step; otherwise running answers wait for what is done here.
+        alone: no request computes anything in this step; otherwise running answers wait for this call.
         """
 
     @property
     def unfinished(self) -> bool:
-        """Whether `rest` has more to do: the engine then goes on with its steps when all requests have ended."""
+        """Whether `rest` has more to do: the engine then keeps stepping after all requests have ended."""
         ...
 
     def close(self) -> None:
@@ -106,13 +122,291 @@ class Stage(Protocol):
 
 
 class MakeStage(Protocol):
-    """Makes a stage for a worker process, from its own options.
+    """Makes a stage for a worker process.
 
-    Raises `ModelRefusedError` for a model, and `ValueError`, in one line, for options that are wrong.
+    apart: whether `fill` may run in a thread during forward passes; otherwise it runs between them, in the engine's thread.
+    options: names of the connector's options that the stage takes.
     """
 
     apart: bool
     options: frozenset[str]
 
     def __call__(self, site: Site, options: Mapping[str, Any]) -> Stage:
-        """See above."""
+        """Raises `ModelRefusedError` for a model, and `ValueError`, in one line, for wrong options."""
+
+
+def stage_of(options: Mapping[str, Any]) -> MakeStage:
+    """The stage that the connector's options name. Raises `ValueError` for unknown options and values."""
+    stage, load = options.get("stage", "copied"), options.get("load")
+    if stage not in STAGES:
+        raise ValueError(f"kvblend: there is no stage {stage!r}; choose {' or '.join(STAGES)}")
+    if load not in (None, "async", "sync"):
+        raise ValueError(f"kvblend: load is {load!r}; choose async or sync")
+    module, _, name = STAGES[stage].partition(":")
+    make: MakeStage = getattr(import_module(module), name)
+    known = _OPTIONS | make.options
+    if unknown := sorted(set(options) - known):
+        raise ValueError(f"kvblend: stage {stage} has no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    return make
+
+
+def rows_options(config: Any) -> Mapping[str, Any] | None:
+    """The connector's options in a `VllmConfig` with stage rows; None for any other."""
+    transfer = getattr(config, "kv_transfer_config", None)
+    options: Mapping[str, Any] = {} if transfer is None else transfer.kv_connector_extra_config or {}
+    return options if options.get("stage") == "rows" else None
+
+
+def refuse_version(version: str) -> None:
+    """Raise `ValueError` for a version of vLLM that the connector was never run with."""
+    if not version.startswith(tuple(f"{one}." for one in VERSIONS)):
+        raise ValueError(f"kvblend: vLLM {version} is not supported; install {' or '.join(VERSIONS)}")
+
+
+def refuse(config: Any, cache: Any) -> None:
+    """Raise `ValueError` for a `VllmConfig` and a `KVCacheConfig` for which blended KV was never shown to be right."""
+    if reason := next((reason for reason, holds in _reasons(config, cache).items() if holds), ""):
+        raise ValueError(f"kvblend: {reason}")
+
+
+def _reasons(config: Any, cache: Any) -> dict[str, bool]:
+    model, parallel, transfer = config.model_config, config.parallel_config, config.kv_transfer_config
+    groups = cache.kv_cache_groups if cache is not None else ()
+    specs = [group.kv_cache_spec for group in groups]
+    kinds = {type(spec).__name__ for spec in specs}
+    widths = {getattr(parallel, name, 1) for name in ("decode_context_parallel_size", "prefill_context_parallel_size")}
+    windows = ("sliding_window", "attention_chunk_size")
+    windowed = any(getattr(spec, name, None) is not None for spec in specs for name in windows)
+    without = "serve this one without the connector"
+    return {
+        f"models with latent attention (MLA) are not supported; {without}": model.use_mla,
+        "vLLM's second model runner is not supported: set VLLM_USE_V2_MODEL_RUNNER=0 for vLLM": getattr(
+            config, "use_v2_model_runner", False
+        ),
+        "LoRA adapters are not supported: start vLLM without --enable-lora": config.lora_config is not None,
+        f"models with sliding windows or chunked attention are not supported; {without}": windowed,
+        f"models with several kinds of KV cache are not supported; {without}": len(groups) > 1
+        or not kinds <= {"FullAttentionSpec"},
+        f"encoder-decoder models are not supported; {without}": model.is_encoder_decoder,
+        "speculative decoding is not supported: start vLLM without --speculative-config": config.speculative_config
+        is not None,
+        "a quantised KV cache is not supported: start vLLM with --kv-cache-dtype auto": config.cache_config.cache_dtype
+        != "auto",
+        "pipeline and context parallelism are not supported; use tensor or data parallelism": parallel.pipeline_parallel_size
+        != 1
+        or widths != {1},
+        'the role must be "kv_role": "kv_consumer" in --kv-transfer-config': transfer.kv_role != "kv_consumer",
+        'give "kv_load_failure_policy": "recompute" in --kv-transfer-config: else an outage of the prefill process ends '
+        "requests": transfer.kv_load_failure_policy != "recompute",
+    }
+
+
+class Signer:
+    """Signs tickets, so that the scheduler takes up only those of the middleware in front of its own engine.
+
+    The secret is the engine's id, which vLLM draws at random and gives to all processes of an engine, and to no client.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    @classmethod
+    def of(cls, config: Any) -> Signer:
+        """config: the `VllmConfig`. Raises `ConfigError` for an engine without an id."""
+        transfer = getattr(config, "kv_transfer_config", None)
+        if transfer is None:
+            return cls(secrets.token_bytes(32))  # without a connector no ticket is taken up
+        engine = (transfer.engine_id or "").partition("_dp")[0]  # with data parallelism engines append their number
+        if not engine:
+            raise ConfigError("kvblend: this engine has no id; leave engine_id out of --kv-transfer-config")
+        return cls(engine.encode())
+
+    def signed(self, ticket: str, salt: str) -> dict[str, Any]:
+        """`kv_transfer_params` of a request with this ticket and this `cache_salt`."""
+        return {PARAMETER: {"ticket": ticket, "signature": self._signature(ticket, salt)}}
+
+    def ticket(self, given: Mapping[str, Any], salt: str) -> str | None:
+        """The ticket in our parameter of a request with this `cache_salt`; None where the signature is wrong."""
+        ticket, signature = given.get("ticket"), given.get("signature")
+        if not (isinstance(ticket, str) and isinstance(signature, str)):
+            return None
+        return ticket if hmac.compare_digest(encoded(signature), encoded(self._signature(ticket, salt))) else None
+
+    def _signature(self, ticket: str, salt: str) -> str:
+        signed = sha256(encoded(ticket)).digest() + sha256(encoded(salt)).digest()
+        return hmac.digest(self._secret, b"kvblend vllm ticket" + signed, sha256).hex()
+
+
+def encoded(text: str) -> bytes:
+    """UTF-8, also of the lone surrogates that a client's JSON may hold."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+class LayoutTicket(NamedTuple):
+    """A prompt for stage rows: segment lengths that, with the token ids, give its layout.
+
+    corpus: whose surrogate context and KV corrections are used. brought: places of the chunks whose text came with the request.
+    """
+
+    layout: PromptLayout
+    corpus: str = ""
+    brought: frozenset[int] = frozenset()
+
+    def ticket(self) -> str:
+        """As one line of text."""
+        layout = self.layout
+        found: dict[str, Any] = {"prefix": len(layout.prefix), "chunks": [len(chunk) for chunk in layout.chunks]}
+        if layout.plain:
+            found["plain"] = sorted(layout.plain)
+        if layout.parts:
+            found["parts"] = [[place, part.whole, part.first] for place, part in sorted(layout.parts.items())]
+        if layout.canonical_prefix is not None:
+            found["canonical_prefix"] = layout.canonical_prefix
+        if self.corpus:
+            found["corpus"] = self.corpus
+        if self.brought:
+            found["brought"] = sorted(self.brought)
+        return json.dumps(found, separators=(",", ":"))
+
+    def salt(self, generation: str) -> str:
+        """A salt for vLLM's prefix cache: only the same blend shares its blocks. generation: of the store."""
+        return sha256(f"rows {self.ticket()} {self.layout.token_ids} {generation}".encode()).hexdigest()
+
+    @classmethod
+    def read(cls, ticket: str, token_ids: Sequence[int]) -> LayoutTicket:
+        """The ticket of the prompt with these token ids. Raises `ValueError` for a ticket that does not describe it."""
+        ids = tuple(token_ids)
+        try:
+            found = json.loads(ticket)
+            lengths = [found["prefix"], *found["chunks"]]
+            if not all(type(length) is int and length >= 0 for length in lengths) or sum(lengths) > len(ids):
+                raise ValueError
+            cuts = list(accumulate(lengths))
+            chunks = tuple(ids[start:stop] for start, stop in pairwise(cuts))
+            parts = {place: Part(tuple(whole), first) for place, whole, first in found.get("parts", ())}
+            canonical_prefix = tuple(found["canonical_prefix"]) if "canonical_prefix" in found else None
+            corpus, brought = found.get("corpus", ""), frozenset(found.get("brought", ()))
+            check_corpus_name(corpus)
+            if not brought <= set(range(len(chunks))):
+                raise ValueError
+            plain = frozenset(found.get("plain", ()))
+        except (ValueError, KeyError, TypeError, ConfigError):
+            raise ValueError("the ticket describes no prompt of these tokens") from None
+        return cls(
+            PromptLayout(ids[: cuts[0]], chunks, ids[cuts[-1] :], plain, parts, canonical_prefix), corpus, brought
+        )
+
+
+async def reason_against(engine: Any, checks: Sequence[Mapping[str, Any]], signer: Signer) -> str:
+    """Why blended KV must not be used, in one line, or "". Compares three answers to each check's random prompt.
+
+    One is by vLLM's own prefill, one over exact KV from the prefill process, one over wrong KV. The second must be much nearer
+    to the first than the third is; otherwise weights or rotations differ.
+    """
+    for number, check in enumerate(checks):
+        own, right, wrong = await asyncio.gather(
+            *(_likeliest(engine, check["prompt"], ticket, signer) for ticket in (None, check["right"], check["wrong"]))
+        )
+        if distance(own, wrong) == 0:
+            return (
+                "vLLM does not take the KV that it is handed: start it with the connector in --kv-transfer-config and the same "
+                "socket"
+            )
+        if distance(own, right) * NEARER > distance(own, wrong):
+            return (
+                f"over KV of the prefill process vLLM's log-probabilities are off by {distance(own, right):.3g} in prompt "
+                f"{number + 1} of {len(checks)}, over wrong KV by {distance(own, wrong):.3g}: give both the same model"
+            )
+    return ""
+
+
+async def _likeliest(engine: Any, prompt: list[int], ticket: str | None, signer: Signer) -> dict[int, float]:
+    """The likeliest next tokens and their log-probabilities."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    name, allowed = secrets.token_hex(8), engine.vllm_config.model_config.max_logprobs
+    more = {"kv_transfer_params": signer.signed(ticket, name)} if ticket else None
+    top = _TOP if allowed < 0 else min(_TOP, allowed)  # below 0: as many as there are
+    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=top, extra_args=more)
+    last = None
+    async for output in engine.generate(
+        TokensPrompt(prompt_token_ids=prompt, cache_salt=name), sampling, f"kvblend-{name}"
+    ):
+        last = output
+    assert last is not None
+    return {token: found.logprob for token, found in last.outputs[0].logprobs[0].items()}
+
+
+def distance(some: Mapping[int, float], others: Mapping[int, float]) -> float:
+    """Mean difference of log-probabilities; a token missing on one side counts as its least likely one."""
+    least, lowest = min(some.values()), min(others.values())
+    tokens = {*some, *others}
+    return sum(abs(some.get(token, least) - others.get(token, lowest)) for token in tokens) / len(tokens)
+
+
+class LoadScheduler:
+    """Decides in vLLM's scheduler which rows of which request are loaded. One thread.
+
+    refused: requests with a ticket of a wrong signature, until they end.
+    """
+
+    def __init__(self, signer: Signer) -> None:
+        self._signer = signer
+        self._warned = False
+        self.refused: set[str] = set()
+        self._failed: set[str] = set()
+        self._pending: list[Load] = []
+
+    def ticket(self, request: Any) -> str | None:
+        """The ticket of a request, or None where blended KV must not be used for it.
+
+        Without a cache salt, blended blocks would serve other requests from the prefix cache. Log-probabilities of the prompt
+        need the outputs of all rows.
+        """
+        given = request.kv_transfer_params
+        given = given.get(PARAMETER) if isinstance(given, dict) else None
+        sampling = request.sampling_params
+        salt = request.cache_salt if isinstance(request.cache_salt, str) else ""
+        fits = salt and request.lora_request is None and request.prompt_token_ids is not None
+        if not isinstance(given, dict) or not fits or sampling is None or sampling.prompt_logprobs is not None:
+            return None
+        ticket = self._signer.ticket(given, salt)
+        if ticket is None:
+            self.refused.add(request.request_id)
+            if not self._warned:  # one line until there is a good one again
+                LOG.warning(
+                    "kvblend: a ticket is refused that the middleware of this vLLM did not sign; if none is accepted, "
+                    "leave engine_id out of --kv-transfer-config"
+                )
+        self._warned = ticket is None
+        return ticket
+
+    def rows(self, request: Any, computed: int) -> int:
+        """How many rows behind the `computed` ones are loaded: all of the prompt but the last; 0 after a failed load."""
+        if self.ticket(request) is None or request.request_id in self._failed:
+            return 0
+        return max(0, int(request.num_prompt_tokens) - 1 - computed)
+
+    def allocated(self, request: Any, blocks: Sequence[int], rows: int) -> None:
+        """VLLM has allocated blocks for a load of so many rows."""
+        ticket = self.ticket(request)
+        if rows > 0 and ticket is not None:
+            stop = request.num_prompt_tokens - 1
+            ids = tuple(request.prompt_token_ids)
+            self._pending.append(Load(request.request_id, ticket, ids, tuple(blocks), stop - rows, stop))
+
+    def taken(self) -> tuple[Load, ...]:
+        """Loads for this step."""
+        loads, self._pending = tuple(self._pending), []
+        return loads
+
+    def failed(self, requests: Iterable[str]) -> None:
+        """These loads failed: vLLM computes the rows itself."""
+        self._failed.update(requests)
+
+    def finished(self, request: Any) -> None:
+        """The request has ended or was aborted."""
+        self._failed.discard(request.request_id)
+        self.refused.discard(request.request_id)
+        self._pending = [load for load in self._pending if load.request != request.request_id]

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from blend.plain_text import TextTokenizer
-from blend.prompt import PromptTemplate, render_chunk
+from blend.prompt import PromptTemplate, TextTokenizer, render_chunk
 
 LEAST_TOKENS = 16
 LEAST_SHARE = 0.8  # of the chunk's tokens

@@ -1,0 +1,273 @@
+"""Read attention off a running model: weights in tiles of rows, pooled by segment, counted, and drawn as a heat map."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from blend.model.forward import AttentionCall
+from blend.types import PromptLayout, Span
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Prefix, every chunk and the suffix in prompt order; the spans cover all rows without gaps."""
+
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, layout: PromptLayout) -> Segments:
+        """The segments of a prompt."""
+        prefix, suffix = Span(0, len(layout.prefix)), Span(layout.context.stop, layout.rows)
+        return cls((prefix, *layout.chunk_spans, suffix))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """How the report calls them: prefix, chunk 1, ..., question."""
+        return ("prefix", *(f"chunk {n}" for n in range(1, len(self.spans) - 1)), "question")
+
+    @property
+    def owner(self) -> np.ndarray:
+        """Index of the segment that each row belongs to, int64 `[rows]`."""
+        return np.repeat(np.arange(len(self.spans)), [span.length for span in self.spans])
+
+    def pool(self, weights: torch.Tensor) -> torch.Tensor:
+        """Weights `[..., keys]` over the first keys of the prompt, summed by segment: `[..., segments]`."""
+        owner = torch.from_numpy(self.owner[: weights.shape[-1]]).to(weights.device)
+        member = torch.nn.functional.one_hot(owner, len(self.spans)).to(weights.dtype)
+        return weights @ member
+
+    def to_other_chunks(self, by_segment: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Of `[..., rows, segments]`, what each row gives to chunks other than its own, `[..., rows]`; 0 outside chunks."""
+        owner = self.owner[rows]
+        inside = (owner > 0) & (owner < len(self.spans) - 1)
+        chunks = by_segment[..., 1:-1].sum(-1)
+        own = np.take_along_axis(by_segment, np.broadcast_to(owner[:, None], (*by_segment.shape[:-1], 1)), -1)[..., 0]
+        return np.where(inside, np.maximum(chunks - own, 0.0), 0.0)
+
+
+# Weights in memory at once, in elements: 8 MiB of fp32.
+MOST_WEIGHTS = 1 << 21
+
+
+class Tile(NamedTuple):
+    """Softmax weights of rows `start` to `stop - 1` of a call.
+
+    weights: fp32 `[heads, rows, keys]`, exactly 0 where a row may not look; keys beyond the tile's last row are left out.
+    visible: how many keys each row may look at, int64 `[rows]`.
+    """
+
+    start: int
+    stop: int
+    weights: torch.Tensor
+    visible: torch.Tensor
+
+
+def tiles(call: AttentionCall, *, multiple: int = 1, first: int = 0, most: int = MOST_WEIGHTS) -> Iterator[Tile]:
+    """The weights of a call of batch 1 in its exact mask, from row `first` on, as softmax of the scaled, capped scores.
+
+    multiple: every tile but the last has a multiple of so many rows. most: about how many weights a tile may hold; at least
+    `multiple` rows are taken. A layer's window is honoured; a model's learned attention sinks are not part of the weights.
+    """
+    assert call.mask == "exact"
+    heads, rows = call.query.shape[1:3]
+    step = max(1, most // (heads * call.key.shape[2] * multiple)) * multiple
+    for start in range(first, rows, step):
+        yield _tile(call, start, min(start + step, rows))
+
+
+def _tile(call: AttentionCall, start: int, stop: int) -> Tile:
+    last = call.positions[start:stop]
+    keys = int(last[-1]) + 1
+    scores = _scores(call, start, stop, keys)
+    key = torch.arange(keys, device=last.device)
+    hidden = key > last[:, None]
+    visible = last + 1
+    if call.window is not None:
+        hidden |= key <= last[:, None] - call.window
+        visible = visible.clamp_max(call.window)
+    return Tile(start, stop, scores.masked_fill_(hidden, float("-inf")).softmax(-1), visible)
+
+
+def _scores(call: AttentionCall, start: int, stop: int, keys: int) -> torch.Tensor:
+    """Scaled and capped scores, `[heads, rows, keys]`; query heads of one group share a KV head."""
+    query, key = call.query[0, :, start:stop].float(), call.key[0, :, :keys].float()
+    heads, rows, dim = query.shape
+    grouped = query.reshape(key.shape[0], -1, dim)
+    scale = dim**-0.5 if call.scale is None else call.scale
+    scores = (grouped @ key.mT).mul_(scale).view(heads, rows, keys)
+    if call.softcap is not None:
+        scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
+    return scores
+
+
+THRESHOLDS = (1e-2, 1e-3, 1e-4)
+MASSES = (0.90, 0.95, 0.99)
+
+
+class LayerSparsity(NamedTuple):
+    """One layer, head by head.
+
+    below: share of the visible weights below each of `THRESHOLDS`, `[heads, thresholds]`. keys: fewest keys that hold each of
+    `MASSES` of a row's attention, mean over rows, `[heads, masses]`. visible: keys that a row may look at, mean over rows.
+    """
+
+    below: np.ndarray
+    keys: np.ndarray
+    visible: float
+
+
+class SparsityMeter:
+    """Adds up one layer's tiles."""
+
+    def __init__(self, heads: int) -> None:
+        self._below = np.zeros((heads, len(THRESHOLDS)))
+        self._keys = np.zeros((heads, len(MASSES)))
+        self._visible = 0
+        self._rows = 0
+
+    def add(self, tile: Tile) -> None:
+        """Count a tile in."""
+        _, rows, keys = tile.weights.shape
+        visible = int(tile.visible.sum())
+        for index, threshold in enumerate(THRESHOLDS):
+            small = (tile.weights < threshold).sum((1, 2)).cpu().numpy()
+            self._below[:, index] += small - (rows * keys - visible)
+        # The share that may be dropped, smallest weights first; hidden keys weigh 0 and are dropped before all others.
+        dropped = torch.from_numpy(np.sort(tile.weights.cpu().numpy(), axis=-1)).cumsum(-1)
+        for index, mass in enumerate(MASSES):
+            self._keys[:, index] += (dropped > 1 - mass).sum((1, 2)).numpy()
+        self._visible += visible
+        self._rows += rows
+
+    def result(self) -> LayerSparsity:
+        """The layer's numbers."""
+        return LayerSparsity(self._below / self._visible, self._keys / self._rows, self._visible / self._rows)
+
+
+# Weights below 1e-4 are drawn as nothing; the levels between are equal steps of the logarithm.
+DECADES = 4
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """The largest weight in each cell of `width` x `width` tokens, `[cells, cells]`, of one head of one layer."""
+
+    layer: int
+    head: int
+    width: int
+    cells: np.ndarray
+
+    def encoded(self) -> str:
+        """Base64 of one byte a cell, row by row up to the diagonal: 0 below 1e-4, else 255 x (1 + log10(weight) / 4)."""
+        lower = self.cells[np.tril_indices(len(self.cells))]
+        levels = 1 + np.log10(np.maximum(lower, 10.0**-DECADES)) / DECADES
+        return base64.b64encode(np.round(255 * np.clip(levels, 0, 1)).astype(np.uint8).tobytes()).decode("ascii")
+
+
+def cell_width(rows: int, most: int) -> int:
+    """Tokens a side of a cell, so that at most `most` cells cover `rows`."""
+    return max(1, -(-rows // most))
+
+
+class MapMaker:
+    """Pools one layer's tiles, all heads; tiles must start at multiples of `width` rows."""
+
+    def __init__(self, heads: int, rows: int, width: int) -> None:
+        self._width = width
+        cells = -(-rows // width)
+        self._cells = torch.zeros(heads, cells, cells)
+
+    def add(self, tile: Tile) -> None:
+        """Pool a tile in."""
+        heads, rows, keys = tile.weights.shape
+        pad = (0, -keys % self._width, 0, -rows % self._width)
+        padded = torch.nn.functional.pad(tile.weights, pad)
+        blocks = padded.view(heads, padded.shape[1] // self._width, self._width, -1, self._width)
+        pooled = blocks.amax((2, 4)).cpu()
+        top = tile.start // self._width
+        self._cells[:, top : top + pooled.shape[1], : pooled.shape[2]] = pooled
+
+    def result(self, layer: int, head: int) -> HeadMap:
+        """The picture of one head."""
+        return HeadMap(layer, head, self._width, self._cells[head].numpy().copy())
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """Full recompute at one layer.
+
+    by_segment: mean attention of a segment's rows to each segment, `[segments, segments]`, rows add up to 1. cross: share of
+    each row's attention that goes to chunks other than its own, mean over heads, `[rows]`, 0 outside chunks. question: mean
+    attention of the suffix rows to each row, `[rows]`. picture: one head token by token.
+    """
+
+    sparsity: LayerSparsity
+    by_segment: np.ndarray
+    cross: np.ndarray
+    question: np.ndarray
+    picture: HeadMap
+
+
+def observe_layer(call: AttentionCall, segments: Segments, *, width: int, head: int | None = None) -> LayerAttention:
+    """Go once over the tiles of a call with all rows of the prompt.
+
+    width: tokens a side of a cell of the picture. head: which one to draw; None takes the head that gives most to other chunks.
+    """
+    heads, rows = call.query.shape[1:3]
+    meter, pictures = SparsityMeter(heads), MapMaker(heads, rows, width)
+    given = np.zeros((rows, len(segments.spans)))
+    cross = np.zeros((heads, rows))
+    question = torch.zeros(rows)
+    suffix = segments.spans[-1]
+    for tile in tiles(call, multiple=width):
+        meter.add(tile)
+        pictures.add(tile)
+        by_segment = segments.pool(tile.weights).double().cpu().numpy()
+        given[tile.start : tile.stop] = by_segment.mean(0)
+        cross[:, tile.start : tile.stop] = segments.to_other_chunks(by_segment, np.arange(tile.start, tile.stop))
+        asked = tile.weights[:, max(0, suffix.start - tile.start) :]
+        question[: asked.shape[2]] += asked.sum((0, 1)).cpu()
+    drawn = int(cross.sum(1).argmax()) if head is None else head
+    return LayerAttention(
+        meter.result(),
+        np.stack([_mean_rows(given[span.start : span.stop]) for span in segments.spans]),
+        cross.mean(0),
+        question.double().numpy() / (heads * suffix.length),
+        pictures.result(call.layer, drawn),
+    )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Attention of some rows at one layer, mean over heads: the rows' positions, and `[rows, segments]`."""
+
+    positions: np.ndarray
+    by_segment: np.ndarray
+
+
+def observe_rows(call: AttentionCall, segments: Segments) -> Rows:
+    """Attention by segment of the rows that a call computes."""
+    given = [segments.pool(tile.weights).double().mean(0).cpu().numpy() for tile in tiles(call)]
+    return Rows(call.positions.cpu().numpy(), np.concatenate(given))
+
+
+def total_variation(exact: AttentionCall, other: AttentionCall, rows: int) -> np.ndarray:
+    """Half the L1 distance between two distributions over keys, mean over the last `rows` rows, `[heads]`; from 0 to 1."""
+    distance = np.zeros(exact.query.shape[1])
+    pairs = zip(
+        tiles(exact, first=exact.query.shape[2] - rows), tiles(other, first=other.query.shape[2] - rows), strict=True
+    )
+    for mine, theirs in pairs:
+        distance += (mine.weights - theirs.weights).abs().sum((1, 2)).double().cpu().numpy() / 2
+    return distance / rows
+
+
+def _mean_rows(given: np.ndarray) -> np.ndarray:
+    mean: np.ndarray = given.mean(0) if len(given) else np.zeros(given.shape[1])
+    return mean

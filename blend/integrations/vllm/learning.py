@@ -1,0 +1,350 @@
+"""What stage rows stores: caches that prompts missed, texts of clients within a budget, and KV corrections of both.
+
+Rows are computed in the engine's thread, a few at a time: in some of its steps while answers run, in all while none do.
+Threads of their own read and write the store and fit the corrections.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from blend.blender import Filler
+from blend.chunks.library import Tokens, Variant
+from blend.chunks.surrogate import with_surrogate
+from blend.config import CorpusConfig
+from blend.corpora import corpora, in_words
+from blend.errors import ConfigError, StoreError, first_line
+from blend.integrations.vllm.contract import LOG
+from blend.integrations.vllm.decoder import PagedDecoder, only
+from blend.limits import check_number
+from blend.model.forward import RowRequest
+from blend.model.outline import ModelOutline
+from blend.plan.sizes import entry_bytes
+from blend.serve.background import EncodingQueue, EncodingTask, IOPool
+from blend.serve.learned import SHARE, RecentTexts, removed_from
+from blend.serve.limits import LEARN_BUDGET
+from blend.serve.passages.learned import Learned
+from blend.sharing import published
+from blend.store.pins import pinned
+from blend.store.replica import root_of
+from blend.store.sources import read_sources
+from blend.types import ChunkKey
+
+if TYPE_CHECKING:
+    from blend.chunks.library import ChunkLibrary
+    from blend.store import ChunkStore
+    from blend.types import PromptLayout
+
+BOOK = "learned-rows.json"
+CPU_ROWS, GPU_ROWS = 32, 256
+"""Rows of a piece, meant to take about as long as a step that decodes a few answers; measured on a CPU."""
+TURN = 4  # while answers run, one step in so many computes a piece, as in `blend serve`
+MOST_PREFIXES = 16  # prefixes, with their corpora, whose chunks are remembered for fitting
+_WAIT_S = 0.01  # for the store while nothing runs, so that the engine does not spin
+
+
+class LearnedTexts:
+    """Decides which caches of clients' texts `store` keeps, as `--learn-budget` of `blend serve` does.
+
+    The list in BOOK is this stage's own: a worker that shares the store with `blend serve` does not overwrite the server's.
+    root: the store's folder. budget_bytes: 0 allows none. Calls wait for the store: not in the engine's thread, one at a time.
+    """
+
+    def __init__(self, store: ChunkStore, root: Path, budget_bytes: int) -> None:
+        self._store, self._root = store, root
+        self._book = Learned(root / BOOK, budget_bytes) if budget_bytes else None
+
+    def admitted(
+        self, library: ChunkLibrary, chunks: Sequence[Tokens], queued: Callable[[], set[ChunkKey]]
+    ) -> set[Variant]:
+        """These chunks came with a request: those of their caches that may be stored, or stay stored.
+
+        The least recently used caches make room for them, but no corpus's and no pinned ones. queued: keys of caches yet to be
+        computed; those among them that go are not stored any more. Raises `StoreError`, before anything has changed, where
+        caches must go and it is unknown which ones belong to a corpus.
+        """
+        book = self._book
+        if book is None:
+            return set()
+        variants = {library.key(one): one for one in library.variants(chunks)}
+        sizes = {key: self._bytes(library, one) for key, one in variants.items()}
+        known = all(key in book for key in sizes)
+        added = sum(size for key, size in sizes.items() if key not in book)
+        kept = self._kept() if book.nbytes + added > book.budget else frozenset()
+        removed_from(self._store).allow(sizes)
+        gone = book.seen(sizes)
+        self._forget([key for key in gone if key.digest not in kept], queued)
+        if gone or not known:  # a new order alone is not worth a file per request
+            book.save()
+        return {one for key, one in variants.items() if key in book}
+
+    def _forget(self, keys: Sequence[ChunkKey], queued: Callable[[], set[ChunkKey]]) -> None:
+        # Only keys that could still be stored: a note of everything that ever went would grow for ever.
+        removed_from(self._store).add(queued().intersection(keys))
+        for key in keys:
+            self._store.delete(key)
+
+    def _kept(self) -> frozenset[str]:
+        """Digests of the caches that always stay: a corpus's, and pinned ones."""
+        sources = read_sources(self._store)
+        if sources.unread:
+            raise StoreError(
+                f"{sources.unread[0]}, the note of a corpus's caches, cannot be read: nothing more is learned"
+            )
+        held = set(corpora(self._root)) if root_of(self._root) is None else published(self._store)
+        for name in sorted(held - sources.corpora):
+            raise StoreError(
+                f"the store does not say which caches the corpus ({in_words(name)}) uses: nothing more is learned; "
+                "run `blend precompute` for it again"
+            )
+        return frozenset(sources.documents) | pinned(self._store.backend)
+
+    def _bytes(self, library: ChunkLibrary, one: Variant) -> int:
+        decoder, encoder = library.decoder, library.encoder(contextual=one.contextual)
+        shapes = ModelOutline(
+            name="",
+            keys=tuple(layer.key_shape for layer in decoder.rotations),
+            values=tuple(layer.value_shape for layer in decoder.rotations),
+            row_operations=0,
+            pair_operations=0,
+            parameters=0,
+            context=None,
+        )
+        start, codec = len(encoder.prefix_tokens), self._store.codec.name
+        return entry_bytes(shapes, len(one.chunk), start, codec, encoder.identity.dtype)
+
+
+def learn_budget(options: Mapping[str, Any]) -> int:
+    """Bytes of the store for clients' texts; 0 stores none. Raises `ValueError`, in one line."""
+    learn, budget = options.get("learn", True), options.get("learn_budget", LEARN_BUDGET / 1e9)
+    if not isinstance(learn, bool):
+        raise ValueError(f"kvblend: learn is {learn!r}; give true or false")
+    try:
+        check_number("learn_budget", budget)
+    except ConfigError as error:
+        raise ValueError(f"kvblend: {error}") from None
+    return round(budget * 1e9) if learn else 0
+
+
+class LentDecoder(PagedDecoder):
+    """The worker's decoder for another thread, which waits in `run_rows` until the engine's thread has run every piece."""
+
+    def __init__(self, decoder: PagedDecoder, most_rows: int, wake: Callable[[], None]) -> None:
+        super().__init__(decoder.model, decoder.facts, decoder.rotations)
+        self._owner, self._most_rows, self._wake = decoder, most_rows, wake
+        self._pieces_due: queue.SimpleQueue[tuple[Future[None], RowRequest]] = queue.SimpleQueue()
+        self._closed = False
+
+    def run_rows(self, request: RowRequest) -> None:
+        """As its base does. Raises `CancelledError` when the engine ends."""
+        for piece in torch.split(request.positions, max(1, self._most_rows // request.token_ids.shape[0])):
+            done = Future[None]()
+            self._pieces_due.put((done, only(request, piece)))
+            if self._closed:
+                self.close()
+            self._wake()
+            done.result()
+
+    def run_piece(self) -> bool:
+        """In the engine's thread: run one piece that is waited for; whether there was one."""
+        try:
+            done, request = self._pieces_due.get_nowait()
+        except queue.Empty:
+            return False
+        try:
+            self._owner.run_rows(request)
+        except Exception as error:  # for the thread that waits
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        return True
+
+    def close(self) -> None:
+        """Run nothing more."""
+        self._closed = True
+        while True:
+            try:
+                self._pieces_due.get_nowait()[0].cancel()
+            except queue.Empty:
+                return
+
+
+class _SeenChunks(NamedTuple):
+    """Chunks seen behind one prefix. brought: those that came with requests. due: at how many tokens to fit."""
+
+    heard: RecentTexts
+    brought: set[Tokens]
+    due: list[int]
+
+
+Admitted = Callable[["ChunkLibrary", Sequence[Tokens]], Collection[Tokens]]
+"""Which of these chunks, that clients brought, may have all their caches stored."""
+
+
+class CorrectionFitter:
+    """Fits surrogate context and KV corrections from chunks that a worker saw, as `blend precompute` does for a corpus.
+
+    A thread decides and fits; the engine's thread runs the rows it needs. wake: called when there is a piece to run.
+    """
+
+    def __init__(self, decoder: PagedDecoder, most_rows: int, admitted: Admitted, wake: Callable[[], None]) -> None:
+        self._lent = LentDecoder(decoder, most_rows, wake)
+        self._admitted = admitted
+        self._thread = IOPool("kvblend-fitting", 1, wake)
+        self._seen: dict[tuple[str, Tokens], _SeenChunks] = {}
+        self._running = 0
+
+    def __len__(self) -> int:
+        """How many prefixes are being fitted, or wait for it."""
+        return self._running
+
+    def add(self, filler: Filler, prefix: Tokens, corpus: Collection[Tokens], brought: Collection[Tokens]) -> None:
+        """A prompt had these chunks, which may be stored: of a corpus, and from a client. Called from one thread.
+
+        Fitting begins when there are enough tokens and no KV correction; if nothing came of it, again at twice as many.
+        """
+        if not filler.config.correction or filler.correction(prefix) is not None:
+            return
+        tokens = SHARE * CorpusConfig.surrogate_tokens
+        key = filler.corpus, prefix
+        seen = self._seen.pop(key, None) or _SeenChunks(RecentTexts(SHARE * tokens), set(), [tokens])
+        self._seen[key] = seen
+        for oldest in list(self._seen)[:-MOST_PREFIXES]:
+            del self._seen[oldest]
+        seen.heard.add((*corpus, *brought))
+        seen.brought.update(brought)
+        if not self._running and seen.due[-1] <= seen.heard.tokens:
+            seen.due.append(2 * seen.due[-1])
+            self._running += 1
+            self._thread.start(partial(self._fit, filler, prefix, seen))
+
+    def run_piece(self) -> bool:
+        """In the engine's thread: run a piece for the fit, if it waits for one; whether it did."""
+        return self._lent.run_piece()
+
+    def close(self) -> None:
+        """Cancel, and end."""
+        self._lent.close()
+        self._thread.close()
+
+    def _fit(self, filler: Filler, prefix: Tokens, seen: _SeenChunks) -> None:
+        try:
+            lent = Filler(self._lent, filler.store, filler.config, corpus=filler.corpus)
+            library, chunks = lent.library(prefix), seen.heard.latest(seen.due[-1])
+            if filler.config.surrogate:
+                library = with_surrogate(library, chunks, CorpusConfig.surrogate_tokens)
+            brought = [chunk for chunk in chunks if chunk in seen.brought]
+            allowed = self._admitted(library, brought) if brought else ()
+            chunks = [chunk for chunk in chunks if chunk not in seen.brought or chunk in allowed]
+            library.compute(library.missing(chunks))
+            if lent.calibrate(prefix, chunks):
+                LOG.info("kvblend: KV corrections were fitted on %d chunks", len(chunks))
+        except CancelledError:
+            pass
+        except Exception as error:  # no request waits for it
+            LOG.warning("kvblend: no KV correction could be fitted: %s", first_line(error))
+        finally:
+            self._running -= 1
+
+
+class MissingCaches(NamedTuple):
+    """Caches that a prompt missed in the store. filler: what filled it. brought: places of texts that its client sent."""
+
+    filler: Filler
+    layout: PromptLayout
+    missing: Sequence[Variant]
+    brought: Collection[int]
+
+
+class BackgroundEncoder:
+    """Computes and stores caches that prompts missed. The engine's thread calls it.
+
+    learned: decides what of clients' texts is stored; without it nothing of them is. most_rows: of a piece.
+    """
+
+    def __init__(self, decoder: PagedDecoder, learned: LearnedTexts | None, most_rows: int = 0) -> None:
+        rows = most_rows or (CPU_ROWS if decoder.device.type == "cpu" else GPU_ROWS)
+        self._decoder, self._learned = decoder, learned
+        self._news, self._admitting = threading.Event(), threading.Lock()
+        self._thread = IOPool("kvblend-rows", 1, self._news.set)
+        self._encodings = EncodingQueue(self._thread, rows, self._on_stored)
+        self._fitter = CorrectionFitter(decoder, rows, self._all_admitted, self._news.set)
+        self._turn, self._warned = 0, False
+
+    def __len__(self) -> int:
+        """How many caches are left, so far known, and how many prefixes whose KV corrections are being fitted."""
+        return len(self._encodings) + len(self._fitter)
+
+    def remember(self, missed: MissingCaches) -> None:
+        """A prompt was blended. Its client's texts count as used even if nothing is missing."""
+        self._encodings.remember(lambda: self._allowed(missed))
+
+    def run(self, *, alone: bool) -> None:
+        """A step of the engine: run a piece, if it is time for one. alone: no request computes anything in the step."""
+        self._turn += 1
+        if not alone and self._turn % TURN:
+            return
+        self._news.clear()
+        encoding = self._encodings.first()
+        if encoding is not None and encoding.ready():
+            self._run_piece(encoding)
+        elif not self._fitter.run_piece() and alone and len(self):
+            self._news.wait(_WAIT_S)
+
+    def close(self) -> None:
+        """Compute no more, and end."""
+        self._encodings.close()
+        self._fitter.close()
+        self._thread.close()
+
+    def _run_piece(self, encoding: EncodingTask) -> None:
+        try:
+            self._decoder.run_rows(encoding.next_rows())
+        except Exception as error:  # of this cache; the next one may be computed
+            encoding.fail(error)
+        else:
+            encoding.took(torch.empty((1, 0)))  # a chunk's logits are not used
+
+    def _allowed(self, missed: MissingCaches) -> tuple[ChunkLibrary, Sequence[Variant]]:
+        """Those of the missing caches that may be stored. In the store's thread."""
+        library, stored = missed.filler.library(missed.layout.kept_behind), missed.layout.stored
+        corpus = {chunk for place, chunk in enumerate(stored) if place not in missed.brought}
+        chunks = {chunk for place in missed.brought if (chunk := stored[place]) and chunk not in corpus}
+        mine = self._admitted(library, sorted(chunks))
+        brought = {one.chunk for one in mine}
+        self._fitter.add(missed.filler, library.prefix, {one for one in corpus if one}, brought)
+        return library, [one for one in missed.missing if one.chunk not in chunks or one in mine]
+
+    def _admitted(self, library: ChunkLibrary, chunks: Sequence[Tokens]) -> set[Variant]:
+        if self._learned is None or not chunks:
+            return set()
+        try:
+            with self._admitting:
+                return self._learned.admitted(library, chunks, lambda: self._encodings.keys(library.store))
+        except StoreError as error:
+            self._warn(error)
+            return set()
+
+    def _all_admitted(self, library: ChunkLibrary, chunks: Sequence[Tokens]) -> set[Tokens]:
+        """Those of these chunks, which clients brought, of which every cache may be stored."""
+        mine = self._admitted(library, chunks)
+        return {chunk for chunk in chunks if mine.issuperset(library.variants([chunk]))}
+
+    def _on_stored(self, one: Variant, error: Exception | None) -> None:
+        if error is not None:
+            self._warn(error)
+        else:
+            self._warned = False
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:  # one line an outage
+            LOG.warning("kvblend: a chunk's cache could not be stored: %s", first_line(error))
+        self._warned = True

@@ -1,0 +1,216 @@
+"""Prompts of requests to vLLM's server: what kvblend takes out of a body, the prompt it makes, and what it puts back.
+
+Fields and words are those of `blend serve`. All other fields are vLLM's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from blend.config import CorpusConfig
+from blend.errors import StoreError
+from blend.integrations.vllm.contract import LayoutTicket, Signer, encoded
+from blend.serve.failures import STORE_UNREACHABLE
+from blend.serve.http.bodies import ChatBody, CompletionBody, ModelNames, read_body, request_of
+from blend.serve.limits import RequestLimits
+from blend.serve.types import ASKED_FOR, Request
+
+if TYPE_CHECKING:
+    from blend.serve.tenant import Cited, TenantState
+
+CORPUS = "+corpus"
+"""Behind a model's name; the name of a corpus may follow."""
+CORPUS_OPTIONS = frozenset({"chunk_tokens", "codec", "embedder", "top_k"})
+"""Options of the connector that are entries of `CorpusConfig`."""
+_OURS = ("messages", "prompt", "documents", "kvblend", "model")
+_OTHER_PROMPTS = (
+    *("continue_final_message", "chat_template", "echo", "prompt_logprobs", "mm_processor_kwargs", "suffix"),
+    *("prompt_embeds", "truncate_prompt_tokens", "reasoning_effort", "use_beam_search"),
+)
+"""Fields with which vLLM makes another prompt, needs all of its rows, or loses our ticket."""
+
+
+def part_of(body: Mapping[str, Any], template: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The fields of a body that decide about its prompt.
+
+    template: the server's default arguments of the chat template. As in vLLM, they fill what a request leaves at None or
+    "auto".
+    """
+    part = {name: body[name] for name in _OURS if body.get(name) is not None}
+    tools = {"tools": body["tools"]} if body.get("tools") else {}
+    given = body.get("chat_template_kwargs")
+    given = given if isinstance(given, dict) else {}  # anything else is refused by vLLM
+    if template:
+        given = {**template, **{name: value for name, value in given.items() if value not in (None, "auto")}}
+    return {**part, "template": {**given, **tools}}
+
+
+def wants_context(body: Mapping[str, Any]) -> bool:
+    """Whether a request uses kvblend's fields: documents, a corpus, or `kvblend`."""
+    return bool(body.get("documents")) or body.get("kvblend") is not None or CORPUS in str(body.get("model", ""))
+
+
+def answer_request(part: Mapping[str, Any], corpora: tuple[str, ...], limits: RequestLimits) -> Request:
+    """The request for kvblend's service. corpora: names of those that exist. Raises `ApiError` for a wrong one."""
+    values = dict(part)
+    template = values.pop("template", {})
+    model = str(values.get("model", ""))
+    raw = json.dumps(values).encode()
+    body = read_body(raw, CompletionBody, limits) if "prompt" in values else read_body(raw, ChatBody, limits)
+    request = request_of(body, ModelNames(plain_model(model) or model, "", corpora), limits)
+    return replace(request, template=template)
+
+
+def plain_model(model: str) -> str:
+    """The model's name without a corpus."""
+    return model.partition(CORPUS)[0]
+
+
+def another_prompt(body: Mapping[str, Any], path: str) -> str:
+    """The field because of which kvblend cannot make this request's prompt, or ""."""
+    for name in _OTHER_PROMPTS:
+        if body.get(name) is not None and body[name] is not False:
+            return name
+    if body.get("add_generation_prompt") is False:
+        return "add_generation_prompt"
+    if body.get("tools") and body.get("tool_choice") == "none":
+        return "tool_choice"
+    if is_chat(path):
+        messages = body.get("messages")
+        return "" if isinstance(messages, list) and all(map(_is_text, messages)) else "messages"
+    return "" if isinstance(body.get("prompt"), str) else "prompt"
+
+
+def is_chat(path: str) -> bool:
+    """Whether a request has messages, and not a prompt."""
+    return path.endswith("/chat/completions")
+
+
+def _is_text(message: Any) -> bool:
+    if not isinstance(message, dict) or message.get("role") not in ("system", "developer", "user", "assistant"):
+        return False
+    if any(value for name, value in message.items() if name not in ("role", "content")):
+        return False
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return all(
+        isinstance(one, dict) and one.get("type") == "text" and isinstance(one.get("text"), str) for one in parts
+    )
+
+
+def plain_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body without kvblend's fields."""
+    found = {name: value for name, value in body.items() if name not in ("documents", "kvblend")}
+    named = {"model": plain_model(body["model"])} if isinstance(body.get("model"), str) else {}
+    return {**found, **named}
+
+
+def with_ids(body: Mapping[str, Any], ids: list[int], path: str) -> dict[str, Any]:
+    """The body with a prompt of these token ids."""
+    if is_chat(path):
+        return {**body, "kv_transfer_params": {"prompt_token_ids": ids}}
+    return {**body, "prompt": ids}
+
+
+def blended(
+    body: Mapping[str, Any], ids: list[int], ready: Mapping[str, str], path: str, signer: Signer
+) -> dict[str, Any]:
+    """The body with a prompt of these token ids and a signed ticket for its KV. ready: the ticket, and a salt.
+
+    The salt keeps the blended blocks from other requests in vLLM's prefix cache.
+    """
+    salt = sha256(encoded(f"{ready['salt']}/{body.get('cache_salt') or ''}")).hexdigest()
+    found = with_ids(body, ids, path)
+    transfer = {**found.get("kv_transfer_params", {}), **signer.signed(ready["ticket"], salt)}
+    return {**found, "cache_salt": salt, "kv_transfer_params": transfer}
+
+
+def corpus_config(options: Mapping[str, Any]) -> CorpusConfig:
+    """Of the connector's options. Raises `ConfigError`."""
+    return CorpusConfig(**{name: options[name] for name in CORPUS_OPTIONS & set(options)})
+
+
+class LocalPrompt(NamedTuple):
+    """A prompt with passages. sources: for its reply. generation: of the store. reason: why it must not be blended, or ""."""
+
+    asked: LayoutTicket
+    sources: tuple[dict[str, Any], ...] = ()
+    generation: str = ""
+    reason: str = ""
+
+
+class _Reader(NamedTuple):
+    """As much of a decoder as putting documents into a prompt takes."""
+
+    tokenizer: Any
+    context_length: int | None = None
+
+
+class LocalPrompts:
+    """Makes prompts in vLLM's own server, for stage rows and for outages of `blend vllm`. Threads may share it.
+
+    tokenizer: vLLM's. options: of a connector with a store; None without: then there is no corpus to search.
+    """
+
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer, self._options = tokenizer, options
+        self._room: TenantState | None = None
+
+    def prompt(self, part: Mapping[str, Any]) -> LocalPrompt | None:
+        """The prompt of a `part_of` a body; None without passages. Raises `ApiError`, `BlendError`, `RetrievalError`."""
+        from blend.serve.service import build_prompt
+
+        room = self._opened()
+        names = () if self._options is None else room.corpora
+        request = answer_request(part, names, RequestLimits(top_k=room.rag().corpus_config.top_k))
+        reason, generation = self._reason(room)
+        request = build_prompt(room, request)
+        layout, cited = request.layout, request.cited
+        if not cited:
+            return None
+        places = [place for place in range(len(layout.chunks)) if place not in layout.plain]
+        brought = frozenset(place for place, one in zip(places, cited, strict=True) if one.brought)
+        reason = ASKED_FOR if request.method == "full" else reason
+        return LocalPrompt(
+            LayoutTicket(layout, request.corpus, brought), tuple(map(source_of, cited)), generation, reason
+        )
+
+    def _reason(self, room: TenantState) -> tuple[str, str]:
+        """Why nothing can be blended now, and otherwise the store's generation, before anything of it is read."""
+        if self._options is None:
+            return "", ""
+        if room.watch.reachable():
+            with suppress(StoreError):
+                return "", room.rag().store.generation
+        return STORE_UNREACHABLE, ""
+
+    def _opened(self) -> TenantState:
+        if self._room is None:
+            from blend.rag import Rag
+            from blend.serve.tenant import TenantState
+
+            options = self._options or {}
+            reader = cast(Any, _Reader(self._tokenizer))
+            rag = Rag(options.get("store") or "/nonexistent", decoder=reader, corpus=corpus_config(options))
+            if self._options is not None and "embedder" not in options:
+                rag.take_embedder_of_index()
+            self._room = TenantState(rag, 0)
+        return self._room
+
+
+def source_of(one: Cited) -> dict[str, Any]:
+    """A passage in the words of `blend serve`, without `hit`, which is known later."""
+    return {
+        "kind": one.kind,
+        "id": one.id,
+        "document": one.document,
+        "title": one.title,
+        "text": one.text,
+        "score": one.score,
+        "tokens": len(one.passage.ids),
+    }

@@ -1,0 +1,461 @@
+"""The two stages that fill requests' blocks in a worker, and the runner that has one of them do a worker's loads.
+
+`CopyStage` copies KV that the prefill process computed. `RowStage` has vLLM's own model recompute rows over stored chunks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+from blend.blender import Filled, Filler, run_steps
+from blend.chunks.encode import gives_same_kv
+from blend.config import BlendConfig
+from blend.errors import BlendError
+from blend.integrations.vllm.contract import (
+    DAMAGED,
+    LOG,
+    LayoutTicket,
+    Load,
+    LoadFailedError,
+    ModelRefusedError,
+    Site,
+    Stage,
+    slots_of,
+)
+from blend.integrations.vllm.decoder import (
+    ModelFacts,
+    PagedCache,
+    PagedDecoder,
+    Place,
+    PromptRows,
+    RowModel,
+    RowPass,
+    frequencies,
+)
+from blend.integrations.vllm.learning import BackgroundEncoder, LearnedTexts, MissingCaches, learn_budget
+from blend.integrations.vllm.prompts import CORPUS_OPTIONS, corpus_config
+from blend.integrations.vllm.transport import SOCKET, HeldKV, KVPair, TransportError, connect, digest, receive, send
+from blend.model.admission import PROBE_DELTA, LayerRotation, Rotation, find_rotation, probe_ids, tolerance
+from blend.model.cache import KV
+from blend.model.fingerprint import files_fingerprint
+from blend.model.forward import RowRequest
+from blend.rag import Rag
+from blend.serve.background import IOPool
+from blend.store.base import ChunkStore
+from blend.timing import Stopwatch
+from blend.types import PromptLayout
+
+_ANSWERS_S = 10.0  # for the prefill process to send a descriptor: the KV is ready
+_CONFIG = ("ratio", "selector", "surrogate", "correction")  # options that are entries of `BlendConfig`
+_DTYPES = ("float32", "bfloat16", "float16")  # in which a store may have been precomputed
+_UNLIMITED = ("CPU_ATTN",)  # takes any number of sequences; other attention backends have buffers for vLLM's own number
+
+
+@dataclass
+class FinishedLoads:
+    """Since the last call: requests whose load ended, the failed ones, their blocks, and figures of the others."""
+
+    requests: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    blocks: set[int] = field(default_factory=set)
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class LoadRunner:
+    """Has `stage` do loads. Called by the engine's thread. apart: whether loads run in a thread, during the batch."""
+
+    def __init__(self, stage: Stage, block_size: int, *, apart: bool) -> None:
+        self._stage, self._block_size = stage, block_size
+        self._lock, self._done, self._warned = threading.Lock(), FinishedLoads(), False
+        self._thread = IOPool("kvblend-loads", 1, lambda: None) if apart else None
+
+    def start(self, load: Load) -> None:
+        """Do it now, or in the thread."""
+        if self._thread is not None:
+            self._thread.start(partial(self._do, load))
+        else:
+            self._do(load)
+
+    def rest(self, *, alone: bool) -> None:
+        """A step without loads begins. alone: without requests too."""
+        if self._thread is None:
+            try:
+                with torch.inference_mode():
+                    self._stage.rest(alone=alone)
+            except Exception:  # no request waits for it
+                LOG.warning("kvblend: deferred work failed", exc_info=True)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether `rest` has more to do."""
+        return self._thread is None and self._stage.unfinished
+
+    def done(self) -> FinishedLoads:
+        """What has ended since the last call."""
+        with self._lock:
+            found, self._done = self._done, FinishedLoads()
+        return found
+
+    def close(self) -> None:
+        """Finish, and end the thread."""
+        if self._thread is not None:
+            self._thread.close()
+        self._stage.close()
+
+    def _do(self, load: Load) -> None:
+        figures = self._filled(load)
+        blocks = load.blocks[load.start // self._block_size : (load.stop - 1) // self._block_size + 1]
+        with self._lock:
+            self._done.requests.add(load.request)
+            if figures is not None:
+                self._done.figures[load.request] = figures
+            else:
+                self._done.failed.add(load.request)
+                self._done.blocks.update(blocks)
+
+    def _filled(self, load: Load) -> dict[str, Any] | None:
+        """Figures of a load; None for one that failed."""
+        try:
+            with torch.inference_mode():
+                figures = self._stage.fill(load) or {}
+        except Exception as error:  # whatever it is, vLLM can compute these rows itself
+            if not self._warned:  # one line an outage
+                known = isinstance(error, LoadFailedError)
+                LOG.warning("kvblend: %s; vLLM prefills by itself until it works again", error, exc_info=not known)
+            self._warned = True
+            return None
+        if self._warned:
+            LOG.info("kvblend: blended KV is loaded again")
+        self._warned = False
+        return figures
+
+
+class CopyStage:
+    """A `Stage`: copies KV from the prefill process's shared memory. Tensor-parallel workers each take their own heads.
+
+    Raises `ValueError` for an attention backend whose cache has no writer.
+    """
+
+    apart = True
+    options = frozenset({"socket"})
+    unfinished = False
+
+    def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
+        if not all(callable(getattr(layer.impl, "do_kv_cache_update", None)) for layer in site.layers):
+            kind = type(site.layers[0].impl).__name__
+            raise ValueError(f"kvblend: the attention backend {kind} has no do_kv_cache_update; choose another backend")
+        self.site, self._socket = site, str(options.get("socket", SOCKET))
+        parallel = site.config.parallel_config
+        self._workers, self.rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
+
+    def fill(self, load: Load) -> None:
+        """See `Stage`."""
+        site, device, dtype = self.site, self.site.device, self.site.config.model_config.dtype
+        slots = slots_of(torch.arange(load.start, load.stop, device=device), load.blocks, site.block_size)
+        try:
+            for index, pair in enumerate(self._held(load)):
+                keys, values = (part.to(device, dtype).contiguous() for part in pair)
+                site.write(index, keys, values, slots)
+        except TransportError as error:
+            raise LoadFailedError(str(error)) from None
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()
+
+    def rest(self, *, alone: bool) -> None:
+        """Nothing is deferred."""
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+    def _held(self, load: Load) -> Iterator[KVPair]:
+        """The KV of the rows of `load` and this worker's heads, layer by layer."""
+        with connect(self._socket, _ANSWERS_S) as sock:
+            send(sock, {"attach": load.ticket})
+            answer, fd = receive(sock)
+        if fd is None:
+            raise LoadFailedError("the prefill process holds nothing under this ticket any more")
+        try:
+            held = HeldKV.of(answer["held"])
+            self._check(held, load)
+            memory = mmap.mmap(fd, held.nbytes, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(fd)
+        return held.part(memory, load.start, load.stop, self.rank, self._workers)
+
+    def _check(self, held: HeldKV, load: Load) -> None:
+        """Refuse KV of another prompt or of another shape."""
+        layers = self.site.layers
+        if held.prompt != digest(load.token_ids) or held.rows < load.stop:
+            raise LoadFailedError("what the prefill process holds is of another prompt")
+        if len(held.layers) != len(layers):
+            raise LoadFailedError(f"it has {len(held.layers)} layers, vLLM's model {len(layers)}")
+        for layer, (heads, *widths) in zip(layers, held.layers, strict=True):
+            mine = max(1, heads // self._workers)
+            if mine != layer.num_kv_heads or any(width != layer.head_size for width in widths):
+                raise LoadFailedError(
+                    f"its layers have {heads} KV heads of {widths}, vLLM's {layer.num_kv_heads} of {layer.head_size}: "
+                    "both must hold the same model"
+                )
+
+
+class RowStage:
+    """A `Stage`: vLLM's own model recomputes rows over stored chunks, between the engine's passes, in its thread.
+
+    Weights are held once, and quantised models work as they are. options: "store", as of `Rag`; "ratio", "selector",
+    "surrogate", "correction" as in `BlendConfig`; "codec" as in `CorpusConfig`; "learn" and "learn_budget", in GB, as of
+    `blend vllm`; "chunk_tokens", "embedder" and "top_k" are the middleware's. Raises `ValueError`, in one line, for a model
+    that cannot be driven over rows.
+    """
+
+    apart = False
+    options = frozenset({"store", "learn", "learn_budget", *_CONFIG}) | CORPUS_OPTIONS
+
+    def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
+        if why := rows_refused(site):
+            raise _refusal(f"because {why}")
+        try:
+            model = RowModel(site)
+        except ValueError as error:
+            raise _refusal(error) from error
+        self.blender = row_blender(model, options)
+
+    def fill(self, load: Load) -> dict[str, Any]:
+        """See `Stage`."""
+        try:
+            asked = LayoutTicket.read(load.ticket, load.token_ids)
+            layout, place = asked.layout, Place(load.blocks, load.start, load.stop)
+            if load.start < layout.context.stop:
+                return _figures(layout, self.blender.blend(layout, place, asked.corpus, asked.brought))
+            self.blender.compute(layout, place)  # vLLM's cache has all rows that could be reused
+            return {"rows": layout.rows, "rows_computed": load.stop - load.start}
+        except (BlendError, ValueError) as error:
+            raise LoadFailedError(str(error)) from error
+
+    def rest(self, *, alone: bool) -> None:
+        """Compute some of what earlier prompts missed in the store."""
+        self.blender.background.run(alone=alone)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is more of that."""
+        return len(self.blender.background) > 0
+
+    def close(self) -> None:
+        """Drop what is not computed by now."""
+        self.blender.background.close()
+
+
+def _figures(layout: PromptLayout, filled: Filled) -> dict[str, Any]:
+    """In the words of `blend serve`."""
+    rows = {"rows": layout.rows, "rows_computed": int(filled.selection.rows.shape[0])}
+    if damaged := len(filled.placed.opened.problems) + len(filled.problems):
+        rows[DAMAGED] = damaged
+    if not any(filled.placed.hits):
+        return {"method": "full", "reason": "cold", **rows}
+    notes = {"notes": list(filled.notes)} if filled.notes else {}
+    return {**rows, **notes, **({"uncorrected": True} if filled.uncorrected else {})}
+
+
+class RowBlender:
+    """Writes prompts' blended KV into blocks of vLLM's cache. store, config: as of `Blender`.
+
+    learned: which caches of clients' texts are stored; without it none. background: computes what prompts missed.
+    """
+
+    def __init__(
+        self, decoder: PagedDecoder, store: ChunkStore, config: BlendConfig, learned: LearnedTexts | None = None
+    ) -> None:
+        self.decoder, self.store, self.config = decoder, store, config
+        self._fillers: dict[str, Filler] = {}
+        self.background = BackgroundEncoder(decoder, learned)
+
+    def filler(self, corpus: str = "") -> Filler:
+        """With the surrogate context and the KV corrections of this corpus."""
+        if corpus not in self._fillers:
+            self._fillers[corpus] = Filler(self.decoder, self.store, self.config, corpus=corpus, careful=True)
+        return self._fillers[corpus]
+
+    def blend(
+        self, layout: PromptLayout, place: Place, corpus: str = "", brought: Collection[int] = frozenset()
+    ) -> Filled:
+        """Write blended KV to the rows of `place`, whose blocks have room for the whole prompt. Raises as `Filler.fill`.
+
+        The logits are empty: vLLM runs the last row. brought: places of chunks whose text came with the request.
+        """
+        nothing = torch.empty((1, 0), device=self.decoder.device)
+
+        def run(request: RowRequest) -> torch.Tensor:
+            self.decoder.run_rows(request)
+            return nothing
+
+        filler, watch = self.filler(corpus), Stopwatch(self.decoder.device)
+        new_cache = partial(self.decoder.cache_in, place)
+        filled = run_steps(filler.fill(layout, config=self.config, room=0, watch=watch, new_cache=new_cache), run)
+        assert isinstance(filled.cache, PagedCache)
+        self.decoder.settle(filled.cache)
+        for line in (*filled.placed.opened.problems, *filled.problems):
+            LOG.warning("kvblend: %s", line)
+        self.background.remember(MissingCaches(filler, layout, filled.placed.opened.missing, brought))
+        return filled
+
+    def compute(self, layout: PromptLayout, place: Place) -> None:
+        """Compute the rows of `place`, with nothing from the store, over the rows that the blocks hold before them."""
+        rows = torch.arange(place.start, place.stop, device=self.decoder.device)
+        if rows.shape[0]:
+            ids = torch.tensor([layout.token_ids], device=self.decoder.device)[:, rows]
+            self.decoder.run_rows(RowRequest(ids, rows, self.decoder.cache_in(place, layout.rows)))
+
+
+def row_blender(model: RowModel, options: Mapping[str, Any]) -> RowBlender:
+    """A blender with this worker's model; options and errors as of `RowStage`."""
+    if "store" not in options:
+        raise ValueError("kvblend: stage rows needs the option store, as of blend precompute")
+    budget = learn_budget(options)
+    try:
+        shared, mine = fingerprints(model.site.config)
+        own = admitted(model, _facts(model.site, mine))
+    except (BlendError, ValueError) as error:
+        raise _refusal(error) from error
+    try:
+        config = BlendConfig(**{name: options[name] for name in _CONFIG if name in options})
+        rag = Rag(str(options["store"]), blend=config, corpus=corpus_config(options))
+        store, learned = rag.store, LearnedTexts(rag.store, rag.root, budget)
+    except BlendError as error:
+        raise ValueError(f"kvblend: {error}") from error
+    # Its own dtype first: caches in another one serve where a probe shows that they are alike.
+    dtypes = dict.fromkeys((own.facts.dtype, *_DTYPES))
+    decoder = next((one for one in (own.named(shared, dtype) for dtype in dtypes) if gives_same_kv(store, one)), own)
+    return RowBlender(decoder, store, config, learned)
+
+
+def _refusal(error: object) -> ModelRefusedError:
+    return ModelRefusedError(f"kvblend: vLLM's own model cannot recompute rows, {error}; use stage copied")
+
+
+def _facts(site: Site, fingerprint: str) -> ModelFacts:
+    model, scheduler = site.config.model_config, site.config.scheduler_config
+    backend = site.layers[0].get_attn_backend().get_name()
+    return ModelFacts(
+        name=str(model.model),
+        fingerprint=fingerprint,
+        dtype=str(model.dtype).removeprefix("torch."),
+        vocabulary=int(model.get_vocab_size()),
+        context_length=int(model.max_model_len),
+        most_rows=int(scheduler.max_num_batched_tokens),
+        most_runs=None if backend in _UNLIMITED else int(scheduler.max_num_seqs),
+    )
+
+
+def fingerprints(config: Any) -> tuple[str, str]:
+    """Names of a model's caches: shared with transformers, and vLLM's own. Raises `ValueError` for weights that are no files.
+
+    vLLM may run the weights quantised or with another rotation. Where it is configured to, nothing is shared. Otherwise the
+    shared name is used if the store holds a probe of the model and vLLM gives the same KV (`blend.chunks.encode`).
+    """
+    model = config.model_config
+    files = files_fingerprint(model.model)
+    if files is None:
+        raise ValueError(
+            f"because the weights of {model.model} are not all files of this machine, so its caches have no name"
+        )
+    dummy = config.load_config.load_format == "dummy" and "dummy weights"
+    # Options tell what vLLM quantises as it loads: the name may be "online" for all of them.
+    changed = [one for one in (model.quantization, model.quantization_config, model.hf_overrides, dummy) if one]
+    own = sha256(f"vllm\n{files}\n{changed!r}".encode()).hexdigest()[:32]
+    return own if changed else files, own
+
+
+def rows_refused(site: Site) -> str:
+    """Why rows cannot be run on this worker, as words behind "because"; "" where the configuration allows it."""
+    config, layers, parallel = site.config, site.layers, site.config.parallel_config
+    reasons = {
+        "the model has more than one worker": parallel.world_size > 1 or parallel.data_parallel_size > 1,
+        "it serves LoRA adapters": config.lora_config is not None,
+        "it decodes speculatively": config.speculative_config is not None,
+        "it reads more than text": config.model_config.is_multimodal_model,
+    }
+    return next((why for why, holds in reasons.items() if holds), "") or _layers_refused(
+        config, layers, site.block_size
+    )
+
+
+def _layers_refused(config: Any, layers: tuple[Any, ...], block_size: int) -> str:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    if not all(type(one) is Attention for one in layers):
+        return "its attention keeps something else than keys and values"
+    specs = [layer.get_kv_cache_spec(config) for layer in layers]
+    first = specs[0]
+    full = type(first) is FullAttentionSpec and first.sliding_window is None and first.attention_chunk_size is None
+    reasons = {
+        "its layers do not cache alike": any(one != first for one in specs),
+        "its layers do not keep all tokens": not full,
+        "layers share caches": any(layer.kv_sharing_target_layer_name is not None for layer in layers),
+        "its attention has sinks": any(layer.has_sink for layer in layers),
+        "its attention has position biases": any(getattr(one.impl, "alibi_slopes", None) is not None for one in layers),
+        "its blocks are cut by the attention backend": first.block_size != block_size,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
+
+
+def admitted(model: RowModel, facts: ModelFacts) -> PagedDecoder:
+    """The worker's model as a decoder, tried out. Raises `ValueError`, in one line, where its keys or rows cannot be moved."""
+    ids = probe_ids(facts.vocabulary).to(model.site.device)
+    here, logits = _whole(model, ids, 0)
+    there, _ = _whole(model, ids, PROBE_DELTA)
+    config = model.site.config.model_config
+    # A quantised model may round an activation the other way, which is off by as much as half precision is.
+    most = tolerance(torch.bfloat16 if config.quantization else config.dtype)
+    decoder = PagedDecoder(model, facts, _rotations(model, here, there, most))
+    _check_rows(decoder, ids, logits, most)
+    return decoder
+
+
+def _whole(model: RowModel, ids: torch.Tensor, start: int) -> tuple[list[KV], torch.Tensor]:
+    """A prompt as one sequence, as vLLM runs it: KV of its layers at positions `start...`, logits of its last row."""
+    rows, found = torch.arange(ids.shape[1], device=ids.device), list[KV]()
+    blocks = tuple(range(-(-ids.shape[1] // model.site.block_size)))
+
+    def observe(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        found.append((key.transpose(0, 1)[None].clone(), value.transpose(0, 1)[None].clone()))
+
+    hidden = model.run(RowPass(ids[0], (PromptRows(rows, blocks),), scratch=len(blocks), shift=start), observe)
+    assert hidden is not None
+    return found, model.logits(hidden[-1:])
+
+
+def _rotations(model: RowModel, here: list[KV], there: list[KV], most: float) -> tuple[LayerRotation, ...]:
+    known = frequencies(model.model)
+    found = []
+    for index, pairs in enumerate(zip(here, there, strict=True)):
+        turns, shapes = list[Rotation](), list[tuple[int, int]]()
+        for before, after in zip(*pairs, strict=True):
+            turn = find_rotation(before.float(), after.float(), PROBE_DELTA, known, most)
+            if turn is None:
+                raise ValueError(f"because no known rotation moves the KV of layer {index} to another position")
+            turns.append(turn)
+            shapes.append((before.shape[1], before.shape[3]))
+        found.append(LayerRotation(turns[0], turns[1], shapes[0], shapes[1]))
+    return tuple(found)
+
+
+def _check_rows(decoder: PagedDecoder, ids: torch.Tensor, logits: torch.Tensor, most: float) -> None:
+    """Compare scattered rows over exact KV, in scratch memory, with the same tokens as one sequence."""
+    total = ids.shape[1]
+    rows = torch.tensor([1, 2, total // 2, total - 1], device=ids.device)
+    cache = decoder.new_cache(total)
+    decoder.encode_rows(ids, 0, cache)
+    found = decoder.logits(RowRequest(ids[:, rows], rows, cache))
+    difference = ((found - logits).abs().amax() / logits.abs().amax().clamp_min(1e-6)).item()
+    if not difference <= most:
+        raise ValueError(f"because rows run apart differ from its own forward pass by {difference:.1%}")

@@ -1,0 +1,320 @@
+"""The built-in selectors.
+
+- `query_guided`: rows that the question attends to over the stored caches.
+- `hkvd`, `gradual`: rows whose KV differs most in context (CacheBlend, Yao et al. 2025, section 4).
+- `mixed`: deviation and attention together.
+- `first_k`: the first rows of every chunk after the first, where isolated chunks grow attention sinks (EPIC, Hu et al. 2025).
+- `random`, `all`, `none`: controls. `oracle`: for research, chosen in the knowledge of full recompute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from blend.limits import check_fields
+from blend.select.base import KV, Evidence, Needs, QueryRows, QueryScore, Selector, Step, top_candidates
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ScoringSelector(Selector):
+    """A selector that gives every row a score, and the rows that come first by it.
+
+    lead: rows at the start of every chunk that are taken first, fewer where they would take more than half of the budget. A
+    chunk opens with its title, which answers copy although the question does not attend to it, and whose KV differs most.
+    None leaves it to the selector.
+    floor: share of the budget that goes to the best rows of every chunk in equal parts, leads included, before the rest goes
+    to the best rows anywhere.
+    block: choose runs of so many neighbouring rows of a chunk, by their summed score, instead of single rows.
+    """
+
+    lead: int | None = field(default=None, kw_only=True)
+    floor: float = field(default=0.0, kw_only=True)
+    block: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def own_lead(self) -> int:
+        """The lead where none is given."""
+        return 0
+
+    def allot(self, scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+        """The `budget` candidates that come first, by scores `[candidates]`, sorted by position; ties go to the earlier row."""
+        lead = self.own_lead if self.lead is None else self.lead
+        if self.block > 1:
+            scores = _block_scores(scores, evidence, self.block)
+        if lead:
+            scores = _leads_first(scores, evidence, lead)
+        if self.floor:
+            scores = _floors_first(scores, evidence, self.floor)
+        return top_candidates(scores, evidence)
+
+
+def _block_scores(scores: torch.Tensor, evidence: Evidence, block: int) -> torch.Tensor:
+    """Every row's score replaced by the sum over its block, blocks counted from the start of each chunk."""
+    starts = evidence.layout.chunk_starts(evidence.candidates)
+    import torch
+
+    first_rows = starts + (evidence.candidates - starts) // block * block
+    _, which = torch.unique(first_rows, return_inverse=True)
+    return torch.zeros_like(scores).index_add_(0, which, scores)[which]
+
+
+def _leads_first(scores: torch.Tensor, evidence: Evidence, lead: int) -> torch.Tensor:
+    """The first rows of every chunk raised above all others."""
+    starts = evidence.layout.chunk_starts(evidence.candidates)
+    depth = min(lead, evidence.budget // 2 // max(1, len(_different(starts))))
+    return scores.masked_fill(evidence.candidates - starts < depth, float("inf"))
+
+
+def _floors_first(scores: torch.Tensor, evidence: Evidence, floor: float) -> torch.Tensor:
+    """The best rows of every chunk raised above all others."""
+    starts = evidence.layout.chunk_starts(evidence.candidates)
+    present = _different(starts)
+    each = int(floor * evidence.budget / max(1, len(present)))
+    raised = scores.clone()
+    for start in present:
+        mine = (starts == start).nonzero()[:, 0]
+        best = mine[scores[mine].argsort(descending=True, stable=True)[:each]]
+        raised[best] = float("inf")
+    return raised
+
+
+def _different(starts: torch.Tensor) -> list[int]:
+    import torch
+
+    found: list[int] = torch.unique(starts).tolist()
+    return found
+
+
+LEAD = 6  # rows of every chunk, measured in docs/study.md
+
+
+@dataclass(frozen=True)
+class QueryGuided(ScoringSelector):
+    """Rows with the most attention from the question over the stored caches, summed over a band of layers.
+
+    Known before any layer is recomputed. layers, rows, value_norm: see `QueryScore`.
+    """
+
+    name: ClassVar[str] = "query_guided"
+
+    layers: str = "middle"
+    rows: QueryRows = "peak"
+    value_norm: bool = False
+
+    @property
+    def own_lead(self) -> int:
+        """Some rows, unless they are taken in blocks."""
+        return LEAD if self.block == 1 else 0
+
+    def needs(self, layers: int) -> Needs:
+        """The query's attention at the band's layers."""
+        return Needs(query=QueryScore(self.layers, self.rows, self.value_norm))
+
+    def select(self, evidence: Evidence) -> torch.Tensor:
+        """The rows that the query attends to most."""
+        assert evidence.query_attention is not None
+        return self.allot(evidence.query_attention.sum(0), evidence)
+
+
+DeviationOf = Literal["v", "k", "kv"]
+Norm = Literal["l2", "l1"]
+
+
+@dataclass(frozen=True)
+class HighDeviation(ScoringSelector):
+    """Rows with the largest distance between fresh and stored KV at the check layer.
+
+    of: values, keys or both. norm: squared L2 or L1, summed over heads and dimensions.
+    """
+
+    name: ClassVar[str] = "hkvd"
+
+    check_layer: int = 1
+    of: DeviationOf = "v"
+    norm: Norm = "l2"
+
+    def needs(self, layers: int) -> Needs:
+        """The check layer."""
+        return Needs((Step(self.check_layer),))
+
+    def select(self, evidence: Evidence) -> torch.Tensor:
+        """The rows that deviate most."""
+        return self.allot(seen_deviation(evidence, self.of, self.norm), evidence)
+
+
+@dataclass(frozen=True)
+class GradualDeviation(HighDeviation):
+    """As hkvd, with more rows at first, some of them dropped at each of the next layers.
+
+    Gradual filtering (CacheBlend, section 4.3). The rows of all layers from the check layer on add up to about the budget
+    times their number, as with one check.
+    """
+
+    name: ClassVar[str] = "gradual"
+
+    def needs(self, layers: int) -> Needs:
+        """Four check layers, spread over the lower half: 1.6, 1.3, 1.1 and then 0.8 times the budget."""
+        eighth = max(1, (layers - self.check_layer) // 8)
+        places = [self.check_layer + i * eighth for i in range(4)]
+        factors = (1.6, 1.3, 1.1, 0.8)
+        steps = [Step(place, factor) for place, factor in zip(places, factors, strict=True) if place < layers]
+        return Needs(tuple(steps or [Step(self.check_layer)]))
+
+
+def seen_deviation(evidence: Evidence, of: DeviationOf, norm: Norm) -> torch.Tensor:
+    """Distance of fresh from stored KV at the step's layer, fp32 `[candidates]`."""
+    assert evidence.fresh is not None
+    assert evidence.stored is not None
+    return deviation(evidence.fresh, evidence.stored, of, norm)
+
+
+def deviation(fresh: KV, stored: KV, of: DeviationOf, norm: Norm) -> torch.Tensor:
+    """Distance of each row's keys and values `[1, kv_heads, rows, head_dim]` from the stored ones, fp32 `[rows]`."""
+    from blend_kernels import kv_deviation
+
+    (new_keys, new_values), (old_keys, old_values) = fresh, stored
+    metric: Literal["l2sq", "l1"] = "l2sq" if norm == "l2" else "l1"
+    return kv_deviation(new_keys, old_keys, new_values, old_values, norm=metric, parts=of)[0]
+
+
+Rule = Literal["product", "zsum"]
+
+
+@dataclass(frozen=True)
+class Mixed(ScoringSelector):
+    """Rows with the highest combination of KV deviation at a check layer and query attention.
+
+    check_layer, of, norm: deviation, as `HighDeviation` measures it. layers, rows, value_norm: attention, as `QueryScore` says.
+    rule: the product, or the sum of z-scores of the logarithms. prefilter: run the layers below the check layer only on this
+    multiple of the budget, chosen by attention alone; 0 runs them on all rows.
+    """
+
+    name: ClassVar[str] = "mixed"
+
+    check_layer: int = 1
+    of: DeviationOf = "v"
+    norm: Norm = "l2"
+    layers: str = "middle"
+    rows: QueryRows = "peak"
+    value_norm: bool = False
+    rule: Rule = "product"
+    prefilter: float = 0.0
+
+    def needs(self, layers: int) -> Needs:
+        """The check layer, and the query's attention at the band's layers."""
+        before = (Step(0, self.prefilter),) if self.prefilter else ()
+        return Needs((*before, Step(self.check_layer)), QueryScore(self.layers, self.rows, self.value_norm))
+
+    def select(self, evidence: Evidence) -> torch.Tensor:
+        """By attention alone at layer 0, by both at the check layer."""
+        assert evidence.query_attention is not None
+        attention = evidence.query_attention.sum(0)
+        if evidence.layer == 0:
+            return self.allot(attention, evidence)
+        return self.allot(combine(seen_deviation(evidence, self.of, self.norm), attention, self.rule), evidence)
+
+
+def combine(deviation: torch.Tensor, attention: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """One score per row, `[candidates]`."""
+    if rule == "product":
+        return deviation * attention
+    return _standardised(deviation.clamp_min(1e-30).log()) + _standardised(attention.clamp_min(1e-30).log())
+
+
+def _standardised(values: torch.Tensor) -> torch.Tensor:
+    return (values - values.mean()) / values.std().clamp_min(1e-12)
+
+
+@dataclass(frozen=True)
+class FirstK(Selector):
+    """The first k rows of each chunk after the first, as many as the budget allows.
+
+    k: rows per chunk at most; None spends the whole budget evenly.
+    """
+
+    name: ClassVar[str] = "first_k"
+
+    k: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def select(self, evidence: Evidence) -> torch.Tensor:
+        """Row 0 of every chunk after the first, then row 1 of every chunk, until budget or k is reached."""
+        starts = evidence.layout.chunk_starts(evidence.candidates)
+        depth = evidence.candidates - starts
+        eligible = starts > evidence.layout.context.start
+        if self.k is not None:
+            eligible &= depth < self.k
+        rows, depth = evidence.candidates[eligible], depth[eligible]
+        order = depth.argsort(stable=True)[: evidence.budget]
+        return rows[order].sort().values
+
+
+@dataclass(frozen=True)
+class All(Selector):
+    """Every row, whatever the budget: full recompute after the prefix."""
+
+    name: ClassVar[str] = "all"
+
+    def select(self, evidence: Evidence) -> torch.Tensor:
+        """All candidates."""
+        return evidence.candidates
+
+
+@dataclass(frozen=True)
+class Nothing(Selector):
+    """No row, whatever the budget: plain reuse."""
+
+    name: ClassVar[str] = "none"
+
+    def select(self, evidence: Evidence) -> torch.Tensor:
+        """No candidate."""
+        return evidence.candidates[:0]
+
+
+@dataclass(frozen=True)
+class Random(Selector):
+    """Uniformly random rows; the same ones for the same seed and prompt length."""
+
+    name: ClassVar[str] = "random"
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def select(self, evidence: Evidence) -> torch.Tensor:
+        """`budget` random candidates."""
+        import torch
+
+        generator = torch.Generator().manual_seed(int(self.seed))
+        order = torch.randperm(evidence.candidates.shape[0], generator=generator)[: evidence.budget]
+        return evidence.candidates[order.sort().values.to(evidence.candidates.device)]
+
+
+@dataclass(frozen=True)
+class Oracle(ScoringSelector):
+    """For research: rows with the most true deviation times true attention, known from a full prefill.
+
+    Deviation is taken in every layer, attention is what the question gives under full recompute. Costs a full prefill
+    before it chooses, so it can never be faster than one.
+    """
+
+    name: ClassVar[str] = "oracle"
+
+    def needs(self, layers: int) -> Needs:
+        """Full recompute."""
+        return Needs(truth=True)
+
+    def select(self, evidence: Evidence) -> torch.Tensor:
+        """The rows with the highest weight."""
+        assert evidence.truth is not None
+        return self.allot(evidence.truth, evidence)

@@ -1,0 +1,306 @@
+"""What a server is asked and when, and the load generator that asks it: streaming requests, each sent at its time.
+
+Questions stand over Zipf-distributed passages and come at Poisson times, drawn from a seed. The draws do not depend on the
+server, so that all servers are asked the same at the same times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from _servers import project_environment
+
+FULLNESS = 0.6  # of the tokens that a passage may have; shorter ones are left out, so that prompts are alike
+# Every request has a connection of its own: none waits for another one's answer.
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=16)
+TIMEOUT = httpx.Timeout(None, connect=10.0)
+UNFINISHED = "unfinished"
+
+
+class Passage(NamedTuple):
+    """A text under a title. tokens: as it stands in a prompt."""
+
+    title: str
+    text: str
+    tokens: int
+
+
+class Corpus(NamedTuple):
+    """passages: the most popular first. questions: what may be asked, whatever the passages."""
+
+    passages: tuple[Passage, ...]
+    questions: tuple[str, ...]
+
+
+class TimedQuestion(NamedTuple):
+    """A question, the passages to answer it from, and when it comes: seconds after the start."""
+
+    at_s: float
+    question: str
+    passages: tuple[Passage, ...]
+
+    @property
+    def context_tokens(self) -> int:
+        """Of all passages together."""
+        return sum(passage.tokens for passage in self.passages)
+
+
+class Request(NamedTuple):
+    """Where a question goes, and its body."""
+
+    path: str
+    body: Mapping[str, Any]
+
+
+Words = Callable[[TimedQuestion], Request]
+
+
+def arrivals(rate: float, seconds: float, draws: np.random.Generator) -> NDArray[np.float64]:
+    """Times of a Poisson process of `rate` a second, ascending, below `seconds`, in exactly the expected number.
+
+    Its number alone varies by its root, which would be another rate than the one reported. Given it, times are uniform.
+    """
+    return np.sort(draws.uniform(0.0, seconds, round(rate * seconds)))
+
+
+def zipf(count: int, exponent: float) -> NDArray[np.float64]:
+    """Chances of ranks 1 to `count`, in proportion to `rank ** -exponent`; 0 makes all alike."""
+    weights = np.arange(1, count + 1, dtype=np.float64) ** -exponent
+    return np.asarray(weights / weights.sum())
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Where questions are drawn from.
+
+    exponent: of the passages' popularity, in the corpus's order. context_tokens: upper limit of a question's passages together.
+    """
+
+    corpus: Corpus
+    context_tokens: int
+    exponent: float
+
+    def poisson(self, rate: float, seconds: float, seed: Sequence[int]) -> list[TimedQuestion]:
+        """Questions that come at `rate` a second."""
+        draws = np.random.default_rng(seed)
+        return self._times(arrivals(rate, seconds, draws), draws)
+
+    def at_once(self, count: int, seed: Sequence[int]) -> list[TimedQuestion]:
+        """So many questions that all come at the start."""
+        return self._times([0.0] * count, np.random.default_rng(seed))
+
+    def _times(self, times: Sequence[float] | NDArray[np.float64], draws: np.random.Generator) -> list[TimedQuestion]:
+        chances = zipf(len(self.corpus.passages), self.exponent)
+        return [self._one(float(time), chances, draws) for time in times]
+
+    def _one(self, time: float, chances: NDArray[np.float64], draws: np.random.Generator) -> TimedQuestion:
+        # Exponential races (Efraimidis and Spirakis 2006) give the order in which they are drawn one after another.
+        order = np.argsort(draws.exponential(size=len(chances)) / chances)
+        passages = [self.corpus.passages[int(i)] for i in order]
+        question = self.corpus.questions[int(draws.integers(len(self.corpus.questions)))]
+        total = np.cumsum([passage.tokens for passage in passages])
+        count = max(1, int(np.searchsorted(total, self.context_tokens, side="right")))
+        return TimedQuestion(time, question, tuple(passages[:count]))
+
+
+@dataclass
+class Sample:
+    """What became of one request; moments are seconds after the start of the load.
+
+    at_s: when it was to be sent; late_s: so much later it was. pieces_s: when each piece of text came. tokens: of the answer,
+    as the server counts them; prompt_tokens, cached_tokens: of the prompt. figures: of `blend serve`'s prefill. error: why
+    there is no whole answer.
+    """
+
+    at_s: float
+    late_s: float = 0.0
+    pieces_s: list[float] = field(default_factory=list)
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    text: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+    done_s: float | None = None
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From when it was to be sent to the first text."""
+        return self.pieces_s[0] - self.at_s if self.pieces_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token after the first."""
+        complete = self.error is None and self.tokens > 1 and self.pieces_s
+        return (self.pieces_s[-1] - self.pieces_s[0]) / (self.tokens - 1) if complete else None
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between a piece of text and the next."""
+        return [after - before for before, after in zip(self.pieces_s, self.pieces_s[1:], strict=False)]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON, without the text."""
+        return {key: value for key, value in asdict(self).items() if key != "text"}
+
+
+async def ask(client: httpx.AsyncClient, request: Request, sample: Sample, start: float) -> Sample:
+    """Send a streaming request and fill in the sample; nothing is raised but a cancellation."""
+    body = {**request.body, "stream": True, "stream_options": {"include_usage": True}}
+    sample.late_s = time.perf_counter() - start - sample.at_s
+    try:
+        async with client.stream("POST", request.path, json=body) as response:
+            if response.status_code != 200:
+                sample.error = _error(response.status_code, await response.aread())
+                return sample
+            async for line in response.aiter_lines():
+                if line.startswith("data:"):
+                    _take(line[5:].strip(), sample, time.perf_counter() - start)
+    except httpx.HTTPError as error:
+        sample.error = f"{type(error).__name__}: {error}"
+        return sample
+    sample.done_s = time.perf_counter() - start
+    if sample.error is None and not sample.tokens:
+        sample.error = "the stream ended without usage"
+    return sample
+
+
+def _take(data: str, sample: Sample, now: float) -> None:
+    """Take one event of the stream."""
+    if data == "[DONE]":
+        return
+    event = json.loads(data)
+    if "error" in event:
+        sample.error = str(event["error"].get("message", event["error"]))
+    for choice in event.get("choices", ()):
+        text = choice.get("text") or (choice.get("delta") or {}).get("content")
+        if text:
+            sample.pieces_s.append(now)
+            sample.text += text
+    if own := event.get("kvblend"):
+        sample.figures |= own.get("figures", {})
+    if usage := event.get("usage"):
+        sample.tokens, sample.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
+        sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+def _error(status: int, content: bytes) -> str:
+    try:
+        return f"{status}: {json.loads(content)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"{status}: {content[:200].decode(errors='replace')}"
+
+
+async def open_loop(url: str, plan: Sequence[TimedQuestion], words: Words, drain_s: float) -> list[Sample]:
+    """Send every question at its time; cancel answers that have not ended `drain_s` after the last question."""
+    async with httpx.AsyncClient(base_url=url, limits=LIMITS, timeout=TIMEOUT, trust_env=False) as client:
+        requests = [words(asked) for asked in plan]  # made before, so that sending takes no time
+        samples = [Sample(asked.at_s) for asked in plan]
+        start = time.perf_counter()
+        tasks = []
+        for sample, request in zip(samples, requests, strict=True):
+            await asyncio.sleep(max(0.0, start + sample.at_s - time.perf_counter()))
+            tasks.append(asyncio.create_task(ask(client, request, sample, start)))
+        if tasks:
+            await asyncio.wait(tasks, timeout=drain_s)
+        for task, sample in zip(tasks, samples, strict=True):
+            if not task.done():
+                task.cancel()
+                sample.error = UNFINISHED
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return samples
+
+
+async def one_by_one(url: str, plan: Sequence[TimedQuestion], words: Words) -> list[Sample]:
+    """Send every question when the one before it is answered."""
+    async with httpx.AsyncClient(base_url=url, limits=LIMITS, timeout=TIMEOUT, trust_env=False) as client:
+        return [await ask(client, words(asked), Sample(0.0), time.perf_counter()) for asked in plan]
+
+
+def write_texts(questions: Path | None, folder: Path) -> tuple[Path, list[str]]:
+    """Documents for `load_documents`, and questions: of a question file, or Python's own documentation."""
+    if questions is not None:
+        from blend.eval.dataset import load_dataset
+
+        return questions, [record.question for record in load_dataset(questions)]
+    from blend_retrieval import write_stdlib_corpus
+    from blend_retrieval.demo_questions import DEMO_QUESTIONS
+
+    write_stdlib_corpus(folder / "docs")
+    return folder / "docs", [question.question for question in DEMO_QUESTIONS]
+
+
+def tiny_model(folder: Path, **shape: Any) -> Path:
+    """A random model of four narrow layers, with a tokenizer made of the corpus. shape: entries of its configuration."""
+    from blend_retrieval import load_documents
+    from tests.tiny_model import save_tiny_model
+
+    source, _ = write_texts(None, folder)
+    text = "\n".join(document.text for document in load_documents([source]).documents[:3])
+    return save_tiny_model(folder / "tiny", text[:200_000], **shape)
+
+
+def make_corpus(
+    model: Path,
+    store: Path,
+    *,
+    questions: Path | None,
+    passages: int,
+    chunk_tokens: int,
+    threads: int,
+    dtype: str = "float32",
+) -> Corpus:
+    """Passages of about `chunk_tokens` tokens in a fixed random order, with their caches in `store`, computed once."""
+    from blend.corpora import index_dir
+    from blend_retrieval import ChunkIndex
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "passages.jsonl"
+        source, asked = write_texts(questions, Path(folder))
+        chosen = _choose(source, model, passages, chunk_tokens)
+        lines = [{"id": str(i), "title": one.title, "text": one.text} for i, one in enumerate(chosen)]
+        file.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
+        command = [sys.executable, "-m", "blend", "precompute", str(file), "--store", str(store), "--model", str(model)]
+        command += ["--chunk-tokens", str(chunk_tokens), "--dtype", dtype]
+        done = subprocess.run(command, env=project_environment(threads), stdout=sys.stderr, check=False)
+        if done.returncode:
+            raise SystemExit(f"blend precompute ended with {done.returncode}; see its own line above")
+    index = ChunkIndex.load(index_dir(store, ""))
+    held = [Passage(chunk.title, chunk.text, chunk.tokens) for chunk in index.chunks]
+    return Corpus(_shuffled(held), tuple(asked))
+
+
+def _choose(source: Path, model: Path, count: int, chunk_tokens: int) -> Sequence[Passage]:
+    from transformers import AutoTokenizer
+
+    from blend.prompt import PromptTemplate, render_chunk
+    from blend_retrieval import chunk_documents, load_documents
+
+    template = PromptTemplate(AutoTokenizer.from_pretrained(str(model)))
+
+    def render(title: str, text: str) -> str:
+        return render_chunk(Passage(title, text, 0))
+
+    chunks = chunk_documents(load_documents([source]).documents, template.encode, chunk_tokens, render)
+    found = [Passage(one.title, one.text, one.tokens) for one in chunks if one.tokens >= FULLNESS * chunk_tokens]
+    if not found:
+        raise SystemExit(f"{source} has no passages of {FULLNESS:.0%} of {chunk_tokens} tokens: lower --chunk-tokens")
+    return _shuffled(found)[:count]
+
+
+def _shuffled(passages: Sequence[Passage]) -> tuple[Passage, ...]:
+    order = np.random.default_rng(0).permutation(len(passages))
+    return tuple(sorted(passages)[int(i)] for i in order)

@@ -1,0 +1,265 @@
+"""The servers that are compared: how each is started and stopped, and in which words it is asked the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from _load import Request, TimedQuestion, Words
+
+ROOT = Path(__file__).resolve().parents[1]
+Way = Literal["documents", "pasted"]
+BLEND = ("-m", "blend", "serve", "--dtype", "float32", "--host", "127.0.0.1", "--port", "0")
+VLLM = (
+    *("-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"),
+    *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
+)
+CONNECTOR = {
+    "kv_connector": "KVBlend",
+    "kv_connector_module_path": "blend.integrations.vllm.connector",
+    "kv_role": "kv_consumer",
+    "kv_load_failure_policy": "recompute",
+}
+MIDDLEWARE = "blend.integrations.vllm.middleware.KVBlend"
+START_S = 1800.0  # vLLM compiles the model on its first start
+_URL = re.compile(r"http://[\w.\[\]:]+:\d+")
+
+
+@dataclass(frozen=True)
+class Server:
+    """How a server is started, and how it is asked.
+
+    url: where it will listen; "" for one that prints it. ready: path that answers when it is. environment: all of it.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    words: Words
+    url: str = ""
+    ready: str = "/health"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def project_environment(threads: int) -> dict[str, str]:
+    """The environment of this repository's commands: so many threads, and no options of the user's own."""
+    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "retrieval"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    kept = {
+        name: value for name, value in os.environ.items() if name == "KVBLEND_CACHE" or not name.startswith("KVBLEND_")
+    }
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
+
+
+def blend_server(
+    name: str,
+    store: Path,
+    model: Path,
+    *,
+    threads: int,
+    answer_tokens: int,
+    way: Way = "documents",
+    extra: tuple[str, ...] = (),
+) -> Server:
+    """`blend serve` on a store, computing in float32; extra: more of its options, such as --full."""
+    command = (sys.executable, *BLEND, "--store", str(store), "--model", str(model), *extra)
+    words = _chat_words(way, answer_tokens)
+    return Server(name, command, words, ready="/ready", environment=project_environment(threads))
+
+
+def _chat_words(way: Way, answer_tokens: int) -> Words:
+    from _load import Request
+
+    return lambda asked: Request("/v1/chat/completions", {**chat(asked, way), **greedy(answer_tokens)})
+
+
+def chat(asked: TimedQuestion, way: Way) -> dict[str, Any]:
+    """A question with its passages as documents beside the message, or pasted into it."""
+    if way == "documents":
+        documents = [{"title": one.title, "text": one.text} for one in asked.passages]
+        return {"messages": [{"role": "user", "content": asked.question}], "documents": documents}
+    from blend.prompt import render_chunk
+
+    text = "".join(map(render_chunk, asked.passages))
+    return {"messages": [{"role": "user", "content": f"{text}{asked.question}"}]}
+
+
+def greedy(tokens: int) -> dict[str, Any]:
+    """The likeliest tokens, so many of them."""
+    return {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+def vllm_server(
+    python: str,
+    model: Path,
+    *,
+    threads: int,
+    answer_tokens: int,
+    longest: int,
+    eager: bool = False,
+    dtype: str = "float32",
+) -> Server:
+    """The server that comes with vLLM, on so many cores, in the environment of `python`.
+
+    It gets the token ids that kvblend makes of the question and its passages. longest: tokens of a prompt and its answer.
+    eager: without compiling, which takes minutes.
+    """
+    from _load import Request
+
+    layout = _layout(model)
+
+    def words(asked: TimedQuestion) -> Request:
+        return Request("/v1/completions", {"prompt": list(layout(asked)), **greedy(answer_tokens)})
+
+    return _vllm("vllm", python, (), model, words, vllm_environment(python, threads), (longest, eager, dtype))
+
+
+def blended_vllm_server(
+    python: str,
+    store: Path,
+    model: Path,
+    *,
+    threads: int,
+    answer_tokens: int,
+    longest: int,
+    eager: bool = False,
+    ratio: float = 0.15,
+    dtype: str = "float32",
+) -> Server:
+    """The same server with kvblend in it: vLLM's own model recomputes this share of the rows."""
+    options = {"stage": "rows", "store": str(store), "ratio": ratio}
+    connector = {**CONNECTOR, "kv_connector_extra_config": options}
+    added = ("--middleware", MIDDLEWARE, "--kv-transfer-config", json.dumps(connector))
+    environment = vllm_environment(python, threads) | {"PYTHONPATH": project_environment(threads)["PYTHONPATH"]}
+    words = _chat_words("documents", answer_tokens)
+    return _vllm("vllm + kvblend", python, added, model, words, environment, (longest, eager, dtype))
+
+
+def _vllm(
+    name: str,
+    python: str,
+    added: tuple[str, ...],
+    model: Path,
+    words: Words,
+    environment: Mapping[str, str],
+    sizes: tuple[int, bool, str],
+) -> Server:
+    port, (longest, eager, dtype) = free_port(), sizes
+    command = (python, *VLLM, "--dtype", dtype, *(("--enforce-eager",) if eager else ()), *added)
+    more = ("--model", str(model), "--max-model-len", str(longest), "--port", str(port))
+    return Server(name, (*command, *more), words, f"http://127.0.0.1:{port}", environment=environment)
+
+
+def vllm_environment(python: str, threads: int) -> dict[str, str]:
+    """What vLLM's documentation asks for on CPUs: room for KV, threads bound to cores, its OpenMP preloaded."""
+    found = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    found |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "4"), "VLLM_NO_USAGE_STATS": "1"}
+    found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+    places = [*Path(python).parent.parent.glob("lib/libiomp5.so"), *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]
+    found["LD_PRELOAD"] = ":".join(filter(None, [os.environ.get("LD_PRELOAD", ""), *map(str, places)]))
+    return found
+
+
+def _layout(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    from blend.config import PromptConfig
+    from blend.prompt import PromptTemplate
+    from blend.serve.chat import ChatTemplate, Passage, question_turns
+    from blend.serve.types import Message
+
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    template = PromptTemplate(tokenizer)
+    chat = ChatTemplate(tokenizer, template.prefix)
+
+    def ids(asked: TimedQuestion) -> tuple[int, ...]:
+        passages = [Passage(template.chunk_ids(one)) for one in asked.passages]
+        turns = question_turns([Message("user", asked.question)], passages, PromptConfig.chat_instructions)
+        return chat.layout(turns).token_ids
+
+    return ids
+
+
+def free_port() -> int:
+    """A port that no process listens on now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers. model: as it calls it."""
+
+    server: Server
+    url: str
+    model: str
+    process: subprocess.Popen[str]
+
+    def words(self, asked: TimedQuestion) -> Request:
+        """A question in the words that this server understands."""
+        return self.named(self.server.words(asked))
+
+    def named(self, request: Request) -> Request:
+        """The request with the model's name in it."""
+        return request._replace(body={"model": self.model, **request.body})
+
+
+@contextmanager
+def running(server: Server, log: Path) -> Iterator[Running]:
+    """Start a server, wait until it is ready, stop it and all of its processes afterwards.
+
+    log: gets its output. Raises SystemExit with its last lines when it ends before it is ready.
+    """
+    with log.open("w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(
+            server.command, env=dict(server.environment), stdout=output, stderr=output, stdin=subprocess.DEVNULL,
+            start_new_session=True, text=True,
+        )  # fmt: skip
+        try:
+            url = _ready(server, process, log)
+            yield Running(server, url, str(json.loads(_get(f"{url}/v1/models"))["data"][0]["id"]), process)
+        finally:
+            _stop(process, output)
+
+
+def _ready(server: Server, process: subprocess.Popen[str], log: Path) -> str:
+    until = time.monotonic() + START_S
+    while time.monotonic() < until and process.poll() is None:
+        found = _URL.search(log.read_text(encoding="utf-8", errors="replace")) if not server.url else None
+        url = server.url or (found.group() if found else "")
+        with suppress(OSError):
+            if url and _get(f"{url}{server.ready}") is not None:
+                return url
+        time.sleep(0.2)
+    last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+    raise SystemExit(f"{server.name} did not start:\n{last}")
+
+
+def _get(url: str) -> bytes:
+    """The body at a URL, past any proxy. Raises OSError for any status but success."""
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as response:
+        return bytes(response.read())
+
+
+def _stop(process: subprocess.Popen[str], output: IO[str]) -> None:
+    """Ask it to end, then kill the whole group, so that no child computes on beside the next server."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        output.write("did not end within 30 s of SIGTERM\n")
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

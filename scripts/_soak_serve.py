@@ -1,0 +1,565 @@
+"""The soak of a server: visitors who ask, leave and send nonsense, a store that fails, and the verdict on what came back.
+
+An answer is right when it is that of its question asked alone and made of the same caches, or a clear error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import httpx
+import numpy as np
+
+from blend.serve.types import IN_MEMORY
+
+CHAT, CORPUS = "/v1/chat/completions", "soak"
+TIMEOUT_S = 300.0
+MEGABYTE = 1 << 20
+TIE = 1e-3  # nats between the two likeliest tokens; below it rounding decides
+LEAST_BLENDED = 0.5  # of all answers; with fewer a soak is one of something else
+TOGETHER = 8  # requests that are always being answered while the capacity is measured
+
+How = Literal["blended", "computed", "remembered"]
+
+
+class Answer(NamedTuple):
+    """What came back. made: the caches that decide about it. how: its prompt got its KV."""
+
+    text: str
+    made: tuple[Any, ...]
+    how: How = "blended"
+
+    @classmethod
+    def of(cls, text: str, extension: Mapping[str, Any]) -> Answer:
+        """From the text of a reply and its kvblend extension."""
+        return cls(text, made_of(extension), how_made(extension.get("figures", {})))
+
+
+class Reference(NamedTuple):
+    """A question's answer asked alone. tokens: the text of each, with the distance in nats to the next likeliest."""
+
+    answer: Answer
+    tokens: tuple[tuple[str, float], ...]
+
+
+def how_made(figures: Mapping[str, Any]) -> How:
+    """Blended, computed in full, or remembered: an earlier prompt left full prefill of all that could be blended."""
+    if figures.get("reason") == IN_MEMORY or 0 < figures.get("rows", 0) <= figures.get("rows_reused", 0) + 1:
+        return "remembered"
+    return "computed" if figures.get("method") == "full" else "blended"
+
+
+def made_of(extension: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What an answer was made of: full prefill, or the hits, how many better caches were missing, and rows reused."""
+    figures = extension.get("figures", {})
+    if how_made(figures) != "blended":
+        return ("full",)
+    hits = tuple(bool(source.get("hit")) for source in extension.get("sources", ()))
+    return (figures.get("method"), hits, figures.get("lacking"), figures.get("rows_reused", 0))
+
+
+def reference(document: Mapping[str, Any]) -> Reference:
+    """Of a whole answer with log-probabilities of two tokens."""
+    choice = document["choices"][0]
+    tokens = []
+    for one in choice["logprobs"]["content"]:
+        best = sorted((other["logprob"] for other in one["top_logprobs"]), reverse=True)
+        tokens.append((one["token"], best[0] - best[1] if len(best) > 1 else float("inf")))
+    return Reference(Answer.of(choice["message"]["content"], document.get("kvblend", {})), tuple(tokens))
+
+
+def is_tie(held: Reference, text: str) -> bool:
+    """Whether an answer first differs where the two likeliest tokens are as likely as rounding can tell."""
+    same = next((i for i, (a, b) in enumerate(zip(held.answer.text, text, strict=False)) if a != b), None)
+    same = min(len(held.answer.text), len(text)) if same is None else same
+    end = 0
+    for token, distance in held.tokens:
+        end += len(token)
+        if end > same:
+            return distance < TIE
+    return False
+
+
+def is_clear_error(content: bytes) -> bool:
+    """Whether a body is an error in OpenAI's shape with a message."""
+    try:
+        error = json.loads(content)["error"]
+        return all(isinstance(error[name], str) and error[name] for name in ("message", "type"))
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+@dataclass
+class Ledger:
+    """What was seen. off: one line for each fault, the first twenty."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    off: list[str] = field(default_factory=list)
+
+    def count(self, kind: str) -> None:
+        """Count one more of this kind."""
+        self.counts[kind] += 1
+
+    def wrong(self, line: str) -> None:
+        """Note a fault."""
+        self.counts["OFF"] += 1
+        print(f"OFF {line}", flush=True)  # at once: hours may follow
+        if len(self.off) < 20:
+            self.off.append(line)
+
+    def judge(self, name: str, answer: Answer, references: Sequence[Reference]) -> None:
+        """Compare a greedy answer with that of the same question made of the same caches, where there is one."""
+        self.count(answer.how)
+        held = next((one for one in references if one.answer.made == answer.made), None)
+        if held is None:
+            self.count("made of other caches")
+        elif held.answer.text == answer.text:
+            self.count("same answer")
+        elif is_tie(held, answer.text):
+            self.count("another likeliest token within rounding")
+        else:
+            self.wrong(f"{name}: {answer.text!r} instead of {held.answer.text!r}, both made of {answer.made}")
+
+    def refused(self, name: str, status: int, content: bytes, *, expected: bool) -> None:
+        """Judge an answer with another status than 200. expected: whether the store was failing."""
+        if not is_clear_error(content):
+            self.wrong(f"{name}: status {status} without a clear error: {content[:120]!r}")
+        elif status >= 500 and not expected:
+            self.wrong(f"{name}: status {status} while nothing was broken: {content[:200]!r}")
+        else:
+            self.count(f"status {status}")
+
+    def too_few_blended(self) -> str:
+        """How the answers were made, where fewer than `LEAST_BLENDED` were blended; else ""."""
+        counts = {how: self.counts[how] for how in get_args(How)}
+        if counts["blended"] and counts["blended"] >= LEAST_BLENDED * sum(counts.values()):
+            return ""
+        return "too few answers were blended: " + ", ".join(f"{count} {how}" for how, count in counts.items())
+
+    def line(self) -> str:
+        """All counts."""
+        return ", ".join(f"{kind} {count}" for kind, count in sorted(self.counts.items()))
+
+
+class Nonsense(NamedTuple):
+    """A request that deserves a status from 400 to 499."""
+
+    name: str
+    content: bytes
+    method: str = "POST"
+    path: str = CHAT
+
+
+def nonsense(model: str) -> tuple[Nonsense, ...]:
+    """Bodies that are no JSON, JSON that is no request, and requests for what does not exist."""
+    good = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    bodies: Mapping[str, Any] = {
+        "a list": [good],
+        "no messages": {"model": model},
+        "messages of another type": {**good, "messages": "Hello"},
+        "an empty conversation": {**good, "messages": []},
+        "an unknown role": {**good, "messages": [{"role": "judge", "content": "Hello"}]},
+        "an unknown field": {**good, "temprature": 0},
+        "an unknown field of ours": {**good, "kvblend": {"retreive": {}}},
+        "tokens in words": {**good, "max_tokens": "many"},
+        "a temperature out of range": {**good, "temperature": 9},
+        "two answers": {**good, "n": 2},
+        "an unknown model": {**good, "model": "nobody/nothing"},
+        "a document without text": {**good, "documents": [{"title": "x"}]},
+        "a document that is not there": {**good, "documents": [{"id": "no-such-document"}]},
+        "a corpus that is not there": {**good, "kvblend": {"retrieve": {"corpus": "no-such-corpus"}}},
+    }
+    text = json.dumps(good).encode()
+    return (
+        *(Nonsense(name, json.dumps(body).encode()) for name, body in bodies.items()),
+        Nonsense("nothing", b""),
+        Nonsense("half of it", text[: len(text) // 2]),
+        Nonsense("no UTF-8", text.replace(b"Hello", b"\xff\xfe\xfa")),
+        Nonsense("half a surrogate pair", text.replace(b"Hello", b"\\ud800")),
+        Nonsense("not a number", text.replace(b'"max_tokens": 1', b'"temperature": NaN')),
+        Nonsense("very deep", b"[" * 100_000),
+        Nonsense("another method", b"", "DELETE"),
+        Nonsense("another path", text, "POST", "/v1/nothing"),
+        Nonsense("documents in words", b'{"documents": "x"}', "POST", "/v1/documents"),
+    )
+
+
+def huge(model: str, megabytes: int) -> tuple[Nonsense, ...]:
+    """So many megabytes of one message, and of nothing that is JSON."""
+    words = "a question that does not end "
+    text = words * (megabytes * MEGABYTE // len(words) + 1)
+    chat = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    return (
+        Nonsense(f"{megabytes} MB of a message", json.dumps(chat).encode()),
+        Nonsense(f"{megabytes} MB of nothing", b"\x00" * (megabytes * MEGABYTE)),
+    )
+
+
+@dataclass
+class Question:
+    """A question that is asked again and again. references: its answers alone, one for each way of making it."""
+
+    name: str
+    body: Mapping[str, Any]
+    references: list[Reference] = field(default_factory=list)
+
+
+@dataclass
+class Visitors:
+    """All visitors of the server.
+
+    megabytes: of the largest bodies. broken: whether the store fails now; breaks: how often it was mended. documents: number
+    -> id of the notices in the corpus; removed: numbers of those that were.
+    """
+
+    client: httpx.AsyncClient
+    model: str
+    questions: Sequence[Question]
+    ledger: Ledger
+    draws: random.Random
+    megabytes: int = 10
+    broken: bool = False
+    breaks: int = 0
+    documents: dict[str, str] = field(default_factory=dict)
+    removed: set[str] = field(default_factory=set)
+    number: int = 0
+
+    async def visit(self) -> None:
+        """Send one visitor by chance. Nothing is raised."""
+        kinds = {self.whole: 20, self.stream: 52, self.leave: 10, self.nonsense: 9, self.huge: 1, self.retrieve: 8}
+        [kind] = self.draws.choices(list(kinds), weights=list(kinds.values()))
+        name = kind.__name__
+        self.ledger.count(f"came: {name}")
+        try:
+            await asyncio.wait_for(kind(), TIMEOUT_S)
+        except TimeoutError:
+            self.ledger.wrong(f"{name}: no answer within {TIMEOUT_S:.0f} s")
+        except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+            self.ledger.wrong(f"{name}: {type(error).__name__}: {error}")
+
+    async def whole(self) -> None:
+        """Ask for an answer in one piece."""
+        question, state = self.draws.choice(self.questions), self._state()
+        response = await self.client.post(CHAT, json=question.body)
+        if response.status_code != 200:
+            return self._refused("whole", response.status_code, response.content, state)
+        document = response.json()
+        answer = Answer.of(document["choices"][0]["message"]["content"], document.get("kvblend", {}))
+        return self.ledger.judge(question.name, answer, question.references)
+
+    async def stream(self) -> None:
+        """Ask for an answer piece by piece."""
+        question, state = self.draws.choice(self.questions), self._state()
+        async with self.client.stream("POST", CHAT, json={**question.body, "stream": True}) as response:
+            if response.status_code != 200:
+                return self._refused("stream", response.status_code, await response.aread(), state)
+            text, extension, ended = "", dict[str, Any](), False
+            async for line in response.aiter_lines():
+                event = json.loads(line[5:]) if line.startswith("data:") and "[DONE]" not in line else {}
+                if "error" in event:
+                    return self._refused("stream", 500, line[5:].encode(), state)
+                extension = event.get("kvblend") or extension
+                text += "".join((choice["delta"].get("content") or "") for choice in event.get("choices", ()))
+                ended = ended or "[DONE]" in line
+        if not ended:
+            return self.ledger.wrong("stream: ended without [DONE]")
+        return self.ledger.judge(question.name, Answer.of(text, extension), question.references)
+
+    async def leave(self) -> None:
+        """Go away before the first word or after some."""
+        question, pieces = self.draws.choice(self.questions), self.draws.randrange(4)
+        request = self.client.stream("POST", CHAT, json={**question.body, "stream": True})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.05 if pieces == 0 else TIMEOUT_S), request as response:
+                async for _ in response.aiter_lines():
+                    pieces -= 1
+                    if pieces <= 0:
+                        break
+        self.ledger.count("left")
+
+    async def nonsense(self) -> None:
+        """Send what is to be refused."""
+        await self._bad(self.draws.choice(nonsense(self.model)))
+
+    async def huge(self) -> None:
+        """Send megabytes; a server may hang up meanwhile."""
+        try:
+            await self._bad(self.draws.choice(huge(self.model, self.megabytes)))
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+            self.ledger.count("hung up on megabytes")
+
+    async def _bad(self, one: Nonsense) -> None:
+        state, headers = self._state(), {"content-type": "application/json"}
+        response = await self.client.request(one.method, one.path, content=one.content, headers=headers)
+        if response.status_code < 400:
+            return self.ledger.wrong(f"nonsense, {one.name}: status {response.status_code}")
+        return self._refused(f"nonsense, {one.name}", response.status_code, response.content, state)
+
+    async def retrieve(self) -> None:
+        """Ask the corpus that changes: what was removed before must not be among the sources."""
+        if not self.documents:
+            return None
+        state, removed = self._state(), set(self.removed)
+        own = {"retrieve": {"top_k": 3, "corpus": CORPUS}}
+        question = [{"role": "user", "content": "What does the newest notice say?"}]
+        body = {"model": self.model, "messages": question, "max_tokens": 4, "temperature": 0, "kvblend": own}
+        response = await self.client.post(CHAT, json=body)
+        if response.status_code != 200:
+            return self._refused("retrieve", response.status_code, response.content, state)
+        texts = [source["text"] for source in response.json()["kvblend"]["sources"]]
+        gone = [text for text in texts if any(notice_name(number) in text for number in removed)]
+        if gone:
+            return self.ledger.wrong(f"retrieve: a source that was removed before: {gone[0][:80]!r}")
+        return self.ledger.count("retrieved")
+
+    async def change(self) -> None:
+        """Add a document, or remove the oldest of more than three."""
+        state = self._state()
+        if len(self.documents) > 3:
+            number = next(iter(self.documents))
+            place = f"/v1/documents/{self.documents[number]}"
+            response = await self.client.delete(place, params={"corpus": CORPUS})
+            if response.status_code < 300:
+                del self.documents[number]
+                self.removed.add(number)
+        else:
+            self.number += 1
+            number = str(self.number)
+            text = (
+                f"This is {notice_name(number)}. "
+                + f"Boats leave at {8 + self.number % 9} o'clock on day {number}. " * 12
+            )
+            document = {"id": f"notice-{number}", "title": notice_name(number), "text": text}
+            response = await self.client.post("/v1/documents", json={"documents": [document], "corpus": CORPUS})
+            if response.status_code < 300:
+                self.documents[number] = document["id"]
+        if response.status_code >= 300:
+            return self._refused("documents", response.status_code, response.content, state)
+        return self.ledger.count("corpus changed")
+
+    def _state(self) -> tuple[int, bool]:
+        return self.breaks, self.broken
+
+    def _refused(self, name: str, status: int, content: bytes, state: tuple[int, bool]) -> None:
+        """state: of the store when the request came; the store may have failed at any moment since."""
+        breaks, broken = state
+        self.ledger.refused(name, status, content, expected=broken or self.broken or breaks != self.breaks)
+
+
+def notice_name(number: str) -> str:
+    """Words that stand in one notice and in no other."""
+    return f"notice number {number} of the harbour office"
+
+
+class Held(NamedTuple):
+    """What a process holds: when it was looked at, bytes of memory, threads, open files."""
+
+    at_s: float
+    rss: int
+    threads: int
+    files: int
+
+
+def look(pid: int, at_s: float) -> Held:
+    """What the process holds now. Raises OSError when it is gone."""
+    place = Path(f"/proc/{pid}")
+    status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
+    files = sum(1 for _ in (place / "fd").iterdir())
+    return Held(at_s, int(status["VmRSS"].split()[0]) << 10, int(status["Threads"]), files)
+
+
+def growth(held: Sequence[Held]) -> float:
+    """Bytes that memory grows by, by Theil and Sen's line: the median of all pairs' slopes, so that peaks change nothing."""
+    if len(held) < 2:
+        return 0.0
+    times, sizes = np.array([one.at_s for one in held]), np.array([one.rss for one in held], dtype=float)
+    first, second = np.triu_indices(len(held), 1)
+    slope = float(np.median((sizes[second] - sizes[first]) / (times[second] - times[first])))
+    return slope * float(times[-1] - times[0])
+
+
+BREAKS = ("blocked", "damaged", "gone")
+
+
+@contextmanager
+def broken(name: str, store: Path, draws: random.Random) -> Iterator[None]:
+    """Have the store fail until the end of the block: gone, blocked by a file, or damaged for the server to mend."""
+    if name == "damaged":
+        entries = sorted((store / "kv" / "objects").rglob("*.safetensors"))
+        for entry in draws.sample(entries, max(1, len(entries) // 10)) if entries else ():
+            half = entry.with_suffix(".half")
+            half.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
+            half.replace(entry)  # a new file: damage is found when a file is opened
+        yield
+        return
+    place = store / "kv" if name == "gone" else store / "kv" / "objects"
+    away = place.with_name(f"{place.name}.away")
+    place.rename(away)
+    if name == "blocked":
+        place.write_bytes(b"")
+    try:
+        yield
+    finally:
+        if place.is_dir():
+            shutil.rmtree(place, ignore_errors=True)
+        else:
+            place.unlink(missing_ok=True)
+        away.rename(place)
+
+
+async def references(client: httpx.AsyncClient, body: Mapping[str, Any]) -> list[Reference]:
+    """The answers to a question asked alone, blended and in full. Raises SystemExit when there is none.
+
+    Of full prefill nothing is kept: the same question would else be answered out of it, and nothing be blended any more.
+    """
+    found = []
+    for own in ({"method": "blend"}, {"method": "full", "cold": True}):
+        more = {"logprobs": True, "top_logprobs": 2, "kvblend": own}
+        response = await client.post(CHAT, json={**body, **more})
+        if response.status_code != 200:
+            raise SystemExit(f"a question asked alone got status {response.status_code}: {response.text[:300]}")
+        found.append(reference(response.json()))
+    return found
+
+
+async def capacity(client: httpx.AsyncClient, questions: Sequence[Question], seconds: float) -> float:
+    """Requests per second when a few at a time are always being answered."""
+    until, done = time.monotonic() + seconds, 0
+
+    async def keep_asking(draws: random.Random) -> None:
+        nonlocal done
+        while time.monotonic() < until:
+            response = await client.post(CHAT, json=draws.choice(questions).body)
+            done += response.status_code == 200
+
+    begin = time.monotonic()
+    await asyncio.gather(*(keep_asking(random.Random(number)) for number in range(TOGETHER)))
+    return done / (time.monotonic() - begin)
+
+
+@dataclass
+class Soak:
+    """One run. rate: visitors per second. quiet_s: in which everything opened for requests must be closed again."""
+
+    options: argparse.Namespace
+    visitors: Visitors
+    pid: int
+    store: Path
+    rate: float
+    quiet_s: float = 60.0
+    begun: float = field(default_factory=time.monotonic)
+    looks: list[Held] = field(default_factory=list)
+    before: Held | None = None
+
+    def now(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self.begun
+
+    async def settle(self) -> None:
+        """One of each visitor, then quiet: what the server holds then it may hold at the end."""
+        one = self.visitors
+        for kind in (one.whole, one.stream, one.leave, one.nonsense, one.huge, one.change):
+            await kind()
+        await asyncio.sleep(self.options.idle)
+        await self._stir()
+        self.before = look(self.pid, self.now())
+        self.begun = time.monotonic()
+
+    async def run(self) -> None:
+        """Everything at once until the time is over, then the answers that are still due."""
+        until = 60 * self.options.minutes
+        others = [asyncio.create_task(one(until)) for one in (self._change, self._fail, self._watch)]
+        visits = set()
+        while self.now() < until:
+            await asyncio.sleep(self.visitors.draws.expovariate(self.rate))
+            visit = asyncio.create_task(self.visitors.visit())
+            visits.add(visit)
+            visit.add_done_callback(visits.discard)
+        await asyncio.gather(*others, *visits)
+
+    async def _change(self, until: float) -> None:
+        while self.now() + self.options.change < until:
+            await asyncio.sleep(self.options.change)
+            try:
+                await self.visitors.change()
+            except httpx.HTTPError as error:
+                self.visitors.ledger.wrong(f"documents: {type(error).__name__}: {error}")
+
+    async def _fail(self, until: float) -> None:
+        """Break the store in one way after another."""
+        works, fails = self.options.fail
+        number = 0
+        while self.now() + works + fails <= until:
+            await asyncio.sleep(works)
+            name = BREAKS[number % len(BREAKS)]
+            with broken(name, self.store, self.visitors.draws):
+                self.visitors.broken = True
+                self.visitors.ledger.count(f"store {name}")
+                await asyncio.sleep(fails)
+            self.visitors.broken, self.visitors.breaks = False, self.visitors.breaks + 1
+            number += 1
+
+    async def _watch(self, until: float) -> None:
+        shown = self.now()
+        while self.now() < until:
+            held = self._look()
+            if held and self.now() - shown > min(60.0, until / 4):
+                shown = self.now()
+                about = f"{held.rss / 1e6:,.0f} MB, {held.threads} threads, {held.files} files"
+                print(f"{self.now() / 60:6.1f} min  {about}; {self.visitors.ledger.line()}", flush=True)
+            await asyncio.sleep(min(5.0, until / 50))
+
+    def _look(self) -> Held | None:
+        try:
+            self.looks.append(look(self.pid, self.now()))
+        except OSError:
+            return None
+        return self.looks[-1]
+
+    async def verdict(self) -> int:
+        """Wait until all is quiet; print what was off; 1 when anything was."""
+        until = self.now() + self.quiet_s
+        while (held := self._look()) and self._more(held) and self.now() < until:
+            await asyncio.sleep(1)
+            await self._stir()
+        off = list(self.visitors.ledger.off)
+        if held is None:
+            off.append("the server is gone")
+        elif more := self._more(held):
+            off.append(f"left over after {self.quiet_s:.0f} s of quiet: {more}")
+        off += [*self._grown(), *filter(None, [self.visitors.ledger.too_few_blended()])]
+        print(self.visitors.ledger.line())
+        fine = ["PASS: flat, nothing left over, every answer right or a clear error"]
+        print("\n".join([f"OFF {line}" for line in off] or fine))
+        return 1 if off else 0
+
+    async def _stir(self) -> None:
+        """Send a light request: a server's pool lets idle threads go when it is used."""
+        with suppress(httpx.HTTPError):
+            await self.visitors.client.get("/v1/documents")
+
+    def _more(self, held: Held) -> str:
+        """What there is more of than before, in words."""
+        assert self.before is not None
+        pairs = {"threads": (self.before.threads, held.threads), "open files": (self.before.files, held.files)}
+        return ", ".join(f"{name} {now} instead of {was}" for name, (was, now) in pairs.items() if now > was)
+
+    def _grown(self) -> list[str]:
+        whole = 60 * self.options.minutes
+        looks = [one for one in self.looks if whole / 5 <= one.at_s <= whole]
+        grown, allowed = growth(looks), 1e6 * self.options.grow + (0.05 * looks[0].rss if looks else 0.0)
+        print(
+            f"memory grew by {grown / 1e6:,.1f} MB after the first fifth of the time; allowed: {allowed / 1e6:,.0f} MB"
+        )
+        return [f"memory grew by {grown / 1e6:,.0f} MB"] if grown > allowed else []

@@ -1,0 +1,215 @@
+"""Measure methods on sets of questions, resumably; profile the layers that a selector reads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING
+
+from blend.blender import Blender
+from blend.chunks.assemble import assemble, place
+from blend.config import CorpusConfig
+from blend.errors import ConfigError, DatasetError, PromptError
+from blend.eval.dataset import Record, load_dataset
+from blend.eval.evaluator import Evaluator, Method
+from blend.eval.metrics import word_f1
+from blend.prompt import PromptTemplate
+from blend.recompute import make_plan
+from blend.select import Nothing, QueryScore
+from blend.select.evidence import query_attention, true_weight
+from blend.store import open_store
+from blend.weights import resolve_model
+from study.methods import FULL, Methods, methods
+from study.rows import Key, Row, append_rows, read_rows, row_of
+
+if TYPE_CHECKING:
+    from blend.model.decoder import Decoder
+
+
+# Last records of the shuffle: the KV correction is fitted on their chunks, and no method is measured on them.
+APART = 30
+_STORE_BYTES = 6 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is measured with: sets of questions, a model, and a folder for its stores.
+
+    tasks: only records of these; none means all. max_new_tokens: of every answer. threads: of torch in this process.
+    """
+
+    sets: tuple[Path, ...]
+    stores: Path
+    model: str
+    device: str = "auto"
+    codec: str = CorpusConfig.codec
+    tasks: Collection[str] = ()
+    max_new_tokens: int = 24
+    threads: int = 1
+
+
+class Workload:
+    """A set by its name. `records` are to be measured on, `apart` to fit the KV correction on."""
+
+    def __init__(self, path: Path, decoder: Decoder, setting: Setting) -> None:
+        self.name = path.stem
+        self.model = setting.model
+        shuffled = load_dataset(path)
+        random.Random(0).shuffle(shuffled)
+        self.records = [one for one in shuffled[:-APART] if not setting.tasks or one.task in setting.tasks]
+        self.apart: list[Record] = shuffled[-APART:]
+        place = setting.stores / setting.model / path.stem
+        store = open_store(place, codec=setting.codec, budget_bytes=_STORE_BYTES)
+        template = PromptTemplate(decoder.tokenizer)
+        self._evaluator = Evaluator(Blender(decoder, store), template, max_new_tokens=setting.max_new_tokens)
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """Calibrated on the records apart: a surrogate context and KV corrections, which the store keeps."""
+        self._evaluator.calibrate(self.apart, CorpusConfig.surrogate_tokens)
+        return self._evaluator
+
+
+def load_decoder(setting: Setting) -> Decoder:
+    """The model of a setting, with its threads set. Raises as `resolve_model` and `Decoder.load` do."""
+    import torch
+
+    from blend.model.decoder import Decoder
+
+    torch.set_num_threads(setting.threads)
+    return Decoder.load(str(resolve_model(setting.model)), name=setting.model, device=setting.device)
+
+
+def load_workloads(setting: Setting, decoder: Decoder) -> list[Workload]:
+    """A workload a set."""
+    return [Workload(path, decoder, setting) for path in setting.sets]
+
+
+ROUND = 4  # records of a set before the next set has its turn
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Every `count`-th record from number `index`: one of several processes that measure together."""
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Of "0/2". Raises `ConfigError` for anything else, or an index beyond the count."""
+        index, _, count = text.partition("/")
+        if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+            raise ConfigError(f"shard is {text!r}; name one as 0/2 and 1/2")
+        return cls(int(index), int(count))
+
+    def first(self, sets: int) -> int:
+        """Which of so many sets this shard starts at: another than the others, who then find its KV correction."""
+        return self.index * sets // self.count
+
+
+def run(setting: Setting, out: Path, *, group: str, records: int, shard: Shard) -> Iterator[str]:
+    """Measure a group of methods on the first so many records of each set; a line on each record when it is in the file.
+
+    What the file holds is not measured again. Raises `DatasetError` where no set has a record to measure, and as `methods`,
+    `read_rows`, `load_decoder` and `Workload` do.
+    """
+    done = {row.key for row in read_rows(out)}
+    decoder = load_decoder(setting)
+    wanted = methods(group, len(decoder.layers))
+    workloads = load_workloads(setting, decoder)
+    if not any(workload.records for workload in workloads):
+        raise DatasetError(
+            f"no set has a record to measure; the last {APART} of each are kept apart, and --task chooses"
+        )
+    first = shard.first(len(workloads))
+    for start in range(0, records, ROUND):
+        for workload in (*workloads[first:], *workloads[:first]):
+            for index in range(start, min(start + ROUND, records, len(workload.records))):
+                if index % shard.count == shard.index:
+                    yield from _measure(workload, index, _lacking(workload, index, wanted, done), out)
+
+
+def _lacking(workload: Workload, index: int, wanted: Methods, done: Collection[Key]) -> Methods:
+    """The methods that were not measured on a record."""
+    record = workload.records[index]
+    return {
+        name: config for name, config in wanted.items() if (workload.model, workload.name, record.id, name) not in done
+    }
+
+
+def _measure(workload: Workload, index: int, lacking: Methods, out: Path) -> Iterator[str]:
+    """These methods on one record, beside full recompute."""
+    record = workload.records[index]
+    if not lacking:
+        return
+    try:
+        rows = measured_rows(workload, record, lacking)
+    except PromptError as error:
+        yield f"{record.id} left out: {error}"
+        return
+    append_rows(out, rows)
+    shown = ", ".join(f"{row.method} {row.kl:.3f}" for row in rows[1:] if row.kl is not None)
+    yield f"{workload.name} {index} {record.id} ({rows[0].rows} rows): {shown}"
+
+
+def measured_rows(workload: Workload, record: Record, wanted: Methods) -> list[Row]:
+    """Rows of full recompute and of these methods. Raises `PromptError` for a prompt that does not fit the model."""
+    compared = [Method(FULL), *(Method(name, config) for name, config in wanted.items())]
+    full, *others = workload.evaluator.measure(record, compared)
+    model, name = workload.model, workload.name
+    return [row_of(model, name, each, full, word_f1(each.answer, (full.answer,))) for each in (full, *others)]
+
+
+BUDGET = 0.15  # share of the stale rows
+
+
+def profile(setting: Setting, records: int) -> Iterator[str]:
+    """A line of shares a set, their mean, and the best third of the layers as an option.
+
+    records: of each set, taken from those that `run` does not measure.
+    """
+    shares = []
+    for workload in load_workloads(setting, load_decoder(setting)):
+        several = [record for record in workload.apart if len(record.chunks) > 1]  # alone, a chunk costs nothing
+        shares.append(_means([layer_shares(workload, record) for record in several[:records]]))
+        yield _line(workload.name, shares[-1])
+    overall = _means(shares)
+    yield _line("mean", overall)
+    yield f"--selector query_guided:layers={'+'.join(map(str, best_layers(overall)))}"
+
+
+def best_layers(shares: Sequence[float]) -> list[int]:
+    """The third of the layers with the highest shares, at least one, in order."""
+    return sorted(sorted(range(len(shares)), key=shares.__getitem__)[-max(1, len(shares) // 3) :])
+
+
+def layer_shares(workload: Workload, record: Record) -> list[float]:
+    """Of the cost that a budget of rows can hold, the share that rows chosen by each layer alone hold, `[layers]`."""
+    evaluator = workload.evaluator
+    blender, decoder = evaluator.blender, evaluator.decoder
+    layout = evaluator.template.layout(record.question, record.chunks)
+    evaluator.cache_chunks(layout)
+    library = blender.library(layout.kept_behind)
+    placed = place(layout, library.open_sound, contextual=True)
+    of_chunks = blender.corrections(placed).of_chunks
+    cache = assemble(decoder, layout, blender.encoder(layout.prefix).prefix, placed.readers, of_chunks).cache
+    plan = make_plan(layout, placed.hits, Nothing(), 0.0, decoder.device, first_exact=placed.first_exact)
+    cost = true_weight(decoder, cache, layout)[plan.stale]
+    scores = query_attention(decoder, cache, layout, QueryScore("all"))[:, plan.stale]
+    budget = max(1, round(BUDGET * len(cost)))
+    held = cost[scores.topk(budget).indices].sum(1) / cost.topk(budget).values.sum()
+    return [float(share) for share in held]
+
+
+def _means(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Mean of each column."""
+    return [mean(column) for column in zip(*rows, strict=True)]
+
+
+def _line(name: str, shares: Sequence[float]) -> str:
+    return f"{name:<18}" + " ".join(f"{share:.2f}" for share in shares)

@@ -1,0 +1,258 @@
+"""Show a file of results: tables for a terminal or a document, and a picture of fidelity against cost."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from io import BytesIO
+from pathlib import Path
+from statistics import mean, median
+from typing import TYPE_CHECKING, NamedTuple
+
+from blend.errors import ConfigError, DatasetError
+from blend.eval.metrics import Interval
+from blend.eval.report import write_whole
+from blend.eval.show import SUFFIXES, place_labels
+from study.methods import BASELINE, FULL, ratio_of
+from study.rows import Row, read_rows
+from study.stats import Gap, Summary, gaps, kl_interval, paired, sets_of, summaries
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+_COLUMNS = (
+    f"{'mean KL':>9}{'median':>8}{f'to {BASELINE}':>20}{'top-1':>6}{'F1=full':>8}{'gold - full':>22}"
+    f"{'rows':>7}{'TTFT x':>7}{'select':>7}"
+)
+_MARKDOWN_COLUMNS = (
+    *("method", "KL, mean over sets", f"to {BASELINE}", "median KL", "top-1", "F1 to full's answer"),
+    *("agreement with gold", "difference to full", "rows", "TTFT", "selecting"),
+)
+
+
+def text_table(rows: Sequence[Row]) -> Iterator[str]:
+    """A line a method, from the lowest KL: its KL a set, then everything over the sets."""
+    ranked = sorted(summaries(rows), key=lambda summary: summary.kl or 0.0)
+    heads = "".join(f"{one.name[:12]:>13}" for one in ranked[0].sets) if ranked else ""
+    yield f"{'method':<18}{heads}{_COLUMNS}"
+    yield from map(_text_line, ranked)
+
+
+def gap_lines(rows: Iterable[Row]) -> Iterator[str]:
+    """A line a task and method: agreement with gold, and how much of the gap from plain reuse to full is closed."""
+    for gap in gaps(rows):
+        yield (
+            f"{gap.task:<18} {gap.method:<22} n={gap.records:<4} full {gap.full:.2f}  reuse {gap.reuse:.2f}  "
+            f"it {gap.mine:.2f}  {_closed(gap)}"
+        )
+
+
+def markdown_tables(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
+    """KL a set, gold a set, and everything over the sets, of these methods; their rows must be paired (`stats.paired`)."""
+    found = {summary.method: summary for summary in summaries(rows)}
+    chosen = [found[name] for name in methods]
+    heads = [f"{one.name} ({one.records})" for one in found[FULL].sets]
+    yield from _markdown(["KL", *heads], ([s.method, *(number(one.kl) for one in s.sets)] for s in chosen))
+    cells = ([s.method, *(_difference(one.difference) for one in s.sets)] for s in chosen)
+    yield from _markdown(["gold, difference to full", *heads], cells)
+    yield from _markdown(_MARKDOWN_COLUMNS, map(_markdown_cells, [found[FULL], *chosen]))
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number or a dash."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _text_line(summary: Summary) -> str:
+    return (
+        f"{summary.method:<18}"
+        + "".join(f"{number(one.kl):>8} n={one.records:<3}" for one in summary.sets)
+        + f"{number(summary.kl):>9}{number(summary.median_kl):>8}{_ratio(summary.to_baseline):>20}"
+        + f"{number(summary.top1, 2):>6}{number(summary.f1_full, 2):>8}{_difference(summary.difference):>22}"
+        + f"{summary.share:>7.1%}{summary.speedup:>7.1f}{summary.selecting:>7.1%}"
+    )
+
+
+def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """A table after an empty line, its first column to the left."""
+    yield ""
+    yield f"| {' | '.join(heads)} |"
+    yield f"|---|{'--:|' * (len(heads) - 1)}"
+    yield from (f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def _markdown_cells(summary: Summary) -> list[str]:
+    return [
+        *(summary.method, number(summary.kl), _ratio(summary.to_baseline), number(summary.median_kl)),
+        *(number(summary.top1, 2), number(summary.f1_full, 2), number(summary.gold, 2)),
+        *(_difference(summary.difference), f"{summary.share:.0%}", f"{summary.speedup:.1f}x"),
+        f"{summary.selecting:.1%}",
+    ]
+
+
+def _closed(gap: Gap) -> str:
+    return "no gap to close" if gap.closed is None else f"{gap.closed:>6.0%} of the gap"
+
+
+def _ratio(interval: Interval | None) -> str:
+    return f"{interval.mean:.2f} [{interval.low:.2f},{interval.high:.2f}]" if interval else "-"
+
+
+def _difference(interval: Interval | None) -> str:
+    return f"{interval.mean:+.3f} [{interval.low:+.2f}, {interval.high:+.2f}]" if interval else "-"
+
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+_MARKERS = "os^vDP*X<>h"
+_AS_IN_TABLES = {"query": "kvblend", "reuse": "plain reuse"}
+
+
+class Point(NamedTuple):
+    """A method at a ratio: percent of full prefill's rows and TTFT, mean KL and the ends of its interval."""
+
+    rows: float
+    ttft: float
+    kl: float
+    low: float
+    high: float
+    percent: int
+
+
+def write_frontier(model: str, rows: Sequence[Row], path: Path) -> None:
+    """Draw every method but those that recompute everything, to a .png, .svg or .pdf file, whole or not at all.
+
+    Raises `ConfigError` for another suffix, a place that cannot be written, or when matplotlib is missing.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"{path}: a picture ends in one of {', '.join(SUFFIXES)}")
+    try:
+        import matplotlib  # noqa: F401, ICN001
+    except ImportError as error:
+        raise ConfigError("the picture needs matplotlib: pip install 'kvblend[report]'") from error
+    drawn = BytesIO()
+    draw_frontier(model, rows).savefig(drawn, format=path.suffix[1:] or "png", dpi=130)
+    write_whole(path, drawn.getvalue())
+
+
+def families(rows: Sequence[Row]) -> dict[str, list[Point]]:
+    """Name without its ratio -> points by rising cost; the names with the most points first."""
+    found: defaultdict[str, list[Point]] = defaultdict(list)
+    for method in sorted({row.method for row in rows} - {FULL, "all"}):
+        family, percent = ratio_of(method)
+        mine = [row for row in rows if row.method == method]
+        interval = kl_interval(mine, sets_of(rows))
+        if interval is not None:
+            share = mean(row.share for row in mine) * 100
+            ttft = median(row.ttft_s / row.full_ttft_s for row in mine) * 100
+            found[family].append(Point(share, ttft, interval.mean, interval.low, interval.high, percent))
+    return {name: sorted(found[name]) for name in sorted(found, key=lambda name: (-len(found[name]), name))}
+
+
+def draw_frontier(model: str, rows: Sequence[Row]) -> Figure:
+    """Two panels: KL against rows computed, and against TTFT."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    by_rows, by_ttft = figure.subplots(1, 2, sharey=True)
+    for number, (family, points) in enumerate(families(rows).items()):
+        style = (_COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)])
+        _line(by_rows, family, points, [point.rows for point in points], style)
+        _line(by_ttft, family, points, [point.ttft for point in points], style)
+    _label(by_rows, by_ttft)
+    records, sets = len({(row.set, row.id) for row in rows}), len(sets_of(rows))
+    figure.suptitle(
+        f"{model}: fidelity against cost; {records} records, mean over {sets} set{'' if sets == 1 else 's'}, 95 % intervals"
+    )
+    figure.draw_without_rendering()
+    for axes in (by_rows, by_ttft):
+        place_labels(axes)
+    return figure
+
+
+def _line(axes: Axes, family: str, points: Sequence[Point], x: Sequence[float], style: tuple[str, str]) -> None:
+    colour, marker = style
+    spread = [[point.kl - point.low for point in points], [point.high - point.kl for point in points]]
+    kl = [point.kl for point in points]
+    axes.errorbar(
+        x,
+        kl,
+        spread,
+        marker=marker,
+        color=colour,
+        capsize=2,
+        elinewidth=0.8,
+        lw=1.4,
+        label=_AS_IN_TABLES.get(family, family),
+    )
+    if len(points) > 1:
+        for place, point in zip(x, points, strict=True):
+            text, at = f"{point.percent} %", (place, point.kl)
+            axes.annotate(
+                text,
+                at,
+                (0, 0),
+                textcoords="offset points",
+                fontsize=8,
+                color=colour,
+                arrowprops={"arrowstyle": "-", "lw": 0.4},
+            )
+
+
+def _label(by_rows: Axes, by_ttft: Axes) -> None:
+    from matplotlib.ticker import LogLocator
+
+    by_rows.set(
+        xlabel="rows computed, % of full prefill", ylabel="mean KL to full recompute, nats per token", yscale="log"
+    )
+    by_ttft.set(xlabel="TTFT, % of full prefill (median)")
+    by_rows.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    by_rows.yaxis.set_major_formatter("{x:g}")
+    by_rows.yaxis.set_minor_formatter("")
+    by_ttft.legend(fontsize=9, frameon=False)
+    for axes in (by_rows, by_ttft):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+def show(
+    path: Path, *, sets: Collection[str] = (), methods: Sequence[str] = (), picture: Path | None = None
+) -> Iterator[str]:
+    """The lines to print, a model at a time; the picture is written on the way.
+
+    sets: only these; none means all. methods: Markdown tables of these too, on the records that have all of them, which alone
+    the picture then shows. Several models get a picture each, named after them. Raises `DatasetError` for a file without
+    results, `ConfigError` where the sets have none or no record has all methods, and as `read_rows` and `write_frontier` do.
+    """
+    by_model: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in _ttft(path, sets):
+        by_model[row.model].append(row)
+    for model, rows in by_model.items():
+        yield from ("", model, *text_table(rows), *gap_lines(rows))
+        if methods:
+            together = paired(rows, methods)
+            yield from markdown_tables(together, methods)
+            rows = [row for row in together if row.method in (FULL, *methods)]
+        if picture is not None:
+            target = picture if len(by_model) == 1 else _of_model(picture, model)
+            write_frontier(model, rows, target)
+            yield f"wrote {target}"
+
+
+def _ttft(path: Path, sets: Collection[str]) -> list[Row]:
+    rows = read_rows(path)
+    if not rows:
+        raise DatasetError(f"{path}: holds no results; name a file that bench_selection wrote")
+    chosen = [row for row in rows if not sets or row.set in sets]
+    if not chosen:
+        raise ConfigError(f"{path}: holds no results of {', '.join(sets)}; it has {', '.join(sets_of(rows))}")
+    return chosen
+
+
+def _of_model(picture: Path, model: str) -> Path:
+    """The picture's path with the model's name in it, which may itself be a path or have a slash."""
+    name = re.sub(r"[^\w.-]+", "_", model)
+    return picture.with_stem(f"{picture.stem}-{name}")

@@ -1,0 +1,228 @@
+"""Statistics over rows: means over sets, bootstrap intervals and the summary of each method.
+
+Intervals are 95 % percentiles over resampled records. A mean over sets is the mean of the sets' means, so that a large set
+does not drown a small one. The draws depend on the order of sets and records alone: the same file gives the same intervals.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blend.errors import ConfigError
+from blend.eval.metrics import Interval, paired_interval
+from study.methods import BASELINE, FULL, REUSE
+from study.rows import Row
+
+BySet = Mapping[str, Mapping[str, Row]]  # set -> id of a record -> row
+_Sample = NDArray[np.float64]  # [records] or [records, columns]
+
+
+def by_method(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, Row]]]:
+    """Method -> set -> id of a record -> row, each in the order in which it first appears."""
+    cells: defaultdict[str, defaultdict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        cells[row.method][row.set][row.id] = row
+    return {method: dict(sets) for method, sets in cells.items()}
+
+
+def sets_of(rows: Iterable[Row]) -> list[str]:
+    """Names of the sets, sorted."""
+    return sorted({row.set for row in rows})
+
+
+def rows_of(by_set: BySet, sets: Iterable[str]) -> list[Row]:
+    """Rows of these sets, set after set."""
+    return [row for name in sets for row in by_set.get(name, {}).values()]
+
+
+def paired(rows: Iterable[Row], methods: Sequence[str]) -> list[Row]:
+    """Rows of these methods, of full recompute and of the baseline on the records that all of them have, sets in order.
+
+    Raises `ConfigError` where no record has all of them.
+    """
+    names = {FULL, BASELINE, *methods}
+    by_record: defaultdict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        by_record[row.set, row.id][row.method] = row
+    kept = [(name, found) for (name, _), found in by_record.items() if names <= found.keys()]
+    if not kept:
+        raise ConfigError(f"no record has {FULL}, {BASELINE} and all of {', '.join(methods)}; measure what is lacking")
+    kept.sort(key=lambda record: record[0])
+    return [row for _, found in kept for method, row in found.items() if method in names]
+
+
+def mean_where_defined(values: Iterable[float | None]) -> float | None:
+    """Mean of what is not None; None where nothing is."""
+    found = [value for value in values if value is not None]
+    return mean(found) if found else None
+
+
+def mean_kl(rows: Iterable[Row]) -> float | None:
+    """Mean KL over records."""
+    return mean_where_defined(row.kl for row in rows)
+
+
+def mean_kl_over_sets(by_set: BySet) -> float | None:
+    """Mean of the sets' mean KL."""
+    return mean_where_defined(mean_kl(records.values()) for records in by_set.values())
+
+
+def median_kl(rows: Iterable[Row]) -> float | None:
+    """Median KL over records; None where none is defined."""
+    found = [row.kl for row in rows if row.kl is not None]
+    return median(found) if found else None
+
+
+def ratio_interval(by_set: BySet, base: BySet, resamples: int = 2000) -> Interval | None:
+    """Mean KL over sets relative to the baseline's on the same records; None where they share no record."""
+    pairs = [_kl_pairs(records, base.get(name, {})) for name, records in by_set.items()]
+    return _bootstrapped([pair for pair in pairs if len(pair)], _ratio_of_means, resamples)
+
+
+def kl_interval(rows: Sequence[Row], sets: Iterable[str], resamples: int = 1000) -> Interval | None:
+    """Mean KL over sets; None where it is defined for no record."""
+    samples = [np.array([row.kl for row in rows if row.set == name and row.kl is not None]) for name in sets]
+    return _bootstrapped([sample for sample in samples if len(sample)], _mean_of_means, resamples)
+
+
+def gold_interval(rows: Iterable[Row], full: BySet, resamples: int = 2000) -> Interval | None:
+    """Agreement with gold of these rows less that of full recompute on the same records; None where they share none."""
+    found = [(row.gold, full[row.set][row.id].gold) for row in rows if row.id in full.get(row.set, {})]
+    pairs = [(mine, theirs) for mine, theirs in found if mine is not None and theirs is not None]
+    if not pairs:
+        return None
+    return paired_interval([mine for mine, _ in pairs], [theirs for _, theirs in pairs], resamples=resamples)
+
+
+def _kl_pairs(mine: Mapping[str, Row], base: Mapping[str, Row]) -> _Sample:
+    pairs = [(row.kl, base[i].kl) for i, row in mine.items() if i in base]
+    return np.array([pair for pair in pairs if None not in pair], dtype=np.float64)
+
+
+def _ratio_of_means(samples: Sequence[_Sample]) -> float:
+    mine, theirs = np.mean([sample.mean(0) for sample in samples], axis=0)
+    return float(mine / theirs)
+
+
+def _mean_of_means(samples: Sequence[_Sample]) -> float:
+    return float(np.mean([sample.mean() for sample in samples]))
+
+
+def _bootstrapped(
+    samples: Sequence[_Sample], statistic: Callable[[Sequence[_Sample]], float], resamples: int
+) -> Interval | None:
+    """A statistic of samples, a sample a set, each resampled within itself."""
+    if not samples:
+        return None
+    generator = np.random.default_rng(0)
+
+    def drawn() -> float:
+        return statistic([sample[generator.integers(0, len(sample), len(sample))] for sample in samples])
+
+    low, high = np.percentile([drawn() for _ in range(resamples)], [2.5, 97.5])
+    return Interval(statistic(samples), float(low), float(high))
+
+
+# A gap in agreement with gold that is narrower says nothing of how much of it is closed.
+LEAST_GAP = 0.02
+
+
+@dataclass(frozen=True)
+class SetSummary:
+    """A method on one set: records, mean KL, agreement with gold less that of full recompute."""
+
+    name: str
+    records: int
+    kl: float | None
+    difference: Interval | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A method over all sets; None means undefined.
+
+    kl: mean over sets. to_baseline: that, relative to the baseline's. gold: agreement with gold; difference: less that of full
+    recompute. share: of rows computed. speedup: full prefill's TTFT over the method's. selecting: its time over that TTFT.
+    """
+
+    method: str
+    sets: tuple[SetSummary, ...]
+    kl: float | None
+    median_kl: float | None
+    to_baseline: Interval | None
+    top1: float | None
+    f1_full: float | None
+    gold: float | None
+    difference: Interval | None
+    share: float
+    speedup: float
+    selecting: float
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Agreement with gold on the records of a task that the method, full recompute and plain reuse all have."""
+
+    task: str
+    method: str
+    records: int
+    full: float
+    reuse: float
+    mine: float
+
+    @property
+    def closed(self) -> float | None:
+        """Share of the way from plain reuse to full recompute; None where there is no gap to close."""
+        gap = self.full - self.reuse
+        return (self.mine - self.reuse) / gap if gap > LEAST_GAP else None
+
+
+def summaries(rows: Sequence[Row]) -> list[Summary]:
+    """A summary of every method, in the order in which the methods first appear."""
+    cells, sets = by_method(rows), sets_of(rows)
+    return [_summary(method, cells, sets) for method in cells]
+
+
+def _summary(method: str, cells: Mapping[str, BySet], sets: Sequence[str]) -> Summary:
+    mine, full = cells[method], cells.get(FULL, {})
+    rows = rows_of(mine, sets)
+    return Summary(
+        method=method,
+        sets=tuple(_set_summary(name, mine, full) for name in sets),
+        kl=mean_kl_over_sets(mine),
+        median_kl=median_kl(rows),
+        to_baseline=ratio_interval(mine, cells.get(BASELINE, {})),
+        top1=mean_where_defined(row.top1 for row in rows),
+        f1_full=mean_where_defined(row.f1_full for row in rows),
+        gold=mean_where_defined(row.gold for row in rows),
+        difference=gold_interval(rows, full),
+        share=mean(row.share for row in rows),
+        speedup=median(row.full_ttft_s / row.ttft_s for row in rows),
+        selecting=median(row.select_s / row.full_ttft_s for row in rows),
+    )
+
+
+def _set_summary(name: str, mine: BySet, full: BySet) -> SetSummary:
+    rows = rows_of(mine, [name])
+    return SetSummary(name, len(rows), mean_kl(rows), gold_interval(rows, full))
+
+
+def gaps(rows: Iterable[Row]) -> Iterator[Gap]:
+    """A gap for each task that the sets name and each method between plain reuse and full recompute."""
+    by_task: defaultdict[str, defaultdict[str, dict[tuple[str, str], float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        if row.task and row.gold is not None:
+            by_task[row.task][row.method][row.set, row.id] = row.gold
+    for task, found in sorted(by_task.items()):
+        full, reuse = found.pop(FULL, {}), found.pop(REUSE, {})
+        for method, mine in found.items():
+            shared = [record for record in mine if record in full and record in reuse]
+            if shared:
+                means = (mean(source[record] for record in shared) for source in (full, reuse, mine))
+                yield Gap(task, method, len(shared), *means)

@@ -1,0 +1,226 @@
+"""What vLLM's own model is to compute later: in pieces, and of clients' texts only what may be stored, within a budget."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from blend.blender import Blender
+from blend.chunks.library import Tokens
+from blend.config import BlendConfig
+from blend.errors import StoreError
+from blend.integrations.vllm.learning import (
+    BOOK,
+    CPU_ROWS,
+    TURN,
+    BackgroundEncoder,
+    LearnedTexts,
+    MissingCaches,
+    learn_budget,
+)
+from blend.model.decoder import Decoder
+from blend.model.forward import RowRequest
+from blend.store import ChunkStore, open_store
+from blend.store.pins import pin
+from blend.store.sources import write_sources
+from blend.types import PromptLayout
+from tests.tiny_model import save_tiny_model
+
+PREFIX, SUFFIX = (3, 4, 5), (6, 7)
+SIZE = 40  # tokens of a chunk
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return Decoder.load(str(save_tiny_model(tmp_path_factory.mktemp("later") / "tiny", "some words")), device="cpu")
+
+
+class Rows:
+    """A decoder that notes the rows of each pass it runs for `BackgroundEncoder`."""
+
+    model, facts, rotations = SimpleNamespace(site=SimpleNamespace(layers=())), None, ()
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder, self.passes = decoder, list[int]()
+        self.device = decoder.device
+
+    def run_rows(self, request: RowRequest) -> None:
+        self.passes.append(request.positions.shape[0])
+        self._decoder.prefill([request])
+
+
+class Bench:
+    """A store, and what is put off over it with so many bytes for clients' texts."""
+
+    def __init__(self, decoder: Decoder, folder: Path, budget: int) -> None:
+        self.folder, self.store = folder, open_store(folder / "kv")
+        self.rows, self.filler = Rows(decoder), Blender(decoder, self.store, BlendConfig())
+        self.background = BackgroundEncoder(cast(Any, self.rows), LearnedTexts(self.store, folder, budget))
+        self.library = self.filler.library(PREFIX)
+
+    def asked(self, *chunks: Tokens, brought: tuple[int, ...] = ()) -> None:
+        """A prompt of these was answered; what it missed is computed while nothing runs."""
+        missing = self.library.missing(chunks)
+        self.background.remember(MissingCaches(self.filler, PromptLayout(PREFIX, chunks, SUFFIX), missing, brought))
+        self.drain()
+
+    def drain(self) -> None:
+        end = time.monotonic() + 60
+        while len(self.background):
+            self.background.run(alone=True)
+            assert time.monotonic() < end
+
+    def held(self, *chunks: Tokens) -> list[bool]:
+        return [self.library.key(one) in self.store for one in self.library.variants(chunks)]
+
+
+def chunk(number: int, size: int = SIZE) -> Tokens:
+    return tuple(torch.randint(10, 40, (size,), generator=torch.Generator().manual_seed(number)).tolist())
+
+
+def entry_size(decoder: Decoder, folder: Path) -> int:
+    bench = Bench(decoder, folder / "weighed", 10**9)
+    bench.asked(chunk(0), brought=(0,))
+    return bench.store.stats().nbytes
+
+
+def test_with_learning_off_nothing_of_a_clients_text_is_stored(decoder: Decoder, tmp_path: Path) -> None:
+    bench = Bench(decoder, tmp_path, 0)
+    bench.asked(chunk(1), chunk(2), brought=(1,))
+    assert bench.held(chunk(1), chunk(2)) == [True, False], "the corpus's chunk alone"
+    assert not (tmp_path / BOOK).exists()
+
+
+def test_clients_texts_stay_within_the_budget_and_the_least_recently_used_go(decoder: Decoder, tmp_path: Path) -> None:
+    size = entry_size(decoder, tmp_path)
+    bench = Bench(decoder, tmp_path, 2 * size)
+    bench.asked(chunk(1), brought=(0,))
+    bench.asked(chunk(2), brought=(0,))
+    bench.asked(chunk(1), brought=(0,))  # used again: nothing is missing, and chunk 2 is older now
+    bench.asked(chunk(3), brought=(0,))
+    assert bench.held(chunk(1), chunk(2), chunk(3)) == [True, False, True]
+    assert bench.store.stats().nbytes <= 2 * size
+    again = Bench(decoder, tmp_path, 2 * size)
+    again.asked(chunk(4), brought=(0,))
+    assert again.held(chunk(1), chunk(2), chunk(3), chunk(4)) == [False, False, True, True], "a new process knows them"
+
+
+def test_a_corpus_is_never_evicted_for_them(decoder: Decoder, tmp_path: Path) -> None:
+    size = entry_size(decoder, tmp_path)
+    bench = Bench(decoder, tmp_path, size)
+    mine, pinned = chunk(1), chunk(2)
+    bench.library.compute(bench.library.missing([mine, pinned]))
+    keys = [bench.library.key(one) for one in bench.library.variants([mine, pinned])]
+    write_sources(bench.store, "", keys[0].namespace, {keys[0].namespace: {keys[0].digest: "a.txt"}})
+    pin(bench.store.backend, keys[1].digest, on=True)
+    bench.asked(mine, pinned, brought=(0, 1))  # a client brings the same texts
+    for number in range(3, 6):
+        bench.asked(chunk(number), brought=(0,))
+    assert bench.held(mine, pinned) == [True, True]
+    assert bench.held(*map(chunk, range(3, 6))) == [False, False, True]
+
+
+def test_what_is_a_corpus_cannot_be_told_so_nothing_goes_and_nothing_is_learned(
+    decoder: Decoder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = entry_size(decoder, tmp_path)
+    bench = Bench(decoder, tmp_path, size)
+    bench.asked(chunk(1), brought=(0,))
+    note = bench.folder / "kv" / "sources"
+    note.mkdir()
+    (note / "_.0123456789abcdef").write_bytes(b"damaged")
+    bench.asked(chunk(2), brought=(0,))
+    assert bench.held(chunk(1), chunk(2)) == [True, False]
+    assert "nothing more is learned" in caplog.text
+
+
+def test_a_prompt_that_is_larger_than_the_budget_leaves_no_more_than_that(decoder: Decoder, tmp_path: Path) -> None:
+    size = entry_size(decoder, tmp_path)
+    bench = Bench(decoder, tmp_path, 2 * size)
+    bench.asked(*map(chunk, range(1, 6)), brought=(0, 1, 2, 3, 4))
+    assert bench.store.stats().entries == 2
+
+
+def test_what_goes_while_it_waits_to_be_computed_is_not_stored(decoder: Decoder, tmp_path: Path) -> None:
+    size = entry_size(decoder, tmp_path)
+    bench = Bench(decoder, tmp_path, 2 * size)
+    for number in (1, 3):
+        pair = chunk(number), chunk(number + 1)
+        missed = MissingCaches(bench.filler, PromptLayout(PREFIX, pair, SUFFIX), bench.library.missing(pair), (0, 1))
+        bench.background.remember(missed)
+    bench.drain()
+    assert bench.held(*map(chunk, range(1, 5))) == [False, False, True, True]
+
+
+def test_running_answers_wait_for_one_piece_now_and_then(decoder: Decoder, tmp_path: Path) -> None:
+    bench = Bench(decoder, tmp_path, 10**9)
+    long = chunk(1, 200)
+    missed = MissingCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
+    bench.background.remember(missed)
+    end, steps = time.monotonic() + 60, 0
+    while len(bench.background):
+        before = len(bench.rows.passes)
+        bench.background.run(alone=False)
+        steps += 1
+        assert len(bench.rows.passes) - before <= (steps % TURN == 0)
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert bench.held(long) == [True]
+    assert max(bench.rows.passes) <= CPU_ROWS
+    assert sum(bench.rows.passes) == len(PREFIX) + 200
+
+
+def test_while_nothing_runs_a_step_has_one_piece_and_waits_for_the_store(decoder: Decoder, tmp_path: Path) -> None:
+    bench = Bench(decoder, tmp_path, 10**9)
+    bench.asked(chunk(1))  # now the prefix's KV is there
+    long, before = chunk(2, 200), len(bench.rows.passes)
+    missed = MissingCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
+    bench.background.remember(missed)
+    while len(bench.background):
+        at = len(bench.rows.passes)
+        bench.background.run(alone=True)
+        assert len(bench.rows.passes) - at <= 1, "whoever comes meanwhile waits for no more"
+    assert len(bench.rows.passes) - before == -(-200 // CPU_ROWS)
+
+
+def test_a_pass_that_fails_is_told_once_and_harms_no_other_cache(
+    decoder: Decoder, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(decoder, tmp_path, 10**9)
+    run, failing = bench.rows.run_rows, [1, 2]
+
+    def failed(request: RowRequest) -> None:
+        if failing:
+            raise RuntimeError(f"no memory {failing.pop()}")
+        run(request)
+
+    monkeypatch.setattr(bench.rows, "run_rows", failed)
+    bench.asked(chunk(1), chunk(2), chunk(3))
+    assert bench.held(chunk(1), chunk(2), chunk(3)).count(True) == 1
+    assert caplog.text.count("could not be stored") == 1
+
+
+def test_a_store_that_cannot_be_written_ends_what_is_put_off(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: ChunkStore, *args: object) -> None:
+        raise StoreError("the disk is full")
+
+    bench = Bench(decoder, tmp_path, 10**9)
+    monkeypatch.setattr(ChunkStore, "put", full)
+    bench.asked(chunk(1), brought=(0,))
+    assert "the disk is full" in caplog.text
+
+
+def test_options_have_the_meaning_that_they_have_elsewhere() -> None:
+    assert learn_budget({}) == 4 * 10**9
+    assert learn_budget({"learn_budget": 0.5}) == 5 * 10**8
+    assert learn_budget({"learn": False, "learn_budget": 0.5}) == 0
+    for wrong in ({"learn": "no"}, {"learn_budget": 0}, {"learn_budget": "4 GB"}):
+        with pytest.raises(ValueError, match=r"^kvblend: learn"):
+            learn_budget(wrong)

@@ -1,0 +1,210 @@
+"""KV held for vLLM, and the socket that workers fetch it through: no vLLM is needed for these."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from places import PYTHONPATH
+from tiny import serving
+
+from blend.errors import ConfigError
+from blend.integrations.vllm.contract import Load, LoadFailedError
+from blend.integrations.vllm.stage import CopyStage
+from blend.integrations.vllm.transport import (
+    HeldKV,
+    KVPool,
+    PoolFullError,
+    TransportError,
+    bind,
+    close,
+    connect,
+    digest,
+    receive,
+    send,
+)
+from blend.model.cache import BlendedCache
+
+IDS = tuple(range(5))
+
+
+def cache_of(rows: int) -> BlendedCache:
+    cache = BlendedCache(2, rows)
+    for layer in cache.layers:
+        layer.write_run(0, torch.randn(1, 2, rows, 4), torch.randn(1, 2, rows, 4))
+        layer.update(torch.randn(1, 2, 0, 4), torch.randn(1, 2, 0, 4))
+    return cache
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[KVPool, str]]:
+    pool, name = KVPool(1 << 20), f"@kvblend-test-{secrets.token_hex(4)}"
+    with serving(None, pool, name):
+        yield pool, name
+
+
+def fetched(name: str, ticket: str) -> tuple[HeldKV, mmap.mmap] | None:
+    with connect(name, 5) as sock:
+        send(sock, {"attach": ticket})
+        answer, fd = receive(sock)
+    if fd is None:
+        return None
+    held = HeldKV.of(answer["held"])
+    try:
+        return held, mmap.mmap(fd, held.nbytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(fd)
+
+
+def test_kv_is_fetched_until_it_is_released(served: tuple[KVPool, str]) -> None:
+    pool, name = served
+    cache = cache_of(len(IDS))
+    ticket = pool.put(cache, IDS)
+    found = fetched(name, ticket)
+    assert found is not None
+    held, memory = found
+    assert (held.rows, held.prompt) == (len(IDS) - 1, digest(IDS))
+
+    def check() -> None:
+        for layer, pair in enumerate(held.views(memory)):
+            for mine, theirs in zip(pair, cache.view(layer), strict=True):
+                assert torch.equal(mine, theirs[0, :, : len(IDS) - 1].transpose(0, 1))
+
+    check()
+    pool.release(ticket)
+    pool.release(ticket)
+    assert (len(pool), pool.nbytes) == (0, 0)
+    assert fetched(name, ticket) is None
+    check()  # a worker that has it goes on undisturbed
+
+
+def test_the_pool_keeps_to_its_budget() -> None:
+    pool = KVPool(1000)
+    pool.put(cache_of(5), IDS)
+    with pytest.raises(PoolFullError):
+        pool.put(cache_of(5), IDS)
+    assert (len(pool), pool.nbytes) == (1, 2 * 2 * 4 * 2 * 4 * 4)
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    code = (
+        "import os, signal, sys, torch\n"
+        "from blend.integrations.vllm.transport import KVPool, bind\n"
+        "from blend.model.cache import BlendedCache\n"
+        "places = [bind(name) for name in sys.argv[1:]]\n"
+        "[place.listen(1) for place in places]\n"
+        "cache = BlendedCache(1, 9)\n"
+        "cache.layers[0].write_run(0, torch.zeros(1, 1, 9, 4), torch.zeros(1, 1, 9, 4))\n"
+        "KVPool(1 << 20).put(cache, range(9))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    before = set(Path("/dev/shm").iterdir())
+    name = f"@kvblend-killed-{os.getpid()}"
+    variables = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run([sys.executable, "-c", code, name, str(path)], env=variables, check=False)
+    assert done.returncode == -9
+    assert not set(Path("/dev/shm").iterdir()) - before
+    for one in (name, str(path)):
+        place = bind(one)  # a socket file without a listener is replaced
+        place.listen(1)
+        with pytest.raises(ConfigError, match="--socket"):
+            bind(one)
+        close(place, one)
+    assert not path.exists()
+
+
+def test_a_file_in_the_way_of_a_socket_stays(tmp_path: Path) -> None:
+    precious = tmp_path / "precious.json"
+    precious.write_text("{}")
+    with pytest.raises(ConfigError, match=r"cannot listen at --socket .*precious\.json"):
+        bind(str(precious))
+    assert precious.read_text() == "{}"
+
+
+def test_a_missing_process_is_one_line() -> None:
+    with pytest.raises(TransportError, match="does not answer at @nobody-is-here"):
+        connect("@nobody-is-here", 1)
+
+
+@pytest.mark.parametrize("sent", [b"\xff\xff\xff\xff", b"\0\0\0\x02[]", b"\0\0\0\x01{", b"\0\0"])
+def test_what_is_no_message_is_one_line(sent: bytes) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        here.settimeout(5)
+        there.sendall(sent)
+        there.shutdown(socket.SHUT_WR)
+        with pytest.raises(TransportError, match="no answer"):
+            receive(here)
+
+
+class Layer:
+    """An attention layer of vLLM as far as a stage looks at it."""
+
+    head_size = 4
+
+    def __init__(self, heads: int) -> None:
+        self.num_kv_heads, self.impl = heads, self
+
+    def do_kv_cache_update(self, *given: Any) -> None:
+        raise AssertionError
+
+
+def copied(name: str, workers: int, rank: int, layers: int = 2) -> tuple[CopyStage, list[Any]]:
+    """The stage of one of so many workers, and what it writes."""
+    written: list[Any] = []
+    parallel = SimpleNamespace(tensor_parallel_size=workers, rank=rank)
+    site: Any = SimpleNamespace(
+        names=tuple(map(str, range(layers))),
+        layers=tuple(Layer(max(1, 2 // workers)) for _ in range(layers)),
+        config=SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(dtype=torch.float32)),
+        device=torch.device("cpu"),
+        block_size=16,
+        write=lambda index, keys, values, slots: written.append((index, keys, values, slots)),
+    )
+    return CopyStage(site, {"socket": name}), written
+
+
+@pytest.mark.parametrize(("workers", "rank"), [(1, 0), (2, 0), (2, 1), (4, 3)])
+def test_a_worker_gets_its_rows_and_heads(served: tuple[KVPool, str], workers: int, rank: int) -> None:
+    pool, name = served
+    cache = cache_of(len(IDS))
+    ticket = pool.put(cache, IDS)
+    stage, written = copied(name, workers, rank)
+    stage.fill(Load("r", ticket, IDS, (3,), 1, 4))
+    assert [index for index, *_ in written] == [0, 1]
+    heads = {1: slice(0, 2), 2: slice(rank, rank + 1), 4: slice(1, 2)}[workers]
+    for index, keys, values, slots in written:
+        assert slots.tolist() == [3 * 16 + row for row in (1, 2, 3)]
+        for found, whole in zip((keys, values), cache.view(index), strict=True):
+            assert torch.equal(found, whole[0, heads, 1:4].transpose(0, 1))
+    pool.release(ticket)
+    with pytest.raises(LoadFailedError, match="holds nothing under this ticket any more"):
+        stage.fill(Load("r", ticket, IDS, (0,), 1, 4))
+
+
+def test_kv_of_another_prompt_or_model_is_not_written(served: tuple[KVPool, str]) -> None:
+    pool, name = served
+    ticket = pool.put(cache_of(len(IDS)), IDS)
+    for (stage, written), ids, why in (
+        (copied(name, 1, 0), IDS[::-1], "of another prompt"),
+        (copied(name, 1, 0, layers=3), IDS, "it has 2 layers, vLLM's model 3"),
+        (copied(name, 2, 0), IDS, ""),
+    ):
+        load = Load("r", ticket, ids, (0,), 0, 4)
+        if why:
+            with pytest.raises(LoadFailedError, match=why):
+                stage.fill(load)
+        else:
+            stage.fill(load)
+        assert bool(written) != bool(why)
