@@ -18,8 +18,8 @@ from blend.chunks.surrogate import in_copies, with_given_surrogate, with_surroga
 from blend.config import CorpusConfig
 from blend.prompt import PromptTemplate, render_chunk
 from blend.sharing import begun_with, publish_index
+from blend.store.admin import write_sources
 from blend.store.base import ChunkStore
-from blend.store.sources import write_sources
 from blend.timing import Progress, no_progress
 from blend.types import ChunkKey
 from blend_retrieval import Chunk, ChunkIndex, Document, IndexUpdate, RetrievalError, chunk_documents, update_index

@@ -22,8 +22,7 @@ from blend.precompute import Precomputed, precompute
 from blend.prompt import PromptTemplate
 from blend.sharing import Sharing
 from blend.store import open_store
-from blend.store.places import is_address
-from blend.store.replica import origin_of, replica_of
+from blend.store.addresses import is_address, origin_of, replica_of
 from blend.timing import Progress, Stopwatch, no_progress
 from blend.types import PromptLayout
 from blend.weights import lasting_name, resolve_model
@@ -40,7 +39,7 @@ from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
     from blend.store import ChunkStore
-    from blend.store.hot_memory import HotMemory
+    from blend.store.memory import HotMemory
     from blend_retrieval import Embedder
 
 

@@ -18,9 +18,9 @@ from threading import Lock
 from blend.corpora import index_dir, is_corpus_name
 from blend.errors import EntryDamagedError, StoreChangedError, StoreError, StoreUnreachableError
 from blend.files import make_private_folder, write_atomically
+from blend.store.addresses import root_of
+from blend.store.backend import INDEXES
 from blend.store.base import ChunkStore
-from blend.store.names import INDEXES
-from blend.store.replica import root_of
 from blend_retrieval.errors import ChunkIndexError
 from blend_retrieval.generations import generation_files, install_generation, write_lock
 

@@ -24,8 +24,8 @@ from blend.config import CorpusConfig
 from blend.store import Blob, ChunkStore, get_codec
 from blend.store.backend import Range
 from blend.store.disk import DiskBackend
+from blend.store.reader import looker
 from blend.store.seal import make_seal
-from blend.store.sealed import looker
 from blend.store.tiered import TieredBackend, Tiers
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, PromptLayout

@@ -21,7 +21,7 @@ from blend.chunks.surrogate import read_surrogate
 from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError
 from blend.store.base import ChunkStore
-from blend.store.header import LONGEST
+from blend.store.format import LONGEST
 from blend.store.reader import ChunkReader
 from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, ChunkKey

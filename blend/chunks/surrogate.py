@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import EntryDamagedError, PromptError
-from blend.store.pins import pinned
+from blend.store.admin import pinned
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary, Tokens
@@ -41,21 +41,6 @@ def with_surrogate(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int)
         now = library.reread()
         if now.surrogate or not (chosen := choose(_fitting(now, chunks, tokens), tokens, len(chunks))):
             return now
-        return _decide(now, chosen)
-
-
-def with_surrogate_anew(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
-    """With some of these chunks as the surrogate context in place of the one that there is, if they make another.
-
-    What was computed and measured behind the old one is removed. For a corpus of which much more is known than when it was
-    decided. Raises `StoreError` when the store cannot be written.
-    """
-    with library.store.writing():
-        now = library.reread()
-        chosen = choose(_fitting(now, chunks, tokens), tokens, len(chunks))
-        if not chosen or chosen == now.surrogate:
-            return now
-        _forget_contextual(now, no_keys)
         return _decide(now, chosen)
 
 

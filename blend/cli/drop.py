@@ -70,7 +70,7 @@ def drop_corpus(rag: Rag) -> Dropped:
     Raises `StoreError` for what cannot be deleted, `RetrievalError` for an index that cannot be read.
     """
     from blend.indexing import OtherCorpora
-    from blend.store.sources import forget_sources
+    from blend.store.admin import forget_sources
 
     store, name, held, others = rag.store, rag.corpus_config.name, rag.index.chunks, rag.other_corpora
     before, library = store.stats().entries, rag.blender.library(rag.template.prefix)

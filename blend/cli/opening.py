@@ -13,12 +13,12 @@ from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import index_dir, require_corpus
 from blend.errors import ConfigError, StoreUnreachableError
 from blend.store import read_precomputed, read_words
-from blend.store.replica import root_of
+from blend.store.addresses import root_of
 from blend.weights import lasting_name
 
 if TYPE_CHECKING:
     from blend.rag import Rag
-    from blend.store.hot_memory import HotMemory
+    from blend.store.memory import HotMemory
 
 
 def corpus_config(options: dict[str, Any]) -> CorpusConfig:
@@ -127,7 +127,7 @@ def _hot_memory(gigabytes: float | None) -> HotMemory | None:
     """Room in memory for the hottest chunk caches."""
     if not gigabytes:
         return None
-    from blend.store.hot_memory import HotMemory
+    from blend.store.memory import HotMemory
 
     return HotMemory(round(gigabytes * 1e9))
 

@@ -18,7 +18,7 @@ from blend.corpora import check_corpus_name
 from blend.errors import ConfigError
 from blend.limits import NUMBERS, shown
 from blend.store import codec_names
-from blend.store.replica import replica_of
+from blend.store.addresses import replica_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 

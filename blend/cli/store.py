@@ -10,9 +10,7 @@ import click
 from click.core import ParameterSource
 
 from blend.cli import opening, options
-from blend.cli.store_caches import open_caches
-from blend.cli.store_commands import export, import_, ls, stats, verify
-from blend.cli.store_keeping import pin, prune, unpin
+from blend.cli.store import export, import_, ls, open_caches, pin, prune, stats, unpin, verify
 from blend.corpora import corpora, in_words
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool
             )
         return
     from blend.cli.console import make_sure, print_json, say
-    from blend.store.copies import remove_copies
+    from blend.store.admin import remove_copies
 
     opening.fetch_indexes({"store": store, "store_key": store_key})
     caches = open_caches(store, store_key)

@@ -35,7 +35,7 @@ def open_caches(store: Path, store_key: Path | None) -> ChunkStore:
     """The caches of a store that must be there. Raises `StoreError`."""
     from blend.errors import StoreError
     from blend.store import open_store
-    from blend.store.replica import root_of
+    from blend.store.addresses import root_of
 
     if root_of(store) is None and not (store / "kv").is_dir():
         raise StoreError(f"{store} holds no chunk caches; make some with `blend precompute PATH --store {store}`")
@@ -44,7 +44,7 @@ def open_caches(store: Path, store_key: Path | None) -> ChunkStore:
 
 def tiers_of(caches: ChunkStore) -> Iterator[tuple[str, Any]]:
     """The tiers of a store by name, the one that decides first."""
-    from blend.store.sources import places
+    from blend.store.admin import places
 
     return places(caches.backend)
 
@@ -53,8 +53,8 @@ def list_caches(caches: ChunkStore, tier: str | None = None) -> Iterator[Listed]
     """The caches of a tier, by default of the one that decides. Raises `ConfigError` for a tier that the store has not."""
     from blend.errors import ConfigError
     from blend.store import sources
+    from blend.store.admin import pinned
     from blend.store.backend import CACHES
-    from blend.store.pins import pinned
 
     held = dict(tiers_of(caches))
     if tier is not None and tier not in held:
@@ -72,7 +72,7 @@ def list_caches(caches: ChunkStore, tier: str | None = None) -> Iterator[Listed]
 def _shown(
     stored: Stored, documents: Mapping[str, str], hits: Mapping[str, int], pins: frozenset[str], now: float
 ) -> Listed:
-    from blend.store.names import key_of
+    from blend.store.backend import key_of
 
     key = key_of(stored.name)
     age, document = max(0.0, now - stored.used), documents.get(key.digest, "")

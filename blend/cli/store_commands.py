@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
-from blend.cli.store_caches import in_bytes, in_time, list_caches, open_caches, tiers_of
+from blend.cli.store import in_bytes, in_time, list_caches, open_caches, tiers_of
 from blend.cli.values import OUTPUT, PLACE
 from blend.corpora import corpora
-from blend.store.replica import root_of
+from blend.store.addresses import root_of
 
 if TYPE_CHECKING:
     from blend.store import Backend
@@ -69,7 +69,7 @@ def verify(store: Path, store_key: Path | None, delete: bool) -> None:
     """Read every cache of every tier and hold it against its digests; an error where damage is left."""
     from blend.cli.console import say
     from blend.errors import StoreError
-    from blend.store.archive import verify_entry
+    from blend.store.admin import verify_entry
     from blend.store.backend import CACHES
 
     caches, checked = open_caches(store, store_key), 0
@@ -103,7 +103,7 @@ def verify(store: Path, store_key: Path | None, delete: bool) -> None:
 def export(file: Path, store: Path, store_key: Path | None) -> None:
     """Write all caches, and of a shared store the indexes, into one tar file, as they are."""
     from blend.cli.console import note, say
-    from blend.store.archive import export_store
+    from blend.store.admin import export_store
 
     done = export_store(open_caches(store, store_key), file)
     if root_of(store) is None:
@@ -119,7 +119,7 @@ def import_(file: Path, store: Path, store_key: Path | None) -> None:
     """Put what `export` wrote into a store, every cache verified; one that is there is replaced."""
     from blend.cli.console import note, say
     from blend.store import open_store
-    from blend.store.archive import import_store
+    from blend.store.admin import import_store
 
     done = import_store(lambda: open_store(store / "kv", key=opening.store_key({"store_key": store_key})), file)
     if root_of(store) is None and not corpora(store):

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from blend.cli import options
-from blend.cli.store_caches import DAY_S, Listed, in_bytes, list_caches, open_caches
+from blend.cli.store import DAY_S, Listed, in_bytes, list_caches, open_caches
 from blend.cli.values import number
 
 if TYPE_CHECKING:
     from blend.store import ChunkStore
-    from blend.store.sources import Sources
+    from blend.store.admin import Sources
 
 _NEW_S = 3600.0  # a process that has put it may not have told yet whose it is
 _AT_ONCE = 500
@@ -38,7 +38,7 @@ def prune(store: Path, store_key: Path | None, older_than: float | None, unused:
     """Remove chunk caches from every tier; pinned ones stay. With both options, what both say."""
     from blend.cli.console import say
     from blend.errors import ConfigError
-    from blend.store.copies import remove_copies
+    from blend.store.admin import remove_copies
 
     if older_than is None and not unused:
         raise ConfigError("say what is to go: --older-than DAYS, --unused or both")
@@ -63,8 +63,7 @@ def prune(store: Path, store_key: Path | None, older_than: float | None, unused:
 
 def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bool) -> Iterator[list[Listed]]:
     """What goes of these: a precompute or a pin may have come since they were listed, and comes between two batches."""
-    from blend.store.pins import still_pinned
-    from blend.store.sources import key_of
+    from blend.store.admin import key_of, still_pinned
 
     for begin in range(0, len(going), _AT_ONCE):
         with caches.writing():
@@ -81,7 +80,7 @@ def _told(store: Path, caches: ChunkStore, *, unused: bool) -> Sources:
     """What is known of which document each cache is of; with `unused` of all corpora, or it raises `StoreError`."""
     from blend.corpora import in_words
     from blend.errors import StoreError
-    from blend.store.sources import read_sources
+    from blend.store.admin import read_sources
 
     told = read_sources(caches)
     if not unused:
@@ -100,7 +99,7 @@ def _corpora(store: Path, caches: ChunkStore) -> set[str]:
     """Those that are there: of a shared store, that all see."""
     from blend.corpora import corpora
     from blend.sharing import published
-    from blend.store.replica import root_of
+    from blend.store.addresses import root_of
 
     return set(corpora(store) if root_of(store) is None else published(caches))
 
@@ -129,7 +128,7 @@ def unpin(names: tuple[str, ...], store: Path, store_key: Path | None) -> None:
 def _pin(wanted: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:
     from blend.cli.console import say
     from blend.errors import ConfigError
-    from blend.store.pins import pin, pinned
+    from blend.store.admin import pin, pinned
 
     held = list(list_caches(caches))
     found = {one.digest: one for one in held if any(_is(one, text) for text in wanted)}
@@ -156,9 +155,8 @@ def _fetched(caches: ChunkStore, wanted: list[Listed]) -> str:
     """Bring these to the disk of this machine, where there is one in front of the store; how many are on it then."""
     from blend.cli.progress import stage_progress
     from blend.errors import StoreError
-    from blend.store.backend import CACHES
-    from blend.store.names import cache_name
-    from blend.store.sources import key_of
+    from blend.store.admin import key_of
+    from blend.store.backend import CACHES, cache_name
     from blend.store.tiered import TieredBackend
 
     backend = caches.backend

@@ -12,7 +12,7 @@ import click
 from blend.errors import ConfigError
 from blend.limits import NUMBERS, Limits, is_text, shown
 from blend.select import make_selector
-from blend.store.places import is_address
+from blend.store.addresses import is_address
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from blend.store.entry import encode_entry
-from blend.store.registry import get_codec
+from blend.store.codecs import get_codec
+from blend.store.format import encode_entry
 from blend.store.seal import make_seal
 from blend.types import CacheIdentity, ChunkCache
 

@@ -20,8 +20,8 @@ from blend.model.forward import Resume, RowRequest, Steps
 from blend.serve.corpus_caches import OnDone
 from blend.serve.failures import log_error
 from blend.serve.learned import removed_from
-from blend.store.archive import verify_entry
-from blend.store.names import cache_name
+from blend.store.admin import verify_entry
+from blend.store.backend import cache_name
 
 if TYPE_CHECKING:
     from blend.blender import Blender

@@ -9,25 +9,18 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.store.artifacts import is_as_written, read_descriptions
-from blend.store.backend import CACHES, Backend, Blob, MemoryStats, Range, Stored
+from blend.store.addresses import above, hot_backend, is_address, is_mounted, mounted_at, origin_of, remote_backend
+from blend.store.admin import FarPins, note_of
+from blend.store.backend import CACHES, SOURCES, Backend, Blob, MemoryStats, Patience, Range, Stored, key_of
 from blend.store.base import ChunkStore, StoreStats
-from blend.store.codec import Codec
-from blend.store.hot import HotBackend
-from blend.store.hot_memory import HotMemory
-from blend.store.names import SOURCES, key_of
-from blend.store.patience import Patience
-from blend.store.pins import FarPins
-from blend.store.places import hot_backend, is_address, is_mounted, mounted_at, remote_backend
-from blend.store.reader import ChunkReader, is_sound
-from blend.store.registry import codec_names, get_codec, register_codec
-from blend.store.replica import above, origin_of
-from blend.store.seal import Seal, make_seal, read_store_key
-from blend.store.sealed import looker
-from blend.store.sources import note_of
+from blend.store.codecs import codec_names, get_codec, register_codec
+from blend.store.codecs.base import Codec
+from blend.store.memory import HotBackend, HotMemory
+from blend.store.reader import ChunkReader, is_sound, looker
+from blend.store.seal import Seal, is_as_written, make_seal, read_descriptions, read_store_key
 
 if TYPE_CHECKING:
-    from blend.store.mounted import MountedFiles
+    from blend.store.files import MountedFiles
 
 __all__ = [
     "Backend",
@@ -148,7 +141,7 @@ def _backend(location: str | os.PathLike[str], budget_bytes: int | None, seal: S
 def _mounted_above(kv: Path) -> MountedFiles | None:
     """Of a tenant's store in a directory that machines mount: the store that it lies in."""
     from blend.store.disk import DiskBackend
-    from blend.store.mounted import MountedFiles
+    from blend.store.files import MountedFiles
 
     outer = above(kv)
     origin = None if outer is None else origin_of(outer)

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from blend.errors import StoreError
 from blend.store.backend import close_all
-from blend.store.fetchers import Fetchers
-from blend.store.search import Found
-from blend.store.tiered_blob import TieredBlob
+from blend.store.fetch import Fetchers, TieredBlob
+from blend.store.tiered import Found
 
 IN_FLIGHT_BYTES = 64 << 20
 _BATCH = 64

@@ -15,12 +15,11 @@ from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.files import write_atomically
-from blend.store.artifacts import MOST_BYTES
-from blend.store.backend import CACHES, Backend, Range
+from blend.store.admin import PINNED
+from blend.store.backend import ARTIFACTS, CACHES, DESCRIPTIONS, INDEXES, PINS, SOURCES, Backend, Range, is_name, key_of
 from blend.store.base import ChunkStore
-from blend.store.names import ARTIFACTS, DESCRIPTIONS, INDEXES, PINS, SOURCES, is_name, key_of
-from blend.store.pins import PINNED
 from blend.store.reader import ChunkReader
+from blend.store.seal import MOST_BYTES
 
 _ROOMS = (CACHES, ARTIFACTS, DESCRIPTIONS, SOURCES, PINS, INDEXES)
 _END, _FORMAT = "kvblend-archive.json", 1

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.store.backend import Blob, Range
-from blend.store.fetchers import Fetchers
-from blend.store.sealed import Entry
+from blend.store.fetch import Fetchers
+from blend.store.reader import Entry
 
 _EXCHANGE_BYTES = 1 << 20  # smaller pieces are fetched together: an exchange takes its time
 KEEPING = 1 << 30  # the rank of what nobody waits for

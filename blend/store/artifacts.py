@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from blend.errors import EntryDamagedError, StoreError
-from blend.store.backend import Backend
-from blend.store.names import ARTIFACTS, DESCRIPTIONS, SEALED, SOURCES
+from blend.store.backend import ARTIFACTS, DESCRIPTIONS, SEALED, SOURCES, Backend
 from blend.store.seal import Seal
 
 _OPENING = b"kvblend artifact 1 "

@@ -25,7 +25,7 @@ from blend.errors import ConfigError, EntryDamagedError, EntryTooLargeError
 from blend.store.uses import Uses
 
 if TYPE_CHECKING:
-    from blend.store.header import EntryHeader
+    from blend.store.format import EntryHeader
 
 CACHES = "objects/"
 

@@ -10,18 +10,40 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 from blend.errors import EntryDamagedError
-from blend.store.artifacts import MOST_BYTES, pack_artifact, pack_description, read_descriptions, unpack_artifact
-from blend.store.backend import CACHES, Backend, Blob, MemoryStats, TierHits, close_all
-from blend.store.codec import Codec
-from blend.store.key_check import is_sealed_with, leave_key_check, require_its_key
-from blend.store.names import ARTIFACTS, GENERATION, artifact_name, cache_name, caches_of, description_name, key_of
-from blend.store.pins import pinned, still_pinned
+from blend.store.admin import pinned, still_pinned
+from blend.store.backend import (
+    ARTIFACTS,
+    CACHES,
+    GENERATION,
+    Backend,
+    Blob,
+    MemoryStats,
+    TierHits,
+    artifact_name,
+    cache_name,
+    caches_of,
+    close_all,
+    description_name,
+    key_of,
+)
+from blend.store.codecs.base import Codec
 from blend.store.reader import HEAD, ChunkReader, KnownEntry, damaged, read_header
-from blend.store.seal import Seal, Unsealed
+from blend.store.seal import (
+    MOST_BYTES,
+    Seal,
+    Unsealed,
+    is_sealed_with,
+    leave_key_check,
+    pack_artifact,
+    pack_description,
+    read_descriptions,
+    require_its_key,
+    unpack_artifact,
+)
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
-    from blend.store.buffers import Scratch
+    from blend.store.reader import Scratch
 
 _Opening = Callable[[Sequence[str], int], list[Blob | EntryDamagedError | None]]
 _TOKEN_BYTES = 1 << 10
@@ -120,7 +142,7 @@ class ChunkStore:
 
     @cached_property
     def _scratch(self) -> Scratch:
-        from blend.store.buffers import Scratch
+        from blend.store.reader import Scratch
 
         return Scratch()
 
@@ -151,7 +173,7 @@ class ChunkStore:
 
         Raises `StoreError` when it cannot be written; the store is then as it was.
         """
-        from blend.store.entry import encode_entry
+        from blend.store.format import encode_entry
 
         self.require_its_key()
         name = cache_name(key)

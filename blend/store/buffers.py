@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from blend.store.entry import as_bytes
-from blend.store.header import LayerLayout, PartLayout
+from blend.store.format import LayerLayout, PartLayout, as_bytes
 
 
 class LayerBuffer(NamedTuple):

@@ -1,6 +1,6 @@
 """How one layer's keys and values become the named tensors that a store keeps, and back: the contract.
 
-A store writes and reads whatever parts a codec names; `blend.store.registry` knows those of `codecs/`, and one's own, by their
+A store writes and reads whatever parts a codec names; `blend.store.codecs` knows those of `codecs/`, and one's own, by their
 names. Every entry names its own codec, so a store may hold entries of several.
 """
 

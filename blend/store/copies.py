@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from blend.errors import StoreError, StoreUnreachableError
-from blend.store.backend import CACHES, Backend
-from blend.store.names import key_of
-from blend.store.pins import still_pinned
-from blend.store.sources import places
+from blend.store.admin import places, still_pinned
+from blend.store.backend import CACHES, Backend, key_of
 
 
 def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:

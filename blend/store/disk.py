@@ -9,13 +9,10 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from blend.errors import EntryDamagedError
-from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored, require_budget
-from blend.store.eviction import Evictor, StoredFile
-from blend.store.files import StoreFiles
-from blend.store.lock import locked
-from blend.store.names import SUFFIX
-from blend.store.pins import pinned
-from blend.store.root import open_root
+from blend.store.admin import pinned
+from blend.store.backend import CACHES, SUFFIX, Backend, Blob, Buffer, Range, Stored, require_budget
+from blend.store.disk import Evictor, StoredFile
+from blend.store.files import StoreFiles, locked, open_root
 from blend.store.uses import Uses
 
 _LEVELS = {"objects": 2, "indexes": 1}  # of folders between a name's first part and its last

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.errors import StoreError
-from blend.store.codec import Codec
-from blend.store.fields import TYPES
-from blend.store.header import ENTRY_FORMATS, pack_header, tensor_name
+from blend.store.codecs.base import Codec
+from blend.store.format import ENTRY_FORMATS, TYPES, pack_header, tensor_name
 from blend.store.seal import Seal
 from blend.types import ChunkCache, ChunkKey
 

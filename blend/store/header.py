@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from blend.errors import ConfigError, StoreError
-from blend.store.codec import Codec
-from blend.store.fields import StoredType, as_count, as_counts, as_fields, as_text, as_type, shown
-from blend.store.registry import get_codec
+from blend.store.codecs import get_codec
+from blend.store.codecs.base import Codec
+from blend.store.format import StoredType, as_count, as_counts, as_fields, as_text, as_type, shown
 from blend.store.seal import DIGEST_CHARS, Seal
 from blend.types import ChunkKey
 

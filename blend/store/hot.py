@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 from blend.errors import EntryDamagedError
 from blend.store.backend import CACHES, Backend, Blob, Buffer, MemoryStats, Range, Stored, TierHits
-from blend.store.hot_memory import Held, HeldBytes, HotMemory
+from blend.store.memory import Held, HeldBytes, HotMemory
 from blend.store.read_ahead import ReadAhead
 from blend.store.uses import Uses
 
 if TYPE_CHECKING:
-    from blend.store.header import EntryHeader
+    from blend.store.format import EntryHeader
 
 TELLING = 512
 """So many first bytes tell two entries of one name apart: the digest over the header stands among the first hundred."""

@@ -9,10 +9,8 @@ from __future__ import annotations
 from contextlib import suppress
 
 from blend.errors import EntryDamagedError, StoreError
-from blend.store.artifacts import pack_artifact, unpack_artifact
-from blend.store.backend import Backend
-from blend.store.names import SEALED
-from blend.store.seal import Seal
+from blend.store.backend import SEALED, Backend
+from blend.store.seal import Seal, pack_artifact, unpack_artifact
 
 _MOST = 1 << 10
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 
 from blend.errors import StoreError
 from blend.store.backend import Backend
-from blend.store.lock import WAIT_S
+from blend.store.files import WAIT_S
 
 LEASE_S = 30.0
 _NAME = "writing"

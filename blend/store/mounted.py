@@ -13,8 +13,7 @@ from pathlib import Path
 
 from blend.errors import StoreError, StoreUnreachableError
 from blend.store.backend import Backend
-from blend.store.files import MANIFEST, StoreFiles, unusable
-from blend.store.root import make_root, store_id, tidy
+from blend.store.files import MANIFEST, StoreFiles, make_root, store_id, tidy, unusable
 
 _SEEN = "seen"
 _MOST = 1 << 10

@@ -14,8 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
-from blend.store.backend import Backend, Blob, Buffer, Range, Stored
-from blend.store.lease import leased, require_lease
+from blend.store.backend import Backend, Blob, Buffer, Range, Stored, leased, require_lease
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, UpdateVersion

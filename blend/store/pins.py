@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from blend.errors import StoreError
-from blend.store.backend import Backend, close_all
-from blend.store.names import PINS
+from blend.store.backend import PINS, Backend, close_all
 
 PINNED = b"pinned"
 _DIGEST = re.compile(r"[0-9a-f]{8,128}")

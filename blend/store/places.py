@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from blend.errors import ConfigError
-from blend.store.backend import Backend
-from blend.store.patience import Patience
+from blend.store.backend import Backend, Patience
 
 if TYPE_CHECKING:
-    from blend.store.mounted import MountedFiles
+    from blend.store.files import MountedFiles
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _OBJECTS = ("s3", "gs", "az", "abfs", "abfss")
@@ -93,7 +92,7 @@ def remote_backend(
     scheme = location.partition("://")[0].lower()
     if is_mounted(location):
         from blend.store.disk import DiskBackend
-        from blend.store.mounted import MountedFiles
+        from blend.store.files import MountedFiles
 
         root = mounted_at(location)
         return DiskBackend(root, budget_bytes, MountedFiles(root, local, above))
@@ -132,8 +131,7 @@ def _loaded(make: Callable[[], Backend]) -> Backend:
 
 
 def _redis_backend(location: str, patience: Patience) -> Backend:
-    from blend.store.redis_backend import RedisBackend
-    from blend.store.redis_wire import connect
+    from blend.store.redis import RedisBackend, connect
 
     url, prefix = _redis(location)
     return RedisBackend(connect(url, patience), f"kvblend:{prefix}:", shown(location), patience)

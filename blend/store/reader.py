@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import EntryDamagedError, first_line
 from blend.store.backend import Blob, Range
-from blend.store.header import LENGTH, LONGEST, EntryHeader, decode_header
+from blend.store.format import LENGTH, LONGEST, EntryHeader, decode_header
 from blend.store.seal import Seal
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
     import torch
 
-    from blend.store.buffers import LayerBuffer, Scratch
+    from blend.store.reader import LayerBuffer, Scratch
     from blend.store.uses import Uses
 
 HEAD = 16 << 10  # one read for the header of most models: of some 80 layers of two parts, or 45 of four
@@ -133,7 +133,7 @@ class ChunkReader:
 
     def _filled(self, blob: Blob, index: int, *, reuse: bool) -> LayerBuffer | None:
         """The layer's bytes; None when the blob is shorter."""
-        from blend.store.buffers import buffer_over, empty_buffer
+        from blend.store.reader import buffer_over, empty_buffer
 
         layout = self._header.layers[index]
         windows = [

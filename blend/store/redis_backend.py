@@ -13,10 +13,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from blend.errors import EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
-from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored
-from blend.store.hot import TELLING
-from blend.store.lease import leased, require_lease
-from blend.store.patience import Patience
+from blend.store.backend import CACHES, Backend, Blob, Buffer, Patience, Range, Stored, leased, require_lease
+from blend.store.memory import TELLING
 
 if TYPE_CHECKING:
     import redis
@@ -183,7 +181,7 @@ class RedisBackend(Backend):
         """Of about so many bytes, in time. Whatever goes wrong as one line of ours."""
         from redis import ResponseError
 
-        from blend.store.redis_wire import within
+        from blend.store.redis import within
 
         try:
             with within(self._patience.connect_s + self._patience.answer_s + nbytes / _SLOWEST):

@@ -17,7 +17,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from blend.store.patience import Patience
+from blend.store.backend import Patience
 
 
 class _Ends(threading.local):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 
 from blend.errors import ConfigError
-from blend.store.codec import Codec
-from blend.store.codecs.cast import CastCodec
+from blend.store.codecs.base import CastCodec, Codec
 from blend.store.codecs.fp8 import FP8
-from blend.store.codecs.int4 import INT4
-from blend.store.codecs.int8 import INT8
+from blend.store.codecs.grid import INT4, INT8
 
 _BUILT_IN: tuple[Codec, ...] = (*map(CastCodec, ("native", "float32", "bfloat16", "float16")), INT8, INT4, FP8)
 _CODECS: dict[str, Codec] = {codec.name: codec for codec in _BUILT_IN}

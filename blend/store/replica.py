@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from blend.errors import ConfigError, StoreError
 from blend.files import cache_root, make_private_folder, write_atomically
-from blend.store.places import check_address, inside, shown
+from blend.store.addresses import check_address, inside, shown
 
 FILE = "kvblend-replica.json"
 _KIND = "kvblend replica"

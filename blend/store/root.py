@@ -17,8 +17,8 @@ from pathlib import Path
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.files import make_private_folder, sweep, write_atomically
-from blend.store.artifacts import as_json
 from blend.store.files import MANIFEST, StoreFiles, linked, unusable
+from blend.store.seal import as_json
 
 STORE_FORMAT = 1
 _KIND = "kvblend store"

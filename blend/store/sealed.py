@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from blend.errors import EntryDamagedError
-from blend.store.backend import Blob, Range
-from blend.store.header import EntryHeader
-from blend.store.names import key_of
+from blend.store.backend import Blob, Range, key_of
+from blend.store.format import EntryHeader
 from blend.store.reader import read_header
 from blend.store.seal import Seal
 

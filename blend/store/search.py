@@ -12,12 +12,10 @@ from collections.abc import Iterator, Sequence
 from weakref import WeakValueDictionary
 
 from blend.errors import EntryDamagedError, StoreError
-from blend.store.arrival import Arrival, Source
 from blend.store.backend import CACHES, Blob, TierHits, close_all
-from blend.store.fetchers import Fetchers
-from blend.store.sealed import Entry, Look
-from blend.store.tier import Authority, Nearer
-from blend.store.tiered_blob import Group, TieredBlob
+from blend.store.fetch import Arrival, Fetchers, Group, Source, TieredBlob
+from blend.store.reader import Entry, Look
+from blend.store.tiered import Authority, Nearer
 
 Found = Blob | EntryDamagedError | None
 

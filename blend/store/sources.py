@@ -13,8 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.store.backend import Backend
-from blend.store.names import SOURCES
+from blend.store.backend import SOURCES, Backend
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:

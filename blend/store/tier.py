@@ -7,8 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from blend.errors import EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
-from blend.store.backend import Backend
-from blend.store.breaker import Breaker, LeftAloneError, Told
+from blend.store.backend import Backend, Breaker, LeftAloneError, Told
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ The far place decides: what was put there is put, what it lists is there, and it
 caches, bytes as they are, and may lack any: what is wrong with them costs their timeout once, a line in the log, and a way that
 is longer. Contents are named by what they are made of, so a copy is not asked for again.
 
-How a cache is found in them and fetched: `blend.store.search`.
+How a cache is found in them and fetched: `blend.store.tiered`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreUnreachableError
-from blend.store.ahead import Ahead
-from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored, TierHits
-from blend.store.breaker import Told
-from blend.store.fetchers import Fetchers
-from blend.store.names import GENERATION, INDEXES
-from blend.store.patience import Patience
-from blend.store.sealed import Look
-from blend.store.search import Found, Search
-from blend.store.tier import Authority, Nearer
+from blend.store.backend import (
+    CACHES,
+    GENERATION,
+    INDEXES,
+    Backend,
+    Blob,
+    Buffer,
+    Patience,
+    Range,
+    Stored,
+    TierHits,
+    Told,
+)
+from blend.store.fetch import Ahead, Fetchers
+from blend.store.reader import Look
+from blend.store.tiered import Authority, Found, Nearer, Search
 from blend.store.uses import Uses
 
 FETCHERS = 16

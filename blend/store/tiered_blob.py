@@ -7,10 +7,10 @@ from collections.abc import Callable
 from weakref import WeakSet
 
 from blend.errors import EntryDamagedError, StoreError
-from blend.store.arrival import Arrival, Source
 from blend.store.backend import Blob, Range
-from blend.store.header import EntryHeader
-from blend.store.sealed import Entry, Piece
+from blend.store.fetch import Arrival, Source
+from blend.store.format import EntryHeader
+from blend.store.reader import Entry, Piece
 
 
 class Group:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from blend.store.admin import pin
 from cases import make_layout
 from corrections import by_formula
 from dense_reference import assert_close, dense_prefill
@@ -29,7 +30,6 @@ from blend.prompt import PromptTemplate
 from blend.recompute import make_plan
 from blend.select import make_selector
 from blend.store import open_store
-from blend.store.pins import pin
 from blend.types import ChunkCache, PromptLayout
 
 FAMILIES = ("llama", "gemma3", "deepseek-v3")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 
 import pytest
+from blend.store.admin import FarPins, pin, pinned, write_sources
 from made_stores import age, cache, call, key, made
 
 from blend.errors import StoreError
 from blend.store import open_store
 from blend.store.disk import DiskBackend, DiskBlob
-from blend.store.pins import FarPins, pin, pinned
-from blend.store.sources import write_sources
 
 
 def told(store, count):

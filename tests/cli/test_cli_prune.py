@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from blend.store.admin import forget_sources, pin, read_sources, write_sources
 from made_stores import age, call, key, made
 
 from blend.store import open_store
 from blend.store.disk import DiskBackend
-from blend.store.pins import pin
-from blend.store.sources import forget_sources, read_sources, write_sources
 
 SECRET = b"s" * 32
 

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from blend.store.admin import verify_entry
 from cases import make_layout
 from changing import until
 from engines import Held, ask
@@ -17,9 +18,7 @@ from blend.config import BlendConfig
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.types import Sampling
 from blend.store import HotMemory, open_store
-from blend.store.archive import verify_entry
-from blend.store.backend import MemoryStats
-from blend.store.names import cache_name
+from blend.store.backend import MemoryStats, cache_name
 from blend.types import PromptLayout
 
 

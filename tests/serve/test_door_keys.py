@@ -16,8 +16,7 @@ from served import Served, listening, logged
 from blend.errors import ConfigError
 from blend.serve.access import ApiKeys, read_keys
 from blend.serve.failures import LOG
-from blend.serve.metrics import Metrics
-from blend.serve.store_metrics import StoreFigures
+from blend.serve.metrics import Metrics, StoreFigures
 from blend.serve.types import EngineStats
 from blend.store.backend import MemoryStats, TierHits
 

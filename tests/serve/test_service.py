@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from blend.store.admin import verify_entry
 from rooms import FEW, QUESTION, Answer, ask, serving, settled
 
 from blend.errors import ConfigError, PromptError
@@ -17,7 +18,6 @@ from blend.prompt import render_chunk
 from blend.serve.metrics import Metrics
 from blend.serve.service import Service
 from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, GivenDocument, Message, Request, Sampling
-from blend.store.archive import verify_entry
 from blend.store.backend import CACHES
 from blend_retrieval import RetrievalError
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from blend.errors import EntryDamagedError
 from blend.store.backend import Blob
-from blend.store.hot import HotBackend
+from blend.store.memory import HotBackend
 
 
 class AllHot(HotBackend):

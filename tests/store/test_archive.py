@@ -8,14 +8,12 @@ import stat
 import tarfile
 
 import pytest
+from blend.store.admin import export_store, import_store, pin, pinned, write_sources
 
 from blend.errors import StoreError
 from blend.store import open_store
-from blend.store.archive import export_store, import_store
+from blend.store.backend import cache_name
 from blend.store.disk import DiskBackend
-from blend.store.names import cache_name
-from blend.store.pins import pin, pinned
-from blend.store.sources import write_sources
 
 SECRET = b"sixteen bytes at least"
 END = "kvblend-archive.json"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from blend.store.admin import places
+from blend.store.fetch import TieredBlob
+from blend.store.format import pack_header
 
 from blend.errors import EntryDamagedError
 from blend.store import open_store
-from blend.store.header import pack_header
-from blend.store.hot import HotBackend
-from blend.store.names import cache_name
+from blend.store.backend import cache_name
+from blend.store.memory import HotBackend
 from blend.store.seal import make_seal
-from blend.store.sources import places
-from blend.store.tiered_blob import TieredBlob
 
 
 def claim(root, key, nbytes):

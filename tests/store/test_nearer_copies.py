@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import servers
+from blend.store.admin import pin, remove_copies
 
 from _wire import Proxy
 from blend.errors import EntryDamagedError, StoreUnreachableError
 from blend.store import Patience, open_store
-from blend.store.copies import remove_copies
-from blend.store.pins import pin
 
 
 @pytest.fixture(params=["disk", "redis"])

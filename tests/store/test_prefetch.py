@@ -81,7 +81,7 @@ def test_an_entry_that_a_tier_has_no_room_for_is_told_and_keeps_no_other_out(
         store = open_store(far, cache=tmp_path / "near", budget_bytes=100_000)
         nearer = store.backend.tiers.local
     else:
-        monkeypatch.setattr("blend.store.redis_backend.LARGEST", 100_000)
+        monkeypatch.setattr("blend.store.redis.LARGEST", 100_000)
         store = open_store(far, hot=f"redis://127.0.0.1:{servers.redis_port()}/7")
         nearer = store.backend.tiers.hot
     for number in range(5):

@@ -9,7 +9,7 @@ import pytest
 from far_stores import open_far
 
 from blend.errors import StoreError, StoreUnreachableError
-from blend.store.lease import leased
+from blend.store.backend import leased
 
 LEASE_S = 2.0
 
@@ -28,7 +28,7 @@ def backend(opened):
 @pytest.fixture
 def asleep(monkeypatch):
     """Nothing is written anew."""
-    monkeypatch.setattr("blend.store.lease._Lease.keep", lambda self, done: None)
+    monkeypatch.setattr("blend.store.backend._Lease.keep", lambda self, done: None)
 
 
 def losing(backend, monkeypatch, when):

@@ -8,6 +8,7 @@ import time
 import pytest
 import servers
 import torch
+from blend.store.admin import pin, pinned
 from far_stores import failing_bucket, tell_bucket
 
 from _wire import FAULTS, Proxy
@@ -15,9 +16,8 @@ from blend.errors import ConfigError, EntryDamagedError, StoreError, StoreUnreac
 from blend.store import Patience, open_store
 from blend.store.backend import TierHits
 from blend.store.disk import DiskBackend, DiskBlob
-from blend.store.pins import pin, pinned
+from blend.store.reader import looker
 from blend.store.seal import make_seal
-from blend.store.sealed import looker
 from blend.store.tiered import TieredBackend, Tiers
 
 QUICK = Patience(connect_s=1.0, answer_s=1.5, pause_s=60.0)

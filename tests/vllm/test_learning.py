@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from blend.store.admin import pin, write_sources
 
 from blend.blender import Blender
 from blend.chunks.library import Tokens
@@ -26,8 +27,6 @@ from blend.integrations.vllm.learning import (
 from blend.model.decoder import Decoder
 from blend.model.forward import RowRequest
 from blend.store import ChunkStore, open_store
-from blend.store.pins import pin
-from blend.store.sources import write_sources
 from blend.types import PromptLayout
 from tests.tiny_model import save_tiny_model
 

@@ -33,9 +33,8 @@ from blend.serve.learned import SHARE, RecentTexts, removed_from
 from blend.serve.limits import LEARN_BUDGET
 from blend.serve.passages.learned import Learned
 from blend.sharing import published
-from blend.store.pins import pinned
-from blend.store.replica import root_of
-from blend.store.sources import read_sources
+from blend.store.addresses import root_of
+from blend.store.admin import pinned, read_sources
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:

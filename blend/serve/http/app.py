@@ -24,8 +24,7 @@ from blend.serve.http.errors import ApiError, json_response, refuse
 from blend.serve.http.log import RequestLog
 from blend.serve.http.state import AppState, admitted, require_operator, state_of
 from blend.serve.limits import RequestLimits
-from blend.serve.metrics import CONTENT_TYPE, Metrics
-from blend.serve.store_metrics import StoreFigures
+from blend.serve.metrics import CONTENT_TYPE, Metrics, StoreFigures
 
 if TYPE_CHECKING:
     from blend.serve.service import Service

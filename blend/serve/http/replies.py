@@ -208,7 +208,7 @@ class EventChannel:
         """The service has accepted the request."""
         self._handle = handle
         if self._trace is not None:
-            self._trace.took()
+            self._trace.accepted()
         if self._left:
             handle.cancel()
 

@@ -1,4 +1,4 @@
-"""The process that listens: one address, signals that end it in good order."""
+"""Listen at one address until a signal ends the server gracefully."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from blend.serve.http.state import AppState
 _BACKLOG = 512
 _MOST_DESCRIPTORS = 16_384
 _LONGEST_HEAD = 1 << 16  # bytes of a request line and its headers
-_LAST_WORDS_S = 5.0  # for answers to be told that they end
-_LOOK_S = 0.05
+_LAST_WORDS_S = 5.0  # for streams to send that they end
+_POLL_S = 0.05
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound; port 0 takes a free one. Raises `ConfigError` for a place that cannot be had."""
+    """A listening socket; port 0 takes a free one. Raises `ConfigError` if the address is not available."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -37,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place.bind(address)
-        place.listen(_BACKLOG)  # only now is it known that nobody else listens there
+        place.listen(_BACKLOG)  # bind alone succeeds where another process listens
     except OSError as error:
         place.close()
         raise ConfigError(_taken(host, port, error)) from None
@@ -45,7 +45,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(place: socket.socket) -> str:
-    """Where a socket is reached."""
+    """The URL of a listening socket."""
     host, port = place.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -68,9 +68,8 @@ def most_connections() -> int:
 class Server(uvicorn.Server):
     """Serves an application until SIGTERM, SIGINT or `stop`.
 
-    Then it refuses requests with 503, lets the service finish what runs for `grace_s` seconds, closes the socket and returns;
-    answers that take longer are ended with an error. A second signal ends them at once. on_started: called when it listens; it
-    must not wait.
+    It then refuses requests with 503, lets running answers finish for `grace_s` seconds, and closes the socket. Longer answers
+    end with an error. A second signal ends them at once. on_started: called when it listens; must not block.
     """
 
     def __init__(
@@ -96,30 +95,30 @@ class Server(uvicorn.Server):
         self.state, self._place, self._grace_s, self._on_started = state, place, grace_s, on_started
 
     def serve_until_stopped(self) -> None:
-        """All of it."""
+        """Serve; returns when the server has stopped."""
         self.run(sockets=[self._place])
 
     def stop(self) -> None:
-        """As SIGTERM does; any thread may call it."""
+        """Stop as SIGTERM does; any thread may call it."""
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came. Of uvicorn's own, a second SIGTERM does nothing."""
+        """Handle a signal; uvicorn's own handler ignores a second SIGTERM."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Start, and call `on_started`."""
         await super().startup(sockets)
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End in good order: uvicorn's own closes the socket first, so it comes last."""
+        """Shut down gracefully; uvicorn's part closes the socket, so it comes last."""
         self.state.closing = True
         until = time.monotonic() + self._grace_s
         closing = asyncio.create_task(asyncio.to_thread(self._close, self._grace_s))
         while not self.force_exit and (not closing.done() or (self.server_state.tasks and time.monotonic() < until)):
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         if self.force_exit:
             await asyncio.to_thread(self._close, 0.0)
         await super().shutdown(sockets)
@@ -131,7 +130,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals end the server and nothing else: uvicorn would raise them again when it is done."""
+        """Handle signals without raising them again at the end, as uvicorn does."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

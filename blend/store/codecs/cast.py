@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from blend.errors import StoreError
-from blend.store.codec import Codec
+from blend.store.codecs.base import Codec
 
 if TYPE_CHECKING:
     import torch

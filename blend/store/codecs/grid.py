@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from blend.errors import StoreError
-from blend.store.codec import Codec, require_shapes
+from blend.store.codecs.base import Codec, require_shapes
 
 if TYPE_CHECKING:
     import torch
