@@ -39,7 +39,7 @@ from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
     from blend.store import ChunkStore
-    from blend.store.memory import HotMemory
+    from blend.store.memory import MemoryCache
     from blend_retrieval import Embedder
 
 
@@ -52,7 +52,7 @@ class Rag:
 
     model: a catalog name, a HuggingFace id or a model directory. corpus: how documents become chunks, and which of the store's
     corpora it is. budget_bytes, store_key: see `open_store`. decoder, embedder, kv: those of another `Rag` that this one is to
-    share, kv being its `store`. memory: where the hottest chunk caches are kept, which several may share. cache, hot: of a
+    share, kv being its `store`. memory: where recently read chunk caches are kept, which several may share. cache, hot: of a
     store at an address, see `replica_of`. Everything heavy is loaded on first use. Threads may ask at the same time, also while
     one precomputes; what another process precomputes is seen.
     """
@@ -73,7 +73,7 @@ class Rag:
         decoder: Decoder | None = None,
         embedder: Embedder | None = None,
         kv: ChunkStore | None = None,
-        memory: HotMemory | None = None,
+        memory: MemoryCache | None = None,
         cache: str | Path | None = None,
         hot: str | None = None,
     ) -> None:

@@ -25,7 +25,7 @@ _COMMANDS = {
     "report": "Measure speed and quality against full recompute.",
     "selectors": "List the selectors and their parameters.",
     "serve": "Answer many at once over HTTP, in OpenAI's protocol.",
-    "store": "Show what a store holds, verify, prune and move it.",
+    "store": "Show what a store holds, verify, prune and pin its caches.",
     "vllm": "Blend prompts for vLLM, which decodes them.",
 }
 

@@ -18,7 +18,7 @@ from blend.weights import lasting_name
 
 if TYPE_CHECKING:
     from blend.rag import Rag
-    from blend.store.memory import HotMemory
+    from blend.store.memory import MemoryCache
 
 
 def corpus_config(options: dict[str, Any]) -> CorpusConfig:
@@ -74,7 +74,7 @@ def open_rag(options: dict[str, Any]) -> Rag:
         budget_bytes=int(budget * 1e9) if budget is not None else None,
         store_key=key,
         on_fetch=show_fetch,
-        memory=_hot_memory(memory),
+        memory=_memory_cache(memory),
     )
 
 
@@ -123,13 +123,13 @@ def _words(store: Path, read: Callable[[Path], list[dict[str, str]]]) -> list[di
     return []
 
 
-def _hot_memory(gigabytes: float | None) -> HotMemory | None:
-    """Room in memory for the hottest chunk caches."""
+def _memory_cache(gigabytes: float | None) -> MemoryCache | None:
+    """Memory for recently read chunk caches."""
     if not gigabytes:
         return None
-    from blend.store.memory import HotMemory
+    from blend.store.memory import MemoryCache
 
-    return HotMemory(round(gigabytes * 1e9))
+    return MemoryCache(round(gigabytes * 1e9))
 
 
 def open_corpus(options: dict[str, Any]) -> Rag:

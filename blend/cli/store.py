@@ -1,34 +1,65 @@
-"""`blend store`: what is in a store, and room again."""
+"""`blend store`: look at the chunk caches of a store, verify them, remove them and pin them."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from click.core import ParameterSource
 
 from blend.cli import opening, options
-from blend.cli.store import export, import_, ls, open_caches, pin, prune, stats, unpin, verify
+from blend.cli.values import number
 from blend.corpora import corpora, in_words
+from blend.errors import ConfigError, StoreError
+from blend.store import open_store
+from blend.store.addresses import root_of
+from blend.store.admin import (
+    Sources,
+    pin_cache,
+    pinned,
+    places,
+    read_sources,
+    remove_copies,
+    still_pinned,
+    verify_entry,
+)
+from blend.store.backend import CACHES, cache_name, key_of
+from blend.types import ChunkKey
 
 if TYPE_CHECKING:
-    from blend.store import ChunkStore
+    from blend.store import Backend, ChunkStore, Stored
+
+_TIERS = ("far", "hot", "local")
+_DAY_S = 86400.0
+_NEW_S = 3600.0  # the process that put a cache may not have noted its document yet
+_BATCH = 500
+_FETCH_BATCH = 16
+_POLL_S = 1.0
+_SHORTEST_DIGEST = 8  # characters of a digest that name a cache
+
+
+class Listed(NamedTuple):
+    """A cache as `ls` shows it. age_s: since its last use where the tier knows it, else since it was put."""
+
+    digest: str
+    namespace: str
+    nbytes: int
+    age_s: float
+    document: str
+    pinned: bool
 
 
 @click.group("store", invoke_without_command=True)
 @options.store_option
 @options.store_key_option
-@click.option(
-    "--clear",
-    is_flag=True,
-    help="Remove every chunk cache but pinned ones (the index stays; caches are computed again on use).",
-)
-@click.option("--yes", is_flag=True, help="Do not ask first.")
 @options.json_option
 @click.pass_context
-def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool, yes: bool, as_json: bool) -> None:
+def command(ctx: click.Context, store: Path, store_key: Path | None, as_json: bool) -> None:
     """Show which models a store holds caches for, and how many; the commands below show and change more."""
     if ctx.invoked_subcommand is not None:
         given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
@@ -37,16 +68,10 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool
                 f"give the options behind the command: blend store {ctx.invoked_subcommand} --store ..."
             )
         return
-    from blend.cli.console import make_sure, print_json, say
-    from blend.store.admin import remove_copies
+    from blend.cli.console import print_json, say
 
     opening.fetch_indexes({"store": store, "store_key": store_key})
-    caches = open_caches(store, store_key)
-    if clear:
-        make_sure(f"the chunk caches of {store}", sure=yes)
-        for namespace in caches.namespaces():
-            caches.prune((), namespace)
-        remove_copies(caches.backend)
+    caches = _open_caches(store, store_key)
     held = caches.stats()
     described = sorted(caches.namespaces().items())
     namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in described]
@@ -60,13 +85,264 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, clear: bool
     if any(names):
         say(f"  corpora: {', '.join(map(in_words, names))}")
     for words in namespaces:
-        say(f"  {_describe(words)}: {_held(words)}")
+        say(f"  {_describe(words)}: {words['caches']:,} {'contextual' if 'contextual' in words else 'isolated'} caches")
     for artifact in artifacts:
         say(f"  {artifact['content']}")
 
 
-for _command in (ls, stats, verify, prune, pin, unpin, export, import_):
-    command.add_command(_command)
+@command.command()
+@options.store_option
+@options.store_key_option
+@click.option("--tier", type=click.Choice(_TIERS), help="Of which tier.  [default: the one that decides]")
+@options.json_option
+def ls(store: Path, store_key: Path | None, tier: str | None, as_json: bool) -> None:
+    """List the chunk caches: digest, size, age, document; a * marks a pinned one."""
+    from blend.cli.console import print_json, say
+
+    for one in _list_caches(_open_caches(store, store_key), tier):
+        if as_json:
+            print_json(one._asdict())
+        else:
+            mark = "*" if one.pinned else " "
+            say(f"{one.digest[:16]}{mark} {_size(one.nbytes):>9} {_age(one.age_s):>8}  {one.document or '-'}")
+
+
+@command.command()
+@options.store_option
+@options.store_key_option
+@options.json_option
+def stats(store: Path, store_key: Path | None, as_json: bool) -> None:
+    """Show what each tier holds: caches, bytes, ages."""
+    from blend.cli.console import print_json, say
+
+    rows = [_tier_stats(name, backend) for name, backend in places(_open_caches(store, store_key).backend)]
+    if as_json:
+        print_json({"tiers": rows})
+        return
+    for row in rows:
+        text = row.get("error") or f"{row['entries']:,} caches, {_size(row['bytes'])}"
+        ages = f", last used {_age(row['newest_s'])} to {_age(row['oldest_s'])} ago" if row.get("entries") else ""
+        say(f"{row['tier']:<6} {row['place']}: {text}{ages}")
+
+
+@command.command()
+@options.store_option
+@options.store_key_option
+@click.option("--delete", is_flag=True, help="Remove what is damaged; it is computed again on use.")
+def verify(store: Path, store_key: Path | None, delete: bool) -> None:
+    """Read every cache of every tier and check it against its digests; fail where damage is left."""
+    from blend.cli.console import say
+
+    caches, checked = _open_caches(store, store_key), 0
+    damaged: list[tuple[Backend, str]] = []
+    for tier, backend in places(caches.backend):
+        one = caches.over(backend)
+        for name in chain.from_iterable(backend.names(CACHES)):
+            checked += 1
+            if problem := verify_entry(one, name):
+                damaged.append((backend, name))
+                say(f"{tier}: {problem}")
+    if damaged and len(damaged) == checked and not caches.knows_its_key:
+        raise StoreError(
+            f"none of {checked:,} caches is what was written, so nothing is removed: is --store-key missing, or another one? "
+            "If they are damaged indeed, `blend store clear` removes them"
+        )
+    if damaged and not delete:
+        raise StoreError(
+            f"{len(damaged):,} of {checked:,} caches are damaged: remove them with --delete, they are computed again"
+        )
+    for backend, name in damaged:
+        backend.delete(name)
+    say(f"{checked:,} caches read, {len(damaged):,} damaged{' and removed' if damaged else ''}")
+
+
+@command.command()
+@options.store_option
+@options.store_key_option
+@click.option("--yes", is_flag=True, help="Do not ask first.")
+def clear(store: Path, store_key: Path | None, yes: bool) -> None:
+    """Remove every chunk cache but pinned ones from every tier; the index stays, caches are computed again on use."""
+    from blend.cli.console import make_sure, say
+
+    caches = _open_caches(store, store_key)
+    make_sure(f"the chunk caches of {store}", sure=yes)
+    removed = sum(caches.prune((), namespace) for namespace in caches.namespaces())
+    remove_copies(caches.backend)
+    say(f"{removed:,} caches removed")
+
+
+@command.command()
+@options.store_option
+@options.store_key_option
+@number("--older-than", "older_than", "Remove what was not used, or where that is not known put, for so many days.")
+@click.option(
+    "--unused",
+    is_flag=True,
+    help="Remove what no document of any corpus is cached in, for an hour at least, of models that a corpus was made with.",
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+def prune(store: Path, store_key: Path | None, older_than: float | None, unused: bool, dry_run: bool) -> None:
+    """Remove chunk caches from every tier; pinned ones stay. With both options, what both say."""
+    from blend.cli.console import say
+
+    if older_than is None and not unused:
+        raise ConfigError("say what is to go: --older-than DAYS, --unused or both")
+    caches = _open_caches(store, store_key)
+    sources = _sources(store, caches, unused=unused)
+    held = list(_list_caches(caches))
+    # Older notes do not name their namespaces: take those that a noted cache is in.
+    known = sources.namespaces | {one.namespace for one in held if one.document} if unused else frozenset()
+    going = [
+        one
+        for one in held
+        if not one.pinned
+        and (older_than is None or one.age_s > older_than * _DAY_S)
+        and not (unused and (one.document or one.age_s < _NEW_S or one.namespace not in known))
+    ]
+    done = "would go" if dry_run else "removed"
+    gone = going if dry_run else list(chain.from_iterable(_removed(store, caches, going, unused=unused)))
+    say(f"{len(gone):,} caches {done}, {_size(sum(one.nbytes for one in gone))}")
+    if copies := remove_copies(caches.backend, dry_run=dry_run):
+        say(f"{copies:,} copies in nearer tiers of caches that were gone {done}")
+
+
+@command.command()
+@click.argument("names", nargs=-1, required=True)
+@options.store_option
+@options.store_key_option
+def pin(names: tuple[str, ...], store: Path, store_key: Path | None) -> None:
+    """Keep the caches of these documents, named as `ls` does, or with these digests: never pruned, never evicted from a disk.
+
+    They are fetched to the disk of this machine. Removing the document removes them all the same.
+    """
+    _pin(names, _open_caches(store, store_key), on=True)
+
+
+@command.command()
+@click.argument("names", nargs=-1, required=True)
+@options.store_option
+@options.store_key_option
+def unpin(names: tuple[str, ...], store: Path, store_key: Path | None) -> None:
+    """Let them go again."""
+    _pin(names, _open_caches(store, store_key), on=False)
+
+
+def _open_caches(store: Path, store_key: Path | None) -> ChunkStore:
+    """The caches of a store, which must exist. Raises `StoreError`."""
+    if root_of(store) is None and not (store / "kv").is_dir():
+        raise StoreError(f"{store} holds no chunk caches; make some with `blend precompute PATH --store {store}`")
+    return open_store(store / "kv", key=opening.store_key({"store_key": store_key}))
+
+
+def _list_caches(caches: ChunkStore, tier: str | None = None) -> Iterator[Listed]:
+    """The caches of a tier, by default of the one that decides. Raises `ConfigError` for a tier that the store lacks."""
+    held = dict(places(caches.backend))
+    if tier is not None and tier not in held:
+        raise ConfigError(f"this store has no tier {tier!r}; it has {', '.join(held)}")
+    backend = held[tier] if tier else next(iter(held.values()))
+    documents, pins, now = read_sources(caches).documents, pinned(caches.backend), time.time()
+    for stored in chain.from_iterable(backend.listing(CACHES)):
+        yield _listed(stored, documents, pins, now)
+
+
+def _listed(stored: Stored, documents: Mapping[str, str], pins: frozenset[str], now: float) -> Listed:
+    key, age_s = key_of(stored.name), max(0.0, now - stored.used)
+    return Listed(key.digest, key.namespace, stored.nbytes, age_s, documents.get(key.digest, ""), key.digest in pins)
+
+
+def _tier_stats(name: str, backend: Backend) -> dict[str, Any]:
+    """What a tier holds, or why it does not answer."""
+    row: dict[str, Any] = {"tier": name, "place": backend.place}
+    try:
+        held = list(chain.from_iterable(backend.listing(CACHES)))
+    except StoreError as error:
+        return row | {"error": str(error)}
+    ages = [max(0.0, time.time() - stored.used) for stored in held]
+    row |= {"entries": len(held), "bytes": sum(stored.nbytes for stored in held)}
+    return row | {"newest_s": min(ages, default=0.0), "oldest_s": max(ages, default=0.0)}
+
+
+def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bool) -> Iterator[list[Listed]]:
+    """Remove these in batches. Before each batch, leave out what a precompute or a pin has claimed since they were listed."""
+    for begin in range(0, len(going), _BATCH):
+        with caches.writing():
+            documents = _sources(store, caches, unused=unused).documents if unused else {}
+            batch = [one for one in going[begin : begin + _BATCH] if one.digest not in documents]
+            pins = still_pinned(caches.backend, [one.digest for one in batch])
+            batch = [one for one in batch if one.digest not in pins]
+            for one in batch:
+                caches.delete(ChunkKey(one.namespace, one.digest))
+        yield batch
+
+
+def _sources(store: Path, caches: ChunkStore, *, unused: bool) -> Sources:
+    """Which document each cache is of. With `unused` raises `StoreError` unless every corpus has a readable note."""
+    sources = read_sources(caches)
+    if not unused:
+        return sources
+    remedy = "nothing is removed; run `blend precompute` for it again"
+    if sources.unread:
+        raise StoreError(
+            f"{sources.unread[0]}, the note of a corpus's caches, is damaged or of another --store-key: {remedy}"
+        )
+    for name in sorted(_all_corpora(store, caches) - sources.corpora):
+        raise StoreError(f"the store says nowhere which caches the corpus ({in_words(name)}) uses: {remedy}")
+    return sources
+
+
+def _all_corpora(store: Path, caches: ChunkStore) -> set[str]:
+    """The corpora of the store, of a shared one those that are published."""
+    from blend.sharing import published
+
+    return set(corpora(store) if root_of(store) is None else published(caches))
+
+
+def _pin(wanted: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:
+    from blend.cli.console import say
+
+    held = list(_list_caches(caches))
+    found = {one.digest: one for one in held if any(_names(text, one.digest, one.document) for text in wanted)}
+    digests = {*found}
+    if not on:  # a cache that is gone may still be pinned
+        digests |= {digest for digest in pinned(caches.backend) if any(_names(text, digest) for text in wanted)}
+    documents = [one.document for one in found.values()]
+    missing = [text for text in wanted if text not in documents and not any(_names(text, one) for one in digests)]
+    if missing:
+        names = ", ".join(f"{text!r:.80}" for text in missing)
+        raise ConfigError(f"no cache is of such a document or has such a digest: {names}; `blend store ls` shows them")
+    caches.require_its_key()
+    with caches.writing():
+        for digest in sorted(digests):
+            pin_cache(caches.backend, digest, on=on)
+    here = _fetched(caches, list(found.values())) if on else ""
+    say(f"{len(digests):,} caches {'pinned' if on else 'let go'}{here}")
+
+
+def _fetched(caches: ChunkStore, wanted: list[Listed]) -> str:
+    """Fetch these to this machine's disk tier, if there is one; says how many are there then."""
+    from blend.cli.progress import stage_progress
+    from blend.store.tiered import TieredBackend
+
+    backend = caches.backend
+    if not isinstance(backend, TieredBackend) or backend.tiers.local is None:
+        return ""
+    keys = [ChunkKey(one.namespace, one.digest) for one in wanted]
+    with stage_progress() as progress:
+        for begin in range(0, len(keys), _FETCH_BATCH):  # what is in flight is in memory
+            caches.prefetch(keys[begin : begin + _FETCH_BATCH])
+            while not backend.wait(_POLL_S):
+                progress("fetch", begin, len(keys))
+            progress("fetch", min(begin + _FETCH_BATCH, len(keys)), len(keys))
+    try:
+        near = set(chain.from_iterable(backend.tiers.local.names(CACHES)))
+    except StoreError as error:
+        return f", none on this machine's disk: {error}"
+    return f", {len(near.intersection(map(cache_name, keys))):,} of them on this machine's disk"
+
+
+def _names(text: str, digest: str, document: str | None = None) -> bool:
+    """Whether the text is the document's name or begins the digest."""
+    return text == document or (len(text) >= _SHORTEST_DIGEST and digest.startswith(text))
 
 
 def _content(caches: ChunkStore, name: str) -> str:
@@ -91,10 +367,17 @@ def _content(caches: ChunkStore, name: str) -> str:
     return (f"surrogate context of {tokens:,} tokens{copies}" if tokens else "no surrogate context") + whose
 
 
-def _held(words: dict[str, Any]) -> str:
-    return f"{words['caches']:,} {'contextual' if 'contextual' in words else 'isolated'} caches"
-
-
-def _describe(words: dict[str, Any]) -> str:
+def _describe(words: Mapping[str, Any]) -> str:
     model, dtype, prefix = words.get("model", "unknown model"), words.get("dtype", "?"), words.get("prefix_tokens", "?")
     return f"{model}, {dtype}, prefix of {prefix} tokens"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.2f} MB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", _DAY_S), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

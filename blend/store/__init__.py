@@ -15,8 +15,8 @@ from blend.store.backend import CACHES, SOURCES, Backend, Blob, MemoryStats, Pat
 from blend.store.base import ChunkStore, StoreStats
 from blend.store.codecs import codec_names, get_codec, register_codec
 from blend.store.codecs.base import Codec
-from blend.store.memory import HotBackend, HotMemory
-from blend.store.reader import ChunkReader, is_sound, looker
+from blend.store.memory import MemoryCache, MemoryTier
+from blend.store.reader import ChunkReader, looker, verified_header
 from blend.store.seal import Seal, is_as_written, make_seal, read_descriptions, read_store_key
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ __all__ = [
     "ChunkReader",
     "ChunkStore",
     "Codec",
-    "HotMemory",
+    "MemoryCache",
     "MemoryStats",
     "Patience",
     "Range",
@@ -52,7 +52,7 @@ def open_store(
     codec: str | Codec = "native",
     budget_bytes: int | None = None,
     key: bytes | None = None,
-    memory_bytes: int | HotMemory | None = None,
+    memory_bytes: int | MemoryCache | None = None,
     cache: str | os.PathLike[str] | None = None,
     hot: str | None = None,
     patience: Patience | None = None,
@@ -69,8 +69,8 @@ def open_store(
     key: a secret of at least 16 bytes (see `read_store_key`) that entries and artifacts are sealed with. Whatever was not
     written with this key counts as damaged then, so that nobody without it can put KV of their own under a model. It is
     written nowhere. A store in memory has no use for it.
-    memory_bytes: what entries may take that are kept in memory besides, the most useful ones, so that those who use them share
-    them; or a `HotMemory` that several stores share. A store in memory has no use for it.
+    memory_bytes: how much memory recently read entries may take, shared by all readers; or a `MemoryCache` that several stores
+    share. A store in memory has no use for it.
     cache, hot, patience: of a store at an address: a directory of this machine that keeps what is read, within `budget_bytes`;
     the address of a Redis that keeps it for all machines; how long servers are waited for.
 
@@ -83,11 +83,11 @@ def open_store(
     user may only read is opened all the same.
     """
     encoding, seal = get_codec(codec) if isinstance(codec, str) else register_codec(codec), make_seal(key)
-    memory = HotMemory(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
+    memory = MemoryCache(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
     backend = _backend(location, budget_bytes, seal, Elsewhere(cache, hot, patience or Patience()))
     here = not hasattr(backend, "tiers")  # nothing is asked of a store elsewhere yet: it is before the first write
     if memory is not None and not backend.trusted:
-        backend = HotBackend(backend, memory, lambda name, blob: is_sound(blob, key_of(name), seal))
+        backend = MemoryTier(backend, memory, lambda name, blob: verified_header(blob, key_of(name), seal))
     store = ChunkStore(backend, encoding, seal)
     if here:
         store.require_its_key()

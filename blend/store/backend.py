@@ -16,18 +16,26 @@ every one may be called by several threads at a time.
 
 from __future__ import annotations
 
+import logging
+import re
+import threading
+import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.errors import ConfigError, EntryDamagedError, EntryTooLargeError
-from blend.store.uses import Uses
+from blend.errors import ConfigError, EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
+from blend.types import ChunkKey
 
 if TYPE_CHECKING:
     from blend.store.format import EntryHeader
 
+
 CACHES = "objects/"
+IDENTIFYING_BYTES = 512
+"""So many first bytes tell two versions of one entry apart: the header's digest is among the first hundred."""
 
 Buffer = bytes | memoryview
 
@@ -55,18 +63,15 @@ class Stored(NamedTuple):
 class MemoryStats(NamedTuple):
     """What a tier of memory has done since it was made, and what it holds.
 
-    hits, misses: entries that were read out of it, and below it. evictions: for want of room. damaged: entries that had changed
-    in memory. entries, nbytes: held now; what was evicted counts while it is read. loaded_bytes: that came in from below.
+    hits, misses: entries that were read from it, and from below it. evictions: for want of room. entries, nbytes: held now.
     """
 
     hits: int
     misses: int
     evictions: int
-    damaged: int
     entries: int
     nbytes: int
     budget_bytes: int
-    loaded_bytes: int
 
 
 class TierHits(NamedTuple):
@@ -88,11 +93,13 @@ class Blob(ABC):
     Of a server that keeps no old versions a blob that was not wholly read by then raises `EntryDamagedError` instead; no blob
     ever reads as something that was never put.
 
-    nbytes: its length. head: its first bytes; how many says `Backend.open`. Threads may share it; close it.
+    nbytes: its length. head: its first bytes; how many says `Backend.open`. header: of an entry whose bytes the backend has
+    verified, with the store's seal, for the name that was opened. Threads may share it; close it.
     """
 
     nbytes: int
     head: Buffer
+    header: EntryHeader | None = None
 
     @abstractmethod
     def read(self, *ranges: Range) -> bool:
@@ -106,24 +113,6 @@ class Blob(ABC):
         """These bytes without a copy, where they lie in this process as one piece; they must not be written to."""
         return None
 
-    @property
-    def tier(self) -> str:
-        """Where it is read from: "far", "hot", "local", "memory"; a store in one place is "store"."""
-        return "store"
-
-    @property
-    def shared(self) -> object | None:
-        """Where the bytes are known to be those that were written: one object for all blobs over them.
-
-        Nothing of such a blob needs to be verified twice. It can be referred to weakly.
-        """
-        return None
-
-    @property
-    def header(self) -> EntryHeader | None:
-        """Of a cache, where the backend has had to verify it: with the store's seal, for the name that was opened."""
-        return None
-
     def used(self, *, counts: bool = True) -> None:  # noqa: B027 - most backends do not ask
         """The blob is read now, and was not only looked at. May be called again.
 
@@ -132,6 +121,10 @@ class Blob(ABC):
 
     def close(self) -> None:  # noqa: B027 - most blobs hold nothing
         """Release what the blob holds; idempotent."""
+
+
+Found = Blob | EntryDamagedError | None
+"""What opening a name gives: its blob, its damage, or None for a miss."""
 
 
 class Backend(ABC):
@@ -159,11 +152,6 @@ class Backend(ABC):
         """Caches that went for want of room since this was made, but for those of a tier of memory."""
         return 0
 
-    @property
-    def uses(self) -> Uses | None:
-        """How often caches were used on this machine; None where it keeps nothing of the store."""
-        return None
-
     def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:  # noqa: B027 - most have nothing nearer
         """These caches will be read soon: bring them nearer meanwhile, but for larger ones. Returns at once, never fails."""
 
@@ -175,12 +163,12 @@ class Backend(ABC):
         bytes are here anyway as many as it pleases. Raises `EntryDamagedError` for something that no `put` made.
         """
 
-    def open_many(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
+    def open_many(self, names: Sequence[str], head: int) -> list[Found]:
         """`open` for several names, in their order, in as few exchanges as it takes; damage of one is returned in its place.
 
         Raises `StoreError`, and leaves nothing open.
         """
-        found: list[Blob | EntryDamagedError | None] = []
+        found: list[Found] = []
         try:
             for name in names:
                 found.append(self._open_or_damage(name, head))
@@ -189,13 +177,13 @@ class Backend(ABC):
             raise
         return found
 
-    def _open_or_damage(self, name: str, head: int) -> Blob | EntryDamagedError | None:
+    def _open_or_damage(self, name: str, head: int) -> Found:
         try:
             return self.open(name, head)
         except EntryDamagedError as error:
             return error
 
-    def stored(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
+    def stored(self, names: Sequence[str], head: int) -> list[Found]:
         """`open_many`, of the place alone that decides what is stored: copies in nearer ones do not count."""
         return self.open_many(names, head)
 
@@ -268,7 +256,7 @@ class Backend(ABC):
         """Held by one thread of one process at a time; not nested. Raises `StoreError` when it takes too long to get."""
 
 
-def close_all(blobs: Sequence[Blob | EntryDamagedError | None]) -> None:
+def close_all(blobs: Sequence[Found]) -> None:
     """Close every blob among these."""
     for blob in blobs:
         if isinstance(blob, Blob):
@@ -286,3 +274,288 @@ def require_budget(budget_bytes: int | None, nbytes: int = 0) -> None:
             f"one chunk cache takes {nbytes} bytes, the store's budget is {budget_bytes}: "
             "raise the budget or use smaller chunks"
         )
+
+
+# --- What a store's things are called in its backend, see `backend`.
+
+
+SUFFIX = ".safetensors"
+ARTIFACTS, DESCRIPTIONS, GENERATION, INDEXES = "artifacts/", "namespaces/", "generation", "indexes/"
+SOURCES, PINS, SEALED = "sources/", "pins/", "sealed"
+
+_HEX = re.compile(r"[0-9A-Za-z_-]{1,128}")
+_ARTIFACT = re.compile(r"[0-9a-z_-]{1,128}")
+_CORPUS = r"[0-9a-z_][0-9a-z_-]{0,63}"
+_OTHERS = (
+    rf"{ARTIFACTS}{_ARTIFACT.pattern}",
+    rf"{DESCRIPTIONS}{_HEX.pattern}\.json",
+    rf"{SOURCES}{_CORPUS}(\.{_HEX.pattern})?",
+    rf"{PINS}[0-9a-f]{{8,128}}",
+    rf"{INDEXES}{_CORPUS}/[0-9A-Za-z][0-9A-Za-z._-]{{0,127}}",
+)
+_OTHER = re.compile("|".join(_OTHERS))
+
+
+def is_name(name: str) -> bool:
+    """Whether a store itself gives this name to a cache or to what it keeps beside them."""
+    if not name.startswith(CACHES):
+        return bool(_OTHER.fullmatch(name))
+    try:
+        return name.count("/") == 3 and name == cache_name(key_of(name))
+    except StoreError:
+        return False
+
+
+def cache_name(key: ChunkKey) -> str:
+    """Name of a chunk cache; raises `StoreError` for a key that `CacheIdentity` cannot have made."""
+    digest = _safe(key.digest)
+    return f"{CACHES}{_safe(key.namespace)}/{digest[:2]}/{digest}{SUFFIX}"
+
+
+def caches_of(namespace: str) -> str | None:
+    """The folder of a namespace's caches; None for what no namespace is called, and no cache lies under."""
+    return f"{CACHES}{namespace}/" if _HEX.fullmatch(namespace) else None
+
+
+def key_of(name: str) -> ChunkKey:
+    """The key that `cache_name` made this name of."""
+    parts = name.split("/")
+    return ChunkKey(parts[1], parts[-1].removesuffix(SUFFIX))
+
+
+def description_name(namespace: str) -> str:
+    """Name of a namespace's description."""
+    return f"{DESCRIPTIONS}{_safe(namespace)}.json"
+
+
+def artifact_name(name: str) -> str:
+    """Name of an artifact; raises `StoreError` when this cannot name one."""
+    if not _ARTIFACT.fullmatch(name):
+        raise StoreError(f"{name!r} cannot name an artifact: use lower-case letters, digits, dashes and underscores")
+    return ARTIFACTS + name
+
+
+def _safe(name: str) -> str:
+    if not _HEX.fullmatch(name):
+        raise StoreError(f"{name!r} cannot name a store entry: use the hex digests that CacheIdentity.key makes")
+    return name
+
+
+# --- How long a server is waited for, and how long it is left alone when it does not answer.
+
+
+class Patience(NamedTuple):
+    """Seconds: for a connection, for one answer, and until a server that did not answer is asked again."""
+
+    connect_s: float = 2.0
+    answer_s: float = 10.0
+    pause_s: float = 15.0
+
+
+# --- A place that does not answer costs its timeout once; then it is left alone for a while, and told about once.
+
+
+LOG = logging.getLogger("kvblend.store")
+
+
+class LeftAloneError(StoreUnreachableError):
+    """A place was not asked, because it has just failed: what it failed with then was told then."""
+
+
+class Breaker:
+    """Lets calls through until one fails with an outage, none for `pause_s` seconds, then one to see.
+
+    An outage: what `counts` says, of errors that are no damage.
+    """
+
+    def __init__(self, pause_s: float, counts: Callable[[StoreError], bool]) -> None:
+        self._pause_s, self._counts = pause_s, counts
+        self._lock = threading.Lock()
+        self._error: StoreError | None = None
+        self._until = 0.0
+
+    @property
+    def open(self) -> bool:
+        """Whether calls are refused."""
+        with self._lock:
+            return self._error is not None and time.monotonic() < self._until
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Around one call. Raises what the last one failed with while that counts, without trying."""
+        self._enter()
+        try:
+            yield
+        except EntryDamagedError:
+            self._answered()
+            raise
+        except StoreError as error:
+            if self._counts(error):
+                self._trip(error)
+            else:
+                self._answered()
+            raise
+        except BaseException:
+            raise
+        else:
+            self._answered()
+
+    def _enter(self) -> None:
+        with self._lock:
+            if self._error is None:
+                return
+            now = time.monotonic()
+            if now < self._until:
+                raise LeftAloneError(str(self._error))
+            self._until = now + self._pause_s  # this call looks; the others go on without
+
+    def _trip(self, error: StoreError) -> None:
+        with self._lock:
+            self._error, self._until = error, time.monotonic() + self._pause_s
+
+    def _answered(self) -> None:
+        with self._lock:
+            self._error = None
+
+
+class Told:
+    """Warnings in the log `kvblend.store`, each kind once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kinds: set[tuple[str, str]] = set()
+
+    def once(self, place: str, kind: str, line: str) -> None:
+        """Warn, unless this kind was told of this place before."""
+        with self._lock:
+            known = (place, kind) in self._kinds
+            self._kinds.add((place, kind))
+        if not known:
+            LOG.warning("%s", line)
+
+
+# --- A lock between machines, on a name that is swapped: held for as long as its owner lives, and no longer.
+
+
+WAIT_S = 600.0  # choosing and measuring takes minutes on a slow machine
+LEASE_S = 30.0
+_NAME = "writing"
+_MOST = 1 << 10
+_FREE = b"free"
+_LOOK_AFTER_S, _LOOK_EVERY_S = 0.02, 1.0  # at first, and in the end
+
+
+class _Writers(threading.local):
+    """The leases that this thread writes under."""
+
+    def __init__(self) -> None:
+        self.leases: list[_Lease] = []
+
+
+_WRITERS = _Writers()
+
+
+@contextmanager
+def leased(backend: Backend, *, lease_s: float = LEASE_S, wait_s: float = WAIT_S) -> Iterator[None]:
+    """Held by one thread of one process at a time. Raises `StoreError` when another keeps it for `wait_s` seconds."""
+    lease = _acquired(backend, lease_s, wait_s)
+    done = threading.Event()
+    renewal = threading.Thread(target=lease.keep, args=(done,), name="kvblend-lease", daemon=True)
+    renewal.start()
+    _WRITERS.leases.append(lease)
+    try:
+        yield
+    finally:
+        _WRITERS.leases.remove(lease)
+        done.set()
+        renewal.join()
+        with suppress(StoreError):  # it ends by itself after `lease_s`
+            lease.release()
+
+
+def require_lease(backend: Backend, name: str) -> None:
+    """Before a write to a name: raise `StoreError` where this thread writes under a lease of that backend and has lost it."""
+    for lease in _WRITERS.leases:
+        if lease.backend is backend and name != _NAME:
+            lease.require()
+
+
+class _Lease:
+    """held: what the name holds, as far as is known, and held at the moment `since` of the monotonic clock."""
+
+    def __init__(self, backend: Backend, held: bytes, since: float, lease_s: float) -> None:
+        self.backend, self._lease_s = backend, lease_s
+        self._held, self._since = held, since
+        self._tried: set[bytes] = set()  # the name may hold one of these: the answer may have got lost
+        self._lost = False
+        self._lock = threading.Lock()
+
+    def keep(self, done: threading.Event) -> None:
+        """Write it anew until then."""
+        while not done.wait(self._lease_s / 4):
+            with suppress(StoreError):  # the next attempt, or whoever writes, finds out
+                self._write(_token())
+
+    def require(self) -> None:
+        """Raise `StoreError` unless it is ours for certain."""
+        if not self._certain():
+            self._write(_token())
+        if not self._certain():
+            raise StoreError(
+                f"{self.backend.place} did not answer for {self._lease_s:g} s, and another process may be writing to it: "
+                "run the same command again"
+            )
+
+    def release(self) -> None:
+        """It is anybody's."""
+        self._write(_FREE)
+
+    def _certain(self) -> bool:
+        return not self._lost and time.monotonic() - self._since <= self._lease_s
+
+    def _write(self, new: bytes) -> None:
+        """Have the name hold `new`, if it is ours. Raises `StoreError` where that is not known."""
+        with self._lock:
+            began = time.monotonic()
+            if self._lost:
+                return
+            if not self._swapped(new):
+                found = self.backend.read(_NAME, _MOST)
+                if found is None or found not in {self._held, *self._tried}:
+                    self._lost = True
+                    return
+                self._held = found
+                if not self._swapped(new):
+                    return
+            self._since = began
+
+    def _swapped(self, new: bytes) -> bool:
+        self._tried.add(new)
+        if not self.backend.swap(_NAME, new, self._held):
+            return False
+        self._held, self._tried = new, set()
+        return True
+
+
+def _acquired(backend: Backend, lease_s: float, wait_s: float) -> _Lease:
+    mine, began = _token(), time.monotonic()
+    seen, since, delay = b"", began, _LOOK_AFTER_S
+    while True:
+        content = backend.read(_NAME, _MOST)
+        looked = time.monotonic()
+        if content != seen:
+            seen, since = content or b"", looked
+        stale = looked - since > lease_s
+        taken = content == mine  # by a swap whose answer got lost
+        if taken or ((content in (None, _FREE) or stale) and backend.swap(_NAME, mine, content)):
+            return _Lease(backend, mine, looked, lease_s)
+        if time.monotonic() - began > wait_s:
+            raise StoreError(
+                f"another process has been writing to {backend.place} for {wait_s:g} s; wait for it and try again"
+            )
+        time.sleep(delay)
+        delay = min(1.5 * delay, _LOOK_EVERY_S)
+
+
+def _token() -> bytes:
+    return uuid.uuid4().hex.encode()

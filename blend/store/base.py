@@ -5,9 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 from blend.errors import EntryDamagedError
 from blend.store.admin import pinned, still_pinned
@@ -27,7 +25,8 @@ from blend.store.backend import (
     key_of,
 )
 from blend.store.codecs.base import Codec
-from blend.store.reader import HEAD, ChunkReader, KnownEntry, damaged, read_header
+from blend.store.format import encode_entry
+from blend.store.reader import HEAD, ChunkReader, Scratch, damaged, read_header
 from blend.store.seal import (
     MOST_BYTES,
     Seal,
@@ -41,9 +40,6 @@ from blend.store.seal import (
     unpack_artifact,
 )
 from blend.types import ChunkCache, ChunkKey
-
-if TYPE_CHECKING:
-    from blend.store.reader import Scratch
 
 _Opening = Callable[[Sequence[str], int], list[Blob | EntryDamagedError | None]]
 _TOKEN_BYTES = 1 << 10
@@ -70,14 +66,14 @@ class ChunkStore:
         self.backend = backend
         self.codec = codec
         self._seal = Unsealed() if backend.trusted else seal
-        self._known: WeakKeyDictionary[object, KnownEntry] = WeakKeyDictionary()
+        self._scratch = Scratch()
         self._key_is_right = self._key_is_told = backend.trusted
 
     def require_its_key(self) -> None:
         """Raise `StoreError` where the store is sealed and this is not its key (`key_check`); asked before the first write."""
         if not self._key_is_right:
             require_its_key(self.backend, self._seal)
-            self._key_is_right = True
+        self._key_is_right = True
 
     @property
     def knows_its_key(self) -> bool:
@@ -122,29 +118,12 @@ class ChunkStore:
         if blob is None:
             return None
         try:
-            known = self._known_entry(blob, key)
+            header = blob.header or read_header(blob, key, self._seal)
         except EntryDamagedError as error:
             blob.close()
             return error
         self.backend.touch(name)
-        return ChunkReader(blob, key, known, self._scratch, self.backend.uses)
-
-    def _known_entry(self, blob: Blob, key: ChunkKey) -> KnownEntry:
-        """Looked at every time, unless the blob is known to be what it was."""
-        shared = blob.shared
-        if shared is None:
-            return KnownEntry(read_header(blob, key, self._seal), {}, self._seal)
-        held = self._known.get(shared)
-        if held is None:
-            header = blob.header or read_header(blob, key, self._seal)
-            held = self._known[shared] = KnownEntry(header, {}, Unsealed())
-        return held
-
-    @cached_property
-    def _scratch(self) -> Scratch:
-        from blend.store.reader import Scratch
-
-        return Scratch()
+        return ChunkReader(blob, key, header, Unsealed() if blob.header else self._seal, self._scratch)
 
     def prefetch(self, keys: Iterable[ChunkKey], most_bytes: int | None = None) -> None:
         """These entries will be read soon. Returns at once; errors show when they are read.
@@ -173,8 +152,6 @@ class ChunkStore:
 
         Raises `StoreError` when it cannot be written; the store is then as it was.
         """
-        from blend.store.format import encode_entry
-
         self.require_its_key()
         name = cache_name(key)
         header, blobs = encode_entry(key, cache, self.codec, self._seal)

@@ -8,15 +8,23 @@ a missing file would compute the whole store again.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
-from blend.files import set_aside, write_atomically
+from blend.files import make_private_folder, set_aside, sweep, write_atomically
+from blend.store.backend import WAIT_S, Backend
+from blend.store.seal import as_json
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
 
 MANIFEST = "store.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -243,3 +251,235 @@ def linked(spare: Path, path: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+# --- The root directory of a disk store: what makes it one.
+
+
+STORE_FORMAT = 1
+_KIND = "kvblend store"
+_NOT_OURS_BUT_HARMLESS = ("lost+found",)
+_MOST_BYTES = 1 << 20
+
+
+def open_root(root: Path) -> StoreFiles:
+    """Make `root` a store unless it is one; raises `StoreError`, and touches nothing, when it is something else.
+
+    Nothing is written to a store that exists, apart from two things where this user may: rights of other users to a folder
+    of ours are withdrawn, and what killed writers left is removed.
+    """
+    files = StoreFiles(root)
+    try:
+        make_root(files)
+        store_id(root, _manifest(files))
+    except OSError as error:
+        raise unusable(root, error) from None
+    tidy(files)
+    return files
+
+
+def make_root(files: StoreFiles, new_id: str = "") -> None:
+    """Make the root a store unless it is one. Raises `StoreError` when it is something else, and OSError."""
+    root = files.root
+    make_private_folder(root)
+    names = [path.name for path in root.iterdir()]
+    if MANIFEST not in names and not (root / MANIFEST).exists():
+        _require_empty(root, names)
+        manifest = as_json({"kind": _KIND, "format": STORE_FORMAT, **({"id": new_id} if new_id else {})})
+        if not (new_id and _come_first(files, manifest)):
+            write_atomically(root / MANIFEST, [manifest], root, files.file_mode(), nullcontext())
+
+
+def _come_first(files: StoreFiles, manifest: bytes) -> bool:
+    """Of several machines that make a store at the same time one gives it its id; False where there are no hard links."""
+    spare = files.spare(files.root)
+    write_atomically(spare, [manifest], files.root, files.file_mode(), nullcontext())
+    try:
+        linked(spare, files.root / MANIFEST)
+    except OSError:
+        return False
+    finally:
+        spare.unlink(missing_ok=True)
+    return True
+
+
+def tidy(files: StoreFiles) -> None:
+    """Withdraw other users' rights, and remove what killed writers left, as far as this user may."""
+    _close_to_others(files.root)
+    sweep(files.root)
+    sweep(files.tmp)
+
+
+def _close_to_others(root: Path) -> None:
+    # The root alone keeps everybody out of all that is below. A folder that the rest of the world may not enter was made so on
+    # purpose, and its group's rights with it. Where the setgid bit is set, the group is who shares the store.
+    with suppress(OSError):
+        info = root.stat()
+        mode = stat.S_IMODE(info.st_mode)
+        if info.st_uid == os.geteuid() and mode & 0o007:
+            root.chmod(mode & ~(0o007 if mode & stat.S_ISGID else 0o077))
+
+
+def _require_empty(root: Path, names: list[str]) -> None:
+    foreign = sorted(n for n in names if n not in _NOT_OURS_BUT_HARMLESS and not (n[0] == "." and n.endswith(".tmp")))
+    # Looked for once more: another process may have made the store between the two looks.
+    if foreign and not (root / MANIFEST).exists():
+        raise StoreError(
+            f"{root} is not a store and not empty (it holds {foreign[0]!r}): choose an empty or new directory"
+        )
+
+
+def _manifest(files: StoreFiles) -> bytes | None:
+    root = files.root
+    try:
+        return files.read(root / MANIFEST, _MOST_BYTES)
+    except EntryDamagedError as error:
+        raise StoreError(f"the store {root} cannot be opened, {MANIFEST}: {error}; choose another directory") from None
+
+
+def store_id(root: Path, raw: bytes | None) -> str:
+    """What tells a store with this manifest from others, empty where it has no id.
+
+    Raises `StoreError` for one that cannot be used.
+    """
+    try:
+        manifest = json.loads(raw or b"")
+        kind, version, found = manifest["kind"], manifest["format"], manifest.get("id", "")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        kind, version, found = None, 0, ""
+    if kind != _KIND or type(version) is not int:
+        raise StoreError(f"{root / MANIFEST} is damaged or not of kvblend: delete {root} or choose another directory")
+    if version != STORE_FORMAT:
+        raise StoreError(
+            f"the store {root} has format {version}, this kvblend reads {STORE_FORMAT}: "
+            "upgrade kvblend or choose another store"
+        )
+    return str(found)
+
+
+# --- A directory that several machines mount: one where nothing is mounted is not a new, empty store.
+
+
+_SEEN = "seen"
+_MOST = 1 << 10
+
+
+class MountedFiles(StoreFiles):
+    """The files of the store at `root`, which may not be there now.
+
+    local: this machine's disk tier, which remembers the store; without one this process does. above: the store that this one
+    lies in, which is there when this one is made.
+    """
+
+    def __init__(self, root: Path, local: Backend | None = None, above: MountedFiles | None = None) -> None:
+        super().__init__(root)
+        self._local, self._above = local, above
+        self._seen: str | None = None
+        self._last: tuple[object, str] | None = None
+        with suppress(StoreUnreachableError):
+            if self._found() is not None:
+                tidy(self)
+
+    def require_present(self) -> None:
+        """Raise `StoreUnreachableError` where the store that was seen here is not; one that was never made holds nothing."""
+        found, seen = self._found(), self._remembered()
+        if found == seen:
+            return
+        if seen is None:
+            assert found is not None
+            self._remember(found)
+            return
+        what = f"has no {MANIFEST}" if found is None else "holds another store than before"
+        place = "" if self._local is None else f"; if that is on purpose, delete {self._local.place} to start anew"
+        raise StoreUnreachableError(f"{self.root} {what}: see that the right file system is mounted{place}")
+
+    def require_writable(self) -> None:
+        """Have it made if it never was."""
+        self.require_present()
+        if self._found() is None:
+            if self._above is not None:
+                self._above.require_writable()
+            try:
+                make_root(self, uuid.uuid4().hex)
+            except OSError as error:
+                raise unusable(self.root, error) from None
+            self.require_present()
+
+    def open(self, path: Path) -> int | None:
+        """As of any store, if it is this one."""
+        self.require_present()
+        return super().open(path)
+
+    def scan(self, path: Path | str) -> list[os.DirEntry[str]]:
+        """As of any store, if it is this one."""
+        self.require_present()
+        return super().scan(path)
+
+    def failed(self, doing: str, error: OSError) -> StoreError:
+        """A file that cannot be read is damage only where the store itself can be, which is asked of its server anew."""
+        self._last = None
+        return super().failed(doing, error)
+
+    def _found(self) -> str | None:
+        """The id of the store that is there now; read again when its manifest is another file."""
+        try:
+            info = (self.root / MANIFEST).stat()
+            now = (info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size)
+            last = self._last
+            if last is None or last[0] != now:
+                self._last = last = (now, store_id(self.root, _content(self.root / MANIFEST)))
+            return last[1]
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise unusable(self.root, error, "read") from None
+
+    def _remembered(self) -> str | None:
+        if self._seen is None and self._local is not None:
+            content = self._local.read(_SEEN, _MOST)
+            self._seen = None if content is None else content.decode(errors="replace")
+        return self._seen
+
+    def _remember(self, found: str) -> None:
+        self._seen = found
+        if self._local is not None:
+            self._local.put(_SEEN, [found.encode()])
+
+
+def _content(manifest: Path) -> bytes:
+    """The first bytes of it, which the file server is asked for. Raises OSError."""
+    with os.fdopen(os.open(manifest, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
+        return file.read(_MOST) or b""
+
+
+# --- A lock between processes, on a file of the store.
+
+
+@contextmanager
+def locked(files: StoreFiles, name: str = ".writing") -> Iterator[None]:
+    """Held by one thread of one process at a time; it ends with the process. Raises `StoreError` after ten minutes."""
+    lock = _acquired(files, name)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _acquired(files: StoreFiles, name: str) -> BaseFileLock:
+    from filelock import FileLock, Timeout
+
+    files.require_writable()
+    path = files.root / name
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            files.remove(path)
+    try:
+        lock = FileLock(path, timeout=WAIT_S, mode=files.file_mode())
+        lock.acquire()
+    except Timeout:
+        raise StoreError(
+            f"another process has been writing to {files.root} for {WAIT_S:g} s; wait for it and try again"
+        ) from None
+    except OSError as error:
+        raise files.failed("written", error) from None
+    return lock

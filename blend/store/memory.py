@@ -1,49 +1,66 @@
-"""Bytes in the memory of this process: the pieces that were put, as they are."""
+"""Entries in the memory of this process: a store of its own, and a tier in front of another backend.
+
+Both are bounded by bytes and evict the least recently used entries first.
+"""
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import accumulate, count
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
 
-from blend.store.backend import CACHES, Backend, Blob, Buffer, Range, Stored, require_budget
+from cachetools import Cache, LRUCache
+
+from blend.errors import ConfigError, EntryDamagedError, StoreError
+from blend.store.backend import (
+    CACHES,
+    IDENTIFYING_BYTES,
+    Backend,
+    Blob,
+    Buffer,
+    MemoryStats,
+    Range,
+    Stored,
+    TierHits,
+    require_budget,
+)
+
+if TYPE_CHECKING:
+    from blend.store.format import EntryHeader
+
+_TIERS = count()
 
 
 class MemoryBlob(Blob):
-    """What was put under one name, in pieces; nothing to close. own: whether the pieces are of this process's making."""
+    """Bytes in memory, in pieces; nothing to close. header: of an entry that was verified."""
 
-    def __init__(self, pieces: Sequence[Buffer], *, own: bool = True) -> None:
-        self._own = own
+    def __init__(self, pieces: Sequence[Buffer], header: EntryHeader | None = None) -> None:
         self._pieces = tuple(memoryview(piece) for piece in pieces)
-        ends = list(accumulate(piece.nbytes for piece in self._pieces))
-        self._starts = [0, *ends]
+        self._starts = [0, *accumulate(piece.nbytes for piece in self._pieces)]
         self.nbytes = self._starts[-1]
         self.head = self._pieces[0] if self._pieces else b""
-
-    @property
-    def shared(self) -> MemoryBlob | None:
-        """Itself: nobody else can write there."""
-        return self if self._own else None
+        self.header = header
 
     def read(self, *ranges: Range) -> bool:
-        """One copy."""
+        """Copy the bytes."""
         return all(self._read(one.offset, one.into) for one in ranges)
 
     def window(self, offset: int, nbytes: int) -> memoryview | None:
-        """The memory that was put, where all of it lies in one piece."""
+        """The memory itself, where the range lies in one piece."""
         index = bisect_right(self._starts, offset) - 1
         begin = offset - self._starts[index]
         if index >= len(self._pieces) or begin + nbytes > self._pieces[index].nbytes:
             return None
         return self._pieces[index][begin : begin + nbytes]
 
-    def whole(self) -> bytes:
-        """A copy of all."""
+    def content(self) -> bytes:
+        """A copy of all bytes."""
         return b"".join(self._pieces)
 
     def _read(self, offset: int, into: memoryview) -> bool:
@@ -61,65 +78,83 @@ class _Held(NamedTuple):
     used: float
 
 
+class _ByteLRU(LRUCache[Hashable, _Held]):
+    """Evicts the least recently used entries above `budget_bytes`. Callers hold a lock."""
+
+    def __init__(self, budget_bytes: float) -> None:
+        super().__init__(budget_bytes, getsizeof=lambda held: held.blob.nbytes)
+        self.evictions = 0
+
+    def popitem(self) -> tuple[Hashable, _Held]:
+        """Evict one entry."""
+        self.evictions += 1
+        return super().popitem()
+
+    def listed(self) -> list[tuple[str, _Held]]:
+        """Every entry; listing them is no use of them."""
+        return [(str(name), Cache.__getitem__(self, name)) for name in self]
+
+
 class MemoryBackend(Backend):
-    """Names and their bytes for the threads of one process. trusted: whether what is put is of this process's own making."""
+    """Names and their bytes for the threads of one process."""
 
-    place = "memory"
+    place, trusted = "memory", True
 
-    def __init__(self, budget_bytes: int | None = None, *, trusted: bool = True) -> None:
+    def __init__(self, budget_bytes: int | None = None) -> None:
         require_budget(budget_bytes)
-        self._budget, self.trusted = budget_bytes, trusted
+        self._budget = budget_bytes
         self._lock, self._writing = threading.Lock(), threading.Lock()
-        self._caches: OrderedDict[str, _Held] = OrderedDict()  # least recently used first
-        self._others: OrderedDict[str, _Held] = OrderedDict()
-        self._cache_bytes = 0
+        self._caches = _ByteLRU(inf if budget_bytes is None else budget_bytes)
+        self._others = _ByteLRU(inf)
+
+    @property
+    def evictions(self) -> int:
+        """Caches that the budget evicted."""
+        return self._caches.evictions
 
     def open(self, name: str, head: int) -> MemoryBlob | None:
-        """What is there anyway."""
-        held = self._room(name).get(name)
+        """The bytes that were put."""
+        with self._lock:
+            held = self._entries(name).get(name)
         return None if held is None else held.blob
 
     def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
-        """Keep the memory that is given, then evict."""
-        blob, room = MemoryBlob(blobs, own=self.trusted), self._room(name)
+        """Keep the given memory, then evict."""
+        blob, entries = MemoryBlob(blobs), self._entries(name)
         with self._lock:
-            if if_absent and name in room:
+            if if_absent and name in entries:
                 return False
-            if room is self._caches:
+            if entries is self._caches:
                 require_budget(self._budget, blob.nbytes)
-            self._remove(name)
-            room[name] = _Held(blob, time.time())
-            self._cache_bytes += blob.nbytes if room is self._caches else 0
-            while self._budget is not None and self._cache_bytes > self._budget:
-                self._remove(next(iter(self._caches)))
+            entries.pop(name, None)
+            entries[name] = _Held(blob, time.time())
         return True
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
-        """Under the lock."""
-        room = self._room(name)
+        """Compare and replace under the lock."""
+        entries = self._entries(name)
         with self._lock:
-            if (room[name].blob.whole() if name in room else None) != was:
+            if (entries[name].blob.content() if name in entries else None) != was:
                 return False
-            room[name] = _Held(MemoryBlob([content], own=self.trusted), time.time())
+            entries[name] = _Held(MemoryBlob([content]), time.time())
         return True
 
     def delete(self, name: str) -> bool:
         """Drop it; open blobs keep their memory."""
         with self._lock:
-            return self._remove(name)
+            return self._entries(name).pop(name, None) is not None
 
     def touch(self, name: str) -> None:
-        """Last in the order from now on."""
-        room = self._room(name)
+        """Make it the most recently used."""
+        entries = self._entries(name)
         with self._lock:
-            if (held := room.get(name)) is not None:
-                room[name] = held._replace(used=time.time())
-                room.move_to_end(name)
+            if (held := entries.get(name)) is not None:
+                entries[name] = held._replace(used=time.time())
 
     def listing(self, prefix: str) -> Iterator[list[Stored]]:
         """One page."""
         with self._lock:
-            held = [*self._caches.items(), *self._others.items()]
+            held = self._caches.listed() + self._others.listed()
         yield [Stored(name, blob.nbytes, used) for name, (blob, used) in held if name.startswith(prefix)]
 
     @contextmanager
@@ -128,12 +163,242 @@ class MemoryBackend(Backend):
         with self._writing:
             yield
 
-    def _room(self, name: str) -> OrderedDict[str, _Held]:
+    def _entries(self, name: str) -> _ByteLRU:
         return self._caches if name.startswith(CACHES) else self._others
 
-    def _remove(self, name: str) -> bool:
-        room = self._room(name)
-        held = room.pop(name, None)
-        if held is not None and room is self._caches:
-            self._cache_bytes -= held.blob.nbytes
-        return held is not None
+
+class MemoryCache:
+    """Whole entries in memory, encoded as they are stored; several stores may share one.
+
+    The budget counts what is held. An entry that is evicted while it is read stays in memory until its last reader is done.
+    Raises `ConfigError` for a budget that is not positive.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        if budget_bytes <= 0:
+            raise ConfigError(f"{budget_bytes} bytes of memory for chunk caches; it must be a positive number")
+        self._budget = budget_bytes
+        self._lock = threading.Lock()
+        self._entries = _ByteLRU(budget_bytes)
+        self._hits = self._misses = 0
+
+    @property
+    def stats(self) -> MemoryStats:
+        """The figures at this moment."""
+        with self._lock:
+            held = self._entries
+            return MemoryStats(
+                self._hits, self._misses, held.evictions, len(held), int(held.currsize), budget_bytes=self._budget
+            )
+
+    def get(self, name: Hashable, blob: Blob) -> MemoryBlob | None:
+        """The entry under `name` if it is the same as `blob`; another version is dropped."""
+        with self._lock:
+            held = self._entries.get(name)
+            if held is None:
+                return None
+            if held.blob.nbytes == blob.nbytes and bytes(held.blob.head[: len(blob.head)]) == bytes(blob.head):
+                return held.blob
+            del self._entries[name]
+            return None
+
+    def keep(self, name: Hashable, blob: MemoryBlob) -> None:
+        """Hold an entry; one that is larger than the budget is not held."""
+        if blob.nbytes <= self._budget:
+            with self._lock:
+                self._entries.pop(name, None)
+                self._entries[name] = _Held(blob, 0.0)
+
+    def drop(self, name: Hashable) -> None:
+        """Hold nothing under `name`."""
+        with self._lock:
+            self._entries.pop(name, None)
+
+    def count(self, *, hit: bool) -> None:
+        """One more entry was read, from memory or from below."""
+        with self._lock:
+            self._hits += hit
+            self._misses += not hit
+
+
+class _Hit(MemoryBlob):
+    """An entry in memory. used: called at the first use that counts."""
+
+    def __init__(self, view: memoryview, header: EntryHeader | None, used: Callable[[], None]) -> None:
+        super().__init__([view], header)
+        self._used = used
+
+    def used(self, *, counts: bool = True) -> None:
+        """Count a hit, once."""
+        if counts:
+            call, self._used = self._used, _nothing
+            call()
+
+
+class _Miss(Blob):
+    """An entry of the backend below. When it was read to its end, `keep` is called with it before it is closed."""
+
+    def __init__(self, below: Blob, used: Callable[[], None], keep: Callable[[Blob], None]) -> None:
+        self._below, self._used, self._keep = below, used, keep
+        self._end = 0
+        self.nbytes, self.head, self.header = below.nbytes, below.head, below.header
+
+    def read(self, *ranges: Range) -> bool:
+        """From below."""
+        self._end = max(self._end, *(one.offset + one.into.nbytes for one in ranges))
+        return self._below.read(*ranges)
+
+    def window(self, offset: int, nbytes: int) -> memoryview | None:
+        """From below."""
+        self._end = max(self._end, offset + nbytes)
+        return self._below.window(offset, nbytes)
+
+    def used(self, *, counts: bool = True) -> None:
+        """Count a miss, once."""
+        self._below.used(counts=counts)
+        if counts:
+            call, self._used = self._used, _nothing
+            call()
+
+    def close(self) -> None:
+        """Keep what was used and read to its end, then close the blob below."""
+        keep, self._keep = self._keep, _ignore
+        try:
+            if self._used is _nothing and self._end >= self.nbytes:
+                keep(self._below)
+        finally:
+            self._below.close()
+
+
+class MemoryTier(Backend):
+    """A backend with recently read caches in memory.
+
+    Every open asks the backend below for the entry's first bytes, which hold a digest of the whole entry. Memory therefore
+    never serves what another process has deleted or replaced. An entry comes into memory, verified, when its first reader
+    closes it; later readers hash nothing.
+
+    verify: returns the header of an entry whose every byte is as written, else None.
+    """
+
+    def __init__(self, below: Backend, cache: MemoryCache, verify: Callable[[str, Blob], EntryHeader | None]) -> None:
+        self.below, self.place, self.trusted = below, below.place, below.trusted
+        self._cache, self._verify, self._number = cache, verify, next(_TIERS)
+
+    @property
+    def memory(self) -> MemoryStats:
+        """Of the memory, with what other stores hold in it."""
+        return self._cache.stats
+
+    @property
+    def tier_hits(self) -> TierHits | None:
+        """Of the tiers below."""
+        return self.below.tier_hits
+
+    @property
+    def evictions(self) -> int:
+        """Of the backend below."""
+        return self.below.evictions
+
+    def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:
+        """Below."""
+        self.below.prefetch(names, most_bytes)
+
+    def open(self, name: str, head: int) -> Blob | None:
+        """One exchange with the backend below, whatever is in memory."""
+        return self._nearest(name, self.below.open(name, max(head, IDENTIFYING_BYTES)))
+
+    def open_many(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
+        """As few exchanges as the backend below takes."""
+        found = self.below.open_many(names, max(head, IDENTIFYING_BYTES))
+        return [
+            one if isinstance(one, EntryDamagedError) else self._nearest(name, one)
+            for name, one in zip(names, found, strict=True)
+        ]
+
+    def stored(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
+        """Of the backend below."""
+        return self.below.stored(names, head)
+
+    def restore(self, name: str) -> bool:
+        """Below."""
+        return self.below.restore(name)
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """From below."""
+        return self.below.read(name, most)
+
+    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
+        """Below; the copy in memory goes."""
+        done = self.below.put(name, blobs, if_absent=if_absent)
+        self._cache.drop(self._own(name))
+        return done
+
+    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
+        """Below; the copy in memory goes."""
+        done = self.below.swap(name, content, was)
+        self._cache.drop(self._own(name))
+        return done
+
+    def delete(self, name: str) -> bool:
+        """Below and in memory."""
+        done = self.below.delete(name)
+        self._cache.drop(self._own(name))
+        return done
+
+    def touch(self, name: str) -> None:
+        """Below, whose budget asks for it."""
+        self.below.touch(name)
+
+    def listing(self, prefix: str) -> Iterator[list[Stored]]:
+        """Of the backend below."""
+        return self.below.listing(prefix)
+
+    def names(self, prefix: str) -> Iterator[list[str]]:
+        """Of the backend below."""
+        return self.below.names(prefix)
+
+    def folders(self, prefix: str) -> set[str]:
+        """Of the backend below."""
+        return self.below.folders(prefix)
+
+    def writing(self) -> AbstractContextManager[None]:
+        """The lock of the backend below."""
+        return self.below.writing()
+
+    def _own(self, name: str) -> tuple[int, str]:
+        """The name in a memory that other stores share."""
+        return self._number, name
+
+    def _nearest(self, name: str, below: Blob | None) -> Blob | None:
+        if not name.startswith(CACHES):
+            return below
+        if below is None:
+            self._cache.drop(self._own(name))
+            return None
+        held = self._cache.get(self._own(name), below)
+        if held is None:
+            return _Miss(below, lambda: self._cache.count(hit=False), lambda blob: self._load(name, blob))
+        below.close()
+        return _Hit(memoryview(held.head), held.header, lambda: self._cache.count(hit=True))
+
+    def _load(self, name: str, blob: Blob) -> None:
+        """Keep a copy of an entry that is as it was written. Its next reader meets what goes wrong here."""
+        with suppress(StoreError, OSError):
+            view = private_memory(blob.nbytes)
+            if blob.read(Range(0, view)):
+                header = self._verify(name, MemoryBlob([view]))
+                if header is not None:
+                    self._cache.keep(self._own(name), MemoryBlob([view], header))
+
+
+def private_memory(nbytes: int) -> memoryview:
+    """Writable pages that go back to the system when the last view of them is gone. Raises `OSError`."""
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _ignore(blob: Blob) -> None:
+    """Do nothing."""

@@ -1,38 +1,71 @@
-"""Reading one chunk cache, a layer at a time, each verified and decoded, whatever bytes come."""
+"""Memory for the bytes of one layer, and its tensors in that same memory."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import EntryDamagedError, first_line
-from blend.store.backend import Blob, Range
-from blend.store.format import LENGTH, LONGEST, EntryHeader, decode_header
+from blend.store.backend import Blob, Range, key_of
+from blend.store.format import LENGTH, LONGEST, EntryHeader, LayerLayout, PartLayout, as_bytes, decode_header
 from blend.store.seal import Seal
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
     import torch
 
-    from blend.store.reader import LayerBuffer, Scratch
-    from blend.store.uses import Uses
+
+class LayerBuffer(NamedTuple):
+    """views: the layer's bytes, in a row. tensors: its parts by name."""
+
+    parts: tuple[PartLayout, ...]
+    views: tuple[memoryview, ...]
+    tensors: dict[str, torch.Tensor]
+
+
+def empty_buffer(layout: LayerLayout) -> LayerBuffer:
+    """One piece of memory of its own. Raises RuntimeError for a layer of impossible size."""
+    import torch
+
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+    tensors = {part.name: _tensor(buffer[part.offset : part.offset + part.nbytes], part) for part in layout.parts}
+    return LayerBuffer(layout.parts, (as_bytes(buffer),), tensors)
+
+
+def buffer_over(layout: LayerLayout, views: Sequence[memoryview]) -> LayerBuffer:
+    """The memory that is there, a view a part."""
+    import torch
+
+    pairs = zip(layout.parts, views, strict=True)
+    tensors = {part.name: _tensor(torch.frombuffer(view, dtype=torch.uint8), part) for part, view in pairs}
+    return LayerBuffer(layout.parts, tuple(views), tensors)
+
+
+def _tensor(stored: torch.Tensor, part: PartLayout) -> torch.Tensor:
+    import torch
+
+    return stored.view(getattr(torch, part.type.name)).view(part.shape)
+
+
+class Scratch(threading.local):
+    """One reusable buffer a thread: a layer read into it is still in the processor's cache when it is hashed."""
+
+    buffer: LayerBuffer | None = None
+
+    def take(self, layout: LayerLayout) -> LayerBuffer:
+        """A buffer for that layout, valid until this thread takes again; made anew only when the layout changes."""
+        if self.buffer is None or self.buffer.parts != layout.parts:
+            self.buffer = empty_buffer(layout)
+        return self.buffer
+
+
+# --- Reading one chunk cache, a layer at a time, each verified and decoded, whatever bytes come.
+
 
 HEAD = 16 << 10  # one read for the header of most models: of some 80 layers of two parts, or 45 of four
-
-
-class KnownEntry(NamedTuple):
-    """What opening a blob has shown.
-
-    header: verified. windows: the layers that lie in memory as they are, by index. seal: what each layer must still be held
-    against when it is read.
-    """
-
-    header: EntryHeader
-    windows: dict[int, LayerBuffer]
-    seal: Seal
 
 
 class ChunkReader:
@@ -40,26 +73,15 @@ class ChunkReader:
 
     It stays readable when the entry is evicted or replaced meanwhile. tokens, layers: of the chunk. start: position of its
     first token when it was computed. still: whether its positions are taken out (`ChunkCache.still`). codec: how it is kept.
-    stored_bytes: its length in the store. counts: whether reading it counts as a use of the entry, which `uses` is told once;
-    may be set.
+    stored_bytes: its length in the store. counts: whether reading it counts as a use of the entry; may be set.
     """
 
-    def __init__(
-        self, blob: Blob, key: ChunkKey, known: KnownEntry, scratch: Scratch, uses: Uses | None = None
-    ) -> None:
-        header = known.header
+    def __init__(self, blob: Blob, key: ChunkKey, header: EntryHeader, seal: Seal, scratch: Scratch) -> None:
         self.tokens, self.layers, self.start = header.tokens, len(header.layers), header.start
         self.still, self.codec, self.stored_bytes = header.still, header.codec.name, blob.nbytes
         self.counts = True
-        self._uses, self._uncounted = uses, threading.Lock()
         self._blob: Blob | None = blob
-        self._key, self._header, self._windows, self._seal, self._scratch = (
-            key,
-            header,
-            known.windows,
-            known.seal,
-            scratch,
-        )
+        self._key, self._header, self._seal, self._scratch = key, header, seal, scratch
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each `[kv_heads, tokens, head_dim]`, verified.
@@ -97,11 +119,8 @@ class ChunkReader:
     def close(self) -> None:
         """Release what the reader holds; idempotent."""
         blob, self._blob = self._blob, None
-        self._windows = {}  # of memory that may be evicted from now on
         if blob is not None:
             blob.close()
-            if self._uses is not None:
-                self._uses.settle()
 
     def __enter__(self) -> ChunkReader:
         return self
@@ -118,11 +137,9 @@ class ChunkReader:
         if not 0 <= index < self.layers:
             raise IndexError(f"layer {index} of {self.layers}")
         blob.used(counts=self.counts)
-        if self.counts and self._uses is not None and self._uncounted.acquire(blocking=False):
-            self._uses.count(self._key.digest, blob.tier)
         layout = self._header.layers[index]
         try:
-            buffer = self._windows.get(index) or self._filled(blob, index, reuse=reuse)
+            buffer = self._filled(blob, index, reuse=reuse)
         except EntryDamagedError as error:
             raise damaged(self._key, f"layer {index}: {error}") from None
         except RuntimeError as error:
@@ -133,8 +150,6 @@ class ChunkReader:
 
     def _filled(self, blob: Blob, index: int, *, reuse: bool) -> LayerBuffer | None:
         """The layer's bytes; None when the blob is shorter."""
-        from blend.store.reader import buffer_over, empty_buffer
-
         layout = self._header.layers[index]
         windows = [
             view
@@ -142,7 +157,7 @@ class ChunkReader:
             if part.nbytes and (view := blob.window(layout.offset + part.offset, part.nbytes)) is not None
         ]
         if len(windows) == len(layout.parts):
-            return self._windows.setdefault(index, buffer_over(layout, windows))
+            return buffer_over(layout, windows)
         buffer = self._scratch.take(layout) if reuse else empty_buffer(layout)
         return buffer if blob.read(Range(layout.offset, buffer.views[0])) else None
 
@@ -165,14 +180,15 @@ def read_header(blob: Blob, key: ChunkKey, seal: Seal) -> EntryHeader:
         raise damaged(key, first_line(error)) from None
 
 
-def is_sound(blob: Blob, key: ChunkKey, seal: Seal) -> bool:
-    """Whether a blob in memory is the entry of `key` as it was written, every layer of it."""
+def verified_header(blob: Blob, key: ChunkKey, seal: Seal) -> EntryHeader | None:
+    """The header of a blob in memory if every byte of it is the entry of `key` as it was written."""
     try:
         header = read_header(blob, key, seal)
     except EntryDamagedError:
-        return False
+        return None
     windows = ((layer, blob.window(layer.offset, layer.nbytes)) for layer in header.layers)
-    return all(view is not None and seal.holds(layer.checksum, "layer", view) for layer, view in windows)
+    whole = all(view is not None and seal.holds(layer.checksum, "layer", view) for layer, view in windows)
+    return header if whole else None
 
 
 def _beginning(blob: Blob, nbytes: int) -> bytes:
@@ -187,3 +203,48 @@ def _beginning(blob: Blob, nbytes: int) -> bytes:
 def damaged(key: ChunkKey, what: str) -> EntryDamagedError:
     """The one-line error for an entry that must be computed again."""
     return EntryDamagedError(f"store entry {key.digest[:16]} must be computed again: {what}")
+
+
+# --- An entry as a tier sees it: its header, verified, and the pieces behind it, each with a digest of its own.
+
+
+class Piece(NamedTuple):
+    """One layer: where it lies, and what its bytes must hash to."""
+
+    offset: int
+    nbytes: int
+    checksum: str
+
+
+class Entry(NamedTuple):
+    """beginning: all bytes in front of the first piece. The pieces lie one right behind the other, up to the end."""
+
+    header: EntryHeader
+    beginning: bytes
+    pieces: tuple[Piece, ...]
+    nbytes: int
+    seal: Seal
+
+    def holds(self, index: int, view: memoryview) -> bool:
+        """Whether these are the bytes of that piece."""
+        return self.seal.holds(self.pieces[index].checksum, "layer", view)
+
+
+Look = Callable[[str, Blob], Entry]
+"""What a blob under a name is, by its header. Raises `EntryDamagedError`, `StoreError` where it cannot be read."""
+
+
+def looker(seal: Seal) -> Look:
+    """By the headers that `ChunkStore` writes."""
+
+    def look(name: str, blob: Blob) -> Entry:
+        header = read_header(blob, key_of(name), seal)
+        layers = header.layers
+        beginning = bytearray(blob.head[: layers[0].offset])
+        rest = bytearray(layers[0].offset - len(beginning))
+        if rest and not blob.read(Range(len(beginning), memoryview(rest))):
+            raise EntryDamagedError("it is truncated")
+        pieces = tuple(Piece(layer.offset, layer.nbytes, layer.checksum) for layer in layers)
+        return Entry(header, bytes(beginning + rest), pieces, blob.nbytes, seal)
+
+    return look

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
 import stat
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import xxhash
 
-from blend.errors import ConfigError
+from blend.errors import ConfigError, EntryDamagedError, StoreError
+from blend.store.backend import ARTIFACTS, DESCRIPTIONS, SEALED, SOURCES, Backend
 
 DIGEST_CHARS = 32
 SHORTEST_KEY = 16
@@ -124,3 +128,112 @@ def read_store_key(path: str | os.PathLike[str], name: str = "store key") -> byt
     if stat.S_ISREG(mode) and mode & 0o007:
         warnings.warn(f"everyone on this machine can read the {name} {file}: `chmod 600 {file}`", stacklevel=2)
     return require_key(key, f"the {name} {file}")
+
+
+# --- Small named things that a store keeps beside its chunk caches, and the words that describe its namespaces.
+
+
+_OPENING = b"kvblend artifact 1 "
+MOST_BYTES = 1 << 30
+_MOST_OF_A_DESCRIPTION = 1 << 20
+
+
+def pack_artifact(name: str, content: bytes, seal: Seal) -> tuple[bytes, bytes]:
+    """What is kept of it; raises `StoreError` when it is too long."""
+    if len(content) > MOST_BYTES // 2:
+        raise StoreError(f"{name} takes {len(content)} bytes, an artifact {MOST_BYTES // 2} at most")
+    digest = seal.digest("artifact", name.encode() + b"\n", content)
+    return _OPENING + digest.encode() + b"\n", content
+
+
+def unpack_artifact(name: str, raw: bytes, seal: Seal) -> bytes:
+    """The content, its digest verified; raises `EntryDamagedError`."""
+    opening, _, content = raw.partition(b"\n")
+    digest = opening.removeprefix(_OPENING)
+    if digest == opening or not seal.holds(digest, "artifact", name.encode() + b"\n", content):
+        raise EntryDamagedError(seal.foreign)
+    return content
+
+
+def is_as_written(name: str, raw: bytes, seal: Seal) -> bool:
+    """Whether what lies under a backend's name is what was put there; of names that have no digest nothing else is known."""
+    if not name.startswith((ARTIFACTS, SOURCES, SEALED)):
+        return True
+    try:
+        unpack_artifact(name.removeprefix(ARTIFACTS), raw, seal)
+    except EntryDamagedError:
+        return False
+    return True
+
+
+def pack_description(words: Mapping[str, str]) -> bytes:
+    """What is kept of it."""
+    return as_json(dict(words))
+
+
+def read_descriptions(backend: Backend) -> dict[str, dict[str, str]]:
+    """Every namespace's description; a damaged one reads as empty. Raises `StoreError`."""
+    names = [name for page in backend.names(DESCRIPTIONS) for name in page if name.endswith(".json")]
+    return {name.removeprefix(DESCRIPTIONS).removesuffix(".json"): _read_description(backend, name) for name in names}
+
+
+def _read_description(backend: Backend, name: str) -> dict[str, str]:
+    fields: object = None
+    with suppress(EntryDamagedError, ValueError, RecursionError):
+        fields = json.loads(backend.read(name, _MOST_OF_A_DESCRIPTION) or b"")
+    return {k: str(v) for k, v in fields.items()} if isinstance(fields, dict) else {}
+
+
+def as_json(fields: Mapping[str, object]) -> bytes:
+    """JSON for people to read."""
+    return json.dumps(fields, indent=1, sort_keys=True).encode() + b"\n"
+
+
+# --- Which key a store is sealed with, as far as that can be told: a name beside `store.json` that only this key can make.
+
+
+_MOST = 1 << 10
+
+
+def leave_key_check(backend: Backend, seal: Seal) -> None:
+    """Let whoever opens the store be held against this key, unless there is a check. Raises `StoreError`."""
+    if seal.keyed and _check_of(backend) is None:
+        with suppress(EntryDamagedError):  # something took its place: then there is no check
+            backend.swap(SEALED, b"".join(pack_artifact(SEALED, b"", seal)), None)
+
+
+def is_sealed_with(backend: Backend, seal: Seal) -> bool:
+    """Whether the store says that this is its key; it says nothing before its first sealed artifact. Raises `StoreError`."""
+    return seal.keyed and _check_of(backend) is not None
+
+
+def require_its_key(backend: Backend, seal: Seal) -> None:
+    """Raise `StoreError` where the store is sealed with a key that is not this one; one of before may have no check."""
+    check = _check_of(backend)
+    if check is None or (seal.keyed and _holds(check, seal)):
+        return
+    place = backend.place
+    if not seal.keyed:
+        raise StoreError(
+            f"the store {place} is sealed with a store key: give --store-key FILE, the key that it was made with"
+        )
+    raise StoreError(
+        f"the store {place} is sealed with another store key: give the one that it was made with, or remove {SEALED!r} in it "
+        "to have everything computed again under this one"
+    )
+
+
+def _check_of(backend: Backend) -> bytes | None:
+    """None where there is none, or something else took its place."""
+    try:
+        return backend.read(SEALED, _MOST)
+    except EntryDamagedError:
+        return None
+
+
+def _holds(check: bytes, seal: Seal) -> bool:
+    try:
+        unpack_artifact(SEALED, check, seal)
+    except EntryDamagedError:
+        return False
+    return True

@@ -20,7 +20,7 @@ from blend.store import ChunkStore, Codec, open_store
 from blend.types import Part, PromptLayout
 
 REUSE = BlendConfig(selector="none", correction=False)
-CODECS = ("int8", "int4", "fp8")
+CODECS = ("int8", "int4")
 BASE = make_layout()
 PARTS = replace(BASE, plain=frozenset({1}), parts={2: Part((11, 12, *BASE.chunks[2], 13), 2)})
 
@@ -79,7 +79,7 @@ def test_one_chunk_without_positions_is_what_the_model_computes_at_position_zero
     assert (cache.keys[0][:, :3] - cache.keys[0][:, 3:]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize(("codec", "most"), [("int8", 0.01), ("fp8", 0.05), ("int4", 0.2)])
+@pytest.mark.parametrize(("codec", "most"), [("int8", 0.01), ("int4", 0.2)])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "cohere", "gpt-neox", "deepseek-v3"])
 def test_what_is_blended_is_near_the_exact_store(name: str, codec: str, most: float) -> None:
     got, want = (blended(name, open_store("memory:", codec=one), BASE) for one in (codec, "native"))

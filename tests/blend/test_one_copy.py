@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from blend.store.admin import pin
 from cases import make_layout
 from corrections import by_formula
 from dense_reference import assert_close, dense_prefill
@@ -30,6 +29,7 @@ from blend.prompt import PromptTemplate
 from blend.recompute import make_plan
 from blend.select import make_selector
 from blend.store import open_store
+from blend.store.admin import pin_cache
 from blend.types import ChunkCache, PromptLayout
 
 FAMILIES = ("llama", "gemma3", "deepseek-v3")
@@ -236,7 +236,7 @@ def test_there_and_back_again() -> None:
 def test_a_pinned_isolated_cache_stays() -> None:
     blender = filled(one=False)
     one, spare = in_copies(blender.library(LAYOUT.prefix), one=True), Variant(LAYOUT.chunks[1], contextual=False)
-    pin(blender.store.backend, one.key(spare).digest, on=True)
+    pin_cache(blender.store.backend, one.key(spare).digest, on=True)
     remove_spare(one, LAYOUT.chunks)
     assert blender.store.stats().entries == 5
     assert one.key(spare) in blender.store

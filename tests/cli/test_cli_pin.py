@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 
 import pytest
-from blend.store.admin import FarPins, pin, pinned, write_sources
 from made_stores import age, cache, call, key, made
 
 from blend.errors import StoreError
 from blend.store import open_store
+from blend.store.admin import FarPins, pin_cache, pinned, write_sources
 from blend.store.disk import DiskBackend, DiskBlob
 
 
@@ -58,17 +58,17 @@ def test_what_is_not_found_is_named_before_anything_is_pinned(tmp_path):
 
 def test_whoever_removes_caches_at_large_leaves_it(tmp_path):
     store = made(tmp_path, 3)
-    pin(store.backend, key(0).digest, on=True)
-    refused = call(tmp_path, "--clear")
+    pin_cache(store.backend, key(0).digest, on=True)
+    refused = call(tmp_path, "clear")
     assert refused.exit_code == 2
     assert "say --yes" in refused.output
     assert len(left(store)) == 3
-    assert call(tmp_path, "--clear", "--yes").exit_code == 0
+    assert call(tmp_path, "clear", "--yes").exit_code == 0
     assert left(store) == {key(0).digest}
     assert store.prune((), key(0).namespace) == 0
     age(tmp_path)
     assert "0 caches removed" in call(tmp_path, "prune", "--older-than", "0").output
-    pin(store.backend, key(0).digest, on=False)
+    pin_cache(store.backend, key(0).digest, on=False)
     assert store.prune((), key(0).namespace) == 1
 
 
@@ -114,7 +114,7 @@ def test_a_redis_that_is_down_is_no_hindrance(tmp_path, shared):
 def test_another_machines_disk_evicts_the_others(tmp_path, shared):
     place = f"file://{tmp_path / 'mounted'}"
     nbytes = shared.stats().nbytes // 6
-    pin(shared.backend, key(0).digest, on=True)
+    pin_cache(shared.backend, key(0).digest, on=True)
     other = open_store(place, cache=tmp_path / "there", budget_bytes=2 * nbytes)
     for number in range(6):
         with other.open(key(number)) as reader:
@@ -141,15 +141,15 @@ def test_pins_are_remembered_while_their_place_is_down(tmp_path):
     far, near = Broken(DiskBackend(tmp_path / "far")), DiskBackend(tmp_path / "near")
     digests = [key(n).digest for n in range(3)]
     for digest in digests[:2]:
-        pin(far.backend, digest, on=True)
-    pin(near, digests[2], on=True)
+        pin_cache(far.backend, digest, on=True)
+    pin_cache(near, digests[2], on=True)
     pins = FarPins(far, near, every_s=0.0)
     assert pins() == set(digests[:2]) == pinned(near)
     far.down = True
     assert pins() == set(digests[:2])
     assert FarPins(far, near)() == set(digests[:2]), "another process, from what the disk noted"
     far.down = False
-    pin(far.backend, digests[0], on=False)
+    pin_cache(far.backend, digests[0], on=False)
     assert pins() == {digests[1]} == pinned(near)
     assert FarPins(far, near, every_s=60.0)() == {digests[1]}
 
@@ -158,5 +158,5 @@ def test_how_often_they_are_asked_for(tmp_path):
     far, near = Broken(DiskBackend(tmp_path / "far")), DiskBackend(tmp_path / "near")
     pins = FarPins(far, near, every_s=60.0)
     assert pins() == frozenset()
-    pin(far.backend, key(0).digest, on=True)
+    pin_cache(far.backend, key(0).digest, on=True)
     assert pins() == frozenset()

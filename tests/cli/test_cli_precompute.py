@@ -158,7 +158,7 @@ def test_store_lists_and_clears(filled: Blend) -> None:
     assert shown.count("KV correction") == 2
     assert "surrogate context of " in shown
     assert "float32, prefix of" in shown
-    assert filled("store", "--clear", "--yes").code == 0
+    assert filled("store", "clear", "--yes").code == 0
     assert entries(filled.store) == []
     first = filled("answer", "the market", "--json", "--max-new-tokens", "1").json
     assert not any(chunk["hit"] for chunk in first["chunks"])

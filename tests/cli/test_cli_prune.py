@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from blend.store.admin import forget_sources, pin, read_sources, write_sources
 from made_stores import age, call, key, made
 
 from blend.store import open_store
+from blend.store.admin import forget_sources, pin_cache, read_sources, write_sources
 from blend.store.disk import DiskBackend
 
 SECRET = b"s" * 32
@@ -153,7 +153,7 @@ def test_who_comes_while_it_is_listed_loses_nothing(tmp_path, monkeypatch, pinne
         if prefix == "objects/":
             other = open_store(tmp_path / "kv")
             if pinned:
-                pin(other.backend, key(0).digest, on=True)
+                pin_cache(other.backend, key(0).digest, on=True)
             else:
                 told(other, (0,))
 

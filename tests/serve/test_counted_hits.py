@@ -6,10 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from blend.store.admin import verify_entry
 from cases import make_layout
-from changing import until
-from engines import Held, ask
+from engines import ask
 from models import decoder
 
 from blend.blender import Blender
@@ -17,14 +15,14 @@ from blend.chunks.correction import CorrectionCheck
 from blend.config import BlendConfig
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.types import Sampling
-from blend.store import HotMemory, open_store
+from blend.store import MemoryCache, open_store
+from blend.store.admin import verify_entry
 from blend.store.backend import MemoryStats, cache_name
-from blend.types import PromptLayout
 
 
 @pytest.fixture
 def blender(tmp_path: Path) -> Blender:
-    store = open_store(tmp_path, codec="native", memory_bytes=HotMemory(1 << 26))
+    store = open_store(tmp_path, codec="native", memory_bytes=MemoryCache(1 << 26))
     return Blender(decoder("llama"), store, BlendConfig(ratio=0.3))
 
 
@@ -65,21 +63,3 @@ def test_a_second_attempt_is_the_same_prompt(blender: Blender, monkeypatch: pyte
     monkeypatch.setattr(CorrectionCheck, "score", lambda self: -1.0)
     assert not blender.prefill(layout).correction_fits
     assert counted(blender) == len(layout.chunks)
-
-
-def test_the_caches_of_a_prompt_that_waits_are_read_ahead_once_for_all(blender: Blender) -> None:
-    """And those that share them have the same bytes."""
-    layout = make_layout()
-    library = blender.library(layout.prefix)
-    library.compute(library.missing(layout.chunks))
-    engine = EmbeddedEngine(blender, prefix_budget=0, least_gain=-(10**6), remember=False, most_running=1)
-    held = Held(engine, PromptLayout(layout.prefix, (), layout.suffix))
-    answers = [ask(engine, layout) for _ in range(2)]
-    until(lambda: in_memory(blender).entries == len(layout.chunks))
-    assert engine.stats().waiting == 2, "nothing was begun for them"
-    loaded = in_memory(blender).loaded_bytes
-    held.let_go()
-    assert [answer.wait().started.hits for answer in answers] == [(True,) * 4] * 2
-    engine.close()
-    assert in_memory(blender).hits == 2 * len(layout.chunks)
-    assert in_memory(blender).loaded_bytes == loaded > 0

@@ -173,7 +173,7 @@ def test_hits_by_tier_and_what_was_loaded(served: Served) -> None:
 
 
 def test_a_tier_of_memory_counts_for_itself() -> None:
-    page = Metrics().page(None, StoreFigures(MemoryStats(5, 2, 1, 0, 3, 100, 1000, 300))).decode()
+    page = Metrics().page(None, StoreFigures(MemoryStats(5, 2, 1, 3, 100, 1000))).decode()
     assert 'kvblend_chunk_hits_total{tier="memory"} 5.0' in page
     assert 'kvblend_chunk_hits_total{tier="store"} 2.0' in page
     assert 'kvblend_evictions_total{tier="memory"} 1.0' in page

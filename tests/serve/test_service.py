@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from blend.store.admin import verify_entry
 from rooms import FEW, QUESTION, Answer, ask, serving, settled
 
 from blend.errors import ConfigError, PromptError
@@ -18,6 +17,7 @@ from blend.prompt import render_chunk
 from blend.serve.metrics import Metrics
 from blend.serve.service import Service
 from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, GivenDocument, Message, Request, Sampling
+from blend.store.admin import verify_entry
 from blend.store.backend import CACHES
 from blend_retrieval import RetrievalError
 

@@ -5,16 +5,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from all_hot import AllHot
 from far_stores import FAR, open_far
-from hot_stores import MB
 from store_processes import FORK, PREAMBLE
 
-from blend.store import ChunkStore, HotMemory, open_store
+from blend.store import ChunkStore, open_store
 from blend.types import CacheIdentity, ChunkCache, ChunkKey
 
 IDENTITY = CacheIdentity("model-a", "float32", (1, 2, 3))
@@ -40,13 +37,12 @@ def cache() -> Callable[..., ChunkCache]:
     return make
 
 
-BUDGETED = ("memory", "disk", "hot", "all hot")
+BUDGETED = ("memory", "disk", "memory tier")
 
 
 @pytest.fixture(params=[*BUDGETED, *FAR])
 def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., ChunkStore]:
-    """Over each backend; "hot" over the tier of memory as it comes, "all hot" with everything that is opened read out of it;
-    "tiered" is a disk and a Redis in front of a bucket."""
+    """Over each backend; "memory tier" is a disk behind one, "tiered" a disk and a Redis in front of a bucket."""
     if request.param in FAR:
         return lambda codec="native": open_far(request, tmp_path, codec=codec)
     return _near(request.param, tmp_path)
@@ -61,27 +57,8 @@ def make_budgeted(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..
 def _near(kind: str, tmp_path: Path) -> Callable[..., ChunkStore]:
     def make(codec: str = "native", budget_bytes: int | None = None) -> ChunkStore:
         location = "memory:" if kind == "memory" else tmp_path / "store"
-        memory_bytes = 1 << 20 if "hot" in kind else None
-        store = open_store(location, codec=codec, budget_bytes=budget_bytes, memory_bytes=memory_bytes)
-        if kind == "all hot":
-            store.backend = AllHot(store.backend.below, store.backend._memory, store.backend._sound)
-        return store
-
-    return make
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Where `hot` is."""
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def hot(root: Path) -> Callable[..., ChunkStore]:
-    """A directory with a tier of memory in front."""
-
-    def make(memory: int | HotMemory = MB, **options: Any) -> ChunkStore:
-        return open_store(root, memory_bytes=memory, **options)
+        memory_bytes = 1 << 20 if kind == "memory tier" else None
+        return open_store(location, codec=codec, budget_bytes=budget_bytes, memory_bytes=memory_bytes)
 
     return make
 

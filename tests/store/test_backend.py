@@ -6,22 +6,21 @@ import threading
 import time
 
 import pytest
-from all_hot import AllHot
 from far_stores import FAR, open_far
 
 from blend.errors import StoreError
-from blend.store import HotMemory, Range, open_store
+from blend.store import Range, open_store
 
 CACHE = "objects/ab/cd/cdef.safetensors"
 OTHER = "artifacts/map"
 
 
-@pytest.fixture(params=["memory", "disk", "hot"])
+@pytest.fixture(params=["memory", "disk", "memory tier"])
 def make_budgeted(request, tmp_path):
     return _near(request.param, tmp_path)
 
 
-@pytest.fixture(params=["memory", "disk", "hot", *FAR])
+@pytest.fixture(params=["memory", "disk", "memory tier", *FAR])
 def backend(request, tmp_path):
     if request.param in FAR:
         return open_far(request, tmp_path).backend
@@ -31,8 +30,8 @@ def backend(request, tmp_path):
 def _near(kind, tmp_path):
     def make(budget_bytes=None):
         location = "memory:" if kind == "memory" else tmp_path / "store"
-        backend = open_store(location, budget_bytes=budget_bytes).backend
-        return AllHot(backend, HotMemory(1 << 20), lambda name, blob: True) if kind == "hot" else backend
+        memory_bytes = 1 << 20 if kind == "memory tier" else None
+        return open_store(location, budget_bytes=budget_bytes, memory_bytes=memory_bytes).backend
 
     return make
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from blend.store.admin import places
-from blend.store.fetch import TieredBlob
-from blend.store.format import pack_header
 
 from blend.errors import EntryDamagedError
 from blend.store import open_store
+from blend.store.admin import places
 from blend.store.backend import cache_name
-from blend.store.memory import HotBackend
+from blend.store.fetch import TieredBlob
+from blend.store.format import pack_header
 from blend.store.seal import make_seal
 
 
@@ -58,13 +57,3 @@ def test_what_is_larger_than_it_may_be_is_not_fetched_ahead(tmp_path, key, share
     assert shared.backend.wait(30)
     assert len(started) == 1
     assert started[0] < 1 << 20
-
-
-def test_nor_loaded_into_memory(tmp_path, key, cache):
-    store = open_store(tmp_path, memory_bytes=256 << 20)
-    assert isinstance(store.backend, HotBackend)
-    store.put(key(2), cache(2))
-    claim(tmp_path, key(1), 64 << 20)
-    store.prefetch([key(1), key(2)], 1 << 20)
-    assert store.backend.wait(30)
-    assert (store.memory.entries, store.memory.loaded_bytes < 1 << 20) == (1, True)

@@ -9,10 +9,10 @@ import shutil
 import threading
 
 import pytest
-from blend.store.addresses import replica_of
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store import open_store
+from blend.store.addresses import replica_of
 from blend.store.files import MountedFiles
 
 GONE = "see that the right file system is mounted"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import servers
-from blend.store.admin import pin, remove_copies
 
 from _wire import Proxy
 from blend.errors import EntryDamagedError, StoreUnreachableError
 from blend.store import Patience, open_store
+from blend.store.admin import pin_cache, remove_copies
 
 
 @pytest.fixture(params=["disk", "redis"])
@@ -71,7 +71,7 @@ def test_copies_of_what_is_gone_are_removed_but_for_pinned_ones(opened, key, cac
     assert remove_copies(store.backend) == 0
     for number in (1, 2):
         far.delete(key(number))
-    pin(far.backend, key(2).digest, on=True)
+    pin_cache(far.backend, key(2).digest, on=True)
     assert remove_copies(store.backend, dry_run=True) == 1
     assert remove_copies(store.backend) == 1
     assert store.open(key(1)) is None

@@ -7,13 +7,13 @@ import shutil
 import pytest
 import servers
 import torch
-from blend.store.addresses import FILE, replica_of
 from far_stores import bucket_of
 
 from blend import indexing
 from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError, StoreChangedError, StoreError, StoreUnreachableError
 from blend.rag import Rag
+from blend.store.addresses import FILE, replica_of
 from blend_retrieval import RetrievalError
 from tests.tiny_model import save_tiny_model
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from blend.store.addresses import FILE, inside, is_address, origin_of, replica_of, shown
 
 from blend.errors import ConfigError, StoreUnreachableError
 from blend.store import open_store
+from blend.store.addresses import FILE, inside, is_address, origin_of, replica_of, shown
 
 
 @pytest.mark.parametrize(

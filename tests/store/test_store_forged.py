@@ -37,7 +37,7 @@ def entry(tmp_path_factory):
     return written(tmp_path_factory.mktemp("store"), "native")
 
 
-@pytest.fixture(scope="module", params=["native", "int8", "int4", "fp8"])
+@pytest.fixture(scope="module", params=["native", "int8", "int4"])
 def any_entry(tmp_path_factory, request):
     return written(tmp_path_factory.mktemp("store"), request.param)
 

@@ -39,7 +39,6 @@ WRITTEN = {
 WRITTEN_STILL = {
     "int8": "0c7f2249d9a3e44d61049de1",
     "int4": "0c19ffd6e75a5021950424f4",
-    "fp8": "cc0c761846eefcc7a4b183a7",
 }
 
 

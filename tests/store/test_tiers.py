@@ -8,12 +8,12 @@ import time
 import pytest
 import servers
 import torch
-from blend.store.admin import pin, pinned
 from far_stores import failing_bucket, tell_bucket
 
 from _wire import FAULTS, Proxy
 from blend.errors import ConfigError, EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store import Patience, open_store
+from blend.store.admin import pin_cache, pinned
 from blend.store.backend import TierHits
 from blend.store.disk import DiskBackend, DiskBlob
 from blend.store.reader import looker
@@ -205,7 +205,7 @@ def test_what_is_pinned_stays_where_listings_are_of_a_moment_ago(make, key, cach
     for number in (1, 2):
         store.put(key(number), cache(number))
     assert not pinned(store.backend)  # what is listed from now on
-    pin(store.backend, key(1).digest, on=True)
+    pin_cache(store.backend, key(1).digest, on=True)
     tell_bucket("stale")
     assert not pinned(store.backend)
     assert store.prune((), key(1).namespace) == 1

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from blend.store.admin import pin, write_sources
 
 from blend.blender import Blender
 from blend.chunks.library import Tokens
@@ -27,6 +26,7 @@ from blend.integrations.vllm.learning import (
 from blend.model.decoder import Decoder
 from blend.model.forward import RowRequest
 from blend.store import ChunkStore, open_store
+from blend.store.admin import pin_cache, write_sources
 from blend.types import PromptLayout
 from tests.tiny_model import save_tiny_model
 
@@ -116,7 +116,7 @@ def test_a_corpus_is_never_evicted_for_them(decoder: Decoder, tmp_path: Path) ->
     bench.library.compute(bench.library.missing([mine, pinned]))
     keys = [bench.library.key(one) for one in bench.library.variants([mine, pinned])]
     write_sources(bench.store, "", keys[0].namespace, {keys[0].namespace: {keys[0].digest: "a.txt"}})
-    pin(bench.store.backend, keys[1].digest, on=True)
+    pin_cache(bench.store.backend, keys[1].digest, on=True)
     bench.asked(mine, pinned, brought=(0, 1))  # a client brings the same texts
     for number in range(3, 6):
         bench.asked(chunk(number), brought=(0,))

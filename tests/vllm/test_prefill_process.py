@@ -129,7 +129,7 @@ def service_over(engine: Any = None, prepare: Any = None) -> Any:
     """As much of a service as `PrefillService` looks at before it blends."""
     decoder = SimpleNamespace(rotations=(), dtype=SimpleNamespace(itemsize=4), fingerprint="m")
     room = SimpleNamespace(rag=lambda: SimpleNamespace(decoder=decoder))
-    return SimpleNamespace(room=lambda tenant: room, engine=engine, prepare=prepare, corpora=lambda tenant: ())
+    return SimpleNamespace(tenant=lambda tenant: room, engine=engine, prepare=prepare, corpora=lambda tenant: ())
 
 
 def test_a_full_queue_costs_no_search() -> None:
@@ -154,10 +154,10 @@ def test_a_fault_is_reported_without_its_words() -> None:
 
 def opened(reason: str = "", method: Any = "blend") -> Started:
     rows = {"rows": 100, "rows_computed": 20, "rows_reused": 5, "rows_inexact": 0}
-    found = {"hits": 3, "chunks": 4, "bytes_loaded": 777, "lacking": 1, "notes": ()}
+    found = {"hits": 3, "chunks": 4, "bytes_loaded": 777, "missing": 1, "notes": ()}
     times: dict[str, Any] = {"stages": {}, "waited_s": 0.1, "ttft_s": 0.3}
     times |= {"full_estimated_s": None, "full_measured_s": None}
-    return Started(100, 80, (), Figures(method=method, reason=reason, **rows, **found, **times), ())
+    return Started(Figures(method=method, reason=reason, **rows, **found, **times))
 
 
 class Pool:

@@ -1,0 +1,285 @@
+"""Where a store is: a directory, `memory:`, or an address such as s3://bucket/prefix, gs://, az://, redis://host:port/db, file://."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit, urlunsplit
+
+from blend.errors import ConfigError, StoreError
+from blend.files import cache_root, make_private_folder, write_atomically
+from blend.store.backend import Backend, Patience
+
+if TYPE_CHECKING:
+    from blend.store.files import MountedFiles
+
+
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+_OBJECTS = ("s3", "gs", "az", "abfs", "abfss")
+_REDIS = ("redis", "rediss", "valkey", "valkeys")
+SCHEMES = ("s3", "gs", "az", "redis", "rediss", "valkey", "file")
+_SLIP = re.compile(rf"({'|'.join((*_OBJECTS, *_REDIS, 'file'))}):/?(?!/)", re.IGNORECASE)
+_SAFE_PART = re.compile(r"[A-Za-z0-9._=-]+")
+
+
+class _Redis(NamedTuple):
+    url: str
+    prefix: str
+
+
+def is_address(location: str | os.PathLike[str]) -> bool:
+    """Whether this names a store elsewhere, and no directory.
+
+    Raises `ConfigError` for what would be a directory called `s3:`: an address that lacks a slash, or that was made a `Path`.
+    """
+    text = os.fspath(location)
+    if slip := _SLIP.match(text):
+        meant = f"{slip[1].lower()}://{'/' if slip[1].lower() == 'file' else ''}"
+        raise ConfigError(
+            f"{slip[0]}... is no address of a store: write {meant}... as text; a directory of that name takes its whole path"
+        )
+    return isinstance(location, str) and bool(_ADDRESS.match(location))
+
+
+def check_address(location: str, *, hot: bool = False) -> str:
+    """The address without a slash at its end, of a Redis with the number of its database.
+
+    Raises `ConfigError` for one that names no store, or with `hot` no Redis.
+    """
+    scheme = location.partition("://")[0].lower()
+    allowed = _REDIS if hot else (*_OBJECTS, *_REDIS, "file")
+    if scheme not in allowed or not location.partition("://")[2].strip("/"):
+        names = ", ".join(f"{one}://" for one in (_REDIS if hot else SCHEMES))
+        raise ConfigError(f"{shown(location)!r:.120} is no address of a store: give {names} and where it is")
+    return _with_number(location) if scheme in _REDIS else location.rstrip("/")
+
+
+def shown(location: str) -> str:
+    """An address without its user, its password and its options, which may hold them too, for messages."""
+    try:
+        parts = urlsplit(location)
+    except ValueError:  # brackets that are no address of a host
+        return f"{location.partition('://')[0]}://..."
+    if parts.scheme == "file":  # whatever stands in a path
+        return location
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
+
+
+def inside(location: str, *names: str) -> str:
+    """The address of what lies below another."""
+    if location.partition("://")[0].lower() not in _REDIS:
+        return "/".join((location.rstrip("/"), *names))
+    parts = urlsplit(location)  # options stay at the end
+    return urlunsplit(parts._replace(path="/".join((parts.path.rstrip("/"), *names))))
+
+
+def remote_backend(
+    location: str,
+    patience: Patience,
+    budget_bytes: int | None = None,
+    *,
+    local: Backend | None = None,
+    above: MountedFiles | None = None,
+) -> Backend:
+    """The backend at an address; nothing is asked of it yet, a directory excepted.
+
+    local, above: see `MountedFiles`.
+    Raises `ConfigError` for an address or credentials that cannot be right, or when the `remote` extra is not installed.
+    """
+    location = check_address(location)
+    scheme = location.partition("://")[0].lower()
+    if is_mounted(location):
+        from blend.store.disk import DiskBackend
+        from blend.store.files import MountedFiles
+
+        root = mounted_at(location)
+        return DiskBackend(root, budget_bytes, MountedFiles(root, local, above))
+    if budget_bytes is not None:
+        raise ConfigError(
+            f"{shown(location)} has no budget of kvblend's: it is kept small by `blend store prune`, or by its server; "
+            "leave --store-budget out or give --store-cache, the disk that it then is for"
+        )
+    return _loaded(
+        lambda: _redis_backend(location, patience) if scheme in _REDIS else _object_backend(location, patience)
+    )
+
+
+def is_mounted(location: str) -> bool:
+    """Whether it is a directory that several machines mount."""
+    return location.lower().startswith("file://")
+
+
+def mounted_at(location: str) -> Path:
+    """The directory of a file:// address."""
+    return Path(location.partition("://")[2])
+
+
+def hot_backend(location: str, of: str, patience: Patience) -> Backend:
+    """A Redis in front of the store `of`, whose entries lie apart from those of other stores."""
+    location = check_address(location, hot=True)
+    own = hashlib.sha256(of.encode()).hexdigest()[:16]
+    return _loaded(lambda: _redis_backend(inside(location, own), patience))
+
+
+def _loaded(make: Callable[[], Backend]) -> Backend:
+    try:
+        return make()
+    except ImportError as error:
+        raise ConfigError(f"stores elsewhere need {error.name}: pip install 'kvblend[remote]'") from None
+
+
+def _redis_backend(location: str, patience: Patience) -> Backend:
+    from blend.store.redis import RedisBackend, connect
+
+    url, prefix = _redis(location)
+    return RedisBackend(connect(url, patience), f"kvblend:{prefix}:", shown(location), patience)
+
+
+def _redis(location: str) -> _Redis:
+    """What the client takes, and what stands behind the database's number: redis://host:6379/0/prefix."""
+    try:
+        parts = urlsplit(location)
+        _ = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{shown(location)!r:.120} is no address of a store: {error}") from None
+    db, _, prefix = parts.path.lstrip("/").partition("/")
+    if not (db or "0").isdigit() or (prefix and not all(map(_SAFE_PART.fullmatch, prefix.split("/")))):
+        raise ConfigError(
+            f"{shown(location)!r:.120}: behind the host stands a number, that of the database, then a name"
+        )
+    scheme = "rediss" if parts.scheme.lower() in ("rediss", "valkeys") else "redis"
+    url = urlunsplit((scheme, parts.netloc, f"/{db or 0}", parts.query, ""))
+    return _Redis(url, prefix)
+
+
+def _with_number(location: str) -> str:
+    """What stands behind the number would otherwise be taken for it."""
+    _redis(location)
+    parts = urlsplit(location)
+    return urlunsplit(parts._replace(path=parts.path.rstrip("/") or "/0"))
+
+
+def _object_backend(location: str, patience: Patience) -> Backend:
+    from obstore.exceptions import BaseError
+    from obstore.store import from_url
+
+    from blend.store.objects import ObjectBackend
+
+    def make(again: int) -> Any:
+        config: dict[str, Any] = {
+            "client_options": {
+                "connect_timeout": f"{patience.connect_s}s",
+                "timeout": f"{patience.answer_s}s",
+                "allow_http": _plain_http(),
+            },
+            # A second try for an answer "slow down" or a closed connection; none when the first took all the time.
+            "retry_config": {"max_retries": again, "retry_timeout": _seconds(patience.answer_s)},
+        }
+        return from_url(location, **config)
+
+    try:
+        return ObjectBackend(make(2), make(0), shown(location))
+    except (BaseError, ValueError, OSError) as error:
+        line = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{shown(location)!r:.120} cannot be opened ({line:.160}): see its address and credentials"
+        ) from None
+
+
+def _seconds(seconds: float) -> Any:
+    from datetime import timedelta
+
+    return timedelta(seconds=seconds)
+
+
+def _plain_http() -> bool:
+    """Whether the environment names a server without TLS."""
+    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
+    return any(os.environ.get(name, "").startswith("http://") for name in names)
+
+
+# --- A directory of this machine that stands for a store elsewhere: a copy of its indexes, and the disk tier of its caches.
+
+
+FILE = "kvblend-replica.json"
+_KIND = "kvblend replica"
+_MOST_FOLDERS = 4  # between a replica and the `kv` of a tenant in it
+
+
+class Origin(NamedTuple):
+    """The store that a directory stands for. hot: address of a Redis in front of it."""
+
+    address: str
+    hot: str | None
+
+
+def replica_of(address: str, cache: Path | None, hot: str | None) -> Path:
+    """The directory that stands for the store at `address`, made when there is none; nothing is asked of the store.
+
+    cache: which directory; without it one of this user's. Raises `ConfigError` for addresses that cannot be right, or a
+    directory that stands for another store, and `StoreError` where it cannot be made.
+    """
+    origin = Origin(check_address(address), check_address(hot, hot=True) if hot else None)
+    root = cache or _default_folder(origin.address)
+    try:
+        held = _read(root / FILE)
+        if held is None and (root / "kv").exists():
+            raise ConfigError(f"{root} is a store of its own: choose another directory with --store-cache")
+        if held is not None and held.address != origin.address:
+            raise ConfigError(
+                f"{root} stands for {shown(held.address)} already: choose another directory with --store-cache"
+            )
+        if held != origin:
+            make_private_folder(root)
+            fields = {"kind": _KIND, "address": origin.address, "hot": origin.hot}
+            write_atomically(root / FILE, [json.dumps(fields, indent=1).encode() + b"\n"])
+    except OSError as error:
+        raise StoreError(
+            f"{root} cannot be written ({error.strerror or error}): choose another directory with --store-cache"
+        ) from None
+    return root
+
+
+def root_of(path: Path) -> Path | None:
+    """The replica that `path` lies in; None where it lies in none."""
+    for folder in (path, *path.parents[:_MOST_FOLDERS]):
+        if (folder / FILE).is_file():
+            return folder
+    return None
+
+
+def origin_of(kv: Path) -> Origin | None:
+    """The store of caches that the folder `kv` is the disk tier of; None where it is a store of its own."""
+    root = root_of(kv.parent)
+    origin = None if root is None else _read(root / FILE)
+    if root is None or origin is None:
+        return None
+    below = kv.parent.relative_to(root).parts
+    return origin._replace(address=inside(origin.address, *below))
+
+
+def above(kv: Path) -> Path | None:
+    """The folder of caches of the replica that `kv` lies in; None where it is that folder, or lies in none."""
+    root = root_of(kv.parent)
+    return None if root is None or root == kv.parent else root / "kv"
+
+
+def _read(file: Path) -> Origin | None:
+    try:
+        fields = json.loads(file.read_bytes())
+        if fields["kind"] != _KIND:
+            raise ValueError
+        return Origin(check_address(str(fields["address"])), fields["hot"] and str(fields["hot"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise StoreError(f"{file} cannot be read or is damaged: delete it, and name the store by its address") from None
+
+
+def _default_folder(address: str) -> Path:
+    return cache_root() / "replicas" / hashlib.sha256(address.encode()).hexdigest()[:16]

@@ -1,0 +1,232 @@
+"""Which caches are pinned: those are neither pruned nor evicted from a disk, whatever machine's that is.
+
+pins/<digest>   "pinned": that there is such a name says it
+
+They are kept in the place that decides; disks in front of it are told by `FarPins`. To remove a document removes its caches all
+the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
+from blend.store.backend import CACHES, PINS, SOURCES, Backend, close_all, key_of
+
+if TYPE_CHECKING:
+    from blend.store.base import ChunkStore
+
+
+PINNED = b"pinned"
+_DIGEST = re.compile(r"[0-9a-f]{8,128}")
+_EVERY_S = 30.0
+_AT_ONCE = 500
+
+
+def pinned(backend: Backend) -> frozenset[str]:
+    """Digests of the caches that are pinned."""
+    return frozenset(name.removeprefix(PINS) for page in backend.names(PINS) for name in page)
+
+
+def still_pinned(backend: Backend, digests: Collection[str]) -> frozenset[str]:
+    """Which of these caches are pinned, each asked for by its name: listings may be of a moment ago. Raises `StoreError`."""
+    found, wanted = set[str](), list(digests)
+    for begin in range(0, len(wanted), _AT_ONCE):
+        batch = wanted[begin : begin + _AT_ONCE]
+        blobs = backend.stored([PINS + digest for digest in batch], 0)
+        close_all(blobs)
+        found |= {digest for digest, blob in zip(batch, blobs, strict=True) if blob is not None}
+    return frozenset(found)
+
+
+def pin_cache(backend: Backend, digest: str, *, on: bool) -> None:
+    """Pin a cache, or let it go again. Raises `StoreError`."""
+    if not _DIGEST.fullmatch(digest):
+        raise StoreError(f"{digest!r:.80} is no digest of a cache: `blend store ls` shows them")
+    if on:
+        backend.put(PINS + digest, [PINNED])
+    else:
+        backend.delete(PINS + digest)
+
+
+class FarPins:
+    """The pins of a store elsewhere, for a disk in front of it: asked for now and then, and noted on the disk for outages."""
+
+    def __init__(self, far: Backend, near: Backend, *, every_s: float = _EVERY_S) -> None:
+        self._far, self._near, self._every_s = far, near, every_s
+        self._lock = threading.Lock()
+        self._known: frozenset[str] | None = None
+        self._after = float("-inf")
+
+    def __call__(self) -> frozenset[str]:
+        """Digests of the caches that are pinned, as far as is known. Raises `StoreError` for the disk alone."""
+        with self._lock:
+            if self._known is None or time.monotonic() >= self._after:
+                self._known = self._asked()
+                self._after = time.monotonic() + self._every_s
+            return self._known
+
+    def _asked(self) -> frozenset[str]:
+        try:
+            pins = pinned(self._far)
+        except StoreError:
+            return pinned(self._near) if self._known is None else self._known
+        with suppress(StoreError):  # a disk that is full, or read-only: it is asked again in the next process
+            noted = pinned(self._near)
+            _each(self._near, pins - noted, on=True)
+            _each(self._near, noted - pins, on=False)
+        return pins
+
+
+def _each(backend: Backend, digests: Iterable[str], *, on: bool) -> None:
+    for digest in digests:
+        pin_cache(backend, digest, on=on)
+
+
+# --- Which document each cache of a corpus is of: small notes that a store keeps for its operators.
+
+
+_UNNAMED = "_"
+
+Documents = Mapping[str, Mapping[str, str]]
+"""Namespace -> digest of a cache -> id of a document."""
+
+
+class Sources(NamedTuple):
+    """What the notes of all corpora say together.
+
+    documents: by the digest of a cache. namespaces: that notes speak of; of others nothing is known, of before's notes neither.
+    corpora: that have a note which can be read. unread: names of notes that are damaged, or sealed with another key.
+    """
+
+    documents: Mapping[str, str]
+    namespaces: frozenset[str]
+    corpora: frozenset[str]
+    unread: tuple[str, ...]
+
+
+def write_sources(store: ChunkStore, corpus: str, namespace: str, documents: Documents) -> None:
+    """Remember, in place of what was remembered of this corpus and model, and of what kvblend of before wrote of it.
+
+    namespace: of the isolated caches. Namespaces that were spoken of before still are: what is in them and in no note is
+    unused. Nothing is pruned meanwhile. Raises `StoreError`.
+    """
+    before = f"{SOURCES}{corpus or _UNNAMED}"
+    with store.writing():
+        name = f"{before}.{namespace}"
+        former: dict[str, Mapping[str, str]] = {space: {} for space in _read(store, name) or {}}
+        store.put_manifest(name, json.dumps({**former, **documents}).encode())
+        store.backend.delete(before)
+
+
+def forget_sources(store: ChunkStore, corpus: str) -> None:
+    """The corpus is no more. Raises `StoreError`."""
+    for name in _names(store):
+        if note_of(name)[0] == corpus:
+            store.backend.delete(name)
+
+
+def read_sources(store: ChunkStore) -> Sources:
+    """What is remembered of all corpora. Raises `StoreError`."""
+    documents: dict[str, str] = {}
+    namespaces, corpora, unread = set[str](), set[str](), list[str]()
+    for name in _names(store):
+        note = _read(store, name)
+        if note is None:
+            unread.append(name)
+            continue
+        corpora.add(note_of(name)[0])
+        namespaces |= note.keys() - {""}
+        for one in note.values():
+            documents |= one
+    return Sources(documents, frozenset(namespaces), frozenset(corpora), tuple(unread))
+
+
+def _names(store: ChunkStore) -> list[str]:
+    return [name for page in store.backend.names(SOURCES) for name in page]
+
+
+def note_of(name: str) -> tuple[str, str]:
+    """The corpus and the namespace of isolated caches that a note of this name speaks of; of before's no namespace."""
+    corpus, _, namespace = name.removeprefix(SOURCES).partition(".")
+    return "" if corpus == _UNNAMED else corpus, namespace
+
+
+def _read(store: ChunkStore, name: str) -> Documents | None:
+    """A note, one of before under the namespace ""; None where there is none that can be used."""
+    _, content = store.read_manifest(name)
+    try:
+        note = json.loads(content or b"")
+    except (ValueError, RecursionError):
+        return None
+    note = note if "." in name.removeprefix(SOURCES) else {"": note}
+    return note if _is_note(note) else None
+
+
+def _is_note(note: object) -> bool:
+    of_spaces = list(note.values()) if isinstance(note, dict) else [None]
+    return all(isinstance(one, dict) and all(isinstance(text, str) for text in one.values()) for one in of_spaces)
+
+
+def places(backend: Backend) -> Iterator[tuple[str, Backend]]:
+    """The tiers of a store by name, the one that decides first: "far", "hot", "local"; a store in one place is "store"."""
+    tiers = getattr(backend, "tiers", None)
+    if tiers is None:
+        yield "store", backend
+        return
+    yield "far", tiers.far
+    for name, tier in (("hot", tiers.hot), ("local", tiers.local)):
+        if tier is not None:
+            yield name, tier
+
+
+# --- Copies in nearer tiers of caches that the far place has no more: a tier that was down missed what was removed meanwhile.
+
+
+def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
+    """Remove them, pinned ones excepted; how many they are. dry_run: only count.
+
+    Raises `StoreError` when the far place cannot be asked, and, after all others are done, where a nearer tier cannot.
+    """
+    (_, far), *nearer = places(backend)
+    held = {name for page in far.names(CACHES) for name in page} if nearer else set()
+    removed, left = 0, list[str]()
+    for _, tier in nearer:
+        try:
+            for page in tier.names(CACHES):
+                lacking = [name for name in page if name not in held]
+                pins = still_pinned(far, [key_of(name).digest for name in lacking])
+                for name in lacking:
+                    if key_of(name).digest not in pins:
+                        removed += 1
+                        _ = dry_run or tier.delete(name)
+        except StoreError:
+            left.append(tier.place)
+    if left and not dry_run:
+        raise StoreUnreachableError(
+            f"copies of what was removed may still be in {', '.join(left)}: run the same command again when that is up"
+        )
+    return removed
+
+
+# --- Reading a whole entry to find out whether it is as it was written.
+
+
+def verify_entry(store: ChunkStore, name: str) -> str:
+    """The damage of an entry, every byte read; empty when there is none. Raises `StoreError` for an outage."""
+    try:
+        reader = store.open(key_of(name))
+        if reader is not None:
+            reader.counts = False  # verifying must not push out of memory what prompts ask for
+            with reader:
+                for index in range(reader.layers):
+                    reader.layer(index)
+    except EntryDamagedError as error:
+        return str(error)
+    return ""

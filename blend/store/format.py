@@ -1,0 +1,338 @@
+"""The values in a file's header, none believed before its type is known. All raise ValueError that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blend.errors import ConfigError, StoreError
+from blend.store.codecs import get_codec
+from blend.store.codecs.base import Codec
+from blend.store.seal import DIGEST_CHARS, Seal
+from blend.types import ChunkCache, ChunkKey
+
+if TYPE_CHECKING:
+    import torch
+
+_COUNT = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
+class StoredType(NamedTuple):
+    """A dtype: its name in torch and the bytes of one value."""
+
+    name: str
+    nbytes: int
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether KV can have it."""
+        return "float" in self.name
+
+
+TYPES = {
+    "F64": StoredType("float64", 8),
+    "F32": StoredType("float32", 4),
+    "F16": StoredType("float16", 2),
+    "BF16": StoredType("bfloat16", 2),
+    "F8_E4M3": StoredType("float8_e4m3fn", 1),
+    "F8_E5M2": StoredType("float8_e5m2", 1),
+    "I32": StoredType("int32", 4),
+    "I16": StoredType("int16", 2),
+    "I8": StoredType("int8", 1),
+    "U8": StoredType("uint8", 1),
+}
+
+
+def as_fields(value: object, what: str) -> dict[str, Any]:
+    """A JSON object."""
+    if type(value) is not dict:
+        raise ValueError(f"{what} is not described")
+    return value
+
+
+def as_text(meta: Mapping[str, object], name: str) -> str:
+    """A string."""
+    value = meta.get(name)
+    if type(value) is not str:
+        raise ValueError(f"{name} is {shown(value)}")
+    return value
+
+
+def as_count(meta: Mapping[str, object], name: str) -> int:
+    """A whole number that is not negative, written in a string as `str` writes it."""
+    value = as_text(meta, name)
+    if not _COUNT.fullmatch(value):
+        raise ValueError(f"{name} is {shown(value)}")
+    return int(value)
+
+
+def as_counts(value: object, length: int, what: str) -> list[int]:
+    """A list of so many whole numbers, none negative; true and false are no numbers."""
+    if type(value) is list and len(value) == length and all(type(one) is int and one >= 0 for one in value):
+        return value
+    raise ValueError(f"{what} is {shown(value)}")
+
+
+def as_type(name: object) -> StoredType:
+    """The type of that name."""
+    stored = TYPES.get(name) if type(name) is str else None
+    if stored is None:
+        raise ValueError(f"it has values of type {shown(name)}")
+    return stored
+
+
+def shown(value: object) -> str:
+    """A value for a message, not all of a long one."""
+    return f"{value!r:.60}"
+
+
+# --- The header of a chunk cache's file: what is in it, how it is sealed, and what makes one that may be used.
+
+
+ENTRY_FORMATS = ("1", "2")  # keys at their positions; positions taken out of keys
+LENGTH = struct.Struct("<Q")
+LONGEST = 1 << 20  # bytes of header: some 4,000 layers
+_ALIGNMENT = 64
+_OPENING = b'{"__metadata__":{"checksum":"'
+_DIGEST_AT = LENGTH.size + len(_OPENING)
+_LARGEST_SIZE = 1 << 31
+_MOST_PER_TOKEN = 4 << 20  # bytes in one layer: a file as long as it pleases must not fill the memory
+
+
+class PartLayout(NamedTuple):
+    """One tensor inside its layer: `offset` counts from the first byte of the layer."""
+
+    name: str
+    type: StoredType
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class LayerLayout(NamedTuple):
+    """Where one layer lies in the file, and what its bytes must hash to."""
+
+    offset: int
+    nbytes: int
+    parts: tuple[PartLayout, ...]
+    checksum: str
+
+
+class EntryHeader(NamedTuple):
+    """A verified header. `type` is the one that was put in and that `ChunkReader.layer` decodes to. still: see `ChunkCache`."""
+
+    start: int
+    still: bool
+    tokens: int
+    codec: Codec
+    type: StoredType
+    layers: tuple[LayerLayout, ...]
+
+
+def tensor_name(index: int, part: str) -> str:
+    """Name of one tensor of layer `index` in the file."""
+    return f"{index:03d}.{part}"
+
+
+def pack_header(metadata: Mapping[str, str], tensors: Mapping[str, Any], seal: Seal) -> bytes:
+    """The header as it stands in the file, sealed. metadata: all of `__metadata__` but the checksum.
+
+    Raises `StoreError` when it is longer than `LONGEST`.
+    """
+    fields = {"__metadata__": {"checksum": "0" * DIGEST_CHARS, **metadata}, **tensors}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(LENGTH.size + len(text)) % _ALIGNMENT)
+    if LENGTH.size + len(text) > LONGEST:
+        raise StoreError(f"a chunk cache of so many layers needs a header of more than {LONGEST} bytes")
+    raw = bytearray(LENGTH.pack(len(text)) + text)
+    after = _DIGEST_AT + DIGEST_CHARS
+    raw[_DIGEST_AT:after] = seal.digest("header", raw[: LENGTH.size], raw[after:]).encode()
+    return bytes(raw)
+
+
+def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> EntryHeader:
+    """Parse the first bytes of the file of `key`, all of the header. Raises ValueError that says what is wrong.
+
+    Nothing is believed because the digest holds: without a store key anyone can make one that does.
+    """
+    after = _DIGEST_AT + DIGEST_CHARS
+    if not raw.startswith(_OPENING, LENGTH.size):
+        raise ValueError("its header is damaged, or it is not a chunk cache")
+    if not seal.holds(raw[_DIGEST_AT:after], "header", raw[: LENGTH.size], raw[after:]):
+        raise ValueError(seal.foreign)
+    tensors = _parsed(raw[LENGTH.size :])
+    meta = as_fields(tensors.pop("__metadata__", None), "its metadata")
+    if meta.get("format") not in ENTRY_FORMATS:
+        known = " and ".join(ENTRY_FORMATS)
+        raise ValueError(f"it has format version {shown(meta.get('format'))}, this kvblend reads {known}")
+    if (meta.get("namespace"), meta.get("digest")) != key:
+        raise ValueError("it was written under another key")
+    codec, checksums = _codec(as_text(meta, "codec")), as_text(meta, "checksums").split(",")
+    layers = as_count(meta, "layers")
+    if not 0 < layers == len(checksums) or len(tensors) != layers * len(codec.parts):
+        raise ValueError("it does not hold every layer")
+    header = EntryHeader(
+        start=as_count(meta, "start"),
+        still=meta["format"] == ENTRY_FORMATS[True],
+        tokens=as_count(meta, "tokens"),
+        codec=codec,
+        type=as_type(meta.get("dtype")),
+        layers=tuple(_layers(tensors, codec, checksums, len(raw))),
+    )
+    _require_whole(header, file_size)
+    return header
+
+
+def _require_whole(header: EntryHeader, file_size: int) -> None:
+    last = header.layers[-1]
+    begin, end = header.layers[0].offset, last.offset + last.nbytes
+    if end != file_size:
+        raise ValueError(f"it holds {file_size - begin} bytes of data, {end - begin} were written")
+    if max(layer.nbytes for layer in header.layers) > header.tokens * _MOST_PER_TOKEN:
+        raise ValueError(f"a layer of it is too large for {header.tokens} tokens")
+    if header.tokens == 0 or not header.type.is_floating_point:
+        raise ValueError(f"it holds {header.tokens} tokens of {header.type.name}")
+
+
+def _layers(tensors: dict[str, Any], codec: Codec, checksums: list[str], data_start: int) -> Iterator[LayerLayout]:
+    """Where each layer lies: one right behind the other, in each the tensors in the order in which `entry` writes them."""
+    layer_begin = 0
+    for index, checksum in enumerate(checksums):
+        found = [_part(part, tensor_name(index, part), tensors) for part in codec.parts]
+        at, parts = layer_begin, []
+        for part in sorted(found, key=lambda one: -one.type.nbytes):
+            if part.offset != at:
+                raise ValueError(f"the tensors of layer {index} are not one byte range of the file")
+            parts.append(part._replace(offset=at - layer_begin))
+            at += part.nbytes
+        yield LayerLayout(data_start + layer_begin, at - layer_begin, tuple(parts), checksum)
+        layer_begin = at
+
+
+def _part(part: str, name: str, tensors: Mapping[str, object]) -> PartLayout:
+    """One tensor, its offset counted from the first byte of the data."""
+    spec = as_fields(tensors.get(name), name)
+    stored = as_type(spec.get("dtype"))
+    shape = as_counts(spec.get("shape"), 3, f"the shape of {name}")
+    begin, end = as_counts(spec.get("data_offsets"), 2, f"the byte range of {name}")
+    if max(shape) >= _LARGEST_SIZE or end - begin != math.prod(shape) * stored.nbytes:
+        raise ValueError(f"{name} has impossible shapes for its bytes")
+    return PartLayout(part, stored, tuple(shape), begin, end - begin)
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        return as_fields(json.loads(text), "its header")
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+
+
+def _codec(name: str) -> Codec:
+    try:
+        return get_codec(name)
+    except ConfigError:
+        raise ValueError(f"it was written with the codec {shown(name)}, which this kvblend does not know") from None
+
+
+# --- From a chunk cache to its file: a safetensors file whose layers lie one after another, see `header`.
+
+
+_NAMES = {stored.name: name for name, stored in TYPES.items()}
+
+
+class EncodedEntry(NamedTuple):
+    """A file ready to be written: `header`, then `blobs` in order."""
+
+    header: bytes
+    blobs: tuple[memoryview, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self.header) + sum(blob.nbytes for blob in self.blobs)
+
+
+def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> EncodedEntry:
+    """The file of `cache` under `key`; raises `StoreError` when the cache is not well formed."""
+    require_sound(cache)
+    tensors: dict[str, Any] = {}
+    blobs: list[memoryview] = []
+    checksums: list[str] = []
+    offset = 0
+    for index, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+        parts = _encoded(codec, keys, values)
+        layer = []
+        # Wide dtypes first, so that every tensor of a layer that is read into an aligned buffer is aligned itself.
+        for part in sorted(codec.parts, key=lambda name: -parts[name].element_size()):
+            blob = as_bytes(parts[part])
+            layer.append(blob)
+            tensors[tensor_name(index, part)] = {
+                "dtype": _NAMES[dtype_name(parts[part])],
+                "shape": list(parts[part].shape),
+                "data_offsets": [offset, offset + blob.nbytes],
+            }
+            offset += blob.nbytes
+        checksums.append(seal.digest("layer", *layer))
+        blobs += layer
+    metadata = {
+        "format": ENTRY_FORMATS[cache.still],
+        "namespace": key.namespace,
+        "digest": key.digest,
+        "start": str(cache.start),
+        "tokens": str(cache.tokens),
+        "layers": str(cache.layers),
+        "codec": codec.name,
+        "dtype": _NAMES[dtype_name(cache.keys[0])],
+        "checksums": ",".join(checksums),
+    }
+    return EncodedEntry(pack_header(metadata, tensors, seal), tuple(blobs))
+
+
+def _encoded(codec: Codec, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    parts = codec.encode(keys, values)
+    kept = [part.device.type == "cpu" and part.is_contiguous() and part.ndim == 3 for part in parts.values()]
+    if (
+        set(parts) != set(codec.parts)
+        or not all(kept)
+        or not all(dtype_name(part) in _NAMES for part in parts.values())
+    ):
+        raise StoreError(
+            f"the codec {codec.name!r} does not make what it says: contiguous CPU tensors of three dimensions, "
+            f"of the types {', '.join(_NAMES)}, named {', '.join(codec.parts)}"
+        )
+    return parts
+
+
+def require_sound(cache: ChunkCache) -> None:
+    """Raise `StoreError` unless `cache` has layers of `[kv_heads, tokens, head_dim]`, of one dtype and length."""
+    tensors = (*cache.keys, *cache.values)
+    sound = (
+        0 < len(cache.keys) == len(cache.values)
+        and all(t.ndim == 3 and t.shape[1] == cache.tokens and t.dtype == cache.keys[0].dtype for t in tensors)
+        and cache.tokens > 0
+        and cache.start >= 0
+        and dtype_name(cache.keys[0]) in _NAMES
+        and cache.keys[0].dtype.is_floating_point
+    )
+    if not sound:
+        raise StoreError(
+            "not a chunk cache: every layer needs keys and values of shape [kv_heads, tokens, head_dim], "
+            "with one dtype and the same number of tokens, at least one"
+        )
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Name of a tensor's dtype in torch."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    import torch
+
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()  # as numpy arrays, whose stubs lack the buffer protocol
+    return memoryview(array)

@@ -1,0 +1,304 @@
+"""Connections to Redis on which an exchange ends in time.
+
+The client's own time-out counts from one piece of an answer to the next, so a server that sends a few bytes now and then could
+keep a thread for hours.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from blend.errors import EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
+from blend.store.backend import (
+    CACHES,
+    IDENTIFYING_BYTES,
+    Backend,
+    Blob,
+    Buffer,
+    Patience,
+    Range,
+    Stored,
+    leased,
+    require_lease,
+)
+
+
+class _Ends(threading.local):
+    """When the exchange of this thread must be over, by the monotonic clock."""
+
+    at = float("inf")
+
+
+_ENDS = _Ends()
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Around an exchange of this thread: its sockets raise `TimeoutError` when it takes longer."""
+    before, _ENDS.at = _ENDS.at, time.monotonic() + seconds
+    try:
+        yield
+    finally:
+        _ENDS.at = before
+
+
+def connect(url: str, patience: Patience) -> redis.Redis:
+    """A client that waits as long as `patience` says; nothing is exchanged yet."""
+    # Once more for a connection that the server has closed since; not for one that does not answer, which would wait twice.
+    again: Any = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
+    client: redis.Redis = redis.Redis.from_url(
+        url,
+        socket_connect_timeout=patience.connect_s,
+        socket_timeout=patience.answer_s,
+        retry=again,
+        connection_class=_SecureConnection if url.startswith("rediss") else _Connection,
+    )
+    return client
+
+
+class _Socket:
+    """A socket as the client uses it: each call takes what is left of the exchange at most."""
+
+    def __init__(self, held: socket.socket) -> None:
+        self._held = held
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._held, name)
+
+    def recv(self, *given: Any) -> bytes:
+        with self._in_time():
+            return self._held.recv(*given)
+
+    def recv_into(self, *given: Any) -> int:
+        with self._in_time():
+            return self._held.recv_into(*given)
+
+    def sendall(self, content: bytes) -> None:
+        # Not the socket's own, which begins to count anew with each piece where there is TLS.
+        left = memoryview(content)
+        while left.nbytes:
+            with self._in_time():
+                left = left[self._held.send(left) :]
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        usual, left = self._held.gettimeout(), _ENDS.at - time.monotonic()
+        if usual == 0 or left >= (float("inf") if usual is None else usual):  # it looks without waiting, or has time
+            yield
+            return
+        if left <= 0:
+            raise TimeoutError("it answers too slowly")
+        self._held.settimeout(left)
+        try:
+            yield
+        finally:
+            self._held.settimeout(usual)
+
+
+class _Connection(redis.Connection):
+    def _connect(self) -> Any:
+        return _Socket(super()._connect())  # type: ignore[no-untyped-call]
+
+
+class _SecureConnection(redis.SSLConnection):
+    def _connect(self) -> Any:
+        return _Socket(super()._connect())  # type: ignore[no-untyped-call]
+
+
+# --- Bytes in Redis or Valkey: one string a name.
+
+
+LARGEST = 512 << 20
+"""Bytes of one string, by Redis's own default (`proto-max-bulk-len`)."""
+
+_HEAD = 64 << 10
+_PAGE = 1000
+_DECADE_S = 10 * 365 * 86400
+_SLOWEST = 4 << 20  # bytes a second: who sends them more slowly is waited for as if it did not answer
+_SWAP = """
+local held = redis.call('GET', KEYS[1])
+if (ARGV[1] == '0' and held == false) or (ARGV[1] == '1' and held == ARGV[2]) then
+  redis.call('SET', KEYS[1], ARGV[3])
+  return 1
+end
+return 0
+"""
+
+
+class RedisBlob(Blob):
+    """What a name held; later bytes come with the first ones again, which tell one version from another."""
+
+    def __init__(self, backend: RedisBackend, name: str, nbytes: int, head: bytes) -> None:
+        self._backend, self._name, self._telling = backend, name, head[:IDENTIFYING_BYTES]
+        self.nbytes, self.head = nbytes, head
+
+    def read(self, *ranges: Range) -> bool:
+        """One exchange for all."""
+        if any(one.offset + one.into.nbytes > self.nbytes for one in ranges):
+            return False
+        rest = [one for one in ranges if one.offset + one.into.nbytes > len(self.head)]
+        for one in ranges:
+            if one not in rest:
+                one.into[:] = self.head[one.offset : one.offset + one.into.nbytes]
+        if rest:
+            self._backend.get_ranges(self._name, self.nbytes, self._telling, rest)
+        return True
+
+
+class RedisBackend(Backend):
+    """Names of a database of a server, behind `prefix`. client: of `redis_wire.connect`. place: for messages."""
+
+    def __init__(self, client: redis.Redis, prefix: str, place: str, patience: Patience | None = None) -> None:
+        self._client, self._prefix, self.place = client, prefix.encode(), place
+        self._patience = patience or Patience()
+
+    def open(self, name: str, head: int) -> Blob | None:
+        """One exchange."""
+        (found,) = self.open_many([name], head)
+        assert not isinstance(found, EntryDamagedError)
+        return found
+
+    def open_many(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
+        """One exchange for all."""
+        # No transaction: a server that is full refuses even to read in one. Digests find out what was replaced meanwhile.
+        most = max(head, _HEAD)
+        with self._exchange("read", most * len(names)), self._client.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.strlen(self._key(name))
+                pipe.getrange(self._key(name), 0, most - 1)
+                pipe.exists(self._key(name))
+            answers = pipe.execute() if names else []
+            return [self._blob(name, *answers[3 * index : 3 * index + 3]) for index, name in enumerate(names)]
+
+    def _blob(self, name: str, nbytes: int, head: bytes, there: int) -> RedisBlob | None:
+        if not there:
+            return None
+        if len(head) > nbytes:
+            raise ValueError("an answer that contradicts itself")
+        return RedisBlob(self, name, nbytes, bytes(head))
+
+    def get_ranges(self, name: str, nbytes: int, telling: bytes, ranges: Sequence[Range]) -> None:
+        """Fill them from what has this length and these first bytes. Raises `EntryDamagedError` where that is gone."""
+        key, most = self._key(name), sum(one.into.nbytes for one in ranges)
+        with self._exchange("read", most), self._client.pipeline(transaction=False) as pipe:
+            for look in (0, 1):
+                pipe.strlen(key)
+                pipe.getrange(key, 0, len(telling) - 1)
+                for one in ranges if look == 0 else ():
+                    pipe.getrange(key, one.offset, one.offset + one.into.nbytes - 1)
+            length, first, *pieces, length_after, first_after = pipe.execute()
+            if {(length, first), (length_after, first_after)} != {(nbytes, telling)}:
+                raise EntryDamagedError("it was replaced or evicted while it was read")
+            for one, piece in zip(ranges, pieces, strict=True):
+                one.into[:] = piece
+
+    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
+        """One exchange."""
+        require_lease(self, name)
+        content = b"".join(blobs)
+        if len(content) > LARGEST:
+            raise EntryTooLargeError(f"{self.place} takes entries of {LARGEST >> 20} MiB at most: use smaller chunks")
+        lives_s = _DECADE_S if name.startswith(CACHES) else None
+        with self._exchange("written", len(content)):
+            return bool(self._client.set(self._key(name), content, nx=if_absent, ex=lives_s))
+
+    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
+        """A script on the server."""
+        require_lease(self, name)
+        with self._exchange("written"):
+            given = ("0", "") if was is None else ("1", was)
+            answer: Any = self._client.eval(_SWAP, 1, self._key(name), *given, content)
+            return bool(answer)
+
+    def delete(self, name: str) -> bool:
+        """One exchange."""
+        require_lease(self, name)
+        with self._exchange("written"):
+            return bool(self._client.unlink(self._key(name)))
+
+    def touch(self, name: str) -> None:
+        """Nothing: reading is what the server itself takes note of."""
+
+    def listing(self, prefix: str) -> Iterator[list[Stored]]:
+        """A page a scan; `used` by the server's idle time where its policy keeps one, else now."""
+        for names in self.names(prefix):
+            now = time.time()
+            pipe: Any
+            with self._exchange("read"), self._client.pipeline(transaction=False) as pipe:
+                # What is looked at here has not been used: servers from Redis 7.2 and Valkey 7 on can be told so.
+                pipe.execute_command("CLIENT", "NO-TOUCH", "ON")
+                for name in names:
+                    pipe.object("IDLETIME", self._key(name))
+                    pipe.strlen(self._key(name))
+                pipe.execute_command("CLIENT", "NO-TOUCH", "OFF")
+                answers = pipe.execute(raise_on_error=False)[1:-1]
+            pairs = zip(names, answers[::2], answers[1::2], strict=True)
+            yield [
+                Stored(name, size, now - (idle if isinstance(idle, int) else 0))
+                for name, idle, size in pairs
+                if isinstance(size, int) and idle is not None
+            ]
+
+    def names(self, prefix: str) -> Iterator[list[str]]:
+        """As a scan finds them, each once."""
+        seen: set[bytes] = set()
+        cursor: int | None = None
+        while cursor != 0:
+            with self._exchange("read"):
+                answer: Any = self._client.scan(cursor or 0, match=self._key(prefix) + b"*", count=_PAGE)
+                cursor, keys = int(answer[0]), set(answer[1]) - seen
+                names = sorted(key.removeprefix(self._prefix).decode() for key in keys)
+            seen |= keys
+            if names:
+                yield names
+
+    def writing(self) -> AbstractContextManager[None]:
+        """A lease, which ends half a minute after the process that holds it."""
+        return leased(self)
+
+    def server_hits(self) -> tuple[int, int]:
+        """Reads that found something and that did not, of the whole server since it was started."""
+        with self._exchange("read"):
+            info: Any = self._client.info("stats")
+            return int(info["keyspace_hits"]), int(info["keyspace_misses"])
+
+    def _key(self, name: str) -> bytes:
+        return self._prefix + name.encode()
+
+    @contextmanager
+    def _exchange(self, doing: str, nbytes: int = 0) -> Iterator[None]:
+        """Of about so many bytes, in time. Whatever goes wrong as one line of ours."""
+        from redis import ResponseError
+
+        try:
+            with within(self._patience.connect_s + self._patience.answer_s + nbytes / _SLOWEST):
+                yield
+        except (StoreError, GeneratorExit):
+            raise
+        except Exception as error:
+            # What it refuses it refuses on a connection that is well. Else those that are not in use go too: they may be
+            # as dead. Those in use are other threads', who see for themselves.
+            if not isinstance(error, ResponseError):
+                self._client.connection_pool.disconnect(inuse_connections=False)
+            raise self._failed(error, doing) from None
+
+    def _failed(self, error: Exception, doing: str) -> StoreError:
+        import redis
+
+        line = str(error).partition("\n")[0][:120]
+        if line.startswith("OOM") or isinstance(error, redis.exceptions.OutOfMemoryError):
+            return StoreError(
+                f"{self.place} is full: raise its maxmemory, or set maxmemory-policy to volatile-lru so that it evicts"
+            )
+        if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError):
+            return StoreError(f"{self.place} refuses to be {doing} ({line}): give a user and password in its address")
+        return StoreUnreachableError(f"{self.place} cannot be {doing} ({line}): see that it is up and reachable")

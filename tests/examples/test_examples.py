@@ -1,0 +1,112 @@
+"""Every script below examples/ runs, as a user would run it, with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from places import PYTHONPATH, REPOSITORY
+
+from tests import towns
+from tests.tiny_model import save_tiny_model
+
+EXAMPLES = REPOSITORY / "examples"
+IN_PROCESS = {"plain_python.py", "your_own_retriever.py", "evaluate.py"}
+CLIENTS = {"openai_client.py", "langchain_chain.py", "llamaindex_query.py", "vllm_client.py"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, documents, a question file; where the examples run."""
+    folder = tmp_path_factory.mktemp("examples")
+    (folder / "documents").mkdir()
+    texts = towns.documents()
+    for name, text in texts.items():
+        (folder / "documents" / name).write_text(text, encoding="utf-8")
+    save_tiny_model(folder / "tiny", "\n".join(texts.values()))
+    chunks = [{"title": name, "text": text} for name, text in texts.items()]
+    record = {"id": "1", "question": "How many gates?", "answers": ["seven"], "chunks": chunks[:3]}
+    (folder / "questions.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    return folder
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVBLEND")}
+    mine = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {**kept, **mine, "KVBLEND_MODEL": str(folder / "tiny"), "KVBLEND_STORE": str(folder / "store"), **more}
+
+
+def run(folder: Path, name: str, *arguments: str, **variables: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(folder, **variables), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    """`blend serve` over a store that holds the documents."""
+    blend = [sys.executable, "-m", "blend"]
+    precompute = [*blend, "precompute", "documents", "--quick", "--chunk-tokens", "64"]
+    subprocess.run(precompute, cwd=folder, env=environment(folder), check=True, capture_output=True, timeout=300)
+    command = [*blend, "serve", "--port", "0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=folder, env=environment(folder), **pipes) as server:
+        addresses = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in server.stdout)
+        yield next(found.group() for found in addresses if found) + "/v1"
+        server.terminate()
+        server.stdout.read()
+
+
+def test_every_example_is_run_and_listed() -> None:
+    scripts = {path.name for path in EXAMPLES.glob("*.py")}
+    assert scripts == IN_PROCESS | CLIENTS
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in listed for name in scripts)
+
+
+def test_plain_python(folder: Path) -> None:
+    said = run(folder, "plain_python.py", "documents", "How many gates does the harbour have?")
+    assert "caches computed" in said
+    assert "with full prefill" in said
+
+
+def test_your_own_retriever(folder: Path) -> None:
+    said = run(folder, "your_own_retriever.py", KVBLEND_STORE=str(folder / "own"))
+    assert re.findall(r"(\d) of 3 chunks in the store", said) == ["0", "3"]
+
+
+def test_evaluate(folder: Path) -> None:
+    run(folder, "evaluate.py", "questions.jsonl", KVBLEND_STORE=str(folder / "evaluated"))
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    assert set(report["methods"]) == {"full", "reuse", "blend"}
+
+
+def test_openai_client(folder: Path, url: str) -> None:
+    assert run(folder, "openai_client.py", KVBLEND_URL=url).count("rows computed") == 2
+
+
+def test_langchain_chain(folder: Path, url: str) -> None:
+    assert run(folder, "langchain_chain.py", KVBLEND_URL=url, KVBLEND_MODEL=model_of(url)).strip()
+
+
+def test_llamaindex_query(folder: Path, url: str) -> None:
+    assert run(folder, "llamaindex_query.py", "How many gates?", KVBLEND_URL=url, KVBLEND_MODEL=model_of(url)).strip()
+
+
+def test_vllm_client_asks_what_the_server_of_kvblend_understands_too(folder: Path, url: str) -> None:
+    assert run(folder, "vllm_client.py", KVBLEND_URL=url).count("'method'") == 2
+
+
+def model_of(url: str) -> str:
+    import httpx
+
+    return str(httpx.get(f"{url}/models").json()["data"][0]["id"])
