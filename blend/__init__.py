@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from blend.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from blend.answering import Answer
     from blend.blender import Blend, Blender
     from blend.chunks.encode import ChunkEncoder
     from blend.config import BlendConfig, CorpusConfig, PromptConfig
@@ -19,14 +18,14 @@ if TYPE_CHECKING:
     from blend.model.decoder import Decoder
     from blend.model.generate import Generation, generate
     from blend.prompt import PromptTemplate
-    from blend.rag import Rag
+    from blend.rag import Answer, Rag
     from blend.select import Evidence, Needs, Selector
     from blend.store import open_store
     from blend.types import ChunkCache, ChunkKey, PromptLayout, Selection
 
 
 _HOMES = {
-    "Answer": "blend.answering",
+    "Answer": "blend.rag",
     "Blend": "blend.blender",
     "BlendConfig": "blend.config",
     "BlendError": "blend.errors",

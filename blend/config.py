@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from blend.corpora import check_corpus_name
 from blend.errors import ConfigError
-from blend.limits import check_fields
+from blend.limits import check_corpus_name, check_fields
 from blend.select import Selector, make_selector
 
 MaskMode = Literal["exact", "bottom-right"]

@@ -1,42 +1,45 @@
-"""The corpora of one store: where the index of each lies, and which there are.
+"""The corpora of one store: where their indexes lie, and how machines share them.
 
-    <store>/index/                  the corpus without a name
-    <store>/corpora/<name>/index/   one with a name
+    <store>/index/                   the corpus without a name
+    <store>/corpora/<name>/index/    a corpus with a name
+    <store>/kv/                      the chunk caches of all corpora
 
-Each has an index, a surrogate context and KV corrections of its own; all share `<store>/kv`.
+A shared store also keeps every index next to the caches. Who changes an index publishes it there; who asks fetches it:
+
+    indexes/<corpus>/manifest.json   sealed like an artifact; a writer swaps it for the one it began with, or fails
+    indexes/<corpus>/<file>          the files that the manifest names, with digests; written before it
+
+There the corpus without a name is called `_`. `<replica>/shared/` remembers which manifest was fetched last.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
 
-from blend.errors import ConfigError
-from blend.limits import shown
+from blend.errors import ConfigError, EntryDamagedError, StoreChangedError, StoreError, StoreUnreachableError
+from blend.files import make_private_folder, write_atomically
+from blend.limits import check_corpus_name, is_corpus_name
+from blend.store.addresses import root_of
+from blend.store.backend import INDEXES
+from blend_retrieval.errors import ChunkIndexError
+from blend_retrieval.generations import generation_files, install_generation, write_lock
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+if TYPE_CHECKING:
+    from blend.store.base import ChunkStore
+
 _FOLDER, _INDEX, _MANIFEST = "corpora", "index", "manifest.json"
-
-
-def check_corpus_name(name: str) -> None:
-    """Raise `ConfigError` for what cannot name a corpus; the empty name is that of the one without."""
-    # No capitals: on some file systems a and A are one folder, and two corpora would be one.
-    if name and not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"{shown(name)} cannot name a corpus: use up to 64 lower-case letters, digits, dashes and underscores, "
-            "a letter or digit first"
-        )
-
-
-def is_corpus_name(name: str) -> bool:
-    """Whether this can name a corpus."""
-    return bool(_NAME.fullmatch(name))
+_UNNAMED = "_"
+_LARGEST_FILE = 1 << 40  # bytes
+_KEEP_S = 3600.0  # files of an earlier generation, for readers that still fetch them
 
 
 def index_dir(root: Path, name: str) -> Path:
-    """Where the index of a corpus lies in the store `root`."""
+    """The directory of a corpus's index in the store `root`."""
     check_corpus_name(name)
     return root / _FOLDER / name / _INDEX if name else root / _INDEX
 
@@ -47,21 +50,188 @@ def corpora(root: Path) -> tuple[str, ...]:
 
 
 def _folders(root: Path) -> Iterator[str]:
-    with suppress(OSError):  # no named corpora, or a store that may not be looked into, as reading it will say
-        yield from (path.name for path in (root / _FOLDER).iterdir() if _NAME.fullmatch(path.name))
+    with suppress(OSError):  # no named corpora, or a folder without access: reading the store will say so
+        yield from (path.name for path in (root / _FOLDER).iterdir() if is_corpus_name(path.name))
 
 
 def require_corpus(root: Path, name: str) -> None:
-    """Raise `ConfigError` that lists the corpora there are when this one is not among them.
-
-    Nothing where there is none at all: reading the index says what to do then.
-    """
+    """Raise `ConfigError` with a list of the corpora if the store has some, but not this one."""
     held = corpora(root)
     if held and name not in held:
-        lacking = f"no corpus {name!r}" if name else "no corpus without a name"
-        raise ConfigError(f"the store {root} has {lacking}; there are: {', '.join(map(in_words, held))}")
+        missing = f"no corpus {name!r}" if name else "no corpus without a name"
+        raise ConfigError(f"the store {root} has {missing}; there are: {', '.join(map(in_words, held))}")
 
 
 def in_words(name: str) -> str:
-    """The corpus for a line to people."""
+    """The corpus's name for a message."""
     return name or "the one without a name"
+
+
+class Sharing:
+    """Publishes and fetches the indexes of the store in `root`. For a store that is not shared, every method does nothing.
+
+    store: returns the chunk caches; called only for a shared store. every_s: seconds between two fetches.
+    """
+
+    def __init__(self, root: Path, store: Callable[[], ChunkStore], *, every_s: float = 5.0) -> None:
+        self._root, self._store, self._every_s = root, store, every_s
+        self._lock = Lock()
+        self._after = float("-inf")
+
+    @property
+    def shared(self) -> bool:
+        """Whether the directory is the replica of a shared store."""
+        return root_of(self._root) is not None
+
+    def refresh(self, *, now: bool = False) -> None:
+        """Fetch indexes that others have published, at most every few seconds unless `now`.
+
+        If the store does not answer, the fetched indexes stay in use. Raises `StoreError`, also if there are none.
+        """
+        if not self.shared:
+            return
+        with self._lock:
+            if not now and time.monotonic() < self._after:
+                return
+            self._after = time.monotonic() + self._every_s
+            self._fetch_all()
+
+    def _fetch_all(self) -> None:
+        store = self._store()
+        try:
+            for corpus in sorted({*store.backend.folders(INDEXES), *self._fetched()}):
+                if corpus == _UNNAMED or is_corpus_name(corpus):
+                    self._fetch(store, corpus)
+        except StoreUnreachableError:
+            if not self._fetched():
+                raise
+
+    def _fetch(self, store: ChunkStore, corpus: str) -> None:
+        place, directory = f"{INDEXES}{corpus}/", index_dir(self._root, _named(corpus))
+        raw, manifest = store.read_manifest(place + _MANIFEST)
+        if raw is None and self._known(corpus) is not None:
+            self._forget(corpus, directory)
+        if raw is None or (raw == self._known(corpus) and (directory / _MANIFEST).is_file()):
+            return
+        if manifest is None:
+            raise StoreError(
+                f"the index of {store.backend.place} is damaged, or sealed with another store key: run `blend precompute` again"
+            )
+        try:
+            with write_lock(directory):
+                install_generation(directory, manifest, lambda name: _content(store, place + name))
+        except ChunkIndexError as error:
+            raise StoreError(f"the index of {store.backend.place} cannot be fetched: {error}") from None
+        self._remember(corpus, raw)
+
+    def begun_with(self, corpus: str) -> bytes | None:
+        """The manifest that `publish` will replace. Call it before reading the index, which `refresh` may change."""
+        return self._known(corpus or _UNNAMED)
+
+    def publish(self, corpus: str, was: bytes | None) -> None:
+        """Publish the corpus's index in place of `was`, the manifest that `begun_with` returned.
+
+        Raises `StoreChangedError` when another machine has published one since, and `StoreError` when the store cannot be
+        written; the next `refresh` then fetches the published index.
+        """
+        if not self.shared:
+            return
+        name = corpus or _UNNAMED
+        try:
+            self._publish(corpus, name, was)
+        except StoreError:
+            with suppress(StoreError):
+                if self._known(name) is not None:
+                    self._remember(name, b"")  # the index here is not the published one
+            raise
+
+    def _publish(self, corpus: str, name: str, was: bytes | None) -> None:
+        place, store = f"{INDEXES}{name}/", self._store()
+        manifest, files = generation_files(index_dir(self._root, corpus))
+        raw, content = store.read_manifest(place + _MANIFEST)
+        if content != manifest:
+            changed = raw is not None and raw != was
+            for file, path in () if changed else files.items():
+                store.backend.put(place + file, [path.read_bytes()])
+            if changed or not store.swap_manifest(place + _MANIFEST, manifest, raw):
+                raise StoreChangedError(
+                    f"another machine has changed the index in {store.backend.place} meanwhile: run the same command again"
+                )
+            raw, _ = store.read_manifest(place + _MANIFEST)
+            self._sweep(store, place, {place + file for file in files})
+        self._remember(name, raw or b"")
+
+    def withdraw(self, corpus: str) -> None:
+        """Delete the corpus's index from the shared store. Raises `StoreError`."""
+        if not self.shared:
+            return
+        name = corpus or _UNNAMED
+        place, store = f"{INDEXES}{name}/", self._store()
+        store.backend.delete(place + _MANIFEST)  # first: it names the others
+        for page in store.backend.names(place):
+            for file in page:
+                store.backend.delete(file)
+        self._forget(name, index_dir(self._root, corpus))
+
+    def _sweep(self, store: ChunkStore, place: str, current: set[str]) -> None:
+        """Delete files of earlier generations once no reader can still be fetching them."""
+        with suppress(StoreError):
+            for page in store.backend.listing(place):
+                for stored in page:
+                    if stored.name not in {*current, place + _MANIFEST} and time.time() - stored.used > _KEEP_S:
+                        store.backend.delete(stored.name)
+
+    def _fetched(self) -> set[str]:
+        """Corpora that were fetched or published from here."""
+        return {path.stem for path in (self._root / "shared").glob("*.manifest")}
+
+    def _forget(self, corpus: str, directory: Path) -> None:
+        for path in (directory / _MANIFEST, self._memory(corpus)):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _memory(self, corpus: str) -> Path:
+        return self._root / "shared" / f"{corpus}.manifest"
+
+    def _known(self, corpus: str) -> bytes | None:
+        try:
+            return self._memory(corpus).read_bytes()
+        except OSError:
+            return None
+
+    def _remember(self, corpus: str, raw: bytes) -> None:
+        path = self._memory(corpus)
+        try:
+            make_private_folder(path.parent)
+            write_atomically(path, [raw])
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be written ({error.strerror or error}): make the directory writable"
+            ) from None
+
+
+def sharing_of(directory: Path, store: ChunkStore) -> tuple[Sharing, str]:
+    """The sharing of the store that an index directory belongs to, and the corpus's name."""
+    named = directory.parent.parent.name == _FOLDER
+    root = directory.parent.parent.parent if named else directory.parent
+    return Sharing(root, lambda: store), directory.parent.name if named else ""
+
+
+def published(store: ChunkStore) -> set[str]:
+    """Corpora that have an index in a shared store, the one without a name as "". Raises `StoreError`."""
+    names = (name for page in store.backend.names(INDEXES) for name in page if name.endswith(f"/{_MANIFEST}"))
+    return {_named(name.removeprefix(INDEXES).removesuffix(f"/{_MANIFEST}")) for name in names}
+
+
+def _named(corpus: str) -> str:
+    return "" if corpus == _UNNAMED else corpus
+
+
+def _content(store: ChunkStore, name: str) -> bytes:
+    try:
+        content = store.backend.read(name, _LARGEST_FILE)
+    except EntryDamagedError as error:
+        raise StoreError(f"{name} in {store.backend.place} cannot be read: {error}") from None
+    if content is None:
+        raise StoreError(f"{store.backend.place} lacks {name}, which its index names: run `blend precompute` again")
+    return content

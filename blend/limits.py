@@ -21,6 +21,7 @@ LAYER_BANDS = ("all", "middle", "upper")
 LAYERS_IN_WORDS = f"{', '.join(LAYER_BANDS)}, or layers such as 4-9 or 3+7+12-15"
 _LAYER_RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _LONGEST_SHOWN = 40
+_CORPUS_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")  # no capitals: on some file systems a and A are one folder
 
 
 class Limits(NamedTuple):
@@ -195,3 +196,17 @@ def shown(value: object) -> str:
 
 def _written(number: float) -> str:
     return f"{number:f}" if 0 < number < 1 else f"{number:,.0f}"
+
+
+def is_corpus_name(name: str) -> bool:
+    """Whether this can name a corpus."""
+    return bool(_CORPUS_NAME.fullmatch(name))
+
+
+def check_corpus_name(name: str) -> None:
+    """Raise `ConfigError` for what cannot name a corpus. The empty name stands for the corpus without one."""
+    if name and not is_corpus_name(name):
+        raise ConfigError(
+            f"{shown(name)} cannot name a corpus: use up to 64 lower-case letters, digits, dashes and underscores, "
+            "a letter or digit first"
+        )

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-from blend.answering import NONE_RETRIEVED, Answer, full_answer, rehearse, remember, room_for
-from blend.blender import Blender
+from blend.blender import Blend, Blender
 from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, PromptConfig
-from blend.corpora import corpora, index_dir, require_corpus
-from blend.errors import ConfigError, PromptError
+from blend.corpora import Sharing, corpora, index_dir, require_corpus
+from blend.corpus import Compute, Corpus, Precomputed, compute_here, precompute
+from blend.errors import ConfigError, PromptError, StoreError
 from blend.lazy import loaded_once
+from blend.limits import check_number
 from blend.model.decoder import Decoder, full_prefill, pick_device
-from blend.model.generate import OnText, generate
-from blend.precompute import Precomputed, precompute
+from blend.model.generate import Generation, OnText, generate
 from blend.prompt import PromptTemplate
-from blend.sharing import Sharing
 from blend.store import open_store
 from blend.store.addresses import is_address, origin_of, replica_of
 from blend.timing import Progress, Stopwatch, no_progress
@@ -30,6 +29,7 @@ from blend_retrieval import (
     ChunkIndex,
     CurrentIndex,
     LoadedDocuments,
+    RankedChunk,
     RetrievalError,
     Retriever,
     load_documents,
@@ -38,23 +38,129 @@ from blend_retrieval import (
 from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
+    from blend.shards import Share
     from blend.store import ChunkStore
     from blend.store.memory import MemoryCache
     from blend_retrieval import Embedder
 
 
-def _replica(address: str, cache: str | Path | None, hot: str | None) -> Path:
-    return replica_of(address, None if cache is None else Path(cache).expanduser(), hot)
+NONE_RETRIEVED = "no passage is similar enough to the question (--min-score): answered without documents"
+
+
+@dataclass(frozen=True)
+class FullAnswer:
+    """The same prompt answered after the model's own full prefill."""
+
+    text: str
+    ttft_s: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer and how it came about.
+
+    Attributes:
+        question: The question as it was asked.
+        text: The answer.
+        chunks: The retrieved chunks in prompt order, best first; `blend.hits` says which were cached.
+        blend: The blended prefill: rows recomputed, bytes loaded, hits.
+        generation: The generated token ids with their times.
+        full: The answer after full prefill, if `compare` was set.
+        cut: Whether the answer reached its token limit.
+        problems: One line for every damaged store entry, and for caches that could not be stored.
+
+    """
+
+    question: str
+    text: str
+    chunks: tuple[RankedChunk, ...]
+    blend: Blend
+    generation: Generation
+    full: FullAnswer | None = None
+    cut: bool = False
+    problems: tuple[str, ...] = field(default=())
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds by stage, retrieval included."""
+        return dict(self.blend.stages)
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token, without retrieval."""
+        return self.blend.ttft_s - self.stages.get("retrieve", 0.0)
+
+
+def rehearse(decoder: Decoder, template: PromptTemplate, config: BlendConfig) -> PromptLayout:
+    """Run a short blended prefill with one stored and one computed chunk, so that every step has run once."""
+    text = template.encode("One chunk, stored or not, as long as a paragraph. " * 4)
+    suffix = template.layout("Is everything ready?", []).suffix
+    layout = PromptLayout(template.prefix[:1], (tuple(text), tuple(text[1:])), suffix)
+    blender = Blender(decoder, open_store("memory:"), config)
+    library = blender.library(layout.prefix)
+    library.compute(library.missing(layout.chunks[:1]))
+    blender.prefill(layout)
+    return layout
+
+
+def room_for(decoder: Decoder, layout: PromptLayout, max_new_tokens: int) -> int:
+    """The answer's token limit: `max_new_tokens`, or what the model's context leaves.
+
+    Raises `PromptError` if it leaves nothing, `ConfigError` for an invalid number.
+    """
+    check_number("max_new_tokens", max_new_tokens)
+    decoder.check_length(layout.rows + 1)
+    if decoder.context_length is None:
+        return max_new_tokens
+    return min(max_new_tokens, decoder.context_length - layout.rows)
+
+
+def remember(blender: Blender, blend: Blend) -> tuple[str, ...]:
+    """Store the missing caches; returns the problems in words. A store that cannot be written does not fail the answer."""
+    mend = "answered without it; `blend precompute` makes it again"
+    problems = (*blend.notes, *(f"{mend}: {problem}" for problem in blend.artifact_problems))
+    try:
+        blender.remember(blend)
+    except StoreError as error:
+        refused = (f"recomputed for this answer: {problem}" for problem in blend.problems)
+        return (*problems, *refused, f"what was computed for this answer could not be stored: {error}")
+    return (*problems, *(f"recomputed and replaced: {problem}" for problem in blend.problems))
+
+
+def full_answer(decoder: Decoder, blend: Blend, max_new_tokens: int, options: dict[str, Any]) -> FullAnswer:
+    """The same prompt after the model's own prefill."""
+    full = full_prefill(decoder, blend.layout)
+    text = generate(decoder, full, blend.layout.token_ids, max_new_tokens=max_new_tokens, **options).text
+    return FullAnswer(text, full.ttft_s)
 
 
 class Rag:
-    """A decoder, a store of chunk caches and an index of chunks, in one directory `store`, or shared at one address.
+    """Answers questions over a precomputed corpus.
 
-    model: a catalog name, a HuggingFace id or a model directory. corpus: how documents become chunks, and which of the store's
-    corpora it is. budget_bytes, store_key: see `open_store`. decoder, embedder, kv: those of another `Rag` that this one is to
-    share, kv being its `store`. memory: where recently read chunk caches are kept, which several may share. cache, hot: of a
-    store at an address, see `replica_of`. Everything heavy is loaded on first use. Threads may ask at the same time, also while
-    one precomputes; what another process precomputes is seen.
+    Everything heavy is loaded on first use. Threads may ask at the same time, also while one precomputes. What another process
+    precomputes is seen.
+
+    Args:
+        store: Directory of chunk caches and index, or the address of a shared store such as s3://bucket/name.
+        model: Catalog name, HuggingFace id or model directory.
+        device: auto, cpu, cuda or cuda:N.
+        dtype: What the model computes in: auto, float32, bfloat16 or float16.
+        blend: How prompts are blended.
+        prompt: What stands around the chunks in a prompt.
+        corpus: How documents become chunks, and which of the store's corpora to use.
+        budget_bytes: Most bytes of chunk caches; the least recently used are evicted.
+        store_key: Key that seals the store's entries; entries sealed otherwise are not used.
+        on_fetch: Called with the progress of a weights download.
+        decoder: A loaded decoder to use instead of `model`.
+        embedder: A loaded embedding model to use instead of the corpus's.
+        kv: A store to use, the `store` of another `Rag`.
+        memory: Memory tier for the most used chunk caches; several `Rag` may share it.
+        cache: Of a store at an address: the directory that keeps what is read from it.
+        hot: Of a store at an address: a Redis in front of it, as redis://host:port/db.
+
+    Raises:
+        ConfigError: For an address that names no store.
+
     """
 
     def __init__(
@@ -79,7 +185,11 @@ class Rag:
     ) -> None:
         self._shared, self._memory = (decoder, embedder, kv), memory
         self.loading = RLock()
-        self.root = Path(store).expanduser() if not is_address(store) else _replica(str(store), cache, hot)
+        self.root = (
+            Path(store).expanduser()
+            if not is_address(store)
+            else replica_of(str(store), None if cache is None else Path(cache).expanduser(), hot)
+        )
         self._sharing = Sharing(self.root, lambda: self.store)
         self._retriever: Retriever | None = None
         self._store_key = store_key
@@ -93,9 +203,9 @@ class Rag:
         self._rehearsed_full = False
 
     def sibling(self, corpus: str, root: Path | None = None) -> Rag:
-        """Another corpus of the store, or one of the store in `root`, with the same options, decoder and embedder.
+        """A `Rag` for another corpus with the same options, decoder and embedder. root: of another store's directory.
 
-        Raises `ConfigError` for what cannot name a corpus.
+        Raises `ConfigError` for a name that cannot be a corpus's.
         """
         kv = self.store if root is None or root == self.root else None
         other = Rag(
@@ -111,16 +221,13 @@ class Rag:
             kv=kv,
             memory=self._memory,
         )
-        with suppress(RetrievalError, ConfigError):  # there is no corpus yet, or asking it will say what is wrong
+        with suppress(RetrievalError, ConfigError):  # no such corpus yet, or a question will raise it again
             if other.index.embedder != self.embedder.name:
                 other._shared = self.decoder, load_embedder(other.index.embedder), kv
         return other
 
     def recipe(self) -> dict[str, Any]:
-        """The arguments that make the same `Rag` in another process that sees the same places; it computes in this dtype.
-
-        A store at an address is named by that: other machines have a directory of their own that stands for it.
-        """
+        """Arguments for the same `Rag` in another process; dtype and store address are resolved."""
         origin = origin_of(self.root / "kv")
         place = {"store": self.root.absolute()} if origin is None else {"store": origin.address, "hot": origin.hot}
         return {
@@ -137,7 +244,7 @@ class Rag:
 
     @property
     def index_dir(self) -> Path:
-        """Where the index lies."""
+        """Directory of the index."""
         return self._index.directory
 
     @loaded_once
@@ -180,9 +287,9 @@ class Rag:
 
     @property
     def index(self) -> ChunkIndex:
-        """The chunks of the corpus as they are now.
+        """The corpus's chunks as they are now.
 
-        Raises `RetrievalError` where none was precomputed, `ConfigError` where only other corpora were.
+        Raises `RetrievalError` if none were precomputed, `ConfigError` if only other corpora were.
         """
         self._sharing.refresh()
         try:
@@ -200,12 +307,12 @@ class Rag:
         return held
 
     def take_embedder_of_index(self) -> None:
-        """Search with the embedder that made the index, where there is one; for whoever names none himself."""
+        """Search with the embedder that made the index, if there is one."""
         with suppress(IndexMissingError, ConfigError):
             self.corpus_config = replace(self.corpus_config, embedder=self.index.embedder)
 
     def refresh(self) -> None:
-        """Take up at once what other machines have made of the corpora of a shared store. Raises `StoreError`."""
+        """Fetch now what other machines have published to a shared store. Raises `StoreError`."""
         self._sharing.refresh(now=True)
 
     def precompute(
@@ -214,49 +321,62 @@ class Rag:
         *,
         add: bool = False,
         quick: bool = False,
+        share: Share | None = None,
+        compute: Compute = compute_here,
         progress: Progress = no_progress,
     ) -> Precomputed:
-        """Index documents, or those under paths, and compute their chunk caches; see `precompute.precompute`.
+        """Index documents, compute their chunk caches and fit the KV corrections.
 
-        Then the KV corrections are measured, where the store holds none or most of the corpus is new; neither with `quick`.
-        Documents are read and the store is opened before any model is loaded, so that mistakes show at once.
+        The corpus becomes exactly these documents. Chunks that did not change are not computed again, and a stopped run goes on
+        where it was. Documents are read and the store is opened before any model is loaded, so that mistakes show at once.
+
+        Args:
+            documents: Loaded documents, or paths of files and folders.
+            add: Keep the documents that the corpus holds.
+            quick: Compute one cache a chunk and fit no correction: enough for a first answer.
+            share: Compute only this share of the caches; whichever share finds all caches stored fits the corrections.
+            compute: What computes and stores the missing caches; by default this process.
+            progress: Called with stage, done and total.
+
+        Returns:
+            What was done.
+
+        Raises:
+            RetrievalError: If nothing can be indexed, or the index to add to cannot be read.
+            StoreError: If the store cannot be written.
+
         """
         loaded = documents if isinstance(documents, LoadedDocuments) else load_documents(documents)
         store = self.store
         self.refresh()
-        done = precompute(
-            loaded,
-            embedder=self.embedder,
-            decoder=self.decoder,
-            template=self.template,
-            store=store,
-            index_dir=self.index_dir,
-            config=self.corpus_config,
-            others=self.other_corpora,
-            add=add,
-            quick=quick,
-            progress=progress,
+        corpus = Corpus(
+            self.decoder, self.template, self.embedder, store, self.index_dir, self.corpus_config, self.other_corpora
         )
-        if not quick:
+        done = precompute(corpus, loaded, add=add, quick=quick, share=share, compute=compute, progress=progress)
+        if not quick and not done.shares_left:
             self.calibrate(anew=done.computed > done.reused, progress=progress)
         store.advance()
         return done
 
     @property
     def other_corpora(self) -> dict[str, Path]:
-        """Name and index directory of the store's other corpora."""
+        """Names and index directories of the store's other corpora."""
         mine = self.corpus_config.name
         return {other: index_dir(self.root, other) for other in corpora(self.root) if other != mine}
 
     def calibrate(self, *, anew: bool, progress: Progress = no_progress) -> None:
-        """Measure the KV corrections on the corpus as it is, where there are none or they are to be measured `anew`."""
+        """Fit the KV corrections on the corpus if there are none, or `anew`."""
         chunks = [self.template.chunk_ids(chunk) for chunk in self.index.chunks]
         self.blender.calibrate(self.template.prefix, chunks, anew=anew, progress=progress)
 
     def warm_up(self, *, compare: bool = False) -> None:
-        """Load everything, what can be wrong and is cheap first, and rehearse a question, so that the first is not charged.
+        """Load everything and rehearse a question, so that the first answer pays for neither.
 
-        compare: rehearse full prefill too. Nothing is stored; a second call does nothing.
+        Nothing is stored; a second call does nothing.
+
+        Args:
+            compare: Rehearse full prefill too.
+
         """
         if self._rehearsed is None:
             _ = self.index, self.store
@@ -281,11 +401,23 @@ class Rag:
         on_text: OnText | None = None,
         **options: Any,
     ) -> Answer:
-        """Retrieve chunks, blend their caches, decode; afterwards compute and store the caches that were missing.
+        """Answer a question: retrieve chunks, blend their caches, decode. Then store the caches that were missing.
 
-        compare: also answer after full prefill of the same ids. on_text: gets the answer piece by piece. options: those of
-        `model.generate`, such as `do_sample=True`. Raises `PromptError` for an empty question, an index without chunks, and a
-        prompt that leaves no room for an answer in the model's context.
+        Args:
+            question: The question.
+            top_k: Chunks to retrieve; by default the corpus configuration's.
+            max_new_tokens: Longest answer.
+            compare: Also answer after full prefill of the same token ids.
+            on_text: Called with the answer piece by piece.
+            options: Options of transformers' `generate`, such as `do_sample=True`.
+
+        Returns:
+            The answer, with times, chunks and problems.
+
+        Raises:
+            PromptError: For an empty question, an empty index, or a prompt that leaves no room for an answer.
+            RetrievalError: If no corpus was precomputed.
+
         """
         if not question.strip():
             raise PromptError("the question is empty; ask something")

@@ -177,11 +177,6 @@ class CacheIdentity:
         """Name of the artifact that holds the corpus's surrogate context behind this prefix (`blend.chunks.library`)."""
         return self._artifact("surrogate")
 
-    @property
-    def work_name(self) -> str:
-        """Name of the artifact that says what several processes are computing together (`blend.chunks.work`)."""
-        return self._artifact("work")
-
     def _artifact(self, kind: str) -> str:
         return f"{kind}-{self.namespace}" + (f"-{self.corpus}" if self.corpus else "")
 

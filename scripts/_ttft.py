@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from _results import Results, Row
-from _shapes import STORES, random_decoder, random_ids, random_layout, why_not
+from _shapes import SHAPES, STORES, random_decoder, random_ids, random_layout, why_not
 from _stores import copy_rate, drop_page_cache, file_system, fill, lacks_room, move, read_rate
 from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.eval.evaluator import PLAIN_REUSE
 from blend.model.decoder import full_prefill
-from blend.model.shapes import SHAPES
 from blend.store import ChunkStore, open_store
 from blend.store.disk import DiskBackend
 

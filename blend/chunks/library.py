@@ -297,28 +297,6 @@ class ChunkLibrary:
         progress("encode", total, total)
         return total
 
-    def passes(self, variants: Sequence[Variant]) -> list[tuple[Variant, ...]]:
-        """The forward passes in which `compute` makes these caches.
-
-        Which caches share a pass shows in the last bits of their values, so whoever wants the same bytes runs the same passes.
-        """
-        found: list[tuple[Variant, ...]] = []
-        for contextual in (False, True):
-            mine = [one for one in variants if one.contextual == contextual]
-            batches = self.encoder(contextual=contextual).batches([one.chunk for one in mine])
-            found += [tuple(mine[index] for index in batch) for batch in batches]
-        return found
-
-    def compute_pass(self, batch: Sequence[Variant]) -> int:
-        """Run one of `passes` as far as the store lacks any of its caches, and store those; how many they were.
-
-        Raises `StoreError` when the store cannot be written.
-        """
-        lacking = self.lacking(batch)
-        for _ in self._computed(batch if lacking else (), lacking):
-            pass
-        return len(lacking)
-
     def _computed(
         self,
         variants: Sequence[Variant],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
-from blend.cli.values import OUTPUT, PLACE, TEXT, number
+from blend.cli.options import OUTPUT, PLACE, TEXT, number
 
 if TYPE_CHECKING:
     from blend.analyze.document import Analyzed
@@ -112,7 +112,7 @@ def _recorded(rag: Rag, records: list[Record]) -> list[tuple[str, str, PromptLay
 
 def _calibrate(rag: Rag, records: list[Record], prompts: list[tuple[str, str, PromptLayout]]) -> None:
     """So that the blend of a question file is what `blend report` measures; a corpus has its KV correction already."""
-    from blend.cli.workload import calibrate
+    from blend.cli.report import calibrate
     from blend.eval.evaluator import Evaluator
 
     room = rag.decoder.context_length

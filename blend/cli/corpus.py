@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from blend.cli.values import FOLDER, NAME
+from blend.cli.options import FOLDER, NAME
 
 
 @click.command("corpus")

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from blend.cli import opening, options
-from blend.corpora import corpora, in_words, require_corpus
+from blend.corpora import Sharing, corpora, in_words, require_corpus
 from blend.errors import ConfigError, StoreError
-from blend.sharing import Sharing
 
 if TYPE_CHECKING:
     from blend.rag import Rag
@@ -69,7 +68,7 @@ def drop_corpus(rag: Rag) -> Dropped:
 
     Raises `StoreError` for what cannot be deleted, `RetrievalError` for an index that cannot be read.
     """
-    from blend.indexing import OtherCorpora
+    from blend.corpus import OtherCorpora
     from blend.store.admin import forget_sources
 
     store, name, held, others = rag.store, rag.corpus_config.name, rag.index.chunks, rag.other_corpora

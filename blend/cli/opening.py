@@ -1,4 +1,4 @@
-"""What commands work on, opened from their parsed options."""
+"""What can be found wrong in a second, before torch is imported, weights are fetched and models are loaded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,42 @@ from typing import TYPE_CHECKING, Any
 
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import index_dir, require_corpus
-from blend.errors import ConfigError, StoreUnreachableError
+from blend.errors import ConfigError, StoreError, StoreUnreachableError
 from blend.store import read_precomputed, read_words
 from blend.store.addresses import root_of
-from blend.weights import lasting_name
+from blend.weights import CATALOG, lasting_name, resolve_model
+from blend.weights.catalog import is_cached, require_on_hub
 
 if TYPE_CHECKING:
     from blend.rag import Rag
     from blend.store.memory import MemoryCache
+
+
+def check_store(store: Path) -> None:
+    """Raise `StoreError` when the store's place cannot be reached, or something that is no directory stands there."""
+    try:
+        in_the_way = store.exists() and not store.is_dir()
+    except OSError as error:  # a folder above it that may not be entered
+        raise StoreError(
+            f"the store {store} cannot be reached ({error.strerror}): choose another one with --store"
+        ) from error
+    if in_the_way:
+        raise StoreError(f"{store} is a file, a store is a directory: choose another one with --store")
+
+
+def check_model(name: str) -> None:
+    """Raise `ConfigError` or `WeightsError` for a model that cannot be there.
+
+    A hub that is out of reach is asked once and briefly; loading from it would retry for a minute.
+    """
+    if name in CATALOG and not Path(name).is_dir():
+        return
+    location = resolve_model(name)
+    if isinstance(location, Path):
+        if not (location / "config.json").is_file():
+            raise ConfigError(f"{location} holds no model: it has no config.json; name another one")
+    elif not is_cached(location):
+        require_on_hub(location)
 
 
 def corpus_config(options: dict[str, Any]) -> CorpusConfig:
@@ -29,8 +57,6 @@ def corpus_config(options: dict[str, Any]) -> CorpusConfig:
 
 def check(options: dict[str, Any]) -> None:
     """Raise `ConfigError` or `StoreError` for what is wrong with options and store at first sight."""
-    from blend.cli.early import check_store
-
     _pick(BlendConfig, options)
     _pick(CorpusConfig, options)
     check_store(options["store"])
@@ -41,7 +67,7 @@ def fetch_indexes(options: dict[str, Any]) -> None:
     """Of a store elsewhere, what others have published. Raises `StoreError`."""
     if root_of(options["store"]) is None:
         return
-    from blend.sharing import Sharing
+    from blend.corpora import Sharing
     from blend.store import open_store
 
     with warnings.catch_warnings(action="ignore"):  # `open_rag` tells them
@@ -52,7 +78,6 @@ def fetch_indexes(options: dict[str, Any]) -> None:
 def open_rag(options: dict[str, Any]) -> Rag:
     """A `Rag` from parsed options; entries that it does not know are left alone. Loads no model."""
     from blend.cli.console import note, show_fetch
-    from blend.cli.early import check_model
 
     check(options)
     key, model = store_key(options), model_of(options)

@@ -3,23 +3,134 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.table import Table
 
 from blend.cli import opening, options
-from blend.cli.values import PLACE, number
-from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig
-from blend.errors import ConfigError
+from blend.cli.console import counted, note, output, print_json, print_wide, say
+from blend.cli.options import PLACE, number
+from blend.config import BlendConfig, CorpusConfig
+from blend.errors import ConfigError, StoreError
 from blend.limits import shown
-from blend.model.shapes import SHAPES
-from blend.store import codec_names
+from blend.store import codec_names, read_words
+from blend.weights import lasting_name
 
 if TYPE_CHECKING:
-    from blend.plan.estimate import Terms, Tier
-    from blend.plan.inputs import Subject
-    from blend.plan.rates import PromptSize, Rates
+    from blend.model.outline import ModelOutline
+    from blend.plan import CodecCost, Plan, PromptSize, Rates, Terms, Tier, TierCost
+
+
+_STEPS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+_WIDEST = 1000
+
+
+def plan_document(plan: Plan) -> dict[str, object]:
+    """What `--json` prints: bytes, seconds, USD, bytes a second."""
+    corpus, model = plan.corpus, plan.model
+    return {
+        "corpus": {
+            "chunks": corpus.chunks,
+            "tokens": corpus.tokens,
+            "isolated": sum(corpus.isolated.values()),
+            "contextual": sum(corpus.contextual.values()),
+            "prefix_tokens": corpus.prefix,
+            "surrogate_tokens": corpus.surrogate,
+        },
+        "model": {
+            "name": model.name,
+            "parameters": model.parameters,
+            "layers": len(model.keys),
+            "kv_numbers_per_token": model.kv_numbers,
+        },
+        "dtype": plan.terms.dtype,
+        "machines": plan.terms.machines,
+        "usd_hour": plan.terms.usd_hour,
+        "rates": {**plan.rates._asdict(), "codecs": {name: one._asdict() for name, one in plan.rates.codecs.items()}},
+        "prompt": {"tokens": plan.prompt.rows, "chunks": plan.prompt.chunks, "full_prefill_s": plan.full_s},
+        "compute_s": plan.compute_s,
+        "codecs": [asdict(codec) for codec in plan.codecs],
+    }
+
+
+def show(plan: Plan) -> None:
+    """Sentences, a table a codec and tier, and what all of it rests on."""
+    corpus, prompt, terms = plan.corpus, plan.prompt, plan.terms
+    copies = "one cache a chunk" if not corpus.contextual or not corpus.isolated else "two caches a chunk"
+    say(
+        f"{counted(corpus.chunks, 'chunk')}, {counted(corpus.tokens, 'token')}; {plan.model.name} in {terms.dtype}, {copies}."
+    )
+    first = plan.codecs[0]
+    say(
+        f"Precompute: {duration(first.precompute_s)} of machine time, {duration(first.precompute_hours * 3600)} on "
+        f"{counted(terms.machines, 'machine')}, {money(first.precompute_usd)} once. Indexing comes on top."
+    )
+    say(
+        f"A prompt of {counted(prompt.chunks, 'chunk')}, {prompt.rows:,} tokens: "
+        f"first token after {duration(plan.full_s)} of full prefill."
+    )
+    say()
+    table = _table(plan)
+    whole = output.measure(table, options=output.options.update(max_width=_WIDEST)).maximum
+    print_wide(output, table, whole)
+    say()
+    say("beats computing: from that bandwidth on, loading a prompt's chunks takes less time than computing them.")
+    say("hidden: from that bandwidth on, loading takes no longer than what is recomputed anyway.")
+    say(
+        "first token: at the tier's bandwidth, one reader alone, at least. pays from: prompts a month, see docs/plan.md."
+    )
+    if any(rates.load is None for rates in plan.rates.codecs.values()):
+        say("Decoding is taken to be no limit: give --load-rate, or --measure.")
+    say(f"Prices are assumptions unless you give yours: {money(terms.usd_hour)} an hour; --tier, --hour-price.")
+
+
+def _table(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("codec", "a chunk", "in all", "beats computing", "hidden"):
+        table.add_column(name, justify="left" if name == "codec" else "right", no_wrap=True)
+    for name in ("tier", "a month", "load", "first token", "gain", "pays from"):
+        table.add_column(name, justify="left" if name == "tier" else "right", no_wrap=True)
+    for codec in plan.codecs:
+        for place, tier in enumerate(codec.tiers):
+            table.add_row(*(_codec_cells(codec) if not place else [""] * 5), *_tier_cells(tier))
+    return table
+
+
+def _codec_cells(codec: CodecCost) -> list[str]:
+    edges = [f"{size(edge)}/s" if edge else "never" for edge in (codec.break_even, codec.hidden)]
+    return [codec.codec, size(codec.chunk_bytes), size(codec.total_bytes), *edges]
+
+
+def _tier_cells(tier: TierCost) -> list[str]:
+    pays = "never" if tier.pays_from is None else f"{tier.pays_from:,.0f}"
+    times = [duration(tier.load_s), duration(tier.blended_s), f"{tier.gain:.1f}x"]
+    return [f"{tier.tier}, {tier.bandwidth / 1e6:,.0f} MB/s", money(tier.usd_month), *times, pays]
+
+
+def size(value: float) -> str:
+    """Bytes with three digits: 5.93 MB, 12.0 TB."""
+    step = 0
+    while value >= 999.5 and step < len(_STEPS) - 1:
+        value, step = value / 1000, step + 1
+    return f"{value:.{0 if value >= 99.95 or not step else 1 if value >= 9.995 else 2}f} {_STEPS[step]}"
+
+
+def duration(value: float) -> str:
+    """Seconds in the unit that people would say: 12 ms, 3.4 s, 25 min, 7.1 h, 40 days."""
+    for limit, unit, words in ((1.0, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if value < limit:
+            return f"{value / unit:.{1 if value / unit < 10 else 0}f} {words}"
+    return f"{value / 86_400:,.0f} days"
+
+
+def money(value: float) -> str:
+    """USD, cents only where they matter."""
+    return f"{value:,.2f} USD" if value < 100 else f"{value:,.0f} USD"
+
 
 _TIER = "NAME=MB/S,USD"
 _TIER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.-]{0,31}")
@@ -27,7 +138,7 @@ _TIER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.-]{0,31}")
 
 def _tier(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[Tier, ...]:
     """Tiers as they are given, over those that there are."""
-    from blend.plan.estimate import TIERS, Tier
+    from blend.plan import TIERS, Tier
 
     found = {tier.name: tier for tier in TIERS}
     for value in values:
@@ -48,11 +159,6 @@ def _tier(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) 
 @number("--chunks", "chunks", "Chunks of the corpus, where there are no PATHS to count them in.")
 @number("--tokens", "tokens", "Tokens of the corpus, where there are no PATHS.")
 @options.dividing
-@click.option(
-    "--shape",
-    type=click.Choice(tuple(SHAPES)),
-    help="Plan for a model of this size instead of --model.",
-)
 @options.device_option
 @options.dtype_option
 @click.option(
@@ -98,23 +204,37 @@ def command(paths: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     The corpus is counted in PATHS, or given by --chunks, --tokens or both. Of the model only the configuration is read. Rates
     are measured here (--measure), given (--prefill-rate), or those of an earlier `blend precompute` into --store.
     """
-    from blend.cli.console import note, print_json
-    from blend.cli.plan_table import plan_document, show
-    from blend.plan.estimate import make_plan
-    from blend.plan.inputs import Subject
+    from blend.model.decoder import pick_device, pick_dtype
+    from blend.model.outline import outline, read_config, read_tokenizer
+    from blend.plan import USD_HOUR, PromptSize, Terms, counted, make_plan
+    from blend.plan import given as stated
+    from blend.prompt import PromptTemplate
+    from blend.weights import resolve_model
     from blend_retrieval import load_documents
 
     config = opening.corpus_config(given)
     _check(paths, given)
-    dtype = _dtype(given)
-    subject = Subject(DEFAULT_MODEL if given["shape"] else opening.model_of(given), given["shape"], config, dtype)
-    given_corpus = (given["chunks"], given["tokens"])
-    corpus = subject.counted(load_documents(paths)) if paths else subject.given(*given_corpus)
-    terms = _terms(given, dtype)
-    prompt = subject.prompt(corpus, given["top_k"])
-    rates = _rates(subject, prompt, terms, given)
+    name = opening.model_of(given)
+    location = str(resolve_model(name))
+    model = outline(read_config(location, name), name)
+    if paths:
+        template = PromptTemplate(read_tokenizer(location, name))
+        corpus = counted(load_documents(paths), template, config, model.context)
+    else:
+        corpus = stated(given["chunks"], given["tokens"], config)
+    terms = Terms(
+        dtype=str(pick_dtype(given["dtype"], pick_device(given["device"]))).removeprefix("torch."),
+        codecs=tuple(dict.fromkeys(given["codecs"] or (one for one in codec_names() if one != "native"))),
+        tiers=given["tiers"],
+        machines=given["machines"],
+        usd_hour=USD_HOUR if given["hour_price"] is None else given["hour_price"],
+        ratio=given["ratio"],
+    )
+    mean = max(1, round(corpus.tokens / corpus.chunks))
+    prompt = PromptSize(corpus.prefix, corpus.surrogate, mean, given["top_k"])
+    rates = _rates(model, prompt, terms, given, (location, config.batch_tokens))
     note(f"Rates: {rates.source}")
-    plan = make_plan(corpus, subject.model, prompt, rates, terms)
+    plan = make_plan(corpus, model, prompt, rates, terms)
     if as_json:
         print_json(plan_document(plan))
     else:
@@ -129,27 +249,37 @@ def _check(paths: tuple[Path, ...], given: dict[str, Any]) -> None:
         raise ConfigError("--measure and --prefill-rate say the same thing: leave one of them out")
 
 
-def _dtype(given: dict[str, Any]) -> str:
-    from blend.model.decoder import pick_device, pick_dtype
+def _rates(
+    model: ModelOutline, prompt: PromptSize, terms: Terms, given: dict[str, Any], weights: tuple[str, int]
+) -> Rates:
+    """Rates as measured, as given, or as an earlier precompute noted them. weights: their location, and batch tokens."""
+    from blend.model.decoder import Decoder
+    from blend.plan import measure, rates_of_precompute, rates_of_prefill
 
-    # A shape stands for a model on a fleet's accelerators, not on this machine.
-    if given["dtype"] == "auto" and given["shape"]:
-        return "bfloat16"
-    return str(pick_dtype(given["dtype"], pick_device(given["device"]))).removeprefix("torch.")
-
-
-def _terms(given: dict[str, Any], dtype: str) -> Terms:
-    from blend.plan.estimate import USD_HOUR, Terms
-
-    codecs = given["codecs"] or tuple(name for name in codec_names() if name != "native")
-    usd_hour = USD_HOUR if given["hour_price"] is None else given["hour_price"]
-    return Terms(dtype, tuple(dict.fromkeys(codecs)), given["tiers"], given["machines"], usd_hour, given["ratio"])
-
-
-def _rates(subject: Subject, prompt: PromptSize, terms: Terms, given: dict[str, Any]) -> Rates:
     load = given["load_rate"] and given["load_rate"] * 1e6
     if given["measure"]:
-        return subject.measured(prompt, terms.codecs, given["device"])
+        location, batch_tokens = weights
+        decoder = Decoder.load(location, name=model.name, device=given["device"], dtype=terms.dtype)
+        return measure(decoder, model, prompt, terms.codecs, batch_tokens)
     if given["prefill_rate"]:
-        return subject.of_prefill(given["prefill_rate"], prompt, terms.codecs, load)
-    return subject.of_store(given["store"], prompt, terms.codecs, load)
+        source = f"full prefill at {given['prefill_rate']:,.0f} tokens/s, as given"
+        return rates_of_prefill(given["prefill_rate"], model, prompt, terms.codecs, load, source)
+    rate = _noted_rate(given["store"], model.name, terms.dtype)
+    source = f"a precompute into {given['store']} at {rate:,.0f} tokens/s"
+    return rates_of_precompute(rate, model, prompt, terms.codecs, load, source)
+
+
+def _noted_rate(store: Path, model: str, dtype: str) -> float:
+    """Tokens a second of the last long precompute into a store. Raises `ConfigError` if there was none."""
+    from blend.corpus import RATE
+
+    with suppress(StoreError):
+        described = read_words(store / "kv").values() if (store / "kv").is_dir() else ()
+        mine = [one for one in described if (one.get("model"), one.get("dtype")) == (lasting_name(model), dtype)]
+        for words in mine:
+            if words.get(RATE, "").replace(".", "", 1).isdigit():
+                return float(words[RATE])
+    raise ConfigError(
+        "nothing says how fast this model is here: measure it with --measure, give --prefill-rate, "
+        "or name a --store that this model was precomputed into"
+    )

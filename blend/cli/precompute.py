@@ -9,70 +9,133 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
-from blend.cli.shares import By, by_many, shared_document, shared_words
-from blend.cli.values import PLACE
+from blend.cli.console import counted, note, print_json, say, stage_progress
+from blend.cli.options import PLACE, TEXT, number
+from blend.errors import ConfigError
+from blend.shards import Share
 
 if TYPE_CHECKING:
-    from blend.precompute import Precomputed
+    from blend.corpus import Precomputed
+    from blend.rag import Rag
     from blend.store import StoreStats
+    from blend.timing import Progress
+    from blend_retrieval import LoadedDocuments
 
 _RESUME = "interrupted; what was computed is stored, run the same command again to go on"
 
 
+class _ShareType(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
+    """One share of several, such as 2/4."""
+
+    name = "i/n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Share:
+        """Parse it."""
+        try:
+            return value if isinstance(value, Share) else Share.parse(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
 @click.command("precompute")
 @click.argument("paths", nargs=-1, required=True, type=PLACE)
-@click.option("--add", is_flag=True, help="Keep what the store's index holds and add these documents to it.")
+@click.option("--add", is_flag=True, help="Add these documents to those in the store's index.")
 @click.option(
-    "--quick",
-    is_flag=True,
-    help="Only what a first answer needs, one cache a chunk; run again without it for the rest.",
+    "--quick", is_flag=True, help="Compute one cache a chunk, enough for a first answer; run again for the rest."
 )
-@by_many
+@click.option(
+    "--shard",
+    "share",
+    type=_ShareType(),
+    default=None,
+    help="Compute one share of the caches, such as 2/4. Other processes compute the others into the same store, with the same "
+    "documents and options, in any order.",
+)
+@click.option(
+    "--ray",
+    type=TEXT,
+    is_flag=False,
+    flag_value="",
+    default=None,
+    metavar="[ADDRESS]",
+    help="Compute the caches on the Ray cluster at ADDRESS (put =ADDRESS or --ray last), or on one that is started here.",
+)
+@number(
+    "--ray-workers",
+    "ray_workers",
+    "Workers on the Ray cluster.  [default: one for every GPU, or for every machine if there are none]",
+)
 @options.json_option
 @options.common
 @options.chunking
 def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **given: Any) -> None:
     """Chunk, index and cache the documents under PATHS: folders or files of .md, .txt, .rst, .html, .pdf or .jsonl.
 
-    The corpus becomes exactly these documents; chunks that did not change are not computed again, and a document that is there
-    but cannot be read stays as it was. A run that was stopped
-    goes on where it was when it is started again.
+    The corpus becomes exactly these documents. Chunks that did not change are not computed again. A document that exists but
+    cannot be read stays as it was. Run a stopped command again to go on.
     """
-    from blend.cli.console import print_json, say
-    from blend.cli.progress import stage_progress
     from blend_retrieval import load_documents
 
     opening.check(given)
-    by = By.of({**given, "quick": quick})
+    share, ray = given["share"], given["ray"]
+    _check(share, ray, given["ray_workers"], quick=quick)
     documents = load_documents(paths)
     rag = opening.open_for_documents(given)
+    part = f", shard {share}" if share else "" if ray is None else ", on Ray"
     try:
         _ = rag.store, rag.decoder
-        with stage_progress(by.words) as progress:
-            done, shared = by.precompute(rag, documents, add=add, quick=quick, progress=progress)
+        with stage_progress(part) as progress:
+            if ray is not None:
+                done = _on_ray(rag, documents, given, add, progress)
+            else:
+                done = rag.precompute(documents, add=add, quick=quick, share=share, progress=progress)
     except KeyboardInterrupt:
         raise click.Abort(_RESUME) from None
-    _tell(done)
+    _note(done)
+    stats = rag.store.stats()
     if as_json:
-        print_json({**precomputed_document(done, rag.store.stats()), **shared_document(shared)})
+        print_json(precomputed_document(done, stats, share))
     else:
-        say(_summary(done, given["store"], rag.store.stats()))
-        if shared:
-            say(shared_words(shared))
+        say(_summary(done, given["store"], stats))
+        if share:
+            say(_shares_in_words(share, done.shares_left))
 
 
-def precomputed_document(done: Precomputed, stats: StoreStats) -> dict[str, object]:
+def _check(share: Share | None, ray: str | None, workers: int | None, *, quick: bool) -> None:
+    """Raise `ConfigError` for options that exclude each other."""
+    ways = [name for name, value in (("--shard", share), ("--ray", ray)) if value is not None]
+    if quick and ways:
+        raise ConfigError(f"--quick is for one process, {ways[0]} for many: leave one of them out")
+    if len(ways) > 1:
+        raise ConfigError("--shard and --ray are two ways of sharing the work: leave one of them out")
+    if workers and ray is None:
+        raise ConfigError("--ray-workers says how many workers --ray has: give both")
+
+
+def _on_ray(rag: Rag, documents: LoadedDocuments, given: dict[str, Any], add: bool, progress: Progress) -> Precomputed:
+    from blend.shards import ray_cluster
+
+    with ray_cluster(given["ray"], given["ray_workers"], on_gpu=given["device"] != "cpu") as cluster:
+        return rag.precompute(
+            documents,
+            add=add,
+            compute=lambda library, missing, progress: cluster.precompute(rag, library, missing, progress),
+            progress=progress,
+        )
+
+
+def precomputed_document(done: Precomputed, stats: StoreStats, share: Share | None = None) -> dict[str, object]:
     """What `--json` prints: `Precomputed`, the rate, and what the store holds now."""
     document = asdict(done)
+    left = document.pop("shares_left")
     skipped = [{"source": one.source, "reason": one.reason} for one in done.skipped]
     rate = done.tokens / done.seconds if done.computed else None
     store = {"entries": stats.entries, "bytes": stats.nbytes}
-    return {**document, "skipped": skipped, "tokens_per_s": rate, "store": store}
+    shares = {"shard": str(share), "shards_to_come": list(left), "finished": not left} if share else {}
+    return {**document, "skipped": skipped, "tokens_per_s": rate, "store": store, **shares}
 
 
-def _tell(done: Precomputed) -> None:
-    from blend.cli.console import counted, note
-
+def _note(done: Precomputed) -> None:
     for skipped in done.skipped:
         note(f"skipped {skipped.source}: {skipped.reason}")
     if done.unread:
@@ -87,8 +150,6 @@ def _tell(done: Precomputed) -> None:
 
 
 def _summary(done: Precomputed, store: Path, stats: StoreStats) -> str:
-    from blend.cli.console import counted
-
     rate = f" at {done.tokens / done.seconds:,.0f} tokens/s" if done.computed else ""
     return (
         f"{counted(done.documents, 'document')}, {counted(done.chunks, 'chunk')} "
@@ -96,3 +157,10 @@ def _summary(done: Precomputed, store: Path, stats: StoreStats) -> str:
         f"{counted(done.computed, 'cache')} computed{rate}, {done.reused:,} already stored. "
         f"{store}: {stats.nbytes / 1e6:,.0f} MB."
     )
+
+
+def _shares_in_words(share: Share, left: tuple[int, ...]) -> str:
+    if not left:
+        return "All shards are done: the corpus is complete."
+    missing = ", ".join(str(share._replace(number=number)) for number in left)
+    return f"Caches are still missing of shard {missing}; the last one to finish fits the KV correction."

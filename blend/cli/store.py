@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from blend.cli import opening, options
-from blend.cli.values import number
+from blend.cli.options import number
 from blend.corpora import corpora, in_words
 from blend.errors import ConfigError, StoreError
 from blend.store import open_store
@@ -292,7 +292,7 @@ def _sources(store: Path, caches: ChunkStore, *, unused: bool) -> Sources:
 
 def _all_corpora(store: Path, caches: ChunkStore) -> set[str]:
     """The corpora of the store, of a shared one those that are published."""
-    from blend.sharing import published
+    from blend.corpora import published
 
     return set(corpora(store) if root_of(store) is None else published(caches))
 
@@ -320,7 +320,7 @@ def _pin(wanted: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:
 
 def _fetched(caches: ChunkStore, wanted: list[Listed]) -> str:
     """Fetch these to this machine's disk tier, if there is one; says how many are there then."""
-    from blend.cli.progress import stage_progress
+    from blend.cli.console import stage_progress
     from blend.store.tiered import TieredBackend
 
     backend = caches.backend

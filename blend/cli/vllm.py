@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from blend.cli import opening, options
-from blend.cli.values import NAME, number
+from blend.cli.options import NAME, number
 from blend.errors import ConfigError, StoreError
 from blend.integrations.vllm.transport import SOCKET, TransportError, bind, close, connect, receive, send
 from blend.serve.limits import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
@@ -106,7 +106,7 @@ def _status(socket: str) -> None:
 def dtype_of_vllm(model: str) -> str:
     """What vLLM computes in unless it is started with --dtype: the checkpoint's dtype, and bfloat16 for one of 32 bits."""
     from blend.cli.console import show_fetch
-    from blend.cli.early import check_model
+    from blend.cli.opening import check_model
     from blend.model.outline import read_config
     from blend.weights import resolve_model
 
@@ -138,7 +138,7 @@ def _serve(given: dict[str, Any], place: Any) -> None:
     import sys
 
     from blend.cli.console import note, say
-    from blend.cli.serving import make_service
+    from blend.cli.serve import make_service
     from blend.integrations.vllm.server import PrefillServer, PrefillService
     from blend.integrations.vllm.transport import KVPool
     from blend.serve.http.log import log_to_stderr

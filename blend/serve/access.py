@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
-from blend.corpora import check_corpus_name
 from blend.errors import ConfigError
-from blend.limits import shown
+from blend.limits import check_corpus_name, shown
 
 _LONGEST_FILE = 1 << 20
 _LONGEST_KEY = 512

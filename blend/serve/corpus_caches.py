@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
 from blend.chunks.surrogate import remove_spare
 from blend.corpora import corpora, index_dir
+from blend.corpus import Corpus, CorpusChange, PreparedCorpus, plan_change, prepare
 from blend.errors import ConfigError, StoreError
-from blend.indexing import Corpus, CorpusChange, Prepared, plan, prepare
 from blend.prompt import PromptTemplate
 from blend.serve.failures import log_failure, reason_of
 from blend.serve.learned import removed_from
@@ -77,7 +77,7 @@ class AppliedChange(NamedTuple):
     """A corpus after a change. chunks: token ids of each document's chunks."""
 
     chunks: dict[str, frozenset[Tokens]]
-    prepared: Prepared
+    prepared: PreparedCorpus
 
 
 class _WatchedTemplate(PromptTemplate):
@@ -164,7 +164,7 @@ class CorpusUpdater:
         def stays(document: str) -> bool:
             return not any(part_of(document, upload) for upload in removed)
 
-        return plan(self._corpus(progress), documents, stays=stays, progress=progress)
+        return plan_change(self._corpus(progress), documents, stays=stays, progress=progress)
 
     def _corpus(self, progress: Progress = no_progress) -> Corpus:
         rag, config = self._rag, self._rag.corpus_config
@@ -206,7 +206,7 @@ class MissingCaches:
         variants: Sequence[Variant],
         missing: Sequence[Variant],
     ) -> bool:
-        """The corpus changed. chunks: of each document. variants, missing: see `blend.indexing.Prepared`.
+        """The corpus changed. chunks: of each document. variants, missing: see `blend.corpus.PreparedCorpus`.
 
         Returns whether caches are being computed that are no longer wanted.
         """

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
 
-from blend.answering import NONE_RETRIEVED
 from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model.decoder import full_prefill
+from blend.rag import NONE_RETRIEVED
 from blend.serve.chat import DIRECT, question_turns
 from blend.serve.documents import Documents
 from blend.serve.failures import LOG, STORE_UNREACHABLE, StoreWatch

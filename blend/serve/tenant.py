@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from blend.chunks.surrogate import with_given_surrogate, with_surrogate
-from blend.corpora import check_corpus_name, corpora, in_words, is_corpus_name
+from blend.corpora import corpora, in_words
+from blend.corpus import TitledText
 from blend.errors import ConfigError, ContextLengthError, PromptError, StoreError
-from blend.indexing import TitledText
+from blend.limits import check_corpus_name, is_corpus_name
 from blend.prompt import render_chunk
 from blend.serve.chat import ChatTemplate, Passage, Turn
 from blend.serve.corpus_caches import Compute, current_index

@@ -89,7 +89,7 @@ def test_a_prompt_without_a_correction_is_named(model: Path, tmp_path: Path) -> 
 
 
 def test_a_question_over_the_index(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from blend.indexing import TitledText
+    from blend.corpus import TitledText
     from blend.rag import Rag
 
     class Hit:

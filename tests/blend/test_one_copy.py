@@ -23,8 +23,8 @@ from blend.chunks.fit import fit_first
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
 from blend.chunks.surrogate import in_copies, remove_spare, with_given_surrogate, with_surrogate
 from blend.config import BlendConfig
+from blend.corpus import OtherCorpora
 from blend.eval.evaluator import PLAIN_REUSE, Evaluator, Method, standard_methods
-from blend.indexing import OtherCorpora
 from blend.prompt import PromptTemplate
 from blend.recompute import make_plan
 from blend.select import make_selector

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from blend import BlendConfig
 from blend.cli import blend as group
-from blend.cli.ending import exit_code_of
+from blend.cli import exit_code_of
 from blend.config import CorpusConfig
 from blend.errors import ConfigError
 from blend.select import SELECTORS, QueryGuided, make_selector
@@ -146,7 +146,7 @@ def test_every_number_has_limits() -> None:
     for name, flag in _valued():
         kind = _option(name, flag).type
         bare = (click.types.IntParamType, click.types.FloatParamType)
-        assert not isinstance(kind, bare), f"{name} {flag}: make it with blend.cli.values.number"
+        assert not isinstance(kind, bare), f"{name} {flag}: make it with blend.cli.options.number"
         if kind.name in ("integer", "float"):
             for value in ("nan", "inf", "-inf", "1e300", "-1", "9" * 5000, str(10**30), ""):
                 assert _parsed(name, flag, value) is None

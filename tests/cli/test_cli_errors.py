@@ -153,7 +153,7 @@ def test_weights_that_need_a_package(blend: Blend, tmp_path: Path) -> None:
 
 
 def test_a_bug_shows_its_traceback_and_where_to_report_it() -> None:
-    script = "from blend.cli.ending import exit_code_of as run; import sys; sys.exit(run(lambda: 1 / 0))"
+    script = "from blend.cli import exit_code_of as run; import sys; sys.exit(run(lambda: 1 / 0))"
     result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "ZeroDivisionError" in result.stderr
@@ -162,7 +162,7 @@ def test_a_bug_shows_its_traceback_and_where_to_report_it() -> None:
 
 def test_a_full_disk_is_one_line() -> None:
     script = (
-        "from blend.cli.ending import exit_code_of as run; import sys\n"
+        "from blend.cli import exit_code_of as run; import sys\n"
         "def write(): raise OSError(28, 'No space left on device', 'corpus/csv.md')\nsys.exit(run(write))"
     )
     result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)

@@ -194,7 +194,7 @@ def test_the_environment(filled: Blend, name: str) -> None:
 
 
 def test_a_bugs_traceback() -> None:
-    script = f"from blend.cli.ending import exit_code_of as run\ndef bug(): raise RuntimeError({HOSTILE!r})\nrun(bug)"
+    script = f"from blend.cli import exit_code_of as run\ndef bug(): raise RuntimeError({HOSTILE!r})\nrun(bug)"
     done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert not OBEYED.search(done.stderr)
     assert "this is a bug" in done.stderr

@@ -5,11 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import transformers
 from blend_process import Blend, one_line
 from undisturbed import CHUNKS
 
-GIVEN = ("--shape", "8B", "--prefill-rate", "9000")
+GIVEN = ("--model", "8B", "--dtype", "bfloat16", "--prefill-rate", "9000")
 MILLION = (*GIVEN, "--chunks", "1000000", "--codec", "bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def large_model(tmp_path: Path) -> None:
+    """The configuration of an 8B model in the folder "8B", without weights or tokenizer."""
+    transformers.LlamaConfig(
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        vocab_size=128256,
+    ).save_pretrained(tmp_path / "8B")
 
 
 def test_a_plan_of_documents_is_what_precompute_then_does(lots: Blend) -> None:
@@ -69,9 +83,8 @@ def test_words_for_people(blend: Blend) -> None:
     [
         (GIVEN, "--chunks, --tokens or both"),
         (("documents", *MILLION), "leave out --chunks"),
-        (("documents", *GIVEN), "no tokenizer"),
+        (("documents", *GIVEN), "--chunks and --tokens instead"),
         ((*MILLION, "--measure"), "leave one of them out"),
-        (("--shape", "8B", "--chunks", "9", "--measure"), "no weights to measure with"),
         (("--chunks", "9"), "--prefill-rate"),
         ((*MILLION, "--tier", "tape=fast"), "objects=500,0.023"),
         ((*MILLION, "--model", "nowhere/at/all", "--chunks", "0"), "1 to"),

@@ -22,7 +22,7 @@ from places import PYTHONPATH
 from rich.console import Console
 
 from blend.cli import blend as group
-from blend.cli import progress
+from blend.cli import console
 from blend.select import SELECTORS, make_selector
 from blend.select.base import MEANINGS
 
@@ -163,7 +163,7 @@ def test_an_encoding_without_these_letters(filled: Blend) -> None:
     env = {"KVBLEND_STORE": str(filled.store), "PYTHONIOENCODING": "ascii"}
     result = _python("-m", "blend", "store", **env)
     assert result.returncode == 0
-    script = "from blend.cli.ending import exit_code_of as run; import sys; sys.exit(run(lambda: print('größer →')))"
+    script = "from blend.cli import exit_code_of as run; import sys; sys.exit(run(lambda: print('größer →')))"
     assert _python("-c", script, **env).stdout == "gr??er ?\n"
 
 
@@ -209,8 +209,8 @@ def test_corpus_feeds_precompute(blend: Blend) -> None:
 
 def test_the_bars_rate_is_of_all_that_was_done_since_the_stage_began(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
-    monkeypatch.setattr(progress, "errors", Console(file=shown, force_terminal=True, width=160))
-    with progress.stage_progress() as show:
+    monkeypatch.setattr(console, "errors", Console(file=shown, force_terminal=True, width=160))
+    with console.stage_progress() as show:
         show("encode", 0, 619)
         time.sleep(0.5)
         show("encode", 309, 619)  # a batch, whose caches come one after another
@@ -222,7 +222,7 @@ def test_the_bars_rate_is_of_all_that_was_done_since_the_stage_began(monkeypatch
 
 
 def test_time_left_is_foretold_when_a_part_of_the_work_is_done() -> None:
-    from blend.cli.progress import _line
+    from blend.cli.console import _line
 
     assert _line("encode", 16, 36_865, 13.0) == "Computing caches: 16 of 36,865 tokens"
     assert (

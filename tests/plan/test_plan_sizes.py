@@ -13,9 +13,7 @@ from blend.chunks.surrogate import in_copies, with_surrogate
 from blend.config import CorpusConfig
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.outline import ModelOutline, outline
-from blend.plan.counting import given
-from blend.plan.rates import random_ids
-from blend.plan.sizes import CorpusSize, corpus_bytes
+from blend.plan import CorpusSize, corpus_bytes, given, random_ids
 from blend.store import codec_names, open_store
 from blend.types import CacheIdentity
 
@@ -75,15 +73,15 @@ def test_a_plan_weighs_what_the_store_does(codec: str, one_copy: bool) -> None:
 
 def test_given_numbers_are_the_corpus_that_would_be_made() -> None:
     config = CorpusConfig()
-    found = given(1000, 200, config)
+    found = given(1000, 200_000, config)
     assert (found.chunks, found.tokens, found.surrogate) == (1000, 200_000, 400)
     assert (found.isolated, found.contextual) == ({200: 1000}, {200: 998})
-    assert given(4, 200, config).contextual == {}  # too few to take one out
-    assert given(1000, 200, CorpusConfig(surrogate_tokens=0)).contextual == {}
-    assert given(1000, 200, CorpusConfig(one_copy=True)).isolated == {200: 2}
-    assert given(1000, 200, CorpusConfig(surrogate_text="Something.")).contextual == {200: 1000}
+    assert given(4, 800, config).contextual == {}  # too few to take one out
+    assert given(1000, 200_000, CorpusConfig(surrogate_tokens=0)).contextual == {}
+    assert given(1000, 200_000, CorpusConfig(one_copy=True)).isolated == {200: 2}
+    assert given(1000, 200_000, CorpusConfig(surrogate_text="Something.")).contextual == {200: 1000}
     with pytest.raises(ConfigError, match="--chunk-tokens 256"):
-        given(10, 300, config)
+        given(10, 3000, config)
 
 
 def test_a_model_without_a_kv_cache_is_refused() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rooms import QUESTION, Answer, ask, serving
 
-from blend.answering import NONE_RETRIEVED
+from blend.rag import NONE_RETRIEVED
 from blend.serve.service import Service
 
 

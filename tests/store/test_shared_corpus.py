@@ -9,7 +9,7 @@ import servers
 import torch
 from far_stores import bucket_of
 
-from blend import indexing
+from blend import corpus as corpus_module
 from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError, StoreChangedError, StoreError, StoreUnreachableError
 from blend.rag import Rag
@@ -113,7 +113,7 @@ def test_what_was_published_while_another_planned_is_not_lost(corpus, tmp_path, 
     address = f"file://{tmp_path / 'mounted'}", None
     first, second, third = (machine(address, tmp_path / name, model) for name in ("first", "second", "third"))
     first.precompute(documents / "harbour.md", quick=True)
-    update = indexing.update_index
+    update = corpus_module.update_index
 
     def slow(*given):
         monkeypatch.undo()
@@ -121,7 +121,7 @@ def test_what_was_published_while_another_planned_is_not_lost(corpus, tmp_path, 
         second.refresh()  # a question has come meanwhile
         return update(*given)
 
-    monkeypatch.setattr(indexing, "update_index", slow)
+    monkeypatch.setattr(corpus_module, "update_index", slow)
     with pytest.raises(StoreChangedError, match="run the same command again"):
         second.precompute(documents / "glacier.md", add=True, quick=True)
     second.refresh()

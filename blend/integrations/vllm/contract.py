@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from blend.corpora import check_corpus_name
 from blend.errors import ConfigError
+from blend.limits import check_corpus_name
 from blend.types import Part, PromptLayout
 
 LOG = logging.getLogger("vllm.kvblend")

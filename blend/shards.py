@@ -1,0 +1,236 @@
+"""A precompute shared by many: by processes that each compute one share, or by the workers of a Ray cluster.
+
+A cache's digest decides which share it belongs to, so shares need no coordination but the store. Every share gets the same
+documents and options, may run at any time and on any machine, and may be run again after a kill. The first one decides on the
+surrogate context; the one that finds all caches stored fits the KV corrections.
+
+Ray workers write straight into the shared store. Every node needs kvblend, and the same model and store under the same names:
+a store on a disk that all nodes mount, or at an address such as s3://bucket/name.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blend.errors import ConfigError, WorkersError
+from blend.limits import shown
+from blend.timing import Progress
+
+if TYPE_CHECKING:
+    from blend.chunks.library import ChunkLibrary, Tokens, Variant
+    from blend.rag import Rag
+    from blend.types import ChunkKey
+
+MOST_SHARES = 10_000
+_CONNECT_S = 10.0  # for a cluster to accept a connection
+_START_S = 1800.0  # until a first worker has loaded its model
+_RETRIES = 3  # how often Ray restarts a worker, and retries what it was computing
+_BATCHES = 4  # per worker: fewer show no progress, more pad more
+_OBJECT_BYTES = 100 << 20  # of a Ray started here: caches go to the store, Ray passes on little
+
+
+class Share(NamedTuple):
+    """The share `number`, from 1, of `of` shares."""
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        """Parse a share such as 2/4. Raises `ConfigError`."""
+        number, slash, of = text.partition("/")
+        if slash and all(part.isascii() and part.isdigit() and len(part) < 6 for part in (number, of)):
+            share = cls(int(number), int(of))
+            if 1 <= share.number <= share.of <= MOST_SHARES:
+                return share
+        raise ConfigError(f"{shown(text)} is no share: give its number and how many there are, such as 2/4")
+
+    def number_of(self, key: ChunkKey) -> int:
+        """The number of the share that computes this cache."""
+        return int(key.digest[:16], 16) % self.of + 1
+
+    def holds(self, key: ChunkKey) -> bool:
+        """Whether this share computes this cache."""
+        return self.number_of(key) == self.number
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+
+class RayWorker:
+    """Runs on a node: a decoder and the store, loaded by the first call so that errors arrive as they were raised."""
+
+    def __init__(self, recipe: dict[str, Any], prefix: Tokens) -> None:
+        self.recipe, self.prefix = recipe, prefix
+        self.library: ChunkLibrary | None = None
+
+    def begin(self) -> tuple[str, ...]:
+        """Load everything; returns the namespaces of the caches."""
+        from blend.chunks.library import ChunkLibrary
+        from blend.rag import Rag
+
+        if self.library is None:
+            rag = Rag(**self.recipe)
+            config = rag.corpus_config
+            self.library = ChunkLibrary(rag.decoder, rag.store, self.prefix, config.batch_tokens, corpus=config.name)
+        return _namespaces(self.library)
+
+    def compute(self, variants: Sequence[Variant]) -> int:
+        """Compute and store those of these caches that the store lacks; returns the tokens of all."""
+        self.begin()
+        assert self.library
+        self.library.compute(self.library.lacking(variants))
+        return _tokens(variants)
+
+
+class RayCluster(NamedTuple):
+    """A Ray cluster that this process is connected to. resources: of each of the `workers`."""
+
+    ray: Any
+    place: str
+    workers: int
+    resources: dict[str, float]
+
+    def precompute(self, rag: Rag, library: ChunkLibrary, missing: Sequence[Variant], progress: Progress) -> int:
+        """Compute and store caches on the workers; returns their tokens. Raises what a worker raises, and `WorkersError`."""
+        shares = self._shares(library, missing)
+        progress("encode", 0, _tokens(missing))
+        if not shares:
+            return 0
+        kind = self.ray.remote(
+            max_restarts=_RETRIES, max_task_retries=_RETRIES, scheduling_strategy="SPREAD", **self.resources
+        )(RayWorker)
+        workers = [kind.remote(rag.recipe(), library.prefix) for _ in range(min(self.workers, len(shares)))]
+        try:
+            return self._run(workers, shares, library, progress)
+        finally:
+            for worker in workers:
+                self.ray.kill(worker)
+
+    def _shares(self, library: ChunkLibrary, missing: Sequence[Variant]) -> list[list[Variant]]:
+        """The caches in shares by digest, isolated ones first: questions can be answered with them already."""
+        whole = Share(1, self.workers * _BATCHES)
+        found: dict[tuple[bool, int], list[Variant]] = {}
+        for one in missing:
+            found.setdefault((one.contextual, whole.number_of(library.key(one))), []).append(one)
+        return [found[place] for place in sorted(found)]
+
+    def _run(self, workers: list[Any], shares: list[list[Variant]], library: ChunkLibrary, progress: Progress) -> int:
+        """Hand every idle worker the next share until all are done."""
+        total, done = sum(map(_tokens, shares)), 0
+        busy = {worker.begin.remote(): worker for worker in workers}
+        begun, deadline = False, time.monotonic() + _START_S
+        while busy:
+            ref = self._ended(list(busy), None if begun else deadline)
+            worker, result = busy.pop(ref), self._result(ref)
+            if isinstance(result, int):
+                done += result
+                progress("encode", done, total)
+            elif result != _namespaces(library):
+                raise WorkersError(
+                    "a worker would compute other caches than this process (other weights, configuration, dtype or kvblend): "
+                    "make model and kvblend the same on all nodes"
+                )
+            begun = True
+            if shares:
+                busy[worker.compute.remote(shares.pop(0))] = worker
+        return done
+
+    def _ended(self, refs: list[Any], deadline: float | None) -> Any:
+        """A call that has ended. A signal interrupts the wait."""
+        while deadline is None or time.monotonic() < deadline:
+            try:
+                ready, _ = self.ray.wait(refs, num_returns=1, timeout=1.0)
+            except SystemError as error:  # Ray's wrapper around an exception of a signal handler
+                raise error.__cause__ or error from None
+            if ready:
+                return ready[0]
+        asked = ", ".join(f"{amount:g} {name.removeprefix('num_')}" for name, amount in self.resources.items())
+        raise WorkersError(
+            f"{self.place} has started no worker with {asked} within {_START_S:g} s: see `ray status`, or ask for fewer with "
+            "--ray-workers"
+        )
+
+    def _result(self, ref: Any) -> Any:
+        try:
+            return self.ray.get(ref)
+        except self.ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except self.ray.exceptions.RayError:  # killed, out of memory, or its machine is gone, and restarts did not help
+            raise WorkersError(
+                f"a worker was lost {_RETRIES + 1} times: see Ray's logs for the reason (out of memory?); "
+                "what was computed is stored, run the same command again to go on"
+            ) from None
+
+
+@contextmanager
+def ray_cluster(address: str, workers: int | None, *, on_gpu: bool) -> Iterator[RayCluster]:
+    """Connect to the Ray cluster at `address`; if that and $RAY_ADDRESS are empty, start one on this machine.
+
+    workers: by default one for every GPU, or one for every machine if there are none or `on_gpu` is false. Raises
+    `ConfigError` if Ray is not installed or nothing listens there, `WorkersError` for other errors of Ray.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("--ray needs Ray: pip install 'kvblend[ray]'") from None
+    _require_listener(address)
+    handler = signal.getsignal(signal.SIGTERM)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    joined = address or os.environ.get("RAY_ADDRESS")
+    local = {} if joined else {"include_dashboard": False, "object_store_memory": _OBJECT_BYTES}
+    try:
+        ray.init(address=address or None, log_to_driver=False, logging_level="ERROR", **local)
+    except Exception as error:  # Ray raises all kinds of exceptions
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        what = f"no Ray cluster answers at {joined}" if joined else "Ray cannot be started on this machine"
+        raise WorkersError(f"{what} ({reason}); see `ray status`, or use --shard") from None
+    try:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray has replaced it
+        with redirect_stdout(sys.stderr):  # Ray prints what happens to workers
+            yield _cluster_of(ray, address, workers, on_gpu)
+    finally:
+        ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Raise `ConfigError` if nothing listens at the address: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and port.isdigit()):  # none, or a word of Ray's such as "auto"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"no Ray cluster answers at {address} ({error}); see `ray status` on its head node") from None
+
+
+def _cluster_of(ray: Any, address: str, workers: int | None, on_gpu: bool) -> RayCluster:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    gpus = int(sum(node.get("GPU", 0) for node in nodes)) if on_gpu else 0
+    count = workers or gpus or len(nodes) or 1
+    place = f"the Ray cluster at {address}" if address else "the Ray cluster"
+    if gpus:
+        return RayCluster(ray, place, count, {"num_gpus": 1})
+    # A decoder on a CPU computes with all cores that it is given.
+    cores = min((int(min(node["CPU"], sum(n["CPU"] for n in nodes) / count)) for node in nodes), default=1)
+    return RayCluster(ray, place, count, {"num_cpus": max(1, cores)})
+
+
+def _namespaces(library: ChunkLibrary) -> tuple[str, ...]:
+    """The same wherever weights, configuration, dtype and surrogate context are the same."""
+    encoders = (library.isolated, library.contextual)
+    return tuple(encoder.identity.namespace for encoder in encoders if encoder is not None)
+
+
+def _tokens(variants: Sequence[Variant]) -> int:
+    return sum(len(one.chunk) for one in variants)
