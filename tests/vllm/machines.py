@@ -97,22 +97,10 @@ class Machines:
         self.server: Process | None = None
 
     def start_prefill(self, *more: str) -> Process:
-        options = [
-            "--model",
-            self.model,
-            "--store",
-            self.store,
-            "--socket",
-            self.socket,
-            "--device",
-            "cpu",
-            "--dtype",
-            "float32",
-        ]
-        corpus = ["--codec", "native", "--chunk-tokens", 96, "--top-k", 4, "--surrogate-tokens", 64, "--ratio", 0.15]
-        self.prefill = Process(
-            ["-m", "blend", "vllm", *map(str, (*options, *corpus)), *more], self.folder / "prefill.log"
-        )
+        options = f"--model {self.model} --store {self.store} --socket {self.socket} --device cpu --dtype float32 "
+        corpus = "--codec native --chunk-tokens 96 --top-k 4 --surrogate-tokens 64 --ratio 0.15"
+        command = ["-m", "blend", "vllm", *(options + corpus).split(), *more]
+        self.prefill = Process(command, self.folder / "prefill.log")
         self.prefill.ready("Ready at")
         return self.prefill
 
@@ -130,25 +118,14 @@ class Machines:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": options or {"socket": self.socket},
         }
-        port = self.url.rpartition(":")[2]
-        self.server = Process(
-            [
-                *(
-                    "-m",
-                    "vllm.entrypoints.openai.api_server",
-                    "--model",
-                    str(self.model),
-                    "--served-model-name",
-                    "tiny",
-                ),
-                *("--host", "127.0.0.1", "--port", port, "--api-key", KEY, "--dtype", "float32", "--enforce-eager"),
-                *("--max-model-len", "4096", "--max-num-seqs", "16", "--kv-transfer-config", json.dumps(connector)),
-                *("--middleware", "blend.integrations.vllm.middleware.KVBlend", "--enable-prompt-tokens-details"),
-            ],
-            self.folder / "server.log",
-            KVBLEND_VLLM_SOCKET=self.socket,
-            **variables,
+        command = (
+            f"-m vllm.entrypoints.openai.api_server --model {self.model} --served-model-name tiny --host 127.0.0.1 "
+            f"--port {self.url.rpartition(':')[2]} --api-key {KEY} --dtype float32 --enforce-eager --max-model-len 4096 "
+            "--max-num-seqs 16 --middleware blend.integrations.vllm.middleware.KVBlend --enable-prompt-tokens-details"
         )
+        given = [*command.split(), "--kv-transfer-config", json.dumps(connector)]
+        log = self.folder / "server.log"
+        self.server = Process(given, log, KVBLEND_VLLM_SOCKET=self.socket, **variables)
         until(lambda: self.server.process.poll() is not None or self._healthy())
         assert self.server.process.poll() is None, self.server.said
         return self.server

@@ -226,8 +226,8 @@ class Proof:
         other = row_blender(self.rows.decoder.model, {"store": str(folder / "half"), **SETTINGS})
         return {
             "in another dtype": other.decoder.identity((1,)) == half.identity((1,)),
-            "with probe": self.rows.decoder.facts.fingerprint == mine,
-            "without": empty.decoder.facts.fingerprint == mine,
+            "with probe": self.rows.decoder.fingerprint == mine,
+            "without": empty.decoder.fingerprint == mine,
         }
 
 

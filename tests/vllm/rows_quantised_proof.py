@@ -37,7 +37,7 @@ class Quantised(Proof):
             "hits before": sum(hit for one in filled for hit in one.placed.hits),
             "full": answers == own,
             "hits after": all(hit for one in again for hit in one.placed.hits),
-            "own name": self.rows.decoder.facts.fingerprint != self.decoder.fingerprint,
+            "own name": self.rows.decoder.fingerprint != self.decoder.fingerprint,
         }
 
     def ratios(self) -> dict[str, Any]:

@@ -49,8 +49,8 @@ def test_a_ticket_and_the_tokens_are_the_layout(name: str) -> None:
 @pytest.mark.parametrize(
     "ticket",
     [
-        *("", "{}", "[]", "7", '{"prefix":2,"chunks":[99]}', '{"prefix":-1,"chunks":[1]}'),
-        *('{"prefix":1,"chunks":[1],"corpus":"../x"}', '{"prefix":1,"chunks":[1],"brought":[1]}', NAME),
+        *("", "{}", "[]", "7", NAME, '[[2,99],[],[],null,"",[]]', '[[-1,1],[],[],null,"",[]]', '[[],[],[],null,"",[]]'),
+        *('[[1,1],[],[],null,"../x",[]]', '[[1,1],[],[],null,"",[1]]', '[[1,1],7,[],null,"",[]]', "[1,1]"),
     ],
 )
 def test_a_ticket_of_another_prompt_is_refused(ticket: str) -> None:
@@ -92,7 +92,7 @@ def scheduler(signer: Signer) -> LoadScheduler:
     return LoadScheduler(signer)
 
 
-@pytest.mark.parametrize("ticket", [NAME, '{"prefix":1}'])
+@pytest.mark.parametrize("ticket", [NAME, "[[1]]"])
 def test_a_ticket_of_the_middleware_becomes_a_load(scheduler: LoadScheduler, ticket: str) -> None:
     server = Signer.of(config())  # in another process
     body = blended({}, [1], {"ticket": ticket, "salt": "s"}, "/v1/chat/completions", server)

@@ -42,7 +42,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 class Rows:
     """A decoder that notes the rows of each pass it runs for `BackgroundEncoder`."""
 
-    model, facts, rotations = SimpleNamespace(site=SimpleNamespace(layers=())), None, ()
+    model, fingerprint, kept_as, rotations = SimpleNamespace(site=SimpleNamespace(layers=())), "", "float32", ()
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder, self.passes = decoder, list[int]()

@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,7 @@ def test_parameters_of_clients_are_taken_out(machines: Machines) -> None:
 
     async def stolen() -> None:
         part = {"messages": [{"role": "user", "content": QUESTION}], "model": "tiny", **CORPUS}
-        async with await PrefillConnection.open(machines.socket, {"ask": part}) as connection:
+        with closing(await PrefillConnection.open(machines.socket, {"ask": part})) as connection:
             ids, ready = (await connection.next())["prompt"], (await connection.next())["ready"]
             theirs = {"kvblend": {"ticket": ready["ticket"]}, "prompt_token_ids": ids}
             found = await asyncio.to_thread(

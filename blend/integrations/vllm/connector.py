@@ -139,8 +139,8 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
         refuse_version(vllm_version)
         refuse(vllm_config, kv_cache_config)
         self._options: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        self._make_stage = stage_of(self._options)
-        self._apart = self._make_stage.apart and self._options.get("load") != "sync"
+        self._stage = stage_of(self._options)
+        self._apart = self._stage.apart and self._options.get("load") != "sync"
         self._scheduler = LoadScheduler(Signer.of(vllm_config))
         self._runner: LoadRunner | None = None
         self._done = FinishedLoads()
@@ -214,8 +214,8 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
         names = tuple(sorted(kv_caches, key=extract_layer_index))
         block_size = self._vllm_config.cache_config.block_size
         site = Site(self._vllm_config, names, tuple(modules[name] for name in names), block_size)
-        mine = {name: value for name, value in self._options.items() if name in self._make_stage.options}
-        self._runner = LoadRunner(self._make_stage(site, mine), block_size, apart=self._apart)
+        mine = {name: value for name, value in self._options.items() if name in self._stage.options}
+        self._runner = LoadRunner(self._stage(site, mine), block_size, apart=self._apart)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the loads of this step."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -95,8 +95,19 @@ def slots_of(positions: torch.Tensor, blocks: Sequence[int], block_size: int) ->
     return table[positions // block_size] * block_size + positions % block_size
 
 
-class Stage(Protocol):
-    """Fills requests' blocks in one worker process."""
+class Stage:
+    """Fills requests' blocks in one worker process.
+
+    apart: whether `fill` may run in a thread during forward passes; otherwise it runs between them, in the engine's thread.
+    options: names of the connector's options that the stage takes. Making one raises `ModelRefusedError` for a model, and
+    `ValueError`, in one line, for wrong options.
+    """
+
+    apart = False
+    options = frozenset[str]()
+
+    def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
+        self.site = site
 
     def fill(self, load: Load) -> dict[str, Any] | None:
         """Write the KV of the rows of `load` in every layer. Returns figures for the reply and for vLLM's metrics.
@@ -105,9 +116,10 @@ class Stage(Protocol):
         preemption it is called again for the request, with other blocks and another start. Raises `LoadFailedError`; what was
         written by then is not used.
         """
+        raise NotImplementedError
 
     def rest(self, *, alone: bool) -> None:
-        """Do deferred work in an engine step without loads. Not called for stages that run apart.
+        """Do deferred work in an engine step without loads; not called where `apart`.
 
         alone: no request computes anything in this step; otherwise running answers wait for this call.
         """
@@ -115,27 +127,13 @@ class Stage(Protocol):
     @property
     def unfinished(self) -> bool:
         """Whether `rest` has more to do: the engine then keeps stepping after all requests have ended."""
-        ...
+        return False
 
     def close(self) -> None:
         """The worker process ends."""
 
 
-class MakeStage(Protocol):
-    """Makes a stage for a worker process.
-
-    apart: whether `fill` may run in a thread during forward passes; otherwise it runs between them, in the engine's thread.
-    options: names of the connector's options that the stage takes.
-    """
-
-    apart: bool
-    options: frozenset[str]
-
-    def __call__(self, site: Site, options: Mapping[str, Any]) -> Stage:
-        """Raises `ModelRefusedError` for a model, and `ValueError`, in one line, for wrong options."""
-
-
-def stage_of(options: Mapping[str, Any]) -> MakeStage:
+def stage_of(options: Mapping[str, Any]) -> type[Stage]:
     """The stage that the connector's options name. Raises `ValueError` for unknown options and values."""
     stage, load = options.get("stage", "copied"), options.get("load")
     if stage not in STAGES:
@@ -143,11 +141,11 @@ def stage_of(options: Mapping[str, Any]) -> MakeStage:
     if load not in (None, "async", "sync"):
         raise ValueError(f"kvblend: load is {load!r}; choose async or sync")
     module, _, name = STAGES[stage].partition(":")
-    make: MakeStage = getattr(import_module(module), name)
-    known = _OPTIONS | make.options
+    made: type[Stage] = getattr(import_module(module), name)
+    known = _OPTIONS | made.options
     if unknown := sorted(set(options) - known):
         raise ValueError(f"kvblend: stage {stage} has no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
-    return make
+    return made
 
 
 def rows_options(config: Any) -> Mapping[str, Any] | None:
@@ -255,17 +253,9 @@ class LayoutTicket(NamedTuple):
     def ticket(self) -> str:
         """As one line of text."""
         layout = self.layout
-        found: dict[str, Any] = {"prefix": len(layout.prefix), "chunks": [len(chunk) for chunk in layout.chunks]}
-        if layout.plain:
-            found["plain"] = sorted(layout.plain)
-        if layout.parts:
-            found["parts"] = [[place, part.whole, part.first] for place, part in sorted(layout.parts.items())]
-        if layout.canonical_prefix is not None:
-            found["canonical_prefix"] = layout.canonical_prefix
-        if self.corpus:
-            found["corpus"] = self.corpus
-        if self.brought:
-            found["brought"] = sorted(self.brought)
+        lengths = [len(layout.prefix), *map(len, layout.chunks)]
+        parts = [(place, part.whole, part.first) for place, part in sorted(layout.parts.items())]
+        found = [lengths, sorted(layout.plain), parts, layout.canonical_prefix, self.corpus, sorted(self.brought)]
         return json.dumps(found, separators=(",", ":"))
 
     def salt(self, generation: str) -> str:
@@ -277,24 +267,20 @@ class LayoutTicket(NamedTuple):
         """The ticket of the prompt with these token ids. Raises `ValueError` for a ticket that does not describe it."""
         ids = tuple(token_ids)
         try:
-            found = json.loads(ticket)
-            lengths = [found["prefix"], *found["chunks"]]
+            lengths, plain, whole, canonical_prefix, corpus, brought = json.loads(ticket)
             if not all(type(length) is int and length >= 0 for length in lengths) or sum(lengths) > len(ids):
                 raise ValueError
             cuts = list(accumulate(lengths))
             chunks = tuple(ids[start:stop] for start, stop in pairwise(cuts))
-            parts = {place: Part(tuple(whole), first) for place, whole, first in found.get("parts", ())}
-            canonical_prefix = tuple(found["canonical_prefix"]) if "canonical_prefix" in found else None
-            corpus, brought = found.get("corpus", ""), frozenset(found.get("brought", ()))
+            parts = {place: Part(tuple(tokens), first) for place, tokens, first in whole}
             check_corpus_name(corpus)
-            if not brought <= set(range(len(chunks))):
+            if not set(brought) <= set(range(len(chunks))):
                 raise ValueError
-            plain = frozenset(found.get("plain", ()))
-        except (ValueError, KeyError, TypeError, ConfigError):
+            canonical = None if canonical_prefix is None else tuple(canonical_prefix)
+            layout = PromptLayout(ids[: cuts[0]], chunks, ids[cuts[-1] :], frozenset(plain), parts, canonical)
+        except (ValueError, TypeError, IndexError, ConfigError):
             raise ValueError("the ticket describes no prompt of these tokens") from None
-        return cls(
-            PromptLayout(ids[: cuts[0]], chunks, ids[cuts[-1] :], plain, parts, canonical_prefix), corpus, brought
-        )
+        return cls(layout, corpus, frozenset(brought))
 
 
 async def reason_against(engine: Any, checks: Sequence[Mapping[str, Any]], signer: Signer) -> str:

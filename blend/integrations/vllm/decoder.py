@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Observe = Callable[[AttentionCall], None]
 OnLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Called before each layer's attention with its number and fresh queries, keys, values `[rows, heads, head_dim]`."""
+_UNLIMITED = ("CPU_ATTN",)  # takes any number of sequences; other attention backends have buffers for vLLM's own number
 _FITTED = 4096  # positions that rotary frequencies are fitted to
 
 
@@ -330,38 +331,23 @@ def _hook(on_layer: OnLayer, index: int, layer: Any, args: tuple[Any, ...], kwar
     )
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """What is known of a worker's model besides its modules.
-
-    name: for messages. fingerprint, dtype: under which its caches are stored. vocabulary: number of token ids.
-    context_length: of the longest prompt. most_rows, most_runs: of one pass, see `batch_of`; None without a limit.
-    """
-
-    name: str
-    fingerprint: str
-    dtype: str
-    vocabulary: int
-    context_length: int
-    most_rows: int
-    most_runs: int | None = None
-
-
 class PagedDecoder:
-    """A `RowDecoder`. rotations: of its cached keys and values, as they were measured."""
+    """A `RowDecoder`. fingerprint, kept_as: name and dtype under which its caches are stored. rotations: as measured."""
 
-    def __init__(self, model: RowModel, facts: ModelFacts, rotations: tuple[LayerRotation, ...] = ()) -> None:
-        self.model, self.facts, self.rotations = model, facts, rotations
+    def __init__(
+        self, model: RowModel, fingerprint: str, kept_as: str, rotations: tuple[LayerRotation, ...] = ()
+    ) -> None:
+        self.model, self.fingerprint, self.kept_as, self.rotations = model, fingerprint, kept_as, rotations
         self.layers = model.site.layers
 
-    def named(self, fingerprint: str, dtype: str) -> PagedDecoder:
+    def named(self, fingerprint: str, kept_as: str) -> PagedDecoder:
         """The same decoder, its caches under another fingerprint and dtype."""
-        return PagedDecoder(self.model, replace(self.facts, fingerprint=fingerprint, dtype=dtype), self.rotations)
+        return PagedDecoder(self.model, fingerprint, kept_as, self.rotations)
 
     @property
     def name(self) -> str:
         """The model's name in vLLM."""
-        return self.facts.name
+        return str(self.model.site.config.model_config.model)
 
     @property
     def device(self) -> torch.device:
@@ -376,20 +362,20 @@ class PagedDecoder:
     @property
     def vocabulary(self) -> int:
         """Number of token ids."""
-        return self.facts.vocabulary
+        return int(self.model.site.config.model_config.get_vocab_size())
 
     @property
     def context_length(self) -> int | None:
         """Of the longest prompt that the engine takes."""
-        return self.facts.context_length
+        return int(self.model.site.config.model_config.max_model_len)
 
     def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
         """What, besides a chunk's tokens, determines its cache."""
-        return CacheIdentity(self.facts.fingerprint, self.facts.dtype, prefix)
+        return CacheIdentity(self.fingerprint, self.kept_as, prefix)
 
     def check_length(self, rows: int) -> None:
         """Refuse prompts beyond the engine's context, with `PromptError`."""
-        check_length(self.facts.name, self.context_length, rows)
+        check_length(self.name, self.context_length, rows)
 
     def new_cache(self, capacity: int) -> PagedCache:
         """An empty cache in scratch memory."""
@@ -464,8 +450,11 @@ class PagedDecoder:
 
     def _pieces(self, rows: torch.Tensor, batch: int) -> Iterator[torch.Tensor]:
         """The rows in ascending pieces that fit a pass: each reads what those before it wrote."""
-        for piece in torch.split(rows, max(1, self.facts.most_rows // batch)) if rows.shape[0] else ():
-            found, most = runs(piece), self.facts.most_runs
+        scheduler = self.model.site.config.scheduler_config
+        backend = self.layers[0].get_attn_backend().get_name()
+        most = None if backend in _UNLIMITED else int(scheduler.max_num_seqs)
+        for piece in torch.split(rows, max(1, scheduler.max_num_batched_tokens // batch)) if rows.shape[0] else ():
+            found = runs(piece)
             step = len(found) if most is None else max(1, most // batch)
             cuts = [int(torch.searchsorted(piece, first)) for first, _ in found[::step]]
             yield from torch.tensor_split(piece, cuts[1:])

@@ -135,7 +135,7 @@ class LentDecoder(PagedDecoder):
     """The worker's decoder for another thread, which waits in `run_rows` until the engine's thread has run every piece."""
 
     def __init__(self, decoder: PagedDecoder, most_rows: int, wake: Callable[[], None]) -> None:
-        super().__init__(decoder.model, decoder.facts, decoder.rotations)
+        super().__init__(decoder.model, decoder.fingerprint, decoder.kept_as, decoder.rotations)
         self._owner, self._most_rows, self._wake = decoder, most_rows, wake
         self._pieces_due: queue.SimpleQueue[tuple[Future[None], RowRequest]] = queue.SimpleQueue()
         self._closed = False

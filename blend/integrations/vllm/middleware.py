@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 from starlette.exceptions import HTTPException
@@ -240,13 +240,12 @@ class Rewriter:
     async def _by_rows(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
         """VLLM's own model blends."""
         try:
-            found = await asyncio.to_thread(self._prompts().prompt, part)
-        except Exception as error:
-            failure = failure_of(error)
+            found = await self._prompt(part)
+        except ApiError as error:
             if wanted:
-                raise ApiError(failure) from error
-            if failure.status >= 500:
-                self._circuit.warn(f"passages in a prompt could not be looked for ({error})")
+                raise
+            if error.failure.status >= 500:
+                self._circuit.warn(f"passages in a prompt could not be looked for ({error.__cause__})")
             return Rewritten(plain)  # it may be right for vLLM
         self._circuit.answered()
         if found is None:
@@ -270,10 +269,7 @@ class Rewriter:
             raise unavailable("the corpus cannot be searched now; the server's log says why")
         found: LocalPrompt | None = None
         if part.get("documents") or ours.get("documents"):
-            try:
-                found = await asyncio.to_thread(self._prompts().prompt, part)
-            except Exception as error:
-                raise ApiError(failure_of(error)) from error
+            found = await self._prompt(part)
         if found is None:
             return Rewritten(plain)
         ids = list(found.asked.layout.token_ids)
@@ -290,10 +286,14 @@ class Rewriter:
                 code="context_length_exceeded",
             )
 
-    def _prompts(self) -> LocalPrompts:
-        if self._local is None:
-            self._local = LocalPrompts(self._engine.renderer.get_tokenizer(), self._rows)
-        return self._local
+    async def _prompt(self, part: dict[str, Any]) -> LocalPrompt | None:
+        """Made in this process. Raises `ApiError`."""
+        try:
+            if self._local is None:
+                self._local = LocalPrompts(self._engine.renderer.get_tokenizer(), self._rows)
+            return await asyncio.to_thread(self._local.prompt, part)
+        except Exception as error:
+            raise ApiError(failure_of(error)) from error
 
     def begin(self) -> None:
         """At the server's start: compare with a prefill process that is there already."""
@@ -302,7 +302,7 @@ class Rewriter:
 
     async def _check_first(self) -> None:
         with suppress(TransportError, TimeoutError):
-            async with await PrefillConnection.open(self._socket, {"holding": True}) as connection:
+            with closing(await PrefillConnection.open(self._socket, {"holding": True})) as connection:
                 model = str((await connection.next())["model"])
             await self._reason_against(model)
 
@@ -327,19 +327,17 @@ class Rewriter:
 
     async def _compared(self) -> str:
         asked = {"check": str(getattr(self._model_config, "dtype", "")).removeprefix("torch.")}
-        async with (
-            asyncio.timeout(self._timeouts.check),
-            await PrefillConnection.open(self._socket, asked) as connection,
-        ):
-            message = await connection.next()
-            if "refused" in message:
-                return str(message["refused"])
-            try:
-                reason = await self._compare(self._engine, message["checks"], self._signer)
-            except Exception as error:  # vLLM would say the same again
-                reason = f"it could not be compared with vLLM's own ({error})"
-            await connection.send({"verdict": reason})
-            return reason
+        async with asyncio.timeout(self._timeouts.check):
+            with closing(await PrefillConnection.open(self._socket, asked)) as connection:
+                message = await connection.next()
+                if "refused" in message:
+                    return str(message["refused"])
+                try:
+                    reason = await self._compare(self._engine, message["checks"], self._signer)
+                except Exception as error:  # vLLM would say the same again
+                    reason = f"it could not be compared with vLLM's own ({error})"
+                await connection.send({"verdict": reason})
+                return reason
 
 
 def _full(plain: dict[str, Any], ids: list[int], sources: list[Any], reason: str, path: str) -> Rewritten:

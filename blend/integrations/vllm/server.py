@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from blend.errors import PromptError
+from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.prompts import answer_request, source_of
 from blend.integrations.vllm.transport import (
     BACKLOG,
@@ -242,11 +243,10 @@ def salt_of(layout: PromptLayout, rag: Rag, blend: Blend, generation: str) -> st
     Rows of the prefix are exact, computed or from memory, so they are not counted.
     """
     recomputed = int((blend.selection.rows >= len(layout.prefix)).sum())
-    parts = sorted(layout.plain), sorted(layout.parts.items()), layout.canonical_prefix
     named = [
-        (layout.prefix, layout.chunks, layout.suffix, *parts),
-        (rag.corpus_config.name, rag.blender.config.plain(), generation),
-        (rag.decoder.identity(layout.kept_behind).namespace, blend.hits, recomputed, blend.notes),
+        (LayoutTicket(layout, rag.corpus_config.name).ticket(), layout.token_ids),
+        (rag.blender.config.plain(), generation, rag.decoder.identity(layout.kept_behind).namespace),
+        (blend.hits, recomputed, blend.notes),
     ]
     return sha256(json.dumps(named).encode()).hexdigest()
 

@@ -32,7 +32,6 @@ from blend.integrations.vllm.contract import (
     slots_of,
 )
 from blend.integrations.vllm.decoder import (
-    ModelFacts,
     PagedCache,
     PagedDecoder,
     Place,
@@ -57,7 +56,6 @@ from blend.types import PromptLayout
 _ANSWERS_S = 10.0  # for the prefill process to send a descriptor: the KV is ready
 _CONFIG = ("ratio", "selector", "surrogate", "correction")  # options that are entries of `BlendConfig`
 _DTYPES = ("float32", "bfloat16", "float16")  # in which a store may have been precomputed
-_UNLIMITED = ("CPU_ATTN",)  # takes any number of sequences; other attention backends have buffers for vLLM's own number
 
 
 @dataclass
@@ -139,21 +137,21 @@ class LoadRunner:
         return figures
 
 
-class CopyStage:
-    """A `Stage`: copies KV from the prefill process's shared memory. Tensor-parallel workers each take their own heads.
+class CopyStage(Stage):
+    """Copies KV from the prefill process's shared memory. Tensor-parallel workers each take their own heads.
 
     Raises `ValueError` for an attention backend whose cache has no writer.
     """
 
     apart = True
     options = frozenset({"socket"})
-    unfinished = False
 
     def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
         if not all(callable(getattr(layer.impl, "do_kv_cache_update", None)) for layer in site.layers):
             kind = type(site.layers[0].impl).__name__
             raise ValueError(f"kvblend: the attention backend {kind} has no do_kv_cache_update; choose another backend")
-        self.site, self._socket = site, str(options.get("socket", SOCKET))
+        super().__init__(site, options)
+        self._socket = str(options.get("socket", SOCKET))
         parallel = site.config.parallel_config
         self._workers, self.rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
 
@@ -169,12 +167,6 @@ class CopyStage:
             raise LoadFailedError(str(error)) from None
         if device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()
-
-    def rest(self, *, alone: bool) -> None:
-        """Nothing is deferred."""
-
-    def close(self) -> None:
-        """Nothing is kept."""
 
     def _held(self, load: Load) -> Iterator[KVPair]:
         """The KV of the rows of `load` and this worker's heads, layer by layer."""
@@ -207,8 +199,8 @@ class CopyStage:
                 )
 
 
-class RowStage:
-    """A `Stage`: vLLM's own model recomputes rows over stored chunks, between the engine's passes, in its thread.
+class RowStage(Stage):
+    """vLLM's own model recomputes rows over stored chunks, between the engine's passes, in its thread.
 
     Weights are held once, and quantised models work as they are. options: "store", as of `Rag`; "ratio", "selector",
     "surrogate", "correction" as in `BlendConfig`; "codec" as in `CorpusConfig`; "learn" and "learn_budget", in GB, as of
@@ -220,6 +212,7 @@ class RowStage:
     options = frozenset({"store", "learn", "learn_budget", *_CONFIG}) | CORPUS_OPTIONS
 
     def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
+        super().__init__(site, options)
         if why := rows_refused(site):
             raise _refusal(f"because {why}")
         try:
@@ -322,7 +315,7 @@ def row_blender(model: RowModel, options: Mapping[str, Any]) -> RowBlender:
     budget = learn_budget(options)
     try:
         shared, mine = fingerprints(model.site.config)
-        own = admitted(model, _facts(model.site, mine))
+        own = admitted(model, mine)
     except (BlendError, ValueError) as error:
         raise _refusal(error) from error
     try:
@@ -332,27 +325,13 @@ def row_blender(model: RowModel, options: Mapping[str, Any]) -> RowBlender:
     except BlendError as error:
         raise ValueError(f"kvblend: {error}") from error
     # Its own dtype first: caches in another one serve where a probe shows that they are alike.
-    dtypes = dict.fromkeys((own.facts.dtype, *_DTYPES))
+    dtypes = dict.fromkeys((own.kept_as, *_DTYPES))
     decoder = next((one for one in (own.named(shared, dtype) for dtype in dtypes) if gives_same_kv(store, one)), own)
     return RowBlender(decoder, store, config, learned)
 
 
 def _refusal(error: object) -> ModelRefusedError:
     return ModelRefusedError(f"kvblend: vLLM's own model cannot recompute rows, {error}; use stage copied")
-
-
-def _facts(site: Site, fingerprint: str) -> ModelFacts:
-    model, scheduler = site.config.model_config, site.config.scheduler_config
-    backend = site.layers[0].get_attn_backend().get_name()
-    return ModelFacts(
-        name=str(model.model),
-        fingerprint=fingerprint,
-        dtype=str(model.dtype).removeprefix("torch."),
-        vocabulary=int(model.get_vocab_size()),
-        context_length=int(model.max_model_len),
-        most_rows=int(scheduler.max_num_batched_tokens),
-        most_runs=None if backend in _UNLIMITED else int(scheduler.max_num_seqs),
-    )
 
 
 def fingerprints(config: Any) -> tuple[str, str]:
@@ -408,15 +387,16 @@ def _layers_refused(config: Any, layers: tuple[Any, ...], block_size: int) -> st
     return next((why for why, holds in reasons.items() if holds), "")
 
 
-def admitted(model: RowModel, facts: ModelFacts) -> PagedDecoder:
+def admitted(model: RowModel, fingerprint: str) -> PagedDecoder:
     """The worker's model as a decoder, tried out. Raises `ValueError`, in one line, where its keys or rows cannot be moved."""
-    ids = probe_ids(facts.vocabulary).to(model.site.device)
+    config = model.site.config.model_config
+    ids = probe_ids(int(config.get_vocab_size())).to(model.site.device)
     here, logits = _whole(model, ids, 0)
     there, _ = _whole(model, ids, PROBE_DELTA)
-    config = model.site.config.model_config
     # A quantised model may round an activation the other way, which is off by as much as half precision is.
     most = tolerance(torch.bfloat16 if config.quantization else config.dtype)
-    decoder = PagedDecoder(model, facts, _rotations(model, here, there, most))
+    kept_as = str(config.dtype).removeprefix("torch.")
+    decoder = PagedDecoder(model, fingerprint, kept_as, _rotations(model, here, there, most))
     _check_rows(decoder, ids, logits, most)
     return decoder
 

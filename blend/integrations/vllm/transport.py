@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.errors import ConfigError
@@ -228,14 +227,6 @@ class PrefillConnection:
     def close(self) -> None:
         """Free everything."""
         self._writer.close()
-
-    async def __aenter__(self) -> PrefillConnection:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class HeldKV(NamedTuple):
