@@ -165,7 +165,7 @@ class Sequence:
         try:
             self.reason = self.request.reason if full else self._nothing_to_blend()
             if not self.reason and not full:
-                yield Resume.BESIDE
+                yield Resume.BACKGROUND
                 self.reason = reason_against(self.blender, self._layout, self._config, self._least_gain)
             if self.reason and self.request.handover is not None:
                 return None
