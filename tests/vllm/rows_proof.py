@@ -8,24 +8,54 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from offline import Engine
 from rows_connector import STAGES
-from rows_engine import LENGTHS, SETTINGS, Engine, far, greedy, prompt
 from tiny import save_model
 
 from blend.blender import Blend, Blender
 from blend.chunks.encode import leave_probe
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
+from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.decoder import Place
 from blend.integrations.vllm.learning import LearnedTexts
 from blend.integrations.vllm.stage import RowBlender, row_blender
 from blend.model.decoder import Decoder
 from blend.store import open_store
 from blend.types import PromptLayout
+
+LENGTHS = (127, 128, 129, 517, 630)
+STEPS = 16
+SETTINGS: dict[str, Any] = {"ratio": 0.15, "correction": False}
+
+
+def prompt(length: int) -> PromptLayout:
+    """A prefix of 20 tokens, four chunks, of which none ends where a block does, and a question of 9."""
+    draw = torch.Generator().manual_seed(length)
+    ids = torch.randint(5, 512, (length,), generator=draw).tolist()
+    shared = torch.randint(5, 512, (20,), generator=torch.Generator().manual_seed(7)).tolist()
+    cuts = [20, *(20 + (length - 29) * part // 9 for part in (2, 4, 7)), length - 9]
+    chunks = tuple(tuple(ids[a:b]) for a, b in pairwise(cuts))
+    return PromptLayout(tuple(shared), chunks, tuple(ids[-9:]))
+
+
+def greedy(decoder: Decoder, blend: Blend) -> list[int]:
+    """By kvblend's own decoding."""
+    found, logits = list[int](), blend.logits[0]
+    for _ in range(STEPS):
+        found.append(int(logits.argmax()))
+        logits = decoder.append(torch.tensor([[found[-1]]]), blend.cache)[0, -1]
+    return found
+
+
+def far(mine: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference, relative to the largest entry."""
+    return float((mine - other).abs().amax() / other.abs().amax())
 
 
 class Proof:
@@ -42,13 +72,14 @@ class Proof:
         for layout in self.layouts:
             library = self.blender.library(layout.prefix)
             library.compute(library.missing(layout.chunks))
-        self.engine = Engine(model, folder / "store", "rows_connector", {"learn": False}, **more)
+        options = {"stage": "rows", "store": str(folder / "store"), "learn": False, **SETTINGS}
+        self.engine = Engine(model, options, "rows_connector", max_num_seqs=8, max_num_batched_tokens=1024, **more)
         self.stage = STAGES[-1]
         self.rows = self.stage.blender
 
     def decoded(self, salt: str, *, tickets: bool = True) -> list[list[int]]:
         """Greedy tokens of every prompt by vLLM, blended or plain."""
-        return self.engine.decoded(self.layouts, salt, tickets=tickets)
+        return self.engine.tokens(asked(self.layouts, salt, tickets=tickets), STEPS)
 
     def configured(self, **changes: Any) -> BlendConfig:
         config = replace(self.blender.config, **changes)
@@ -136,7 +167,7 @@ class Proof:
         self.configured()
         before = self.missing(layout)
         full = greedy(self.decoder, self.blender.prefill(layout, config=BlendConfig(ratio=1.0)))
-        answer = self.engine.decoded([layout], "learnt")[0]
+        answer = self.engine.tokens(asked([layout], "learnt"), STEPS)[0]
         during = self.missing(layout)
         steps = self.engine.idle()
         after, again = self.missing(layout), self.engine.idle()
@@ -153,12 +184,12 @@ class Proof:
         """Chunks that came with the request: as the engine was told, which is to learn nothing, and within a budget."""
         layout, found = prompt(417), dict[str, Any]()
         self.stage.blender = self.rows
-        self.engine.decoded([layout], "off", brought=True)
+        self.engine.tokens(asked([layout], "off", brought=True), STEPS)
         self.engine.idle()
         found["before"], found["off"] = len(layout.chunks), self.missing(layout)
         learned = LearnedTexts(self.store, folder / "store", 10**9)
         self.stage.blender = RowBlender(self.rows.decoder, self.store, self.blender.config, learned)
-        self.engine.decoded([layout], "on", brought=True)
+        self.engine.tokens(asked([layout], "on", brought=True), STEPS)
         self.engine.idle()
         found["on"] = self.missing(layout)
         return found
@@ -176,8 +207,7 @@ class Proof:
         connector = self.engine.llm.llm_engine.engine_core.engine_core.scheduler.connector
         counted, take = dict[str, int](), connector.get_kv_connector_stats
         connector.get_kv_connector_stats = lambda: (stats := take()) and (counted.update(stats.data), stats)[1]
-        asked = zip(*self.engine.asked([layout], "damaged"), strict=True)
-        reply = self.engine.llm.generate(*map(list, asked), use_tqdm=False)[0].kv_transfer_params
+        reply = self.engine.outputs(asked([layout], "damaged"), STEPS)[0].kv_transfer_params
         connector.get_kv_connector_stats = take
         return {
             "told": len(theirs.placed.opened.problems),
@@ -202,8 +232,7 @@ class Proof:
             told.append(rows.blend(layout, spare(layout)))
             if length == 800:
                 self.stage.blender = rows
-                asked = zip(*self.engine.asked([layout], "figures"), strict=True)
-                figures = self.engine.llm.generate(*map(list, asked), use_tqdm=False)[0].kv_transfer_params
+                figures = self.engine.outputs(asked([layout], "figures"), STEPS)[0].kv_transfer_params
         rows.background.close()
         library, filler = rows.filler().library(prefix), rows.filler()
         return {
@@ -229,6 +258,17 @@ class Proof:
             "with probe": self.rows.decoder.fingerprint == mine,
             "without": empty.decoder.fingerprint == mine,
         }
+
+
+def asked(
+    layouts: list[PromptLayout], salt: str, *, tickets: bool = True, brought: bool = False
+) -> list[tuple[PromptLayout, str | None, str]]:
+    """These prompts with tickets, or plain. brought: by a client, with all their chunks."""
+    found = []
+    for number, layout in enumerate(layouts):
+        ticket = LayoutTicket(layout, "", frozenset(range(len(layout.chunks)) if brought else ())).ticket()
+        found.append((layout, ticket if tickets else None, f"{salt}{number}"))
+    return found
 
 
 def spare(layout: PromptLayout) -> Place:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from copied_engine import COUNT, Engine, salt, started
+from offline import COUNT, Engine, salt, started
 from tiny import Bench, bench, save_model
 
 from blend.integrations.vllm.contract import LoadScheduler, Signer
@@ -35,7 +35,7 @@ def engine(model: Path, held: Bench) -> Iterator[Engine]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        found = Engine(model, held.socket, {}, {})
+        found = Engine(model, {"socket": held.socket})
     envs.disable_envs_cache()  # or the next engine would be in this process too
     yield found
     found.close()
