@@ -1,4 +1,4 @@
-"""What vLLM's own model gives for rows, beside kvblend's decoder, on a tiny random model; run where vLLM is.
+"""Rows by vLLM's own model compared with kvblend's decoder, on a tiny random model; run where vLLM is.
 
 Usage: rows_proof.py FOLDER, in which it leaves found.json
 """
@@ -139,7 +139,7 @@ class Proof:
         return self.tokens(correction=True, ratio=0.2)
 
     def unknown(self) -> dict[str, Any]:
-        """A prompt whose chunks the store lacks: blended at once, and again when what it lacked has been computed."""
+        """A prompt whose chunks the store misses: blended at once, and again when they have been computed."""
         layout = prompt(333)
         config = self.configured()
         rows = self.stage.blender
@@ -158,11 +158,11 @@ class Proof:
         }
 
     def missing(self, layout: PromptLayout) -> int:
-        """How many caches of a prompt's chunks the store lacks."""
+        """How many caches of a prompt's chunks are missing in the store."""
         return len(self.blender.library(layout.prefix).missing(layout.chunks))
 
     def learnt(self) -> dict[str, Any]:
-        """A prompt of unknown chunks through the engine alone: what it lacks is stored while that is idle."""
+        """A prompt of unknown chunks through the engine: its chunks are stored while the engine is idle."""
         layout = prompt(401)
         self.configured()
         before = self.missing(layout)
@@ -181,7 +181,7 @@ class Proof:
         }
 
     def brought(self, folder: Path) -> dict[str, Any]:
-        """Chunks that came with the request: as the engine was told, which is to learn nothing, and within a budget."""
+        """Chunks that came with the request: with learning off, as the engine is configured, and within a budget."""
         layout, found = prompt(417), dict[str, Any]()
         self.stage.blender = self.rows
         self.engine.tokens(asked([layout], "off", brought=True), STEPS)
@@ -210,7 +210,7 @@ class Proof:
         reply = self.engine.outputs(asked([layout], "damaged"), STEPS)[0].kv_transfer_params
         connector.get_kv_connector_stats = take
         return {
-            "told": len(theirs.placed.opened.problems),
+            "problems": len(theirs.placed.opened.problems),
             "kv": self._apart(mine, theirs.cache),
             "counted": counted,
             "reply": reply["kvblend"],
@@ -220,7 +220,7 @@ class Proof:
         """Caches under the worker's own name: prompts until there is a KV correction for them, and one more."""
         own = self.rows.decoder.named("own", "float32")
         rows = RowBlender(own, self.store, BlendConfig(ratio=0.15))
-        prefix, passes, told = self.layouts[0].prefix, list[int](), list[Any]()
+        prefix, passes, fills = self.layouts[0].prefix, list[int](), list[Any]()
         run = own.model.run
         for length in range(800, 900, 12):
             layout = prompt(length)
@@ -229,7 +229,7 @@ class Proof:
             while len(rows.background):
                 rows.background.run(alone=True)
             own.model.run = run
-            told.append(rows.blend(layout, spare(layout)))
+            fills.append(rows.blend(layout, spare(layout)))
             if length == 800:
                 self.stage.blender = rows
                 figures = self.engine.outputs(asked([layout], "figures"), STEPS)[0].kv_transfer_params
@@ -237,12 +237,12 @@ class Proof:
         library, filler = rows.filler().library(prefix), rows.filler()
         return {
             "figures": figures["kvblend"],
-            "uncorrected": [one.uncorrected for one in told],
-            "recomputed": [int(one.selection.rows.shape[0]) for one in told],
+            "uncorrected": [one.uncorrected for one in fills],
+            "recomputed": [int(one.selection.rows.shape[0]) for one in fills],
             "surrogate": sum(map(len, library.surrogate)),
             "maps": [filler.correction(prefix, contextual=kind) is not None for kind in (False, True)],
-            "contextual": [one.contextual for one in told[-1].placed.opened.used],
-            "hits": all(told[-1].placed.hits),
+            "contextual": [one.contextual for one in fills[-1].placed.opened.used],
+            "hits": all(fills[-1].placed.hits),
             "most rows": max(passes),
         }
 
