@@ -19,7 +19,7 @@ from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.decoder import check_ids
 from blend.model.forward import Resume, RowRequest, Steps
-from blend.recompute import MostRows, make_plan, recompute
+from blend.recompute import MostRows, Recompute, make_plan
 from blend.select import make_selector
 from blend.select.selectors import All
 from blend.store import open_store
@@ -41,30 +41,96 @@ _UNCORRECTED = "there is no KV correction for these caches yet: {:.0%} of the ro
 LEAST_RATIO_UNCORRECTED = 0.3  # of rows, where there is no KV correction yet, or it turns out not to fit a prompt
 
 
-class Filled(NamedTuple):
-    """A prompt put together and recomputed.
+@dataclass(frozen=True)
+class Filled:
+    """A prompt's cache, put together from stored chunks and recomputed.
 
-    logits: what was sent for the last rows. fits: whether the KV correction did no harm to the rows where that shows. problems:
-    a line for every artifact that had to be refused. exact_rows, notes: see `Blend`. uncorrected: whether stored rows were used
-    as they are, because there is no KV correction for them yet.
+    Attributes:
+        cache: KV of the whole prompt, ready for decoding.
+        logits: for the next token, `[1, vocab]`.
+        selection: the rows that were recomputed.
+        hits: which chunks came out of the store; False for ordinary text.
+        exact_rows: how many of the first rows have the KV that full prefill gives.
+        missing: caches that the store should have held.
+        problems: one line for every chunk entry that was refused.
+        artifact_problems: the same for surrogate contexts and KV corrections, which were then left out.
+        correction_fits: False if the KV corrections were left out for this prompt and more rows recomputed.
+        notes: one line for everything that was done otherwise than configured.
+        bytes_loaded: bytes of stored KV that were read.
+        uncorrected: whether stored rows were used as they are, for want of a KV correction.
+
     """
 
     cache: BlendedCache
     logits: torch.Tensor
     selection: Selection
-    fits: bool
-    problems: tuple[str, ...]
-    placed: Placed
+    hits: tuple[bool, ...]
     exact_rows: int
-    notes: tuple[str, ...] = ()
-    uncorrected: bool = False
+    missing: tuple[Variant, ...]
+    problems: tuple[str, ...]
+    artifact_problems: tuple[str, ...]
+    correction_fits: bool
+    notes: tuple[str, ...]
+    bytes_loaded: int
+    uncorrected: bool
+
+
+@dataclass(frozen=True)
+class Blend(Filled):
+    """A finished prefill; see `Filled` for what it knows of its cache.
+
+    Attributes:
+        decoder: that computed it.
+        layout: the prompt.
+        first_token: the token with the highest logit.
+        stages: seconds per stage (`blend.timing.STAGES`).
+        ttft_s: seconds from the call to the first token's id on the host.
+
+    """
+
+    decoder: Decoder
+    layout: PromptLayout
+    first_token: int
+    stages: Mapping[str, float]
+    ttft_s: float
+
+    @property
+    def rows_recomputed(self) -> int:
+        """Rows that were computed in every layer."""
+        return int(self.selection.rows.shape[0])
+
+    @property
+    def rows_share(self) -> float:
+        """Computed rows, summed over layers, as a share of full prefill's."""
+        return self.selection.share(self.layout.rows)
+
+    def append(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Run further tokens `[1, n]` behind the prompt.
+
+        Returns:
+            Logits `[1, n, vocab]`.
+
+        """
+        return self.decoder.append(token_ids, self.cache)
+
+    def rewind(self) -> None:
+        """Forget everything that was appended to the prompt."""
+        self.cache.truncate(self.layout.rows)
+
+
+class Attempt(NamedTuple):
+    """One try at a prompt. opener: how entries are opened. corrected: whether the KV corrections are added."""
+
+    opener: Opener
+    config: BlendConfig
+    corrected: bool
 
 
 class Filler:
     """Fills the caches of prompts from one store, for one decoder.
 
     config: how rows are chosen, unless a call says otherwise. corpus: whose surrogate context and KV corrections are used.
-    careful: whether more rows are recomputed as long as there is no KV correction for what the store holds.
+    uncorrected_ratio: least share of rows to recompute while the store has no KV correction for its caches.
     """
 
     def __init__(
@@ -74,9 +140,9 @@ class Filler:
         config: BlendConfig | None = None,
         *,
         corpus: str = "",
-        careful: bool = False,
+        uncorrected_ratio: float = 0.0,
     ) -> None:
-        self.careful = careful
+        self.uncorrected_ratio = uncorrected_ratio
         self.decoder = decoder
         self.store = store
         self.corpus = corpus
@@ -151,61 +217,73 @@ class Filler:
         known: ChunkCache | None = None,
         new_cache: NewCache | None = None,
     ) -> Steps[Filled]:
-        """Yields rows to run, is sent what the last of them gives, and ends with the prompt's cache; see `Blender.steps`.
+        """Fill a prompt's cache, in up to three attempts; see `Blender.steps`.
 
-        new_cache: what the prompt's rows are written to; by default the decoder's own. Close it when it is given up.
-        Raises `PromptError` for a prompt that does not fit the model, `ConfigError` for a selector that breaks its contract.
+        Damage that is found while layers are read costs a second attempt, on verified entries. A KV correction that does not
+        fit the prompt costs one without it, on more rows.
+
+        Args:
+            layout: the prompt.
+            config: how rows are chosen.
+            room: tokens to reserve for decoding.
+            watch: times the stages.
+            most_rows: rows of a pass at most; None runs all of them in one.
+            known: KV of the prompt's first rows; the rest of the prefix is computed.
+            new_cache: what the rows are written to; by default a cache of the decoder.
+
+        Raises:
+            PromptError: the prompt does not fit the model.
+            ConfigError: the selector breaks its contract.
+
         """
-        if not (layout.prefix and layout.suffix):
-            raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
-        self.decoder.check_length(layout.rows)
-        check_ids(self.decoder.vocabulary, layout.token_ids)
+        self._check(layout)
         if _asks_store(layout):
-            yield Resume.BESIDE
+            yield Resume.BACKGROUND
         library = self._library_of(layout)
         if known is None and layout.shared_prefix_rows:
             if not library.isolated.has_prefix:
-                yield Resume.TURN
+                yield Resume.NEXT_TURN
             known = library.isolated.prefix.rows(0, layout.shared_prefix_rows)
         known = known or self.decoder.no_rows()
         make = partial(new_cache or self.decoder.new_cache, layout.rows + room)
-        run = partial(self._pass, layout, known, make, watch=watch, most_rows=most_rows)
+        attempt = partial(self._attempt, layout, known, make, watch, most_rows)
         try:
-            first = yield from run(library.open, config, corrected=config.correction)
-        except EntryDamagedError:  # found while a layer was read: once more, with everything verified beforehand
-            first = yield from run(library.open_sound, config, corrected=config.correction)
-        problems = (*(library.problems if config.surrogate else ()), *first.problems)
-        if first.fits:
-            return first._replace(problems=problems)
-        first.cache.free()  # before there is a second one: a prompt is given memory for one
-        more = _with_more_rows(config)
-        again = yield from run(library.open_sound, more, corrected=False)
-        return _instead_of(first, again, more)._replace(problems=problems)
+            first = yield from attempt(Attempt(library.open, config, config.correction))
+        except EntryDamagedError:
+            first = yield from attempt(Attempt(library.open_sound, config, config.correction))
+        filled = first
+        if not first.correction_fits:
+            first.cache.free()  # a prompt gets memory for one cache
+            more = _with_more_rows(config)
+            again = yield from attempt(Attempt(library.open_sound, more, corrected=False))
+            filled = _instead_of(first, again, more)
+        problems = (*(library.problems if config.surrogate else ()), *first.artifact_problems)
+        return replace(filled, artifact_problems=problems)
 
-    def _pass(
+    def _attempt(
         self,
         layout: PromptLayout,
         known: ChunkCache,
         new_cache: Callable[[], BlendedCache],
-        opener: Opener,
-        config: BlendConfig,
-        *,
         watch: Stopwatch,
         most_rows: MostRows | None,
-        corrected: bool,
+        attempt: Attempt,
     ) -> Steps[Filled]:
-        """Put the stored chunks in place, with or without the KV correction, and recompute."""
+        """The steps of a blended prefill: load, reposition, select, recompute. The first token follows in `Blender.steps`."""
+        config = attempt.config
+        # Load: open the stored entries. From `with loading` on, threads read them layer by layer, ahead of the passes.
         if _asks_store(layout):
-            yield Resume.BESIDE
+            yield Resume.BACKGROUND
         with watch.stage("load"):
-            placed = place(layout, opener, contextual=config.surrogate)
+            placed = place(layout, attempt.opener, contextual=config.surrogate)
         with closing(placed):
+            # Reposition: each layer moves to the prompt's positions, and gets its correction, before a pass uses it.
             with watch.stage("reposition"):
                 selector = make_selector(config.selector)
-                adding = corrected and not isinstance(selector, All)
+                adding = attempt.corrected and not isinstance(selector, All)
                 found = self.corrections(placed) if adding else Corrections((), ())
-                uncorrected = self.careful and adding and _uncorrected(placed, found)
-                ratio = max(config.ratio, LEAST_RATIO_UNCORRECTED) if uncorrected else config.ratio
+                uncorrected = self.uncorrected_ratio > 0 and adding and _lacks_correction(placed, found)
+                ratio = max(config.ratio, self.uncorrected_ratio) if uncorrected else config.ratio
                 plan = make_plan(
                     layout,
                     placed.hits,
@@ -216,24 +294,34 @@ class Filler:
                     first_lossless=placed.opened.first_lossless,
                     known=known.tokens,
                 )
-                assembly = Assembly(self.decoder, layout, known, placed.readers, new_cache(), found.of_chunks, watch)
-            check = CorrectionCheck(self.decoder, layout, assembly.added)
-            with assembly, assembly.cache.watched(check.see) if assembly.added else nullcontext():
-                found_rows = recompute(
-                    self.decoder, assembly.cache, plan, watch=watch, most_rows=most_rows, on_rows=check.choose
-                )
-                logits, selection = yield from found_rows
+                loading = Assembly(self.decoder, layout, known, placed.readers, new_cache(), found.of_chunks, watch)
+            check = CorrectionCheck(self.decoder, layout, loading.added)
+            with loading, loading.cache.watched(check.see) if loading.added else nullcontext():
+                rows = Recompute(self.decoder, plan, loading, watch, most_rows=most_rows, on_rows=check.choose)
+                # Select: the selector chooses rows.
+                yield from rows.select()
+                # Recompute: the decoder runs them over the cache.
+                logits = yield from rows.run()
         return Filled(
-            assembly.cache,
-            logits,
-            selection,
-            check.score() >= 0,
-            found.problems,
-            placed,
-            plan.exact_rows(selection.rows),
-            (_UNCORRECTED.format(ratio),) if ratio > config.ratio else (),
-            uncorrected,
+            cache=loading.cache,
+            logits=logits,
+            selection=rows.selection,
+            hits=placed.hits,
+            exact_rows=plan.exact_rows(rows.selection.rows),
+            missing=placed.opened.missing,
+            problems=placed.opened.problems,
+            artifact_problems=found.problems,
+            correction_fits=check.score() >= 0,
+            notes=(_UNCORRECTED.format(ratio),) if ratio > config.ratio else (),
+            bytes_loaded=placed.opened.nbytes,
+            uncorrected=uncorrected,
         )
+
+    def _check(self, layout: PromptLayout) -> None:
+        if not (layout.prefix and layout.suffix):
+            raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
+        self.decoder.check_length(layout.rows)
+        check_ids(self.decoder.vocabulary, layout.token_ids)
 
     def corrections(self, placed: Placed) -> Corrections:
         """The KV correction for each place of a prompt; none for a first chunk that is exact where it stands."""
@@ -280,7 +368,7 @@ def _with_more_rows(config: BlendConfig) -> BlendConfig:
     return replace(config, ratio=min(1.0, max(2 * config.ratio, LEAST_RATIO_UNCORRECTED)))
 
 
-def _uncorrected(placed: Placed, found: Corrections) -> bool:
+def _lacks_correction(placed: Placed, found: Corrections) -> bool:
     """Whether a stored chunk is neither exact nor corrected, as after `--quick`, and soon after a text was learned."""
     stored = list(zip(placed.hits, found.of_chunks, strict=True))
     return any(hit and one is None for hit, one in stored[int(placed.first_exact) :])
@@ -290,7 +378,8 @@ def _instead_of(first: Filled, again: Filled, more: BlendConfig) -> Filled:
     """The second attempt, charged with the rows of both."""
     spent = [a + b for a, b in zip(first.selection.rows_per_layer, again.selection.rows_per_layer, strict=True)]
     note = f"the KV correction does not fit this prompt: left out, and {more.ratio:.0%} of the rows recomputed instead"
-    return again._replace(fits=False, selection=replace(again.selection, rows_per_layer=tuple(spent)), notes=(note,))
+    selection = replace(again.selection, rows_per_layer=tuple(spent))
+    return replace(again, correction_fits=False, selection=selection, notes=(note,))
 
 
 def _keep(libraries: dict[Tokens, ChunkLibrary], prefix: Tokens, library: ChunkLibrary) -> None:
@@ -301,59 +390,15 @@ def _keep(libraries: dict[Tokens, ChunkLibrary], prefix: Tokens, library: ChunkL
         libraries.pop(oldest, None)
 
 
-@dataclass(frozen=True)
-class Blend:
-    """A finished prefill.
-
-    cache: KV of the whole prompt, ready for decoding. logits: of the next token, `[1, vocab]`. first_token: their argmax.
-    hits: which chunks came out of the store, False for ordinary text. exact_rows: of so many of the first rows the KV is what
-    full prefill gives. missing: caches that it should have held. problems: one line for every chunk's
-    entry that had to be refused. artifact_problems: the same for surrogate context and KV corrections, without which it was
-    then blended. correction_fits: False where the KV corrections were left out for this prompt, and more rows recomputed.
-    notes: what was done otherwise than configured, a line each. stages: seconds per stage. ttft_s: seconds from the call to
-    the first token's id on the host. bytes_loaded: bytes of stored KV that were read.
-    """
-
-    decoder: Decoder
-    layout: PromptLayout
-    cache: BlendedCache
-    logits: torch.Tensor
-    first_token: int
-    selection: Selection
-    hits: tuple[bool, ...]
-    exact_rows: int
-    missing: tuple[Variant, ...]
-    problems: tuple[str, ...]
-    artifact_problems: tuple[str, ...]
-    correction_fits: bool
-    notes: tuple[str, ...]
-    stages: Mapping[str, float]
-    ttft_s: float
-    bytes_loaded: int
-
-    @property
-    def rows_recomputed(self) -> int:
-        """Rows that were computed in every layer."""
-        return int(self.selection.rows.shape[0])
-
-    @property
-    def rows_share(self) -> float:
-        """Computed rows, summed over layers, over all rows x layers: what compute costs beside full prefill."""
-        return self.selection.share(self.layout.rows)
-
-    def append(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Run further tokens `[1, n]` behind the prompt; logits `[1, n, vocab]`."""
-        return self.decoder.append(token_ids, self.cache)
-
-    def rewind(self) -> None:
-        """Forget everything that was appended to the prompt."""
-        self.cache.truncate(self.layout.rows)
-
-
 class Blender(Filler):
-    """Blended prefill for one decoder over one store.
+    """Blended prefill for one HuggingFace decoder over one store.
 
-    config: how rows are chosen, unless a call says otherwise. corpus: whose surrogate context and KV corrections are used.
+    Args:
+        decoder: the model.
+        store: holds the chunk caches.
+        config: how rows are chosen, unless a call says otherwise.
+        corpus: whose surrogate context and KV corrections are used.
+
     """
 
     decoder: Decoder
@@ -373,9 +418,22 @@ class Blender(Filler):
     ) -> Blend:
         """Prefill a prompt from stored chunks.
 
-        room: tokens to reserve for decoding. watch: a stopwatch that runs since the query's arrival, if it came earlier.
-        Raises `PromptError` when the prompt does not fit the model, `ConfigError` for a selector that breaks its contract.
         Damaged store entries are recomputed, never raised.
+
+        Args:
+            layout: the prompt.
+            config: how rows are chosen; by default the blender's.
+            room: tokens to reserve for decoding.
+            watch: a stopwatch that runs since the query arrived, if that was earlier.
+
+        Returns:
+            The prompt's KV, its first token, and what it cost.
+
+        Raises:
+            PromptError: the prompt does not fit the model.
+            ConfigError: the selector breaks its contract.
+            StoreError: the store cannot be read.
+
         """
         config, watch = config or self.config, watch or Stopwatch(self.decoder.device)
 
@@ -395,41 +453,43 @@ class Blender(Filler):
         most_rows: MostRows | None = None,
         known: ChunkCache | None = None,
     ) -> Steps[Blend]:
-        """`prefill` for a scheduler: yields rows for `Decoder.prefill`, is sent their logits, ends with the `Blend`.
+        """`prefill` for a scheduler that interleaves prompts; see `Steps` for how to drive it.
 
-        The rows may run in one pass with rows of other prompts, whose answers then need not wait; nor need they where it yields
-        a `Resume`. most_rows: see there; stored layers are then in place before the first that reads them. known: KV of the
-        prefix, or of its first rows, where that is at hand; the rest is computed first. An `EntryDamagedError` that running the
-        rows raised is to be thrown in. Close it when it is given up, which may wait for the store too. Raises as `prefill`.
+        Args:
+            layout: the prompt.
+            config: how rows are chosen; by default the blender's.
+            room: tokens to reserve for decoding.
+            watch: a stopwatch that runs since the query arrived.
+            most_rows: rows of a pass at most; stored layers are then in place before a pass that other prompts share.
+            known: KV of the prefix, or of its first rows; the rest is computed.
+
+        Raises:
+            PromptError: the prompt does not fit the model.
+            ConfigError: the selector breaks its contract.
+            StoreError: the store cannot be read.
+
         """
-        watch = watch or Stopwatch(self.decoder.device)
-        config = config or self.config
+        watch, config = watch or Stopwatch(self.decoder.device), config or self.config
         filled = yield from self.fill(layout, config=config, room=room, watch=watch, most_rows=most_rows, known=known)
         with watch.stage("first_token"):
             first_token = int(filled.logits[0].argmax())
-        opened = filled.placed.opened
         return Blend(
+            **vars(filled),
             decoder=self.decoder,
             layout=layout,
-            cache=filled.cache,
-            logits=filled.logits,
             first_token=first_token,
-            selection=filled.selection,
-            hits=filled.placed.hits,
-            exact_rows=filled.exact_rows,
-            missing=opened.missing,
-            problems=opened.problems,
-            artifact_problems=filled.problems,
-            correction_fits=filled.fits,
-            notes=filled.notes,
             stages=dict(watch.stages),
             ttft_s=watch.total(),
-            bytes_loaded=opened.nbytes,
         )
 
     def remember(self, blend: Blend) -> int:
-        """Compute and store the caches that `blend` missed, so that the next prompt hits; how many chunks they are of.
+        """Compute and store the caches that `blend` missed, so that the next prompt finds them.
 
-        Raises `StoreError` when the store cannot be written.
+        Returns:
+            How many chunks they are of.
+
+        Raises:
+            StoreError: the store cannot be written.
+
         """
         return self.keep(blend.layout, blend.missing)

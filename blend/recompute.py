@@ -1,15 +1,15 @@
-"""Selective recompute: run the decoder over the chosen rows only, choosing them on the way where the selector needs to."""
+"""Selective recompute: plan which rows may need it, choose among them, and run the decoder over the chosen rows only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from blend.model.forward import Narrowing, Resume, RowRequest, Steps
+from blend.model.forward import Narrowing, Resume, RowRequest, RowSteps, Steps
 from blend.select import All, Evidence, Nothing, QueryScore, Selector, Step
 from blend.select.base import KV, needs_of, rows_of
 from blend.select.evidence import QueryAttention, true_weight
@@ -17,7 +17,7 @@ from blend.timing import Stopwatch
 from blend.types import PromptLayout, Selection
 
 if TYPE_CHECKING:
-    from blend.model.cache import BlendedCache
+    from blend.chunks.assemble import Assembly
     from blend.model.decoder import RowDecoder
 
 
@@ -90,114 +90,127 @@ def make_plan(
     return Plan(layout, on[0], on[1], on[2], on[3], on[4], budget, selector)
 
 
-def recompute(
-    decoder: RowDecoder,
-    cache: BlendedCache,
-    plan: Plan,
-    *,
-    watch: Stopwatch,
-    most_rows: MostRows | None = None,
-    on_rows: Callable[[torch.Tensor], None],
-) -> Steps[tuple[torch.Tensor, Selection]]:
-    """Fill `cache` with fresh KV of the selected rows; next-token logits `[1, vocab]` and the selection made.
+class Recompute:
+    """Chooses the rows of one prompt and recomputes them: first `select`, then `run`.
 
-    The rows are yielded, to be run by `Decoder.prefill`, alone or beside other prompts' rows, and its logits sent back. All at
-    once, or with `most_rows` in pieces of no more, positions ascending: a row reads what the pieces before it wrote, as it
-    would in one pass. A selector that chooses while layers are computed sees all rows in one piece. on_rows: called with the
-    positions of all rows that are computed from then on, before the first piece, and again whenever the selector narrows them.
+    Both yield the passes to run (`Steps`): all rows at once, or with `most_rows` in ascending pieces. A piece reads what those
+    before it wrote, as it would in one pass. A selector that chooses while layers are computed gets all rows in one piece.
 
-    Time goes to the stages select and recompute of `watch`. Raises `ConfigError` when the selector needs a layer that the
-    decoder does not have, or breaks its contract (`blend.select.base`).
+    Args:
+        decoder: that runs the rows.
+        plan: the rows to choose from.
+        loading: of the stored chunks, into the cache that the rows are written to.
+        watch: time goes to its stages "select" and "recompute".
+        most_rows: rows of a piece at most; None runs all rows at once and does not interleave with other prompts.
+        on_rows: called with the positions of all rows that run from then on, before the first piece and after each narrowing.
+
+    Raises:
+        ConfigError: the selector needs a layer that the decoder lacks, or breaks its contract (`blend.select.base`).
+
     """
-    depth, ids = len(decoder.layers), torch.tensor(plan.layout.token_ids, device=decoder.device)
-    needs = needs_of(plan.selector, depth)
-    asks = needs.query is not None or needs.truth
-    before = plan.ahead if asks else plan.ahead[:0]  # the question looks at the prefix, so that comes first
-    with watch.stage("recompute"):
-        for piece in _pieces(before, most_rows):
-            yield RowRequest(ids[piece][None], piece, cache)
-    if (
-        most_rows is not None
-    ):  # other prompts' rows are in the same passes, and they neither wait nor fail for these layers
-        for layer in cache.layers:
-            if layer.on_use is not None:
-                yield Resume.BESIDE
-                layer.settle()
-    yield Resume.HERE
-    with watch.stage("select"):
-        attention = (yield from _query_attention(decoder, cache, plan, needs.query, most_rows)) if needs.query else None
-        if needs.truth:
-            yield Resume.TURN
-        truth = true_weight(decoder, cache, plan.layout) if needs.truth else None
-    choice = _Choice(plan, cache, attention, truth, watch, with_prefix=not asks)
-    for step in (s for s in needs.steps if s.layer == 0):
-        choice.narrow(step, None)
-    on_rows(choice.rows)
-    narrow = partial(_narrow, choice, on_rows)
-    narrowings = tuple(Narrowing(step.layer, partial(narrow, step)) for step in needs.steps if step.layer > 0)
-    with watch.stage("recompute"):
-        for piece in _pieces(choice.rows, None if narrowings else most_rows):
-            logits = yield RowRequest(ids[piece][None], piece, cache, narrowings)
-    scores = attention.sum(0) if attention is not None else None
-    return logits, Selection(choice.rows, choice.rows_per_layer(depth), scores).behind(before)
-
-
-def _pieces(rows: torch.Tensor, most: MostRows | None) -> Iterator[torch.Tensor]:
-    while rows.shape[0]:
-        piece = rows[: most() if callable(most) else most]
-        yield piece
-        rows = rows[piece.shape[0] :]
-
-
-def _query_attention(
-    decoder: RowDecoder, cache: BlendedCache, plan: Plan, score: QueryScore, most_rows: MostRows | None
-) -> Steps[torch.Tensor]:
-    """The question's attention, as `query_attention` gives it; in pieces its rows are run beside other prompts' rows too.
-
-    They then go through the layers above those that are looked at for nothing, which is little where answers wait meanwhile.
-    In the last layer a pass for KV shows the last of its rows alone: pieces that are looked at there have passes of their own.
-    """
-    uncached = plan.required[plan.required < plan.layout.context.stop]
-    scoring = QueryAttention(decoder, cache, plan.layout, score, uncached)
-    for piece in _pieces(scoring.rows, most_rows):
-        if most_rows is None or scoring.last_layer == len(decoder.layers) - 1:
-            yield Resume.TURN
-            scoring.watch(decoder, cache, piece)
-        else:
-            yield RowRequest(scoring.ids_of(piece), piece, cache, observe=scoring.observe)
-    return scoring.attention()
-
-
-class _Choice:
-    """The rows still computed, as the selector narrows them down."""
 
     def __init__(
         self,
+        decoder: RowDecoder,
         plan: Plan,
-        cache: BlendedCache,
-        attention: torch.Tensor | None,
-        truth: torch.Tensor | None,
+        loading: Assembly,
         watch: Stopwatch,
         *,
-        with_prefix: bool,
+        most_rows: MostRows | None = None,
+        on_rows: Callable[[torch.Tensor], None],
     ) -> None:
-        self._plan, self._cache, self._attention, self._truth, self._watch = plan, cache, attention, truth, watch
+        self._decoder, self._plan, self._loading, self._watch = decoder, plan, loading, watch
+        self._cache, self._most_rows, self._on_rows = loading.cache, most_rows, on_rows
+        self._depth = len(decoder.layers)
+        self._ids = torch.tensor(plan.layout.token_ids, device=decoder.device)
+        self._needs = needs_of(plan.selector, self._depth)
+        looks = self._needs.query is not None or self._needs.truth
+        self._ahead = plan.ahead if looks else plan.ahead[:0]  # the question attends to the prefix, so that runs first
+        self._attention: torch.Tensor | None = None
+        self._truth: torch.Tensor | None = None
         self._candidates = plan.candidates
-        self._always = torch.cat((plan.ahead, plan.required)) if with_prefix else plan.required
-        self.rows = torch.cat((plan.candidates, self._always)).sort().values
-        self._history = [(0, self.rows.shape[0])]
+        self._always = plan.required if looks else torch.cat((plan.ahead, plan.required))
+        self._rows = torch.cat((plan.candidates, self._always)).sort().values
+        self._history = [(0, self._rows.shape[0])]
 
-    def narrow(self, step: Step, fresh: KV | None) -> torch.Tensor:
-        """The rows to keep from `step` on; `fresh` is the KV of all rows still there, `[1, kv_heads, rows, head_dim]`."""
+    def select(self) -> Steps[None]:
+        """Choose the rows to recompute, or those that the selector narrows down later, while they run."""
+        with self._watch.stage("recompute"):
+            for piece in self._pieces(self._ahead):
+                yield self._request(piece)
+        if (
+            self._most_rows is not None
+        ):  # a pass that other prompts share must neither wait nor fail for this one's store
+            for layer in self._loading.pending:
+                yield Resume.BACKGROUND
+                self._loading.await_layer(layer)
+        yield Resume.ENGINE
+        with self._watch.stage("select"):
+            if self._needs.query is not None:
+                scoring = self._question(self._needs.query)
+                for piece in self._pieces(scoring.rows):
+                    # A shared pass runs the layers above the scored ones for nothing, but does not hold up answers. In the last
+                    # layer it shows only a piece's last row, so pieces run separately where that layer is scored.
+                    if self._most_rows is None or scoring.last_layer == self._depth - 1:
+                        yield Resume.NEXT_TURN
+                        scoring.watch(self._decoder, self._cache, piece, self._loading.await_layer)
+                    else:
+                        yield replace(self._request(piece), observe=scoring.observe)
+                self._attention = scoring.attention()
+            if self._needs.truth:
+                yield Resume.NEXT_TURN
+                self._loading.finish()
+                self._truth = true_weight(self._decoder, self._cache, self._plan.layout)
+        for step in self._needs.steps:
+            if step.layer == 0:
+                self._narrow(step, None)
+        self._on_rows(self._rows)
+
+    def run(self) -> RowSteps[torch.Tensor]:
+        """Recompute the chosen rows; ends with the next token's logits, `[1, vocab]`."""
+        later = [step for step in self._needs.steps if step.layer > 0]
+        narrowings = tuple(Narrowing(step.layer, partial(self._narrow_at, step)) for step in later)
+        with self._watch.stage("recompute"):
+            for piece in [self._rows] if narrowings else self._pieces(self._rows):
+                logits = yield replace(self._request(piece), narrowings=narrowings)
+        return logits
+
+    @property
+    def selection(self) -> Selection:
+        """The rows that were computed."""
+        per_layer = (
+            [rows for start, rows in self._history if start <= layer][-1] + self._ahead.shape[0]
+            for layer in range(self._depth)
+        )
+        scores = self._attention.sum(0) if self._attention is not None else None
+        return Selection(torch.cat((self._ahead, self._rows)), tuple(per_layer), scores)
+
+    def _request(self, rows: torch.Tensor) -> RowRequest:
+        return RowRequest(self._ids[rows][None], rows, self._cache, await_layer=self._loading.await_layer)
+
+    def _pieces(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        most = self._most_rows
+        while rows.shape[0]:
+            piece = rows[: most() if callable(most) else most]
+            yield piece
+            rows = rows[piece.shape[0] :]
+
+    def _question(self, score: QueryScore) -> QueryAttention:
+        layout, required = self._plan.layout, self._plan.required
+        return QueryAttention(self._decoder, self._cache, layout, score, required[required < layout.context.stop])
+
+    def _narrow_at(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The rows to keep from `step` on, given the KV of all rows still there, `[1, kv_heads, rows, head_dim]`."""
+        self._loading.await_layer(step.layer)
+        self._narrow(step, (keys, values))
+        self._on_rows(self._rows)
+        return self._rows
+
+    def _narrow(self, step: Step, fresh: KV | None) -> None:
         with self._watch.stage("select"):
             self._candidates = rows_of(self._plan.selector, self._evidence(step, fresh))
-            self.rows = torch.cat((self._candidates, self._always)).sort().values
-        self._history.append((step.layer, self.rows.shape[0]))
-        return self.rows
-
-    def rows_per_layer(self, depth: int) -> tuple[int, ...]:
-        """How many rows each layer ran on."""
-        return tuple([rows for start, rows in self._history if start <= layer][-1] for layer in range(depth))
+            self._rows = torch.cat((self._candidates, self._always)).sort().values
+        self._history.append((step.layer, self._rows.shape[0]))
 
     def _evidence(self, step: Step, fresh: KV | None) -> Evidence:
         candidates, budget = self._candidates, round(step.factor * self._plan.budget)
@@ -206,19 +219,11 @@ class _Choice:
             candidates,
             min(budget, candidates.shape[0]),
             layer=step.layer,
-            fresh=_at(fresh, torch.searchsorted(self.rows, candidates)) if fresh else None,
+            fresh=_at(fresh, torch.searchsorted(self._rows, candidates)) if fresh else None,
             stored=_at(self._cache.view(step.layer), candidates) if fresh else None,
             query_attention=self._attention[:, candidates] if self._attention is not None else None,
             truth=self._truth[candidates] if self._truth is not None else None,
         )
-
-
-def _narrow(
-    choice: _Choice, on_rows: Callable[[torch.Tensor], None], step: Step, keys: torch.Tensor, values: torch.Tensor
-) -> torch.Tensor:
-    rows = choice.narrow(step, (keys, values))
-    on_rows(rows)
-    return rows
 
 
 def _at(kv: KV, index: torch.Tensor) -> KV:

@@ -240,19 +240,6 @@ class Selection:
     rows_per_layer: tuple[int, ...]
     scores: torch.Tensor | None = None
 
-    def behind(self, rows: torch.Tensor) -> Selection:
-        """The same with these rows of the prefix, `[rows]`, computed beforehand in every layer."""
-        import torch
-
-        more = int(rows.shape[0])
-        if not more:
-            return self
-        return replace(
-            self,
-            rows=torch.cat((rows, self.rows)),
-            rows_per_layer=tuple(count + more for count in self.rows_per_layer),
-        )
-
     def share(self, prompt_rows: int) -> float:
         """Rows computed, summed over layers, over those of full prefill of a prompt of that length."""
         return sum(self.rows_per_layer) / (len(self.rows_per_layer) * prompt_rows)

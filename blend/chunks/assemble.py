@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
@@ -389,15 +388,26 @@ class HeldChunk:
 
 
 class Assembly:
-    """A cache with the prefix in place and the stored chunks on their way; use it in a `with`, inside which all are needed.
+    """The loading of a prompt's stored chunks into its cache: threads read ahead, `await_layer` puts layers in place.
 
-    prefix: its KV. readers: an open entry for each chunk of the prompt, or None; they are closed at the end. cache: an
-    empty one to fill; by default the decoder's own. corrections: for each chunk what is to be added to it, or None. watch:
-    waiting for the store counts as its stage "load", putting in place as "reposition"; not on a GPU, where both happen beside
-    other work.
-    Its cache: keys stand at the prompt's positions; a layer is filled when it is first used, and what of it is not what was
-    written raises `EntryDamagedError` there. Rows of missing chunks and of the suffix are left unwritten. An exception inside
-    the `with` gives its memory back. added: what each correction added, filled with the layers.
+    Use it in a `with`: reading starts there, every layer is in place at its end, and an error frees the cache's memory. The
+    prefix is in place from the start, and keys stand at the prompt's positions. Rows of missing chunks and of the suffix stay
+    unwritten.
+
+    Args:
+        decoder: whose cache it is.
+        layout: the prompt.
+        prefix: KV of the prompt's first rows.
+        readers: an open entry for each chunk, or None; closed at the end.
+        cache: an empty cache to fill; by default the decoder's own.
+        corrections: what to add to each chunk, or None.
+        watch: counts waiting for the store as "load", and putting in place as "reposition"; not on a GPU, where both overlap
+            with other work.
+
+    Attributes:
+        cache: the prompt's cache.
+        added: what each correction added, filled layer by layer.
+
     """
 
     def __init__(
@@ -414,19 +424,18 @@ class Assembly:
         self.cache = decoder.new_cache(layout.rows) if cache is None else cache
         self._watch = watch if self._device.type == "cpu" else None
         self._stretches, self.added = stretches_of(layout, readers, corrections or (None,) * len(readers), self._device)
-        base = layout.context.start
+        self._base = layout.context.start
         chunks = [
-            StagedChunk(reader, Span(span.start - base, span.stop - base))
+            StagedChunk(reader, Span(span.start - self._base, span.stop - self._base))
             for reader, span in zip(readers, layout.chunk_spans, strict=True)
             if reader is not None
         ]
-        self._base = base
         self._loader = LayerLoader(chunks, layout.context.length, decoder.rotations, decoder.dtype, self._device)
-        self._next = 0
         for index, layer in enumerate(self.cache.layers):
             layer.write_run(0, prefix.keys[index][None], prefix.values[index][None])
             layer.length = layout.rows
-            layer.on_use = partial(self._fill, index) if self._stretches else None
+        self._depth = len(self.cache.layers)
+        self._next = 0 if self._stretches else self._depth
         self._stream = _side_stream(self._device)
 
     def __enter__(self) -> Assembly:
@@ -438,17 +447,34 @@ class Assembly:
     ) -> None:
         try:
             if kind is None:
-                self.cache.settle()
-            else:  # another attempt may follow, and two caches are more than a prompt is given
+                self.finish()
+            else:  # another attempt may follow, and a prompt gets memory for one cache
                 self.cache.free()
         finally:
             self._loader.close()
 
+    @property
+    def pending(self) -> range:
+        """The layers that are not in place yet."""
+        return range(self._next, self._depth)
+
+    def await_layer(self, layer: int) -> None:
+        """Wait until this layer and those before it are read, and put them in place.
+
+        Raises:
+            EntryDamagedError: an entry is not what was written.
+            StoreError: the store cannot be read.
+
+        """
+        while self._next <= layer:
+            self._next += 1
+            self._fill(self._next - 1)
+
+    def finish(self) -> None:
+        """Put all layers in place."""
+        self.await_layer(self._depth - 1)
+
     def _fill(self, index: int) -> None:
-        """Put a layer in place; those before it first, because they are read in order."""
-        for earlier in self.cache.layers[self._next : index]:
-            earlier.settle()
-        self._next = index + 1
         with self._stage("load"):
             staged = self._loader.take(index)
         with self._stage("reposition"), torch.inference_mode():
@@ -459,7 +485,7 @@ class Assembly:
         return self._watch.stage(name) if self._watch is not None else nullcontext()
 
     def _put(self, index: int, staged: StagedLayer) -> torch.cuda.Event | None:
-        """Into the cache; on a GPU beside its other work, which waits for it in turn."""
+        """Write a layer into the cache; on a GPU in a side stream, which later work waits for."""
         layer, rotation = self.cache.layers[index], self._decoder.rotations[index]
         if self._stream is None:
             for stretch in self._stretches:
@@ -486,12 +512,12 @@ def assemble(
 ) -> Assembly:
     """An `Assembly` with everything in place."""
     with Assembly(decoder, layout, prefix, readers, None, corrections) as done:
-        done.cache.settle()
+        pass
     return done
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream of its own for what is put in place, which begins when the cache's buffers are there."""
+    """A CUDA stream for putting KV in place; it starts when the cache's buffers exist."""
     if device.type != "cuda":
         return None
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -49,8 +49,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     Buffers are `[batch, kv_heads, capacity, head_dim]`, allocated at the first write (heads and dims are only known then).
     `update` appends, as decoding through transformers does; `write_rows` and `write_run` write anywhere. on_rows:
-    called with the positions and the fresh KV before rows are written in place. on_use: called once, before the buffers are
-    first read or written to in place: stored KV that is still on its way is put there then.
+    called with the positions and the fresh KV before rows are written in place.
     """
 
     is_sliding = False
@@ -61,7 +60,6 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.capacity = capacity
         self.length = 0
         self.on_rows: Callable[[torch.Tensor, KV], None] | None = None
-        self.on_use: Callable[[], None] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate both buffers after the shapes, dtype and device of the first states."""
@@ -75,17 +73,9 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
 
-    def settle(self) -> None:
-        """Let what was waiting for the first use happen now."""
-        waiting, self.on_use = self.on_use, None
-        if waiting is not None:
-            waiting()
-
     def blank(self, rows: torch.Tensor) -> None:
-        """Zero the KV at these positions, now or when stored KV has been put in place."""
-        if self.on_use is not None:
-            self.on_use = partial(_both, self.on_use, partial(self.blank, rows))
-        elif self.is_initialized and rows.shape[0]:
+        """Zero the KV at these positions."""
+        if self.is_initialized and rows.shape[0]:
             self.keys.index_fill_(2, rows, 0)
             self.values.index_fill_(2, rows, 0)
 
@@ -96,14 +86,12 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append KV `[batch, kv_heads, rows, head_dim]` and return views of all `length` rows."""
-        self.settle()
         self.allocate(key_states, value_states)
         self._append(key_states, value_states)
         return self.view()
 
     def write_rows(self, run: Run, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put KV `[batch, kv_heads, rows, head_dim]` at the rows of `run` and return views of all `length` rows."""
-        self.settle()
         self.allocate(keys, values)
         if self.on_rows is not None:
             self.on_rows(run.positions, (keys, values))
@@ -114,7 +102,6 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the rows in use, `[batch, kv_heads, length, head_dim]`; writable views."""
-        self.settle()
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def write_run(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -135,7 +122,6 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def grow(self, capacity: int) -> None:
         """Move to larger buffers."""
-        self.settle()
         old_keys, old_values, self.capacity = self.keys, self.values, capacity
         if not self.is_initialized:
             return
@@ -144,8 +130,8 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.values[:, :, : self.length] = old_values[:, :, : self.length]
 
     def free(self) -> None:
-        """Let go of the buffers and of what waits to be put there; all rows are gone."""
-        self.on_use, self.length, self.is_initialized = None, 0, False
+        """Release the buffers; all rows are gone."""
+        self.length, self.is_initialized = 0, False
         self.keys = self.values = torch.empty(0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -211,11 +197,6 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         for layer in self.layers:
             layer.blank(rows)
 
-    def settle(self) -> None:
-        """Put everything in place that waits for the first use of its layer."""
-        for layer in self.layers:
-            layer.settle()
-
     def view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, rows in use, `[batch, kv_heads, length, head_dim]`; writable views."""
         return self.layers[layer].view()  # type: ignore[no-any-return]
@@ -232,7 +213,6 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def clone(self, room: int = 0) -> BlendedCache:
         """An independent copy of the rows in use, with capacity for `room` more."""
-        self.settle()
         copy = BlendedCache(len(self.layers), self.get_seq_length() + room)
         for mine, theirs in zip(self.layers, copy.layers, strict=True):
             theirs.lazy_initialization(mine.keys, mine.values)
@@ -240,8 +220,3 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             theirs.values[:, :, : mine.length] = mine.values[:, :, : mine.length]
             theirs.length = mine.length
         return copy
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()

@@ -86,8 +86,12 @@ class RowDecoder(Protocol):
         observe: Callable[[AttentionCall], None],
         *,
         last_layer: int | None = None,
+        await_layer: Callable[[int], None] | None = None,
     ) -> None:
-        """Run rows only to look at their attention, layer by layer, up to and including `last_layer`; KV is written."""
+        """Run rows only to look at their attention, layer by layer, up to and including `last_layer`; KV is written.
+
+        await_layer: see `RowRequest`.
+        """
 
 
 def check_length(name: str, context_length: int | None, rows: int) -> None:
@@ -256,10 +260,15 @@ class Decoder:
         observe: Callable[[AttentionCall], None],
         *,
         last_layer: int | None = None,
+        await_layer: Callable[[int], None] | None = None,
     ) -> None:
-        """Run rows only to look at their attention, layer by layer, up to and including `last_layer`; KV is written."""
+        """Run rows only to look at their attention, layer by layer, up to and including `last_layer`; KV is written.
+
+        await_layer: see `RowRequest`.
+        """
         last = len(self.layers) - 1 if last_layer is None else last_layer
-        self.driver.watch(RowRequest(token_ids, positions, cache, observe=observe), last)
+        request = RowRequest(token_ids, positions, cache, observe=observe, await_layer=await_layer)
+        self.driver.watch(request, last)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

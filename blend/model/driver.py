@@ -136,7 +136,7 @@ def _choose(forward: ForwardPass, layer: int, turn: int, fresh: KV) -> torch.Ten
         run, here = forward.runs[number], [n for n in request.narrowings if n.layer == layer]
         if turn < len(here):
             if here[turn].keep_kv:
-                request.cache.layers[layer].write_rows(run, *kv)
+                request.write(layer, run, *kv)
             kept.append(here[turn].choose(*kv))
         else:
             kept.append(run.positions)

@@ -47,6 +47,7 @@ class RowRequest:
     token_ids: `[batch, rows]`; a batch shares positions and mask, and has the pass to itself. positions: sorted int64 `[rows]`.
     cache: what the rows read and write; it holds the KV of every earlier row that they are to see. narrowings: in the order of
     their layers. observe: called with every layer's attention before it is computed; what it raises ends the pass.
+    await_layer: called with a layer's index before that layer of `cache` is used; it returns when the stored KV is there.
     """
 
     token_ids: torch.Tensor
@@ -54,25 +55,37 @@ class RowRequest:
     cache: BlendedCache
     narrowings: tuple[Narrowing, ...] = ()
     observe: Callable[[AttentionCall], None] | None = None
+    await_layer: Callable[[int], None] | None = None
+
+    def write(self, layer: int, run: Run, keys: torch.Tensor, values: torch.Tensor) -> KV:
+        """Write fresh KV into a layer of the cache, once its stored KV is there; see `BlendedLayer.write_rows`."""
+        if self.await_layer is not None:
+            self.await_layer(layer)
+        return self.cache.layers[layer].write_rows(run, keys, values)  # type: ignore[no-any-return]
 
 
 class Resume(Enum):
-    """Where steps that have no rows to be run are to be resumed, with `next`.
+    """How to go on with steps that have no rows to run.
 
-    BESIDE: in any thread, where nobody else waits: what follows may wait for a store. HERE: in the thread that runs the
-    decoder. TURN: the same, when others have had a pass: what follows is one of its own.
+    BACKGROUND: in any thread; what follows may wait for a store. ENGINE: in the thread that runs the decoder.
+    NEXT_TURN: in that thread, after other prompts had a pass; what follows runs the decoder itself.
     """
 
-    BESIDE = "beside"
-    HERE = "here"
-    TURN = "turn"
+    BACKGROUND = "background"
+    ENGINE = "engine"
+    NEXT_TURN = "next_turn"
 
 
 _Result = TypeVar("_Result")
 RowSteps = Generator[RowRequest, torch.Tensor, _Result]
-"""Yields rows to run, is sent their logits, ends with a result: work of the decoder that a scheduler interleaves."""
+"""Work of the decoder that a scheduler interleaves: yields rows to run, is sent their logits, ends with a result."""
 Steps = Generator[RowRequest | Resume, torch.Tensor, _Result]
-"""The same, of work that may wait for a store, or run the decoder itself; begun in the thread that runs the decoder."""
+"""`RowSteps` that may also wait for a store or run the decoder itself.
+
+How to drive it: start it in the decoder's thread. For a `RowRequest`, run the rows, alone or in one pass with rows of other
+prompts, and `send` the logits; if they could not be run, `throw` the error in. For a `Resume`, call `next` where and when it
+says. `close` it when the result is no longer wanted; that may wait for the store.
+"""
 
 
 class ForwardPass:
@@ -124,7 +137,7 @@ class ForwardPass:
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
         """Write a layer's fresh KV into each request's cache; what the model's attention is then given."""
         pairs = zip(self.requests, self.runs, self.fresh(keys, values), strict=True)
-        self.handed = [request.cache.layers[layer].write_rows(run, *kv) for request, run, kv in pairs]
+        self.handed = [request.write(layer, run, *kv) for request, run, kv in pairs]
         if len(self.handed) == 1:
             self.returned = self.handed[0]
         elif self.one_copy:

@@ -5,6 +5,7 @@ The decoder is handed in: selectors stand below it, so that a configuration can 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,9 +67,17 @@ class QueryAttention:
         self.rows = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
         self._ids = torch.tensor([layout.suffix], device=decoder.device)
 
-    def watch(self, decoder: RowDecoder, cache: BlendedCache, rows: torch.Tensor) -> None:
-        """Observe these of the rows in a pass of their own, which ends with the last layer that is looked at."""
-        decoder.watch_attention(self.ids_of(rows), rows, cache, self.observe, last_layer=self.last_layer)
+    def watch(
+        self,
+        decoder: RowDecoder,
+        cache: BlendedCache,
+        rows: torch.Tensor,
+        await_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        """Observe these rows in a separate pass, which ends with the last scored layer. await_layer: see `RowRequest`."""
+        decoder.watch_attention(
+            self.ids_of(rows), rows, cache, self.observe, last_layer=self.last_layer, await_layer=await_layer
+        )
 
     def ids_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Their token ids, `[1, rows]`."""

@@ -79,7 +79,7 @@ class Stepper(Generic[_Result]):
 
     def __init__(self, steps: Steps[_Result], beside: Beside) -> None:
         self._steps, self._beside = steps, beside
-        self._next: RowRequest | Resume = Resume.HERE
+        self._next: RowRequest | Resume = Resume.ENGINE
         self._error: Exception | None = None
         self._lock, self._given_up = threading.Lock(), False
         self.busy = self.ended = False
@@ -97,10 +97,10 @@ class Stepper(Generic[_Result]):
                 raise self._error
             if isinstance(self._next, RowRequest):
                 return self._next
-            if self._next is Resume.BESIDE:
+            if self._next is Resume.BACKGROUND:
                 self._start(partial(self._go_on_beside, partial(next, self._steps)))
-            elif self._next is Resume.HERE or turns:
-                turns -= self._next is Resume.TURN
+            elif self._next is Resume.ENGINE or turns:
+                turns -= self._next is Resume.NEXT_TURN
                 self._resume(partial(next, self._steps))
             else:
                 return None
@@ -143,7 +143,7 @@ class Stepper(Generic[_Result]):
         try:
             if not self._given_up:
                 self._next = call()
-            while self._next is Resume.BESIDE and not self._given_up:
+            while self._next is Resume.BACKGROUND and not self._given_up:
                 self._next = next(self._steps)
         except StopIteration as done:
             self.result, self.ended = done.value, True
@@ -161,7 +161,7 @@ class Stepper(Generic[_Result]):
             self._steps.close()
         except Exception as error:  # entries that cannot be closed harm nobody
             log_error(error, "")
-        self._error, self._next = None, Resume.HERE
+        self._error, self._next = None, Resume.ENGINE
         self.ended, self.busy = True, False
 
 
@@ -259,12 +259,12 @@ class Encoding:
         while not self.done:
             one = self._left[0]
             try:
-                yield Resume.BESIDE
+                yield Resume.BACKGROUND
                 if not self._stored(one):
-                    yield Resume.HERE
+                    yield Resume.ENGINE
                     encoder = self._library.encoder(contextual=one.contextual)
                     cache = yield from encoder.steps(one.chunk, self._most_rows)
-                    yield Resume.BESIDE
+                    yield Resume.BACKGROUND
                     keep = partial(self._library.keep, one, cache)
                     removed_from(self._library.store).unless_removed(self._library.key(one), self._begun, keep)
             except Exception as error:  # the store, a chunk that is too long, a pass that failed

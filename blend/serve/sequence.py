@@ -314,7 +314,7 @@ class Prefill:
         try:
             self.reason = self._reason_known()
             if not self.reason and not self._work.full:
-                yield Resume.BESIDE
+                yield Resume.BACKGROUND
                 self.reason = reason_against(self._blender, self._layout, self._config, self._least_gain)
             if self.reason and self._work.handover is not None:
                 return None

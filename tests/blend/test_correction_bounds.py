@@ -196,7 +196,7 @@ def test_until_there_is_a_correction_more_rows_are_recomputed_and_the_reply_says
     """Where a worker computes caches by itself: at 15 % those without a correction change answers."""
     chunks = texts(30, 40, 30, 50, *[14] * 60)
     blender = Blender(models.decoder("qwen2"), open_store("memory:"), GUIDED)
-    filler = Filler(blender.decoder, blender.store, GUIDED, careful=True)
+    filler = Filler(blender.decoder, blender.store, GUIDED, uncorrected_ratio=LEAST_RATIO_UNCORRECTED)
     library, layout = blender.library(PREFIX), PromptLayout(PREFIX, (chunks[1], chunks[0], chunks[3]), SUFFIX)
     library.compute(library.missing(chunks))
 

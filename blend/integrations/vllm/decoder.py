@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,11 +56,6 @@ class PagedLayer(BlendedLayer):
         """As its base does."""
         self.in_blocks = False
         super().write_run(start, keys, values)
-
-    def settle(self) -> None:
-        """As its base does."""
-        self.in_blocks = self.in_blocks and self.on_use is None
-        super().settle()
 
     def _buffer(self, states: torch.Tensor) -> torch.Tensor:
         # Zeros: whole layers are written to the blocks, and attention may multiply masked values, so NaN must not be there.
@@ -402,10 +397,11 @@ class PagedDecoder:
         observe: Observe,
         *,
         last_layer: int | None = None,
+        await_layer: Callable[[int], None] | None = None,
     ) -> None:
         """Run rows to observe their attention, up to and including `last_layer`; their KV is written."""
         last = len(self.layers) - 1 if last_layer is None else last_layer
-        self._run(RowRequest(token_ids, positions, cache, observe=observe), halt_at=last)
+        self._run(RowRequest(token_ids, positions, cache, observe=observe, await_layer=await_layer), halt_at=last)
 
     def run_rows(self, request: RowRequest) -> None:
         """Compute rows into their cache's buffers and blocks, only those of its place; in the last layer only KV.
@@ -443,7 +439,9 @@ class PagedDecoder:
     def _run(self, request: RowRequest, *, halt_at: int | None, fresh: list[KV] | None = None) -> torch.Tensor | None:
         """One pass. halt_at: the layer it ends in, its KV written. fresh: gets that layer's KV instead."""
         cache, batch = _paged(request.cache), request.token_ids.shape[0]
-        writer = _BlockWriter(self, cache, request.positions, request.observe, halt_at, fresh, batch)
+        writer = _BlockWriter(
+            self, cache, request.positions, request.observe, request.await_layer, halt_at, fresh, batch
+        )
         prompts = tuple(PromptRows(request.positions, blocks) for blocks in writer.tables)
         scratch = sum(map(len, writer.tables)) if cache.place is None else 0
         return self.model.run(RowPass(request.token_ids.reshape(-1), prompts, scratch), writer.on_layer)
@@ -471,6 +469,7 @@ class _BlockWriter:
     cache: PagedCache
     positions: torch.Tensor
     observe: Observe | None = None
+    await_layer: Callable[[int], None] | None = None
     halt_at: int | None = None
     fresh: list[KV] | None = None
     batch: int = 1
@@ -503,7 +502,8 @@ class _BlockWriter:
     def copy_stored(self, index: int) -> PagedLayer:
         """Copy a layer's stored KV to the blocks, unless they have it."""
         layer: PagedLayer = self.cache.layers[index]
-        layer.settle()
+        if self.await_layer is not None:
+            self.await_layer(index)
         place = self.cache.place
         if place is not None and layer.in_blocks:
             return layer
@@ -540,4 +540,4 @@ def _paged(cache: BlendedCache) -> PagedCache:
 def only(request: RowRequest, rows: torch.Tensor) -> RowRequest:
     """The same request for some of its rows, without narrowings."""
     ids = request.token_ids[:, torch.searchsorted(request.positions, rows)]
-    return RowRequest(ids, rows, request.cache, observe=request.observe)
+    return replace(request, token_ids=ids, positions=rows, narrowings=())

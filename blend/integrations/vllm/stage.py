@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from blend.blender import Filled, Filler, run_steps
+from blend.blender import LEAST_RATIO_UNCORRECTED, Filled, Filler, run_steps
 from blend.chunks.encode import gives_same_kv
 from blend.config import BlendConfig
 from blend.errors import BlendError
@@ -250,9 +250,9 @@ class RowStage(Stage):
 def _figures(layout: PromptLayout, filled: Filled) -> dict[str, Any]:
     """In the words of `blend serve`."""
     rows = {"rows": layout.rows, "rows_computed": int(filled.selection.rows.shape[0])}
-    if damaged := len(filled.placed.opened.problems) + len(filled.problems):
+    if damaged := len(filled.problems) + len(filled.artifact_problems):
         rows[DAMAGED] = damaged
-    if not any(filled.placed.hits):
+    if not any(filled.hits):
         return {"method": "full", "reason": "cold", **rows}
     notes = {"notes": list(filled.notes)} if filled.notes else {}
     return {**rows, **notes, **({"uncorrected": True} if filled.uncorrected else {})}
@@ -274,7 +274,13 @@ class RowBlender:
     def filler(self, corpus: str = "") -> Filler:
         """With the surrogate context and the KV corrections of this corpus."""
         if corpus not in self._fillers:
-            self._fillers[corpus] = Filler(self.decoder, self.store, self.config, corpus=corpus, careful=True)
+            self._fillers[corpus] = Filler(
+                self.decoder,
+                self.store,
+                self.config,
+                corpus=corpus,
+                uncorrected_ratio=LEAST_RATIO_UNCORRECTED,
+            )
         return self._fillers[corpus]
 
     def blend(
@@ -295,9 +301,9 @@ class RowBlender:
         filled = run_steps(filler.fill(layout, config=self.config, room=0, watch=watch, new_cache=new_cache), run)
         assert isinstance(filled.cache, PagedCache)
         self.decoder.settle(filled.cache)
-        for line in (*filled.placed.opened.problems, *filled.problems):
+        for line in (*filled.problems, *filled.artifact_problems):
             LOG.warning("kvblend: %s", line)
-        self.background.remember(MissingCaches(filler, layout, filled.placed.opened.missing, brought))
+        self.background.remember(MissingCaches(filler, layout, filled.missing, brought))
         return filled
 
     def compute(self, layout: PromptLayout, place: Place) -> None:
