@@ -150,10 +150,10 @@ class Proof:
             rows.background.run(alone=True)
         mine, again = self.blender.prefill(layout, config=config), rows.blend(layout, spare(layout))
         return {
-            "nothing there": not any(first.placed.hits),
+            "nothing there": not any(first.hits),
             "full": self._apart(full, first.cache),
             "computed": before - self.missing(layout),
-            "hits": all(mine.hits) and all(again.placed.hits),
+            "hits": all(mine.hits) and all(again.hits),
             "then": self._apart(mine, again.cache),
         }
 
@@ -210,7 +210,7 @@ class Proof:
         reply = self.engine.outputs(asked([layout], "damaged"), STEPS)[0].kv_transfer_params
         connector.get_kv_connector_stats = take
         return {
-            "problems": len(theirs.placed.opened.problems),
+            "problems": len(theirs.problems),
             "kv": self._apart(mine, theirs.cache),
             "counted": counted,
             "reply": reply["kvblend"],
@@ -241,8 +241,8 @@ class Proof:
             "recomputed": [int(one.selection.rows.shape[0]) for one in fills],
             "surrogate": sum(map(len, library.surrogate)),
             "maps": [filler.correction(prefix, contextual=kind) is not None for kind in (False, True)],
-            "contextual": [one.contextual for one in fills[-1].placed.opened.used],
-            "hits": all(fills[-1].placed.hits),
+            "missing": len(fills[-1].missing),
+            "hits": all(fills[-1].hits),
             "most rows": max(passes),
         }
 

@@ -34,9 +34,9 @@ class Quantised(Proof):
             self.stage.blender.background.run(alone=True)
         again = [self.stage.blender.blend(layout, spare(layout)) for layout in self.layouts]
         return {
-            "hits before": sum(hit for one in filled for hit in one.placed.hits),
+            "hits before": sum(hit for one in filled for hit in one.hits),
             "full": answers == own,
-            "hits after": all(hit for one in again for hit in one.placed.hits),
+            "hits after": all(hit for one in again for hit in one.hits),
             "own name": self.rows.decoder.fingerprint != self.decoder.fingerprint,
         }
 
