@@ -44,21 +44,6 @@ def with_surrogate(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int)
         return _decide(now, chosen)
 
 
-def with_surrogate_anew(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
-    """With some of these chunks as the surrogate context in place of the one that there is, if they make another.
-
-    What was computed and measured behind the old one is removed. For a corpus of which much more is known than when it was
-    decided. Raises `StoreError` when the store cannot be written.
-    """
-    with library.store.writing():
-        now = library.reread()
-        chosen = choose(_fitting(now, chunks, tokens), tokens, len(chunks))
-        if not chosen or chosen == now.surrogate:
-            return now
-        _forget_contextual(now, no_keys)
-        return _decide(now, chosen)
-
-
 def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse = no_keys) -> ChunkLibrary:
     """With these tokens as the surrogate context; what was computed and measured behind another goes, but for `keep`.
 

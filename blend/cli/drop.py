@@ -90,7 +90,7 @@ def drop_corpus(rag: Rag) -> Dropped:
 
 def _remove_index(rag: Rag) -> None:
     """With what waits to be indexed."""
-    from blend.serve.spool import INCOMING
+    from blend.serve.uploads import INCOMING
 
     home = rag.index_dir.parent
     try:

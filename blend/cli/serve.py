@@ -18,8 +18,8 @@ from blend.cli.console import note, say
 from blend.cli.options import NAME, PLACE, TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError
-from blend.serve.addresses import is_loopback, origin_of
-from blend.serve.budgets import (
+from blend.serve.access import is_loopback, origin_of
+from blend.serve.limits import (
     BODY_BUDGET,
     KV_BUDGET,
     LEARN_BUDGET,
@@ -30,22 +30,21 @@ from blend.serve.budgets import (
 )
 
 if TYPE_CHECKING:
-    from blend.serve.http.hall import Hall
+    from blend.serve.access import ApiKeys
+    from blend.serve.http.state import AppState
     from blend.serve.http.tracing import Tracing
     from blend.serve.service import Service
-    from blend.serve.tenants import Tenants
 
 
-def serve(given: dict[str, Any], tenants: Tenants) -> None:
+def serve(given: dict[str, Any], tenants: ApiKeys) -> None:
     """Until a signal ends it. Raises what keeps it from listening or loading."""
     from blend.serve.http.app import make_app
-    from blend.serve.http.connection import raise_descriptor_limit
-    from blend.serve.http.hall import DoorLimits
     from blend.serve.http.log import log_to_stderr
-    from blend.serve.http.server import Server, listen, url_of
+    from blend.serve.http.server import Server, listen, raise_descriptor_limit, url_of
+    from blend.serve.limits import RequestLimits
     from blend.serve.metrics import Metrics
 
-    limits = DoorLimits(
+    limits = RequestLimits(
         body_bytes=_bytes(given["body_limit"], 1e6),
         upload_bytes=_bytes(given["upload_limit"], 1e6),
         all_bytes=_bytes(max(given["body_budget"], given["body_limit"] / 1e3, given["upload_limit"] / 1e3)),
@@ -58,8 +57,8 @@ def serve(given: dict[str, Any], tenants: Tenants) -> None:
     with listen(given["host"], given["port"]) as place:
         log_to_stderr(requests=not given["quiet"])
         app = make_app(None, tenants, limits, Metrics())
-        tracing = app.state.hall.tracing = _tracing()
-        loading = _Loading(given, app.state.hall, url_of(place))
+        tracing = app.state.shared.tracing = _tracing()
+        loading = _Loading(given, app.state.shared, url_of(place))
         server = Server(app, place, grace_s=given["grace"], on_started=loading.start)
         loading.on_failure = server.stop
         server.serve_until_stopped()
@@ -83,18 +82,18 @@ def _tracing() -> Tracing | None:
 class _Loading(threading.Thread):
     """Loads the model beside the server, so that who watches it sees that it lives, and a signal ends it at any time."""
 
-    def __init__(self, given: dict[str, Any], hall: Hall, url: str) -> None:
+    def __init__(self, given: dict[str, Any], state: AppState, url: str) -> None:
         super().__init__(name="kvblend-loading", daemon=True)
-        self._given, self._hall, self._url = given, hall, url
+        self._given, self.state, self._url = given, state, url
         self.on_failure: Callable[[], None] = lambda: None
         self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
             service = make_service(self._given)
-            self._hall.service = service
+            self.state.service = service
             service.warm_up()
-            if self._hall.closing:
+            if self.state.closing:
                 service.close()
             else:
                 say(f"Ready at {self._url}")
@@ -116,7 +115,7 @@ class _Loading(threading.Thread):
 def make_service(given: dict[str, Any]) -> Service:
     """The decoder behind a service, from parsed options; "full", "prefix_budget" and so on among them."""
     rag = opening.open_all_corpora(given)
-    from blend.model.cpu import take_threads
+    from blend.model.cpu import set_threads
     from blend.serve.embedded import EmbeddedEngine
     from blend.serve.service import Profile, Service
 
@@ -126,7 +125,7 @@ def make_service(given: dict[str, Any]) -> Service:
     profile.measure()
     engine = EmbeddedEngine(
         rag.blender,
-        blender_of=lambda tenant, corpus: service.room(tenant).rag(corpus).blender,
+        blender_of=lambda tenant, corpus: service.tenant(tenant).rag(corpus).blender,
         most_running=given["most_running"],
         most_waiting=given["most_waiting"],
         kv_budget=_bytes(given["kv_budget"]),
@@ -136,7 +135,7 @@ def make_service(given: dict[str, Any]) -> Service:
     )
     # The cores are the engine's. With helper threads for the others there would be more threads than cores, and GNU's OpenMP
     # then lets the engine's own helpers sleep between operations: passes take two to three times as long.
-    take_threads(1)
+    set_threads(1)
     learn = 0 if given["no_learn"] else _bytes(given["learn_budget"])
     service = Service(rag, engine, learn_budget=learn, full=given["full"], profile=profile)
     if Path(rag.model).is_dir():
@@ -149,7 +148,7 @@ def _bytes(size: float, unit: float = 1e9) -> int:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-_EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart")
+_EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart", "pythonjsonlogger")
 
 
 class _Origin(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
@@ -232,19 +231,19 @@ def _require_extra() -> None:
         raise ConfigError(f"the server needs {', '.join(lacking)}: pip install 'kvblend[serve]'")
 
 
-def _tenants(keys: Sequence[str], file: Path | None) -> Tenants:
+def _tenants(keys: Sequence[str], file: Path | None) -> ApiKeys:
     """Who may ask. Notes when others can read the file of keys."""
     from blend.cli.console import note
-    from blend.serve.tenants import Tenants, read_keys
+    from blend.serve.access import ApiKeys, read_keys
 
     with warnings.catch_warnings(record=True, action="always") as told:
         of_file = read_keys(file) if file is not None else []
     for warning in told:
         note(str(warning.message))
-    return Tenants([*((key, "") for key in keys), *of_file])
+    return ApiKeys([*((key, "") for key in keys), *of_file])
 
 
-def _check_host(host: str, tenants: Tenants, *, insisted: bool) -> None:
+def _check_host(host: str, tenants: ApiKeys, *, insisted: bool) -> None:
     if insisted and tenants.required:
         raise ConfigError("--no-api-key and API keys exclude each other: leave one of them out")
     if not (is_loopback(host) or tenants.required or insisted):

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from blend.errors import StoreError
-from blend.model.cpu import compute_alone
+from blend.model.cpu import use_one_thread
 from blend.model.forward import Resume, RowRequest, Steps
-from blend.serve.caching import OnDone
-from blend.serve.faults import log_error
-from blend.serve.removed import removed_from
+from blend.serve.corpus_caches import OnDone
+from blend.serve.failures import log_error
+from blend.serve.learned import removed_from
 from blend.store.admin import verify_entry
 from blend.store.backend import cache_name
 
@@ -60,7 +60,7 @@ class Beside:
             thread.join()
 
     def _loop(self) -> None:
-        compute_alone()  # the cores are the engine's
+        use_one_thread()  # the cores are the engine's
         while (call := self._given.get()) is not None:
             try:
                 with torch.inference_mode():
@@ -189,7 +189,7 @@ class Encoding:
     """Caches that are to be computed and stored one after another, but for what the store has by then and what was removed.
 
     Only the engine's thread runs it, and what waits for the store runs beside; on_done is called in either. `cancel`, `len`,
-    how many are left, and `keys` are for everybody. begun: see `Removed.unless_removed`.
+    how many are left, and `keys` are for everybody. begun: see `RemovedKeys.unless_removed`.
     """
 
     def __init__(

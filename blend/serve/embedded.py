@@ -14,12 +14,11 @@ import torch
 
 from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model import cpu
-from blend.model.cpu import take_threads
+from blend.model.cpu import set_threads
 from blend.serve.background import Beside, Encoding, Encodings
-from blend.serve.budgets import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
-from blend.serve.caching import OnDone
-from blend.serve.faults import log_error
-from blend.serve.outage import STORE_UNREACHABLE
+from blend.serve.corpus_caches import OnDone
+from blend.serve.failures import STORE_UNREACHABLE, log_error
+from blend.serve.limits import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.serve.prefixes import Prefixes
 from blend.serve.scheduler import OnPass, Schedule, Waiting
 from blend.serve.sequence import LEAST, Job, may_gain_by
@@ -52,7 +51,7 @@ class Tidying:
     def tidy(self, *, busy: bool) -> None:
         """Give back what is free, if there may be any and it is time. busy: whether somebody waits for a token."""
         if self._untidy and time.monotonic() - self._tidied >= (BUSY_S if busy else IDLE_S):
-            cpu.give_back()
+            cpu.trim_heap()
             self._tidied, self._untidy = time.monotonic(), False
 
 
@@ -204,7 +203,7 @@ class EmbeddedEngine:
             self._changed.notify_all()
 
     def _loop(self) -> None:
-        take_threads(self._threads)
+        set_threads(self._threads)
         self._begun.set()
         try:
             while self._turn():

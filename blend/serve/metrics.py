@@ -1,13 +1,13 @@
-"""What operators watch of prompts and chunk caches, whoever decodes the answers.
+"""Prometheus metrics of prompts, chunk caches and answers.
 
-vLLM's metrics have its names without its prefix. All begin with `kvblend_`, but those of the process, which have their usual
-names. Counters and histograms are written as things happen, from any thread; gauges are read off the engine when somebody
-scrapes.
+Names are vLLM's where it has the metric, behind `kvblend_`. Any thread updates counters and histograms; gauges are read
+from the engine when Prometheus scrapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -18,9 +18,68 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from blend.serve.store_metrics import StoreFigures, TierCounts
 from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, EndReason, Holding, Opened
+from blend.store.backend import MemoryStats, TierHits
+
+if TYPE_CHECKING:
+    from blend.store import ChunkStore
+
+
+class StoreFigures(NamedTuple):
+    """Counts of all stores together.
+
+    memory: of the memory tier that they share; None without one. hits: by tier of shared stores; None without one.
+    evictions: from stores with a budget.
+    """
+
+    memory: MemoryStats | None = None
+    hits: TierHits | None = None
+    evictions: int = 0
+
+    @classmethod
+    def of(cls, stores: Sequence[ChunkStore]) -> StoreFigures:
+        """Sum up these stores."""
+        hits = [store.tier_hits for store in stores if store.tier_hits is not None]
+        memory = next((store.memory for store in stores if store.memory is not None), None)
+        together = TierHits(*map(sum, zip(*hits, strict=True))) if hits else None
+        return cls(memory, together, sum(store.evictions for store in stores))
+
+
+class TierMetrics(Collector):
+    """Hits and evictions by tier."""
+
+    def __init__(self) -> None:
+        self.hits = 0  # in the store, without a memory tier
+        self.stores = StoreFigures()
+        self.holding: Holding | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """The current values."""
+        memory, found, evictions = self.stores
+        store, held = (self.hits, 0) if memory is None else (memory.misses, memory.hits)
+        yield _counted("chunk_hits", "Chunks whose cache was there, by where.", {"store": store, "memory": held})
+        gone = {"memory": 0 if memory is None else memory.evictions, "store": evictions}
+        gone["prefixes"] = 0 if self.holding is None else self.holding.prefix_evictions
+        yield _counted("evictions", "What had to go for want of room: chunk caches, or how prompts begin.", gone)
+        if found is not None:
+            where = {"disk": found.local, "hot": found.hot, "far": found.far, "none": found.missing}
+            yield _counted(
+                "store_lookups", "Entries looked for in the tiers of a shared store, by where they were.", where
+            )
+            yield CounterMetricFamily(
+                "kvblend_store_fetched_bytes", "Bytes that came from other machines.", found.fetched_bytes
+            )
+
+
+def _counted(name: str, words: str, counts: Mapping[str, int]) -> Metric:
+    found = CounterMetricFamily(f"kvblend_{name}", words, labels=["tier"])
+    for tier, count in counts.items():
+        found.add_metric([tier], count)
+    return found
+
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 """Of `PromptMetrics.page`."""
@@ -45,7 +104,7 @@ class PromptMetrics:
         self._computed = self.counter("rows_recomputed", "Rows of prompts that were computed in every layer.")
         self._rows = self.counter("rows_prompt", "Rows of prompts.")
         self._reused = self.counter("prefix_rows_reused", "Rows taken over from earlier prompts that begin alike.")
-        self._tiers = TierCounts()
+        self._tiers = TierMetrics()
         self.registry.register(self._tiers)
         ProcessCollector(registry=self.registry)
         self._misses = self.counter("chunk_misses", "Chunks that had to be computed.")
@@ -111,9 +170,6 @@ class PromptMetrics:
     def histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
         """A new one."""
         return Histogram(f"kvblend_{name}", words, registry=self.registry, buckets=buckets)
-
-
-# --- What operators watch of `blend serve`: what `prompt_metrics` has, and its answers.
 
 
 _GAP = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)

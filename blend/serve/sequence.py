@@ -16,7 +16,7 @@ from blend.model.forward import Resume, RowRequest, Steps
 from blend.select import make_selector
 from blend.select.base import needs_of, scoring_layers
 from blend.serve.background import Lacking, Stepper, lacking
-from blend.serve.outage import STORE_UNREACHABLE, is_outage
+from blend.serve.failures import STORE_UNREACHABLE, is_outage
 from blend.serve.types import (
     ASKED_FOR,
     BLENDED_BEFORE,

@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model.decoder import full_prefill
 from blend.rag import NONE_RETRIEVED
-from blend.serve.budgets import LEARN_BUDGET
 from blend.serve.chat import DIRECT, question_turns
 from blend.serve.documents import Documents
-from blend.serve.faults import LOG
-from blend.serve.learning import Learning
-from blend.serve.outage import STORE_UNREACHABLE, StoreWatch
-from blend.serve.room import Cited, Room, begun_corpora, kept_corpora, require_length, room_root
+from blend.serve.failures import LOG, STORE_UNREACHABLE, StoreWatch
+from blend.serve.limits import LEARN_BUDGET
+from blend.serve.tenant import Cited, Learning, TenantState, begun_corpora, kept_corpora, require_length, tenant_root
 from blend.serve.text import Speaker
 from blend.serve.types import (
     ASKED_FOR,
@@ -213,7 +211,7 @@ class Conversation:
         if started.reason == STORE_UNREACHABLE:
             self._watch.lost("it could be read when a question came, and not when its caches were loaded")
         for line in started.problems:
-            LOG.warning("damaged", extra={"told": {"why": line}})
+            LOG.warning("damaged", extra={"why": line})
         sources = tuple(
             Source(one.kind, one.id, one.document, one.title, one.text, one.score, hit, len(one.passage.ids))
             for one, hit in zip(self._cited, started.hits, strict=True)
@@ -284,7 +282,7 @@ class Prepared(NamedTuple):
     """A question whose prompt is put together. begun: when it came, by `time.monotonic`."""
 
     request: AnswerRequest
-    room: Room
+    room: TenantState
     work: Work
     cited: tuple[Cited, ...]
     begun: float
@@ -324,8 +322,8 @@ class Service:
         self.model, self.context_length = rag.decoder.name, rag.decoder.context_length
         self.created = int(time.time())
         self._rag, self._learn_budget = rag, learn_budget
-        self._own = Room(rag, learn_budget)
-        self._rooms: dict[str, Room] = {"": self._own}
+        self._own = TenantState(rag, learn_budget)
+        self._tenants: dict[str, TenantState] = {"": self._own}
         self._lock = threading.Lock()
         self._profile = profile or Profile(rag.decoder)
         self._documents: dict[tuple[str, str], Documents] = {}
@@ -350,17 +348,17 @@ class Service:
                 self.documents(tenant, corpus)  # goes on with what an earlier process had taken in
         self.ready = True
 
-    def room(self, tenant: str) -> Room:
+    def tenant(self, tenant: str) -> TenantState:
         """What a tenant has. Raises `ConfigError` for what cannot name one."""
         with self._lock:
-            if tenant not in self._rooms:
-                rag = self._rag.sibling("", room_root(self._rag.root, tenant))
-                self._rooms[tenant] = Room(rag, self._learn_budget, self._own.watch)
-            return self._rooms[tenant]
+            if tenant not in self._tenants:
+                rag = self._rag.sibling("", tenant_root(self._rag.root, tenant))
+                self._tenants[tenant] = TenantState(rag, self._learn_budget, self._own.watch)
+            return self._tenants[tenant]
 
     def require_store(self, tenant: str) -> None:
         """Raise `StoreError` where what a tenant has stored cannot be read now."""
-        self.room(tenant).watch.require()
+        self.tenant(tenant).watch.require()
 
     @property
     def alive(self) -> bool:
@@ -371,7 +369,7 @@ class Service:
     def stores(self) -> list[ChunkStore]:
         """The server's, and those of tenants who have come, as far as they can be opened; may take a while."""
         with self._lock:
-            rooms = list(self._rooms.values())
+            rooms = list(self._tenants.values())
         found: list[ChunkStore] = []
         for room in rooms:
             with suppress(StoreError):
@@ -380,11 +378,11 @@ class Service:
 
     def corpora(self, tenant: str) -> tuple[str, ...]:
         """Names of a tenant's corpora; "" is the one without a name."""
-        return self.room(tenant).corpora
+        return self.tenant(tenant).corpora
 
     def begun(self, tenant: str) -> set[str]:
         """The same, with those that documents were taken in for and that have no index yet."""
-        return {*self.corpora(tenant), *begun_corpora(room_root(self._rag.root, tenant))}
+        return {*self.corpora(tenant), *begun_corpora(tenant_root(self._rag.root, tenant))}
 
     def documents(self, tenant: str, corpus: str = "") -> Documents:
         """The documents of a tenant's corpus.
@@ -392,7 +390,7 @@ class Service:
         Raises `ConfigError` for what cannot name one, `StoreError` while the store cannot be read.
         """
         self.require_store(tenant)
-        room = self.room(tenant)
+        room = self.tenant(tenant)
         rag = room.rag(corpus)
         with self._lock:
             if not self._open:
@@ -410,7 +408,11 @@ class Service:
         return self._calibrate(rag, chunks, anew, give_up) or not self._open
 
     def _calibrate(
-        self, rag: Rag, chunks: Sequence[tuple[int, ...]], anew: bool, give_up: Callable[[], bool] = lambda: False
+        self,
+        rag: Rag,
+        chunks: Sequence[tuple[int, ...]],
+        anew: bool = False,
+        give_up: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Measure the KV corrections at a time when nobody waits: each of their prompts has the model to itself.
 
@@ -467,7 +469,7 @@ class Service:
         there is nothing to retrieve from, `StoreError` where what it names cannot be read now.
         """
         begin = time.monotonic() if begun is None else begun
-        room = self.room(request.tenant)
+        room = self.tenant(request.tenant)
         reachable = room.watch.reachable()
         layout, cited, corpus = put(room, request, require)
         rag = room.rag(corpus)
@@ -503,7 +505,7 @@ class Service:
             work = replace(work, deadline_s=request.deadline_s - before_s)
         conversation.follow(self.engine.submit(work, conversation.on_event))
         if work.remember:
-            self.learning.told(room)
+            self.learning.notice(room)
         return conversation
 
     def close(self, finish_s: float = 0.0) -> None:
@@ -520,7 +522,7 @@ class Service:
             one.close()
 
 
-def _require_length(room: Room, request: AnswerRequest, require: Require) -> None:
+def _require_length(room: TenantState, request: AnswerRequest, require: Require) -> None:
     """Refuse what cannot fit before it is cut into chunks, which takes far longer than counting its tokens."""
     longest = room.rag().decoder.context_length
     said = [request.prompt or "", *(message.content for message in request.messages)]
@@ -543,7 +545,7 @@ def _require_length(room: Room, request: AnswerRequest, require: Require) -> Non
             require_length(tokens, longest)
 
 
-def put(room: Room, request: AnswerRequest, require: Require = lambda: None) -> Put:
+def put(room: TenantState, request: AnswerRequest, require: Require = lambda: None) -> Put:
     """The prompt of a question. require: see `Service.prepare`."""
     _require_length(room, request, require)
     if request.prompt is not None:

@@ -17,7 +17,7 @@ from blend.types import PromptLayout
 if TYPE_CHECKING:
     from blend.blender import Blend
     from blend.chunks.library import ChunkLibrary, Variant
-    from blend.serve.caching import Computing, OnDone
+    from blend.serve.corpus_caches import Computing, OnDone
 
 
 ASKED_FOR = "asked for"

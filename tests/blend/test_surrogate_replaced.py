@@ -10,7 +10,6 @@ from blend.chunks.surrogate import (
     in_copies,
     with_given_surrogate,
     with_surrogate,
-    with_surrogate_anew,
     without_surrogate,
 )
 from blend.store import open_store
@@ -20,7 +19,6 @@ CHUNKS = [tuple((3 + 7 * i + j * 5) % 90 + 3 for j in range(14)) for i in range(
 CHANGES = {
     "given": lambda library: with_given_surrogate(library, (9, 8, 7, 6, 5)),
     "none": without_surrogate,
-    "anew": lambda library: with_surrogate_anew(library, CHUNKS[4:], 28),
 }
 
 

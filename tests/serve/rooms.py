@@ -55,7 +55,7 @@ def serving(
 
     def blender_of(tenant: str, corpus: str):  # type: ignore[no-untyped-def]
         assert service is not None
-        return service.room(tenant).rag(corpus).blender
+        return service.tenant(tenant).rag(corpus).blender
 
     engine = EmbeddedEngine(rag.blender, blender_of=blender_of, least_gain=-(10**6), **options)
     service = Service(rag, engine, learn_budget=learn_budget, full=full, profile=profile)

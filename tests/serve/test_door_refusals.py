@@ -12,10 +12,10 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from served import Served
+from served import Served, logged
 
 from blend.errors import StoreError
-from blend.serve.faults import LOG
+from blend.serve.failures import LOG
 from blend.serve.http import bodies
 from blend.serve.http.bodies import EXAMPLES
 
@@ -328,12 +328,12 @@ def test_an_outage_of_the_store_is_told_without_its_place(
     def down(keys: object) -> None:
         raise StoreError("the store /secret/place is down")
 
-    monkeypatch.setattr(served.hall.service.room("").rag().blender.store, "open_many", down)
+    monkeypatch.setattr(served.state.service.tenant("").rag().blender.store, "open_many", down)
     with caplog.at_level(logging.INFO, logger=LOG.name):
         for stream in (False, True):
             response = ask(http, kvblend={"retrieve": {}}, stream=stream)
             assert error_of(response, 503)["code"] == "unavailable"
             assert "secret" not in response.text
             assert response.headers["retry-after"] == "1"
-    told = [record.told for record in caplog.records if record.levelname == "ERROR"]  # type: ignore[attr-defined]
+    told = [logged(record) for record in caplog.records if record.levelname == "ERROR"]
     assert [one["why"] for one in told] == ["the store /secret/place is down"] * 2

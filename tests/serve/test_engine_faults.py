@@ -89,7 +89,7 @@ def test_entries_that_cannot_be_closed_harm_nobody(
     assert begun.is_set()
     assert other.wait().last == Ended("length")
     until(lambda: not engine.holding().running)
-    assert [record.told["error"] for record in caplog.records] == ["OSError"]
+    assert [record.error for record in caplog.records] == ["OSError"]  # type: ignore[attr-defined]
 
 
 def test_a_fault_that_nobody_foresaw_is_told_to_all(
@@ -116,7 +116,7 @@ def test_a_fault_that_nobody_foresaw_is_told_to_all(
 
 def test_an_engine_that_failed_shows_at_the_door(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
     served = serve()
-    engine, body = served.hall.service.engine, {"messages": [{"role": "user", "content": "What?"}], "max_tokens": 2}
+    engine, body = served.state.service.engine, {"messages": [{"role": "user", "content": "What?"}], "max_tokens": 2}
     monkeypatch.setattr(engine, "_leave", fails)
     for _ in range(2):
         refused = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)

@@ -52,7 +52,7 @@ def test_four_ways_where_there_is_no_chat_template(filled: tuple[Path, Path], tm
 
 def _with_a_system_message(service: Service) -> None:
     """As somebody pastes who puts a question as `blend answer` does."""
-    rag = service.room("").rag()
+    rag = service.tenant("").rag()
     expected, config = rag.answer(QUESTION, top_k=4, max_new_tokens=8), rag.prompt_config
     chunks = "".join(render_chunk(hit.chunk) for hit in expected.chunks)
     user = config.instruction + chunks + config.question.replace("{question}", QUESTION)
@@ -64,7 +64,7 @@ def _with_a_system_message(service: Service) -> None:
 
 
 def _four_ways(service: Service) -> None:
-    rag = service.room("").rag()
+    rag = service.tenant("").rag()
     expected = rag.answer(QUESTION, top_k=4, max_new_tokens=8)
     retrieved = ask(service, QUESTION, top_k=4)
     chunks = [hit.chunk for hit in expected.chunks]

@@ -19,7 +19,7 @@ from blend.config import BlendConfig
 from blend.model import cpu
 from blend.model.cache import BlendedCache
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.outage import STORE_UNREACHABLE
+from blend.serve.failures import STORE_UNREACHABLE
 from blend.serve.prefixes import Found, Prefixes
 from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, Sampling, Work
 from blend.store import open_store

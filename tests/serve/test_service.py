@@ -65,7 +65,7 @@ def test_a_text_that_is_continued_may_begin_and_end_with_a_passage(
     """What it begins and ends with is ordinary text then; a passage between is one."""
     store = shutil.copytree(filled[0], tmp_path / "store")
     with serving(store, filled[1], learn_budget=learn_budget) as service:
-        first, second, third = service.room("").rag().index.chunks[:3]
+        first, second, third = service.tenant("").rag().index.chunks[:3]
         known = [render_chunk(one) for one in (first, second, third)]
         new = [
             f"The archive of Alma has {n} maps of the old canals, drawn by hand and coloured with care. " * 3
@@ -90,7 +90,7 @@ def test_a_text_that_is_continued_may_begin_and_end_with_a_passage(
 def test_nothing_is_learned_where_it_is_switched_off(filled: tuple[Path, Path], tmp_path: Path) -> None:
     store = shutil.copytree(filled[0], tmp_path / "store")
     with serving(store, filled[1], learn_budget=0, prefix_budget=0) as service:
-        before = service.room("").rag().store.stats().entries
+        before = service.tenant("").rag().store.stats().entries
         text = "A passage of some length about nothing in particular, which says it at length. " * 30
         for _ in range(2):
             told = ask(service, text + "\n\nWhat does it say?")
@@ -98,7 +98,7 @@ def test_nothing_is_learned_where_it_is_switched_off(filled: tuple[Path, Path], 
             given = ask(service, QUESTION, documents=(GivenDocument(text, "Nothing"),))
             assert not any(source.hit for source in given.opened.sources)
         settled(service)
-        assert service.room("").rag().store.stats().entries == before
+        assert service.tenant("").rag().store.stats().entries == before
 
 
 def test_tenants_share_nothing(service: Service) -> None:
@@ -141,7 +141,7 @@ def test_control_tokens_spelled_out_are_text_on_every_way(service: Service) -> N
     told = Told()
     service.submit(AnswerRequest(prompt=evil, sampling=FEW), told)
     assert told.done.wait(60)
-    tokenizer = service.room("").rag().decoder.tokenizer
+    tokenizer = service.tenant("").rag().decoder.tokenizer
     start, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
     counts = [(layout.token_ids.count(start), layout.token_ids.count(end)) for layout in layouts]
     assert counts == [(2, 1), (2, 1), (4, 3), (2, 1), (0, 0)]
@@ -159,7 +159,7 @@ def test_a_conversation_is_computed_once(service: Service) -> None:
 
 
 def test_a_blended_conversation_says_so_in_every_turn(service: Service) -> None:
-    chunks = service.room("").rag().answer(QUESTION, top_k=3, max_new_tokens=1).chunks
+    chunks = service.tenant("").rag().answer(QUESTION, top_k=3, max_new_tokens=1).chunks
     pasted = "".join(render_chunk(hit.chunk) for hit in chunks) + QUESTION
     turn = (pasted, ask(service, pasted, sampling=Sampling(max_tokens=1)).text, "And of the bell?")
     later, metrics = ask(service, *turn).opened, Metrics()
@@ -239,8 +239,8 @@ def test_whoever_leaves_before_the_engine_knows_is_gone(service: Service) -> Non
 
 
 def test_what_is_damaged_behind_its_header_is_computed_again(service: Service) -> None:
-    store = service.room("").rag().store
-    for path in (service.room("").rag().root / "kv" / "objects").rglob("*.safetensors"):
+    store = service.tenant("").rag().store
+    for path in (service.tenant("").rag().root / "kv" / "objects").rglob("*.safetensors"):
         data = bytearray(path.read_bytes())
         data[-100] ^= 1
         path.write_bytes(data)

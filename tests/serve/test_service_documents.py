@@ -14,7 +14,7 @@ from rooms import FEW, QUESTION, Told, ask, serving, settled
 
 from blend.errors import PromptError
 from blend.serve.http.bodies import ChatBody, Offered, read_body, request_of
-from blend.serve.http.hall import DoorLimits
+from blend.serve.limits import RequestLimits
 from blend.serve.service import Service
 from blend.serve.types import AnswerRequest, GivenDocument, Message, Opened
 
@@ -32,7 +32,7 @@ def test_an_id_beside_a_text_names_it_among_the_sources(service: Service) -> Non
         "documents": [{"id": "mine", "text": "The harbour is deep."}],
     }
     request = request_of(
-        read_body(json.dumps(body).encode(), ChatBody, DoorLimits()), Offered("m", "", ("",)), DoorLimits()
+        read_body(json.dumps(body).encode(), ChatBody, RequestLimits()), Offered("m", "", ("",)), RequestLimits()
     )
     told = Told()
     service.submit(replace(request, sampling=FEW), told)
@@ -71,7 +71,7 @@ def test_documents_that_waited_on_disk_are_taken_up_at_the_start(filled: tuple[P
 
 def test_a_deleted_documents_cache_does_not_come_back(service: Service) -> None:
     """A prompt that lacks it is being prefilled, slowly, while the document goes."""
-    room, documents = service.room(""), service.documents("")
+    room, documents = service.tenant(""), service.documents("")
     rag = room.rag()
     assert documents.wait(60)
     library = rag.blender.library(rag.template.prefix)

@@ -36,7 +36,7 @@ def service(filled: tuple[Path, Path], tmp_path: Path) -> Iterator[Service]:
             documents = made.documents("", name)
             documents.add(texts=[make(n) for n in range(5)])
             assert documents.wait(60)
-        surrogates = [library(made.room("").rag(name)).surrogate for name in ("", "kell")]
+        surrogates = [library(made.tenant("").rag(name)).surrogate for name in ("", "kell")]
         assert all(surrogates)
         assert surrogates[0] != surrogates[1]
         yield made
@@ -60,7 +60,7 @@ def pasted(*chunks: Chunk) -> str:
 
 
 def test_a_chunk_pasted_without_its_corpus_is_blended_with_that_corpus(service: Service) -> None:
-    kell, unnamed = service.room("").rag("kell"), service.room("").rag()
+    kell, unnamed = service.tenant("").rag("kell"), service.tenant("").rag()
     chunks = of(kell, "kell3")
     before = held(unnamed, chunks)
     told = ask(service, pasted(*chunks)).opened
@@ -76,7 +76,7 @@ def test_a_chunk_pasted_without_its_corpus_is_blended_with_that_corpus(service: 
 
 def test_a_prompt_has_the_corpus_of_which_it_holds_most(service: Service) -> None:
     """What it holds of the others is ordinary text, and is not learned either."""
-    kell, unnamed = service.room("").rag("kell"), service.room("").rag()
+    kell, unnamed = service.tenant("").rag("kell"), service.tenant("").rag()
     mine, others = of(kell, "kell1") + of(kell, "kell2"), of(unnamed, "umm1")
     before = {one.id for one in mine}
     entries = unnamed.store.stats().entries
@@ -90,7 +90,7 @@ def test_a_prompt_has_the_corpus_of_which_it_holds_most(service: Service) -> Non
 
 
 def test_what_a_question_brought_to_another_corpus_goes_with_the_document(service: Service) -> None:
-    kell, unnamed = service.room("").rag("kell"), service.room("").rag()
+    kell, unnamed = service.tenant("").rag("kell"), service.tenant("").rag()
     brought = (observatory(4)._replace(id=""),)
     ask(service, "How many domes?", documents=brought)
     settled(service)

@@ -84,7 +84,7 @@ def learned(service: Service) -> Service:
 
 
 def test_the_same_question_in_every_way_is_the_same_answer(learned: Service) -> None:
-    rag = learned.room("").rag()
+    rag = learned.tenant("").rag()
     expected = rag.answer(QUESTION, top_k=3, max_new_tokens=FEW.max_tokens)
     for name, way in ways(rag, QUESTION).items():
         told = Told()
@@ -104,7 +104,7 @@ def test_the_same_question_in_every_way_is_the_same_answer(learned: Service) -> 
 
 
 def test_sixteen_at_once_get_what_each_gets_alone(learned: Service) -> None:
-    rag = learned.room("").rag()
+    rag = learned.tenant("").rag()
     questions = [f"How many gates does the {topic} have?" for topic in TOPICS]
     every = [ways(rag, question) for question in questions]
     names = list(every[0])

@@ -103,7 +103,7 @@ def application(service: Service, reason: str = "", **model: Any) -> Starlette:
     paths = (CHAT, "/v1/completions", "/invocations")
     app = Starlette(routes=[Route(path, asked, methods=["POST"]) for path in paths])
     app.add_middleware(KVBlend, make_rewriter=partial(Rewriter, compare=compare))
-    tokenizer = service.room("").rag().decoder.tokenizer
+    tokenizer = service.tenant("").rag().decoder.tokenizer
     app.state.engine_client = SimpleNamespace(
         renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer),
         vllm_config=SimpleNamespace(model_config=SimpleNamespace(**{"dtype": torch.float32, **model})),
@@ -165,7 +165,7 @@ def test_documents_become_token_ids_a_ticket_and_a_salt(client: Client, prefill:
     assert client.asked({**BODY, "cache_salt": "mine"})["cache_salt"] not in ("mine", body["cache_salt"])
     other = client.asked({**BODY, "documents": DOCUMENTS[::-1]})
     assert other["cache_salt"] != body["cache_salt"]
-    prefill.service.room("").rag().store.advance()
+    prefill.service.tenant("").rag().store.advance()
     assert client.asked(BODY)["cache_salt"] != body["cache_salt"]  # another generation of the store
 
 
@@ -229,7 +229,7 @@ def test_a_model_that_does_not_agree_is_not_used(service: Service, prefill: Pref
 def test_damaged_entries_are_logged_and_not_shown_to_clients(
     client: Client, prefill: Prefill, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root = prefill.service.room("").rag().root
+    root = prefill.service.tenant("").rag().root
     others = set((root / "kv" / "objects").rglob("*.safetensors"))
     body = {**BODY, "documents": [{"title": "Quay", "text": TEXT.format(7) * 6}]}
     assert client.post(body).json()["kvblend"]["figures"]["reason"] == "cold"

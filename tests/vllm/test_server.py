@@ -122,7 +122,7 @@ def test_documents_corpus_and_pasted_text(machines: Machines, own: Service) -> N
     assert ask(machines, QUESTION, model="tiny+corpus")[0] == expected
     given = [{"title": one.title, "text": one.text} for one in opened.sources]
     assert ask(machines, QUESTION, documents=given)[0] == expected
-    rag = own.room("").rag()
+    rag = own.tenant("").rag()
     config = rag.prompt_config
     from blend.prompt import render_chunk
 

@@ -33,10 +33,10 @@ from blend.integrations.vllm.transport import (
     receive,
     send,
 )
-from blend.serve.faults import LOG, log_error
+from blend.serve.failures import LOG, log_error
 from blend.serve.http.errors import failure_of
-from blend.serve.http.hall import DoorLimits
 from blend.serve.http.replies import own
+from blend.serve.limits import RequestLimits
 from blend.serve.types import Closed, Handle, Opened, QueueFullError, Refused, Reply, Sampling
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ class PrefillService:
     model: names the model and its dtype. refused: why vLLM's server does not use its KV, "" while it does.
     """
 
-    def __init__(self, service: Service, pool: KVPool, limits: DoorLimits | None = None) -> None:
-        self.service, self.pool, self._limits = service, pool, limits or DoorLimits()
-        decoder = service.room("").rag().decoder
+    def __init__(self, service: Service, pool: KVPool, limits: RequestLimits | None = None) -> None:
+        self.service, self.pool, self._limits = service, pool, limits or RequestLimits()
+        decoder = service.tenant("").rag().decoder
         self._decoder, self.model, self.refused = decoder, f"{decoder.fingerprint} {decoder.dtype}", ""
         self._row_bytes = sum(layer.width for layer in decoder.rotations) * decoder.dtype.itemsize
 
@@ -100,7 +100,7 @@ class PrefillService:
     def judge(self, reason: str) -> None:
         """A server of vLLM's has compared: why it does not use KV of this model, or ""."""
         if reason and reason != self.refused:
-            LOG.error("refused", extra={"told": {"why": reason}})
+            LOG.error("refused", extra={"why": reason})
         self.refused = reason
 
     def reason_against(self, dtype: str) -> str:

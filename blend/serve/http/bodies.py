@@ -14,8 +14,8 @@ from pydantic_core import from_json
 
 from blend.corpora import in_words
 from blend.limits import NUMBERS, shown
-from blend.serve.http.errors import DoorError, refuse
-from blend.serve.http.hall import DoorLimits
+from blend.serve.http.errors import ApiError, refuse
+from blend.serve.limits import RequestLimits
 from blend.serve.types import AnswerRequest, GivenDocument, Message, Sampling
 
 _LONGEST_NAME = 512
@@ -243,7 +243,7 @@ IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {
 
 
 def body_of(raw: bytes) -> dict[str, Any]:
-    """The JSON object that a body is. Raises `DoorError`."""
+    """The JSON object that a body is. Raises `ApiError`."""
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -255,7 +255,7 @@ def body_of(raw: bytes) -> dict[str, Any]:
 
 
 def without(values: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], where: str = "") -> dict[str, Any]:
-    """What is left of an object's fields when those that ask for nothing are gone. Raises `DoorError` for one that asks."""
+    """What is left of an object's fields when those that ask for nothing are gone. Raises `ApiError` for one that asks."""
     kept = {}
     for name, value in values.items():
         if name not in unsupported:
@@ -308,7 +308,7 @@ _WORDS: Mapping[str, Callable[[Context], str]] = {
 """What pydantic may find by its name for it; `value_error` is ours."""
 
 
-def mistake(error: ValidationError) -> DoorError:
+def mistake(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body, by its place in it."""
     first = error.errors(include_url=False, include_input=False)[0]
     param = _place(first["loc"])
@@ -363,8 +363,8 @@ class Offered(NamedTuple):
         return (self.model, *(f"{self.model}{_CORPUS}{name and ':'}{name}" for name in self.corpora))
 
 
-def read_body(raw: bytes, kind: type[BodyT], limits: DoorLimits) -> BodyT:
-    """A checked body. Raises `DoorError` for whatever is wrong with it."""
+def read_body(raw: bytes, kind: type[BodyT], limits: RequestLimits) -> BodyT:
+    """A checked body. Raises `ApiError` for whatever is wrong with it."""
     values = without(body_of(raw), UNSUPPORTED)
     for name in IGNORED:
         values.pop(name, None)
@@ -388,8 +388,8 @@ def _message(number: int, message: Any) -> Any:
     return without(message, IN_MESSAGES, f"messages[{number}].") if isinstance(message, dict) else message
 
 
-def request_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLimits) -> AnswerRequest:
-    """The question in words of no protocol. Raises `DoorError`, or `ConfigError` for a sampling that is none."""
+def request_of(body: ChatBody | CompletionBody, offered: Offered, limits: RequestLimits) -> AnswerRequest:
+    """The question in words of no protocol. Raises `ApiError`, or `ConfigError` for a sampling that is none."""
     _check_together(body)
     own = body.kvblend or OwnBody()
     documents = body.documents or own.documents or []
@@ -422,7 +422,7 @@ def request_of(body: ChatBody | CompletionBody, offered: Offered, limits: DoorLi
 
 
 def _priority(own: OwnBody, tenant: str) -> int:
-    """Tenants share a server: one may stand back, and none may push ahead of all others."""
+    """ApiKeys share a server: one may stand back, and none may push ahead of all others."""
     if tenant and own.priority is not None and own.priority < 0:
         message = "a key with a tenant may not be more urgent than others; give a priority of 0 or more"
         raise refuse(message, "kvblend.priority", "forbidden", 403)
@@ -460,7 +460,7 @@ def _messages(body: ChatBody | CompletionBody) -> tuple[Message, ...]:
 
 
 def uploads_of(raw: bytes) -> UploadBody:
-    """The documents in a body. Raises `DoorError` for whatever is wrong with it."""
+    """The documents in a body. Raises `ApiError` for whatever is wrong with it."""
     try:
         body = UploadBody.model_validate(body_of(raw))
     except ValidationError as error:

@@ -14,9 +14,9 @@ from uuid import uuid4
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from blend.serve.faults import log_error
-from blend.serve.http.errors import GONE, DoorError, Failure, ended_early, failure_of
-from blend.serve.http.log import Entry
+from blend.serve.failures import log_error
+from blend.serve.http.errors import GONE, ApiError, Failure, ended_early, failure_of
+from blend.serve.http.log import LogEntry
 from blend.serve.http.tracing import RequestTrace
 from blend.serve.metrics import Metrics
 from blend.serve.types import Closed, Delta, Handle, Opened, Refused, Reply, TokenText
@@ -187,7 +187,7 @@ class Conversation:
     other threads.
     """
 
-    def __init__(self, receive: Receive, metrics: Metrics, entry: Entry, trace: RequestTrace | None = None) -> None:
+    def __init__(self, receive: Receive, metrics: Metrics, entry: LogEntry, trace: RequestTrace | None = None) -> None:
         self._trace = trace
         self._loop, self._metrics, self._entry = asyncio.get_running_loop(), metrics, entry
         self.begun = time.monotonic()  # when the request came
@@ -204,11 +204,11 @@ class Conversation:
         self._loop.call_soon_threadsafe(self._queue.put_nowait, reply)
 
     def require(self, deadline_s: float | None = None) -> None:
-        """Raise `DoorError` where the client has left, or the first token can no longer come in time."""
+        """Raise `ApiError` where the client has left, or the first token can no longer come in time."""
         if self._left:
-            raise DoorError(ended_early("cancelled"))
+            raise ApiError(ended_early("cancelled"))
         if deadline_s is not None and time.monotonic() - self.begun > deadline_s:
-            raise DoorError(ended_early("deadline"))
+            raise ApiError(ended_early("deadline"))
 
     def took(self, handle: Handle) -> None:
         """The service took the question in."""
@@ -282,7 +282,7 @@ class EventStream(Response):
         conversation: Conversation,
         first: Reply | Gone | None,
         answer: Answer,
-        entry: Entry,
+        entry: LogEntry,
         *,
         keep_alive_s: float,
         usage: Literal["last", "every"] | None,
