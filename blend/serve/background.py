@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from blend.errors import StoreError
-from blend.model.cpu import compute_alone
+from blend.model.cpu import use_one_thread
 from blend.model.forward import Resume, RowRequest, Steps
 from blend.serve.corpus_caches import OnDone
 from blend.serve.failures import log_error
@@ -40,7 +40,7 @@ class IOPool:
 
     def __init__(self, name: str, threads: int, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._executor = ThreadPoolExecutor(threads, name, initializer=compute_alone)  # the cores are the engine's
+        self._executor = ThreadPoolExecutor(threads, name, initializer=use_one_thread)  # the cores are the engine's
 
     def start(self, call: Callable[[], None]) -> None:
         """Run this in the pool. Any thread may call it."""

@@ -18,7 +18,7 @@ import torch
 
 from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model import cpu
-from blend.model.cpu import take_threads
+from blend.model.cpu import set_threads
 from blend.serve.background import EncodingQueue, EncodingTask, IOPool
 from blend.serve.corpus_caches import OnDone
 from blend.serve.failures import STORE_UNREACHABLE, log_error
@@ -182,7 +182,7 @@ class EmbeddedEngine:
             self._changed.notify_all()
 
     def _loop(self) -> None:
-        take_threads(self._threads)
+        set_threads(self._threads)
         self._begun.set()
         try:
             while self._turn():
@@ -265,7 +265,7 @@ class EmbeddedEngine:
         """Give freed memory back to the system from time to time."""
         due_s = TRIM_BUSY_S if self._running else TRIM_IDLE_S
         if self._untrimmed and time.monotonic() - self._trimmed >= due_s:
-            cpu.give_back()
+            cpu.trim_heap()
             self._trimmed, self._untrimmed = time.monotonic(), False
 
 

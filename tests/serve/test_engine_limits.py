@@ -96,7 +96,7 @@ def test_freed_memory_goes_back_when_nobody_waits_for_a_token(
     running: list[int] = []
     engine = make_engine()
     monkeypatch.setattr(embedded, "TRIM_IDLE_S", 0.05)
-    monkeypatch.setattr(cpu, "give_back", lambda: running.append(engine.stats().running))
+    monkeypatch.setattr(cpu, "trim_heap", lambda: running.append(engine.stats().running))
     for _ in range(2):
         answers = [ask(engine, make_layout()) for _ in range(3)]
         before = len(running)

@@ -388,7 +388,7 @@ async def _hang_up(app: Starlette) -> None:
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
-        raise AssertionError("nobody hears this")
+        raise AssertionError("no reply is sent")
 
     headers = [(b"authorization", b"Bearer key"), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "query_string": b"", "root_path": ""}
