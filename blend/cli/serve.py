@@ -117,11 +117,11 @@ def make_service(given: dict[str, Any]) -> Service:
     rag = opening.open_all_corpora(given)
     from blend.model.cpu import set_threads
     from blend.serve.embedded import EmbeddedEngine
-    from blend.serve.service import Profile, Service
+    from blend.serve.service import PrefillProfile, Service
 
     decoder = rag.decoder
     note(f"Warming up {decoder.name} ...")
-    profile = Profile(decoder)
+    profile = PrefillProfile(decoder)
     profile.measure()
     engine = EmbeddedEngine(
         rag.blender,
