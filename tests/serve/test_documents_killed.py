@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from changing import Engine, page, states, until
-from documents_made import LAST_S, caches, ids, left, make, model, rag
+from documents_made import LAST_S, add, caches, ids, left, make, model, rag
 from places import PYTHONPATH
 
 from blend import Rag
@@ -97,8 +97,7 @@ def test_caches_of_what_went_go_even_if_the_process_ends_before(
     rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = make()
-    documents.add([page("harbour", 4), page("mill", 4)])
-    assert documents.wait(LAST_S)
+    add(documents, [page("harbour", 4), page("mill", 4)])
     before = caches(rag)
 
     def down(*arguments: object) -> None:

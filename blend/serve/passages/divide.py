@@ -1,4 +1,4 @@
-"""A text's paragraphs, found by what stands in them alone: in whatever order passages are pasted, each gives the same ones."""
+"""Splits long new texts into passages worth a cache. A passage depends on its own text alone, wherever it is pasted."""
 
 from __future__ import annotations
 
@@ -102,9 +102,6 @@ def _is_heading(text: str, block: Block) -> bool:
         return False
     line = text[block.start : block.stop]
     return "\n" not in line and (_MARKDOWN_HEADING.match(line) is not None or line[-1] not in _ENDS)
-
-
-# --- Long texts that nobody has seen before, cut into passages worth a cache of their own.
 
 
 LONG_TOKENS = 256  # shorter messages are talk, of which nothing is learned

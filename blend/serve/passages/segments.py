@@ -1,4 +1,4 @@
-"""A message as ordinary text and passages that may have caches of their own."""
+"""Splits messages into ordinary text, pasted chunks of one corpus, and passages to learn."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Segment(NamedTuple):
     chunk: KnownChunk | None = None
 
 
-class _Piece(NamedTuple):
+class _Placed(NamedTuple):
     """A segment that is no ordinary text, and where it stands."""
 
     start: int
@@ -55,9 +55,9 @@ def with_learned(text: str, parts: Sequence[Segment], renderer: Renderer) -> lis
     """The segments of a message, where it is a long one with passages to be learned out of its ordinary text."""
     if not is_long(text, renderer):
         return list(parts)
-    pieces = list[_Piece]()
+    pieces = list[_Placed]()
     for start, stop, part in placed(parts):
-        pieces.extend(_learned(text, start, stop, renderer) if part.kind == "text" else [_Piece(start, stop, part)])
+        pieces.extend(_learned(text, start, stop, renderer) if part.kind == "text" else [_Placed(start, stop, part)])
     return list(_filled(text, pieces))
 
 
@@ -69,13 +69,13 @@ def placed(parts: Sequence[Segment]) -> Iterator[tuple[int, int, Segment]]:
         start += len(part.text)
 
 
-def _pasted(text: str, found: FoundChunk) -> _Piece:
+def _pasted(text: str, found: FoundChunk) -> _Placed:
     part = found.part
     segment = Segment(text[found.start : found.stop], part.ids, "pasted", part.whole, part.first, found.chunk)
-    return _Piece(found.start, found.stop, segment)
+    return _Placed(found.start, found.stop, segment)
 
 
-def _learned(text: str, start: int, stop: int, renderer: Renderer) -> Iterator[_Piece]:
+def _learned(text: str, start: int, stop: int, renderer: Renderer) -> Iterator[_Placed]:
     """The passages of a run of ordinary text, each with as much of a chunk's closing blank line as follows it."""
     for block in passages(text, start, stop, renderer):
         inside, end = text[block.start : block.stop], block.stop
@@ -85,10 +85,10 @@ def _learned(text: str, start: int, stop: int, renderer: Renderer) -> Iterator[_
         if part is not None:
             end = block.start + part.stop
             segment = Segment(text[block.start : end], part.ids, "learned", part.whole, part.first)
-            yield _Piece(block.start, end, segment)
+            yield _Placed(block.start, end, segment)
 
 
-def _filled(text: str, pieces: list[_Piece]) -> Iterator[Segment]:
+def _filled(text: str, pieces: list[_Placed]) -> Iterator[Segment]:
     """With the ordinary text between them."""
     reached = 0
     for piece in pieces:
@@ -98,9 +98,6 @@ def _filled(text: str, pieces: list[_Piece]) -> Iterator[Segment]:
         reached = piece.stop
     if reached < len(text):
         yield Segment(text[reached:])
-
-
-# --- The messages of one prompt cut at the chunks of one corpus: whose surrogate context and KV corrections it is blended with.
 
 
 class CutMessages(NamedTuple):

@@ -1,9 +1,10 @@
-"""Who may come in, what is told of it, and what the log keeps to itself."""
+"""API keys, tenants, origins, the log, and the files of the page."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 from served import Served, listening, logged
 
 from blend.errors import ConfigError
-from blend.serve.access import ApiKeys, read_keys
+from blend.serve.access import ApiKeys, is_loopback, origin_of, read_keys
 from blend.serve.failures import LOG
 from blend.serve.metrics import Metrics, StoreFigures
 from blend.serve.types import Holding
@@ -249,3 +250,128 @@ def test_a_bug_is_told_without_words_of_anybody(
     assert told["error"] == "KeyError"
     assert any("test_door_keys.py" in place for place in told["at"])
     assert "secret" not in json.dumps(told)
+
+
+MODELS, SITE = "/v1/models", "https://rag.example.org"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "https://evil.example", "sec-fetch-site": "cross-site"}, 403),
+        ({"origin": SITE, "sec-fetch-site": "same-site"}, 403),
+        ({"origin": SITE, "sec-fetch-site": "same-origin"}, 200),  # a proxy rewrote Host
+        ({"host": "evil.example"}, 403),
+        ({"host": "127.0.0.1.evil.example:80"}, 403),
+        ({"host": "evil.example", "origin": "http://evil.example", "sec-fetch-site": "same-origin"}, 403),
+        ({"host": "localhost:80"}, 200),
+        ({"host": "[::1]:80"}, 200),
+        ({"host": "127.0.0.2:80", "origin": "http://127.0.0.2:80"}, 200),
+    ],
+)
+def test_pages_of_other_sites_do_not_come_in(http: httpx.Client, headers: dict[str, str], status: int) -> None:
+    assert http.get(MODELS, headers=headers).status_code == status
+    assert http.get(MODELS, headers={"origin": str(http.base_url).rstrip("/")}).status_code == 200
+
+
+def test_names_of_others_do_not_come_in_whatever_address_it_listens_at(served: Served) -> None:
+    with listening(served.state.service, host="127.0.0.2") as elsewhere:
+        assert httpx.get(f"{elsewhere.url}{MODELS}").status_code == 200
+        foreign = {"host": "evil.example", "origin": "http://evil.example"}
+        response = httpx.get(f"{elsewhere.url}{MODELS}", headers=foreign)
+        assert response.status_code == 403
+        assert "--api-key" in response.json()["error"]["message"]
+        elsewhere.state.service = None  # the other server's
+
+
+def test_a_site_that_is_permitted_may_ask_and_no_other(served: Served) -> None:
+    with listening(served.state.service, ApiKeys([("anns", "ann")]), origins=(SITE,)) as open_to_one:
+
+        def call(method: str, origin: str, **headers: str) -> httpx.Response:
+            return httpx.request(method, f"{open_to_one.url}{MODELS}", headers={"origin": origin, **headers})
+
+        wish = {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,x-stainless-os",
+        }
+        asked = call("OPTIONS", SITE, **wish)
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == SITE
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        assert asked.headers["access-control-allow-headers"] == wish["access-control-request-headers"]
+        answered, refused = call("GET", SITE, authorization="Bearer anns"), call("GET", SITE)
+        assert (answered.status_code, refused.status_code) == (200, 401)
+        for response in (answered, refused):  # a script is to read why, too
+            assert response.headers["access-control-allow-origin"] == SITE
+        for other in ("https://evil.example", "https://rag.example.org.evil.example", "http://rag.example.org", "null"):
+            for response in (call("OPTIONS", other, **wish), call("GET", other, authorization="Bearer anns")):
+                assert response.status_code in (400, 403)
+                assert "access-control-allow-origin" not in response.headers
+            told = response.json()["error"]["message"]
+            assert told.startswith(f"pages of '{other}' may not ask this server, not with a key either")
+            assert "--allow-origin" in told
+            assert "\n" not in told
+        open_to_one.state.service = None  # the other server's
+
+
+def test_nothing_is_said_of_origins_where_none_is_permitted(http: httpx.Client) -> None:
+    response = http.get(MODELS, headers={"origin": str(http.base_url).rstrip("/")})
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    ("given", "origin"),
+    [
+        ("https://rag.example.org", SITE),
+        ("HTTPS://Rag.Example.ORG:443/", SITE),
+        ("http://localhost:3000", "http://localhost:3000"),
+        ("http://[::1]:80", "http://[::1]"),
+        ("tauri://localhost", "tauri://localhost"),
+    ],
+)
+def test_origins_are_written_as_browsers_write_them(given: str, origin: str) -> None:
+    assert origin_of(given) == origin
+
+
+@pytest.mark.parametrize(
+    "given", ["*", "null", "", "rag.example.org", "https://*.a.org", "https://a.org/b", "https://u@a.org"]
+)
+def test_what_is_no_origin(given: str) -> None:
+    with pytest.raises(ConfigError, match="is no origin: give scheme and host alone"):
+        origin_of(given)
+
+
+def test_what_is_this_machines_own() -> None:
+    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.0.0.2", "127.255.0.1", "::1")))
+    assert not any(map(is_loopback, ("", "localhost.evil.example", "0.0.0.0", "10.0.0.1", "::", "128.0.0.1", "127.1")))
+
+
+def test_the_page_and_all_that_it_names(http: httpx.Client) -> None:
+    page = http.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    names = re.findall(r'(?:src|href)="page/([^"]+)"', page.text)
+    assert {"app.js", "frame.css"} <= set(names)
+    for name in names:
+        kind = http.get(f"/page/{name}").headers["content-type"]
+        assert kind.partition(";")[0] in ("text/javascript", "text/css", "image/svg+xml")
+    assert not re.search(r"<script(?![^>]*src=)|<style|\son[a-z]+=", page.text), "nothing inline"
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self';")
+    assert "unsafe" not in policy
+    assert page.headers["x-content-type-options"] == "nosniff"
+
+
+def test_nothing_else_is_given_out(http: httpx.Client) -> None:
+    for path in (
+        "/page/",
+        "/page/none.js",
+        "/page/../http/app.py",
+        "/page/%2e%2e/service.py",
+        "/page/__init__.py",
+        "/docs",
+    ):
+        response = http.get(path)
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "not_found"
