@@ -1,9 +1,9 @@
 """Finds the texts of known chunks where they were pasted into a message.
 
-A chunk is found by the first 32 characters of its text, with a rolling hash over all places at once, and then compared. So a chunk
-with changed inner white space is not found, nor one of fewer than 32 characters. The hash takes five numpy passes over the text,
-each doubling the number of hashed characters. A dict looked up at every place took eight times as long on messages of 10 MB; an
-Aho-Corasick automaton takes hundreds of megabytes for 10 MB of chunks, and every change rebuilds it.
+A chunk is found by the first 32 characters of its text, with a rolling hash over all places at once, and then compared. So a
+chunk with changed inner white space is not found, nor one of fewer than 32 characters. The hash takes five numpy passes over
+the text, each doubling the number of hashed characters. A dict looked up at every place took eight times as long on messages of
+10 MB; an Aho-Corasick automaton takes hundreds of megabytes for 10 MB of chunks, and every change rebuilds it.
 """
 
 from __future__ import annotations
