@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from rooms import QUESTION, Told, ask, serving, settled
+from rooms import QUESTION, Answer, ask, serving, settled
 
 from blend.chunks.library import ChunkLibrary
 from blend.prompt import render_chunk
@@ -64,10 +64,10 @@ def test_a_chunk_pasted_without_its_corpus_is_blended_with_that_corpus(service: 
     kell, unnamed = service.tenant("").rag("kell"), service.tenant("").rag()
     chunks = of(kell, "kell3")
     before = held(unnamed, chunks)
-    told = ask(service, pasted(*chunks)).opened
+    told = ask(service, pasted(*chunks))
     assert {source.id for source in told.sources if source.kind == "pasted"} == {chunk.id for chunk in chunks}
     assert all(source.hit for source in told.sources)
-    assert told.figures.lacking == 0
+    assert told.figures.missing == 0
     settled(service)
     assert held(unnamed, chunks) == before
     assert service.documents("", "kell").delete("kell3")
@@ -82,11 +82,11 @@ def test_a_prompt_has_the_corpus_of_which_it_holds_most(service: Service) -> Non
     before = {one.id for one in mine}
     entries = unnamed.store.stats().entries
     for messages in ((pasted(*mine, *others),), (pasted(*others), "Many.", pasted(*mine))):
-        told = ask(service, *messages).opened
+        told = ask(service, *messages)
         assert {(source.kind, source.id) for source in told.sources} == {("pasted", name) for name in before}
     settled(service)
     assert unnamed.store.stats().entries == entries
-    told = ask(service, pasted(*others)).opened
+    told = ask(service, pasted(*others))
     assert [source.id for source in told.sources] == [chunk.id for chunk in others]
 
 
@@ -102,8 +102,8 @@ def test_what_a_question_brought_to_another_corpus_goes_with_the_document(servic
     assert (held(kell, chunks), held(unnamed, chunks)) == (0, 0)
 
 
-def documents(told: Told) -> list[str]:
-    return [source.document for source in told.opened.sources]
+def documents(told: Answer) -> list[str]:
+    return [source.document for source in told.sources]
 
 
 def test_a_follow_up_is_answered_from_what_the_conversation_is_about(service: Service) -> None:
@@ -124,6 +124,6 @@ def test_passages_below_the_least_score_are_left_out(
     filled: tuple[Path, Path], tmp_path: Path, min_score: float, left: int
 ) -> None:
     with serving(shutil.copytree(filled[0], tmp_path / "store"), filled[1], min_score=min_score) as service:
-        opened = ask(service, QUESTION, top_k=4).opened
+        opened = ask(service, QUESTION, top_k=4)
     assert len(opened.sources) == left
     assert (NONE_RETRIEVED in opened.figures.notes) == (left == 0)
