@@ -21,7 +21,7 @@ from blend.weights import lasting_name
 
 if TYPE_CHECKING:
     from blend.model.outline import ModelOutline
-    from blend.plan import CodecCost, Plan, PromptSize, Rates, Terms, Tier, TierCost
+    from blend.plan import CodecCost, CostPlan, PromptSize, Rates, Terms, Tier, TierCost
 
 _STEPS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 _WIDEST = 1000
@@ -179,7 +179,7 @@ def _noted_rate(store: Path, model: str, dtype: str) -> float:
     )
 
 
-def plan_document(plan: Plan) -> dict[str, object]:
+def plan_document(plan: CostPlan) -> dict[str, object]:
     """What `--json` prints: bytes, seconds, USD, bytes a second."""
     corpus, model = plan.corpus, plan.model
     return {
@@ -207,7 +207,7 @@ def plan_document(plan: Plan) -> dict[str, object]:
     }
 
 
-def show(plan: Plan) -> None:
+def show(plan: CostPlan) -> None:
     """Sentences, a table a codec and tier, and what all of it rests on."""
     corpus, prompt, terms = plan.corpus, plan.prompt, plan.terms
     copies = "one cache a chunk" if not corpus.contextual or not corpus.isolated else "two caches a chunk"
@@ -238,7 +238,7 @@ def show(plan: Plan) -> None:
     say(f"Prices are assumptions unless you give yours: {money(terms.usd_hour)} an hour; --tier, --hour-price.")
 
 
-def _table(plan: Plan) -> Table:
+def _table(plan: CostPlan) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("codec", "a chunk", "in all", "beats computing", "hidden"):
         table.add_column(name, justify="left" if name == "codec" else "right", no_wrap=True)
