@@ -27,6 +27,7 @@ from blend.serve.types import (
 )
 from blend.types import PromptLayout
 
+MakeEngine = Callable[..., EmbeddedEngine]
 FEW = Sampling(max_tokens=6)
 LONG = Sampling(max_tokens=300, ignore_eos=True)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from cases import cache_chunks, make_layout
 from changing import until
-from engines import FEW, Answer, alone, ask, layouts
+from engines import FEW, Answer, MakeEngine, alone, ask, layouts
 from models import LAYERS
 
 from blend.errors import EntryDamagedError, StoreError
@@ -22,7 +22,6 @@ from blend.types import ChunkKey, PromptLayout
 
 RUNNING, SLOW = layouts(2)
 LONG = Sampling(max_tokens=200, ignore_eos=True)
-MakeEngine = Callable[..., EmbeddedEngine]
 
 
 class Gate:
