@@ -10,7 +10,7 @@ from cases import make_layout
 
 from blend.blender import Blender
 from blend.model.generate import generate
-from blend.serve.embedded import EmbeddedEngine
+from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.sequence import Sequence
 from blend.serve.types import (
     EndReason,

@@ -21,8 +21,7 @@ from blend.chunks import encode
 from blend.chunks.assemble import LayerLoader
 from blend.config import BlendConfig
 from blend.model.forward import RowRequest
-from blend.serve.embedded import EmbeddedEngine
-from blend.serve.scheduler import Scheduler
+from blend.serve.scheduler import EmbeddedEngine, Scheduler
 from blend.serve.types import EngineFailedError, Failed, Finished, Output, Request, Sampling
 from blend.store import open_store
 from blend.types import PromptLayout

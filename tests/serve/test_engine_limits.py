@@ -14,7 +14,7 @@ from models import decoder
 
 from blend.errors import PromptError
 from blend.model import cpu
-from blend.serve import embedded
+from blend.serve import scheduler
 from blend.serve.types import Event, Finished, Output, QueueFullError, Request, Sampling
 
 
@@ -93,7 +93,7 @@ def test_freed_memory_goes_back_when_nobody_waits_for_a_token(
 ) -> None:
     running: list[int] = []
     engine = make_engine()
-    monkeypatch.setattr(embedded, "TRIM_IDLE_S", 0.05)
+    monkeypatch.setattr(scheduler, "TRIM_IDLE_S", 0.05)
     monkeypatch.setattr(cpu, "trim_heap", lambda: running.append(engine.stats().running))
     for _ in range(2):
         answers = [ask(engine, make_layout()) for _ in range(3)]

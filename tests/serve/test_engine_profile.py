@@ -10,7 +10,7 @@ from models import decoder
 
 from blend.model.forward import RowRequest
 from blend.serve import scheduler
-from blend.serve.embedded import EmbeddedEngine
+from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.service import PrefillProfile
 from blend.serve.types import Output, Sampling
 from blend.types import PromptLayout

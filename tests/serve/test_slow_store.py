@@ -15,7 +15,7 @@ from models import LAYERS
 from blend.errors import EntryDamagedError, StoreError
 from blend.model.forward import RowRequest
 from blend.serve import background
-from blend.serve.embedded import EmbeddedEngine
+from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.types import Finished, Output, Request, Sampling, Started
 from blend.store.reader import ChunkReader
 from blend.types import ChunkKey, PromptLayout
