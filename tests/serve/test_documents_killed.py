@@ -141,7 +141,7 @@ import sys, time
 from pathlib import Path
 from changing import WordCounts, room
 from served import listening
-from blend.serve.embedded import EmbeddedEngine
+from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.service import Service
 
 class Deadly(WordCounts):
