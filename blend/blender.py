@@ -182,13 +182,12 @@ class Filler:
         """The encoder of chunks alone behind this prefix; the prefix's own KV is computed when it is first needed."""
         return self.library(prefix).isolated
 
-    def correction(self, prefix: Tokens, *, contextual: bool = False, first: bool = False) -> KVCorrection | None:
-        """The KV correction for isolated or contextual caches, from memory or the store; first: in a prompt's first place.
+    def correction(self, prefix: Tokens, *, contextual: bool = False) -> KVCorrection | None:
+        """The KV correction for isolated or contextual caches, from memory or the store.
 
-        None where none was measured, none is needed because nothing is computed in context or what stands there is exact, or it
-        is damaged.
+        None if none was measured, if it is damaged, or if nothing is computed in context.
         """
-        return self._corrections.held(self.library(prefix), contextual=contextual, first=first).map
+        return self._corrections.held(self.library(prefix), contextual=contextual).map
 
     def calibrate(
         self,

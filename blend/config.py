@@ -75,7 +75,6 @@ class CorpusConfig:
     surrogate_tokens: every chunk's cache is also computed behind so many tokens of other chunks (`blend.chunks.library`);
     0 does not. surrogate_text: those tokens out of this text instead of chunks of the corpus; empty leaves what the store has.
     min_score: chunks whose similarity to the question is below it are not retrieved; 0 retrieves all.
-    one_copy: keep that cache alone, for a prompt's first place too: half the store, more error.
     """
 
     name: str = ""
@@ -87,7 +86,6 @@ class CorpusConfig:
     batch_tokens: int = BATCH_TOKENS
     surrogate_tokens: int = 512
     surrogate_text: str = ""
-    one_copy: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -207,7 +207,7 @@ def given(chunks: int | None, tokens: int | None, config: CorpusConfig) -> Corpu
 def _sized(
     lengths: Counter[int], contextual: Counter[int], prefix: int, behind: int, config: CorpusConfig
 ) -> CorpusSize:
-    return CorpusSize(lengths, lengths - contextual if config.one_copy else lengths, contextual, prefix, behind)
+    return CorpusSize(lengths, lengths, contextual, prefix, behind)
 
 
 def corpus_bytes(corpus: CorpusSize, model: ModelOutline, codec: str, dtype: str) -> int:

@@ -168,11 +168,6 @@ class CacheIdentity:
         return self._artifact("correction")
 
     @property
-    def first_correction_name(self) -> str:
-        """Name of the artifact that holds the corpus's KV correction of these caches in a prompt's first place."""
-        return self._artifact("correction_first")
-
-    @property
     def surrogate_name(self) -> str:
         """Name of the artifact that holds the corpus's surrogate context behind this prefix (`blend.chunks.library`)."""
         return self._artifact("surrogate")

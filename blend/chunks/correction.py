@@ -3,8 +3,7 @@
 Most of the difference between a row's KV in context and alone follows from the row itself and from where it stands. One linear
 map a layer, from the row's stored keys and values to that difference, is fitted on a few prompts of the user's own chunks
 (`blend.chunks.fit`), once per model and prefix, and added to stored chunks that do not stand right behind the
-prefix. There is one for isolated caches and one for contextual caches (`blend.chunks.library`), which have most of it already;
-where these stand in the first place too, a third one takes out of them there what the surrogate context put in:
+prefix. There is one for isolated caches and one for contextual caches (`blend.chunks.library`), which have most of it already:
 
     kv(in context) ~ kv + up^T down^T [(kv - centre) / scale, position features]
 
@@ -396,11 +395,12 @@ class StoredCorrections:
         self.store = store
         self._held: dict[str, HeldCorrection] = {}
 
-    def held(self, library: ChunkLibrary, *, contextual: bool, first: bool = False) -> HeldCorrection:
-        """For isolated or contextual caches, from memory or the store; first: in a prompt's first place."""
-        name = library.correction_name(contextual=contextual, first=first)
-        if name is None:
+    def held(self, library: ChunkLibrary, *, contextual: bool) -> HeldCorrection:
+        """For isolated or contextual caches, from memory or the store."""
+        encoder = library.contextual if contextual else library.isolated
+        if encoder is None:
             return HeldCorrection(None, (), library.generation)
+        name = encoder.identity.correction_name
         held = self._held.get(name)
         if held is None or held.generation != library.generation:
             self._held[name] = held = self._read(name, library.generation)
@@ -411,12 +411,12 @@ class StoredCorrections:
 
         first: whether the first of them stands in a prompt's first place.
         """
-        kinds = [(one.contextual, first and place == 0) for place, one in enumerate(opened.used)]
-        held = {
-            (contextual, first): self.held(opened.library, contextual=contextual, first=first)
-            for contextual, first in sorted(set(kinds))
-        }
-        of_chunks = [held[kind].map if hit else None for kind, hit in zip(kinds, opened.hits, strict=True)]
+        kinds = [None if first and place == 0 else one.contextual for place, one in enumerate(opened.used)]
+        wanted = sorted({kind for kind in kinds if kind is not None})
+        held = {kind: self.held(opened.library, contextual=kind) for kind in wanted}
+        of_chunks = [
+            held[kind].map if hit and kind is not None else None for kind, hit in zip(kinds, opened.hits, strict=True)
+        ]
         return Corrections(tuple(of_chunks), tuple(line for one in held.values() for line in one.problems))
 
     def _read(self, name: str, generation: str) -> HeldCorrection:

@@ -4,8 +4,6 @@ A chunk can have two caches. Its *isolated* cache is computed right behind the p
 prompt. Its *contextual* cache is computed behind the prefix and a surrogate context: a few chunks of the corpus, the same for
 all. Most of what a chunk's KV gains from earlier text does not depend on that text (docs/study.md), so the contextual cache is
 closer to full recompute in every other place.
-
-A corpus kept in *one copy* has contextual caches only. They serve the first place too, with their own KV correction.
 """
 
 from __future__ import annotations
@@ -179,14 +177,24 @@ _LARGEST_VALUE, _LARGEST_GROUP = 8, 64  # bytes; tokens that a codec keeps toget
 
 
 class ChunkLibrary:
-    """Caches of chunks behind `prefix` (token ids), with the surrogate context that the store holds at this moment.
+    """The caches of chunks behind one prefix, with the surrogate context that the store holds at this moment.
 
-    batch_tokens: see `ChunkEncoder`. corpus: whose surrogate context it is, see `blend.corpora`.
-    before: the library that this one takes the place of; what did not change is shared.
-    surrogate: the chunks that stand in for a prompt's earlier ones; empty where none were chosen. contextual: the encoder of
-    contextual caches, or None without a surrogate context. one_copy: whether chunks that have a contextual cache are to have no
-    isolated one. decided: whether the store knows of a surrogate context, or that there is to be none. problems: a line when
-    there is one that must not be used. generation: the store's when all of this was read.
+    Args:
+        decoder: computes caches.
+        store: keeps them.
+        prefix: token ids in front of every chunk.
+        batch_tokens: see `ChunkEncoder`.
+        corpus: whose surrogate context it is (`blend.corpora`).
+        before: the library that this one replaces; what did not change is shared.
+
+    Attributes:
+        isolated: the encoder of isolated caches.
+        contextual: the encoder of contextual caches; None without a surrogate context.
+        surrogate: the chunks of the surrogate context.
+        decided: whether the store holds a choice of it, even of none.
+        problems: a line for a surrogate context that must not be used.
+        generation: the store's, when all of this was read.
+
     """
 
     def __init__(
@@ -205,7 +213,7 @@ class ChunkLibrary:
         self.isolated: ChunkEncoder = before.isolated if before else self._encoder(prefix)
         self.generation = store.generation  # asked first: what is written while the rest is read shows as a change
         found = read_surrogate(store, self.isolated.identity.surrogate_name, decoder.vocabulary)
-        self.decided, self.surrogate, self.problems, self.one_copy = found
+        self.decided, self.surrogate, self.problems = found
         same = before is not None and before.surrogate == self.surrogate
         self.contextual: ChunkEncoder | None = before.contextual if before and same else self._contextual()
 
@@ -229,32 +237,14 @@ class ChunkLibrary:
         """The encoder of isolated or contextual caches; without a surrogate context there is only the former."""
         return (self.contextual if contextual else None) or self.isolated
 
-    def correction_name(self, *, contextual: bool, first: bool) -> str | None:
-        """The artifact with the KV correction for such caches, first: in a prompt's first place; None where there is none.
-
-        An isolated cache is exact in the first place. Without a surrogate context there are no contextual ones.
-        """
-        encoder = self.contextual if contextual else self.isolated
-        if encoder is None or (first and not contextual):
-            return None
-        return encoder.identity.first_correction_name if first else encoder.identity.correction_name
-
-    def variants(self, chunks: Sequence[Tokens], *, isolated: bool = False) -> list[Variant]:
-        """Every cache that these chunks should have, each once: first the isolated ones, then the contextual ones.
-
-        isolated: every chunk's isolated one too, where the corpus is kept in one copy: plain reuse is measured with them.
-        """
+    def variants(self, chunks: Sequence[Tokens], *, contextual: bool = True) -> list[Variant]:
+        """Every cache that these chunks should have, each once: the isolated ones, then the contextual ones if wanted."""
         distinct = list(dict.fromkeys(chunks))
-        contextual = [Variant(chunk, contextual=True) for chunk in distinct if self._has_contextual(chunk)]
-        without = {one.chunk for one in contextual} if self.one_copy and not isolated else ()
-        return [*(Variant(chunk, contextual=False) for chunk in distinct if chunk not in without), *contextual]
-
-    def quickest(self, chunks: Sequence[Tokens]) -> list[Variant]:
-        """One cache for each of these chunks, each once: the isolated one, unless one copy is kept and the store has it."""
-        distinct = list(dict.fromkeys(chunks))
-        best = self.variants(distinct) if self.one_copy else []
-        kept = {one.chunk for one in best if one.contextual and self.key(one) in self.store}
-        return [Variant(chunk, contextual=chunk in kept) for chunk in distinct]
+        behind = [chunk for chunk in distinct if contextual and self._has_contextual(chunk)]
+        return [
+            *(Variant(chunk, contextual=False) for chunk in distinct),
+            *(Variant(c, contextual=True) for c in behind),
+        ]
 
     def _has_contextual(self, chunk: Tokens) -> bool:
         """Whether a chunk has a contextual cache; one of the surrogate context would read itself, and one may be too long."""
@@ -263,9 +253,9 @@ class ChunkLibrary:
         context = self.decoder.context_length
         return context is None or len(self.contextual.prefix_tokens) + len(chunk) <= context
 
-    def missing(self, chunks: Sequence[Tokens], *, isolated: bool = False) -> list[Variant]:
+    def missing(self, chunks: Sequence[Tokens]) -> list[Variant]:
         """The caches of these chunks, as `variants`, that the store does not hold."""
-        return self.lacking(self.variants(chunks, isolated=isolated))
+        return self.lacking(self.variants(chunks))
 
     def lacking(self, variants: Sequence[Variant]) -> list[Variant]:
         """Which of these caches the store does not hold."""
@@ -342,8 +332,8 @@ class ChunkLibrary:
     ) -> OpenLibrary:
         """The best stored cache for every chunk of a prompt, in order: isolated for the first, contextual for the others.
 
-        Of a corpus in one copy the first chunk's is contextual too, and without `isolated_first`. Where a contextual one is
-        missing or damaged the isolated one takes its place. contextual: whether to use contextual caches. refused: see
+        Without `isolated_first` the first chunk's is contextual too. Where a contextual one is missing or damaged, the isolated
+        one takes its place. contextual: whether to use contextual caches. refused: see
         `open_chunks`. Close what is returned; layers are verified when they are read.
         """
         best = self._best(chunks, contextual=contextual, isolated_first=isolated_first)
@@ -378,9 +368,8 @@ class ChunkLibrary:
             refused |= found
 
     def _best(self, chunks: Sequence[Tokens], *, contextual: bool, isolated_first: bool = True) -> list[Variant]:
-        alone = isolated_first and not self.one_copy
         return [
-            Variant(chunk, contextual and not (alone and place == 0) and self._has_contextual(chunk))
+            Variant(chunk, contextual and not (isolated_first and place == 0) and self._has_contextual(chunk))
             for place, chunk in enumerate(chunks)
         ]
 

@@ -1,7 +1,7 @@
 """The surrogate context of a corpus: chosen once, stored as a small artifact, verified before use.
 
-The functions `with_surrogate` to `in_copies` change the choice while no other process writes to the store, and return the
-library as the store has it afterwards.
+`with_surrogate` to `without_surrogate` change the choice while no other process writes to the store, and return the library as
+the store has it afterwards.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import EntryDamagedError, PromptError
-from blend.store.admin import pinned
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary, Tokens
@@ -87,47 +86,19 @@ def without_surrogate(library: ChunkLibrary, keep: KeysInUse = no_keys) -> Chunk
         return _decide(now, ())
 
 
-def in_copies(library: ChunkLibrary, *, one: bool) -> ChunkLibrary:
-    """Kept in one copy or in two, which the store remembers; without a surrogate context there is one anyway.
-
-    Nothing is removed yet: see `remove_spare`. Raises `StoreError` when the store cannot be written.
-    """
-    with library.store.writing():
-        now = library.reread()
-        if not now.surrogate or now.one_copy == one:
-            return now
-        write_surrogate(now.store, now.isolated.identity.surrogate_name, now.surrogate, one_copy=one)
-        return now.reread()
-
-
-def remove_spare(library: ChunkLibrary, chunks: Sequence[Tokens], keep: KeysInUse = no_keys) -> None:
-    """Of a corpus in one copy, remove isolated caches where the contextual ones are there, but for `keep` and pinned ones."""
-    variants = [one for one in library.variants(chunks) if one.contextual] if library.one_copy else []
-    kept, pins = (keep(), pinned(library.store.backend)) if variants else ((), frozenset[str]())
-    for one in variants:
-        spare = library.key(one._replace(contextual=False))
-        if spare not in kept and spare.digest not in pins and library.key(one) in library.store:
-            library.store.delete(spare)
-
-
 def _forget_contextual(library: ChunkLibrary, keep: KeysInUse) -> None:
     """What was computed and measured behind the surrogate context, and the words for it unless other corpora have it too."""
     if library.contextual is None:
         return
     store, namespace = library.store, library.contextual.identity.namespace
     store.prune(keep(), namespace)
-    for first in (False, True):
-        name = library.correction_name(contextual=True, first=first)
-        if name is not None:
-            store.delete_artifact(name)
+    store.delete_artifact(library.contextual.identity.correction_name)
     if not any(store.keys(namespace)):
         store.undescribe(namespace)
 
 
 def _decide(library: ChunkLibrary, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
-    write_surrogate(
-        library.store, library.isolated.identity.surrogate_name, chosen, one_copy=library.one_copy and bool(chosen)
-    )
+    write_surrogate(library.store, library.isolated.identity.surrogate_name, chosen)
     return library.reread()
 
 
@@ -148,15 +119,11 @@ def choose(chunks: Sequence[Tokens], tokens: int, corpus: int) -> tuple[Tokens, 
 
 
 class StoredSurrogate(NamedTuple):
-    """decided: whether the store holds a choice, of none too. chunks: their token ids. problems: why one is not used.
-
-    one_copy: whether chunks that have a contextual cache are to have no other (`blend.chunks.library`).
-    """
+    """decided: whether the store holds a choice, of none too. chunks: their token ids. problems: why one is not used."""
 
     decided: bool
     chunks: tuple[Tokens, ...] = ()
     problems: tuple[str, ...] = ()
-    one_copy: bool = False
 
 
 def read_surrogate(store: ChunkStore, name: str, vocabulary: int) -> StoredSurrogate:
@@ -165,26 +132,21 @@ def read_surrogate(store: ChunkStore, name: str, vocabulary: int) -> StoredSurro
         content = store.read_artifact(name)
         if content is None:
             return StoredSurrogate(decided=False)
-        chunks, one_copy = _parsed(content, vocabulary)
-        return StoredSurrogate(True, chunks, one_copy=one_copy)
+        return StoredSurrogate(True, _parsed(content, vocabulary))
     except (EntryDamagedError, ValueError) as error:
         return StoredSurrogate(False, (), (f"the surrogate context cannot be used: {error}",))
 
 
-def write_surrogate(store: ChunkStore, name: str, chunks: Sequence[Tokens], *, one_copy: bool = False) -> None:
+def write_surrogate(store: ChunkStore, name: str, chunks: Sequence[Tokens]) -> None:
     """Keep this choice under this name. Raises `StoreError` when the store cannot be written."""
-    store.write_artifact(name, json.dumps({"chunks": chunks, **({"one_copy": True} if one_copy else {})}).encode())
+    store.write_artifact(name, json.dumps({"chunks": chunks}).encode())
 
 
-def _parsed(content: bytes, vocabulary: int) -> tuple[tuple[Tokens, ...], bool]:
-    """The chunks, and whether they are kept in one copy: a word that artifacts of before, and of two copies, lack."""
+def _parsed(content: bytes, vocabulary: int) -> tuple[Tokens, ...]:
     try:
-        read = json.loads(content)
-        chunks, one_copy = tuple(tuple(chunk) for chunk in read["chunks"]), read.get("one_copy", False)
+        chunks = tuple(tuple(chunk) for chunk in json.loads(content)["chunks"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError("it is no list of chunks") from None
-    if type(one_copy) is not bool:
-        raise ValueError("it does not say whether chunks have one cache or two")
     if not all(chunk and all(type(t) is int and 0 <= t < vocabulary for t in chunk) for chunk in chunks):
         raise ValueError(f"it has tokens that a vocabulary of {vocabulary} does not")
-    return chunks, one_copy
+    return chunks

@@ -123,7 +123,6 @@ class CacheFeeder:
             self._computed, done = 0, True
         assert library is not None
         try:
-            self._keeper.remove_spare(library, current)
             if self._calibrate is not None:
                 done = self._calibrate(current, self._anew, self._interrupted)
         finally:

@@ -7,7 +7,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.library import ChunkLibrary, Tokens
-from blend.chunks.surrogate import remove_spare
 from blend.corpora import corpora, index_dir
 from blend.corpus import Corpus, CorpusChange, PreparedCorpus, plan_change, prepare
 from blend.errors import ConfigError, StoreError
@@ -84,7 +83,7 @@ class CorpusKeeper:
         self._known = {chunk.id: change.corpus.token_ids(chunk) for chunk in change.chunks}
         if before := removed_from(self._rag.store):
             library = prepared.library
-            before.allow(map(library.key, library.variants(change.ids, isolated=True)))
+            before.allow(map(library.key, library.variants(change.ids)))
         self._rag.store.advance()
         return Applied(_by_document(change), prepared)
 
@@ -102,10 +101,6 @@ class CorpusKeeper:
         self._spool.write_gone(gone)
         self._free(CorpusChange(self._corpus(), library, (), (), gone))
         self._spool.write_gone(())
-
-    def remove_spare(self, library: ChunkLibrary, current: Sequence[Tokens]) -> None:
-        """Of a corpus in one copy, remove what is not to stay."""
-        remove_spare(library, current, CorpusChange(self._corpus(), library, (), (), ()).keep)
 
     def _free(self, change: CorpusChange) -> None:
         removed_from(self._rag.store).add(change.spare)
