@@ -226,10 +226,10 @@ def entry_bytes(model: ModelOutline, tokens: int, start: int, codec: str, dtype:
     import torch
 
     how = get_codec(codec)
-    kind = torch.float32 if how.still else getattr(torch, dtype)  # taking positions out makes float32
+    kind = torch.float32 if how.unrotated else getattr(torch, dtype)  # taking positions out makes float32
     made = {shape: torch.randn(shape[0], tokens, shape[1]).to(kind) for shape in {*model.keys, *model.values}}
     cache = ChunkCache(
-        tuple(made[one] for one in model.keys), tuple(made[one] for one in model.values), start, still=how.still
+        tuple(made[one] for one in model.keys), tuple(made[one] for one in model.values), start, unrotated=how.unrotated
     )
     key = CacheIdentity(model.name, dtype, (0,)).key((0,))
     return encode_entry(key, cache, how, make_seal(None)).nbytes

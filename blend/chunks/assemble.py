@@ -41,7 +41,7 @@ class LayerSource(Protocol):
     tokens: int
     layers: int
     start: int
-    still: bool
+    unrotated: bool
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
         """Copy one layer, verified, into two `[kv_heads, tokens, head_dim]` tensors."""
@@ -197,7 +197,12 @@ class PartOfChunk:
     """Some rows of a chunk's cache as a `LayerSource`: `tokens` of them from `first` on."""
 
     def __init__(self, whole: LayerSource, first: int, tokens: int) -> None:
-        self.tokens, self.layers, self.start, self.still = tokens, whole.layers, whole.start + first, whole.still
+        self.tokens, self.layers, self.start, self.unrotated = (
+            tokens,
+            whole.layers,
+            whole.start + first,
+            whole.unrotated,
+        )
         self._whole, self._rows = whole, slice(first, first + tokens)
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
@@ -311,13 +316,13 @@ class CorrectedStretch(Stretch):
             super().put(layer, staged, rotation, index, base)
             return
         parts = _parts(layer, staged, rotation, self.span, base)
-        keys, values = (_still(turn, states, self._back)[0] for turn, states, _ in parts)
+        keys, values = (_unrotated(turn, states, self._back)[0] for turn, states, _ in parts)
         self._added.parts[index].append(part.add(keys, values, self._features))
         for (turn, _, buffer), states in zip(parts, (keys, values), strict=True):
             turn.apply(states[None], self._there, out=buffer)
 
 
-def _still(turn: Rotation, states: torch.Tensor, back: Deltas | None) -> torch.Tensor:
+def _unrotated(turn: Rotation, states: torch.Tensor, back: Deltas | None) -> torch.Tensor:
     """Positions taken out, fp32; of states that have none the same tensor, if it is fp32 already."""
     if turn.inv_freq is None or back is None:
         return states.float()
@@ -353,7 +358,7 @@ def stretches_of(
     for reader, span, correction in zip(readers, layout.chunk_spans, corrections, strict=True):
         if reader is None or not span.length:
             continue
-        shift = _Shift(span, None if reader.still else span.start - reader.start)
+        shift = _Shift(span, None if reader.unrotated else span.start - reader.start)
         if groups and groups[-1][0] is correction and groups[-1][1][-1].span.stop == span.start:
             groups[-1][1].append(shift)
         else:
@@ -373,7 +378,7 @@ class HeldChunk:
     """A chunk cache in memory as a `LayerSource`."""
 
     def __init__(self, cache: ChunkCache) -> None:
-        self.tokens, self.layers, self.start, self.still = cache.tokens, cache.layers, cache.start, cache.still
+        self.tokens, self.layers, self.start, self.unrotated = cache.tokens, cache.layers, cache.start, cache.unrotated
         self._cache = cache
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:

@@ -232,8 +232,8 @@ def rows_of(keys: torch.Tensor, values: torch.Tensor, rotation: LayerRotation, r
     """KV `[1, kv_heads, rows, head_dim]` each, positions taken out, as fp32 `[rows, inputs]`."""
     flat = []
     for turn, states in ((rotation.keys, keys), (rotation.values, values)):
-        still = states if turn.inv_freq is None else turn.apply(states.contiguous(), -rows)
-        flat.append(still[0].transpose(0, 1).reshape(rows.shape[0], -1).float())
+        unrotated = states if turn.inv_freq is None else turn.apply(states.contiguous(), -rows)
+        flat.append(unrotated[0].transpose(0, 1).reshape(rows.shape[0], -1).float())
     return torch.cat(flat, dim=1)
 
 

@@ -158,10 +158,10 @@ class _Seen:
         rows = _behind(layout, self._decoder.device)
         pairs = (cache.view(index) for index in range(len(self._decoder.rotations)))
         rotations = self._decoder.rotations
-        still = (
+        unrotated = (
             rows_of(k[:, :, rows], v[:, :, rows], turn, rows) for (k, v), turn in zip(pairs, rotations, strict=True)
         )
-        return cpu.copies([layer.cpu() for layer in still])
+        return cpu.copies([layer.cpu() for layer in unrotated])
 
     def add(self, found: Sequence[Sequence[torch.Tensor]]) -> None:
         """Take in a prompt: its rows in full prefill, then from each source."""

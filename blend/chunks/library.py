@@ -160,7 +160,7 @@ class OpenLibrary(NamedTuple):
 def read_cache(reader: ChunkReader, decoder: RowDecoder) -> ChunkCache:
     """All layers of an entry, in the decoder's dtype. Raises `EntryDamagedError`."""
     pairs = [_read_layer(reader, index, decoder) for index in range(reader.layers)]
-    return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), reader.start, reader.still)
+    return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), reader.start, reader.unrotated)
 
 
 def _read_layer(reader: ChunkReader, index: int, decoder: RowDecoder) -> tuple[torch.Tensor, torch.Tensor]:
@@ -306,8 +306,8 @@ class ChunkLibrary:
 
     def keep(self, one: Variant, cache: ChunkCache) -> None:
         """Store this cache of a chunk, in the form that the store's codec asks for. Raises `StoreError` as `put` does."""
-        still, key = self.store.codec.still and not cache.still, self.key(one)
-        self.store.put(key, without_positions(cache, self.decoder.rotations) if still else cache)
+        rotate_back, key = self.store.codec.unrotated and not cache.unrotated, self.key(one)
+        self.store.put(key, without_positions(cache, self.decoder.rotations) if rotate_back else cache)
         if key.namespace not in self._described:
             self.store.describe_new(key.namespace, self.words(contextual=one.contextual))
             self._described.add(key.namespace)
