@@ -221,7 +221,7 @@ def prepare(change: CorpusChange, *, quick: bool = False, progress: Progress = n
 
 def _missing(library: ChunkLibrary, variants: Sequence[Variant]) -> list[Variant]:
     """Caches to compute: not in the store, and in no nearer copy that it can be restored from."""
-    missing = library.lacking(variants)
+    missing = library.missing_of(variants)
     restored = library.restored(missing)
     return [one for one in missing if one not in restored]
 
@@ -375,7 +375,7 @@ def precompute(
     leave_probe(corpus.store, corpus.decoder)
     if compute is compute_here:
         _note_rate(library, tokens, seconds)
-    left = [library.key(one) for one in library.lacking(variants)]
+    left = [library.key(one) for one in library.missing_of(variants)]
     if update is None and not left:  # all shares are done; another process wrote the index, or was stopped at it
         update = write_index(replace(change, began=corpus.begun_with()), progress)
     given, unread = {document.id for document in loaded.documents}, loaded.unread()

@@ -49,7 +49,7 @@ def nan_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(self: BlendedLayer, states: torch.Tensor) -> torch.Tensor:
         return states.new_full((*states.shape[:2], self.capacity, states.shape[3]), float("nan"))
 
-    monkeypatch.setattr(BlendedLayer, "_buffer", poisoned)
+    monkeypatch.setattr(BlendedLayer, "new_buffer", poisoned)
 
 
 @pytest.fixture(scope="session")

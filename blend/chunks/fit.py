@@ -30,6 +30,7 @@ from blend.chunks.correction import (
     rows_of,
     shares,
 )
+from blend.chunks.library import ChunkLibrary, Tokens
 from blend.model import cpu
 from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, PromptLayout
@@ -37,7 +38,6 @@ from blend.types import ChunkCache, PromptLayout
 if TYPE_CHECKING:
     from blend.chunks.correction import StoredCorrections
     from blend.chunks.encode import ChunkEncoder
-    from blend.chunks.library import ChunkLibrary, Tokens
     from blend.model.cache import BlendedCache
     from blend.model.decoder import RowDecoder
 

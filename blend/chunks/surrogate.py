@@ -22,19 +22,18 @@ LARGEST_SHARE = 8  # one chunk in so many may be in the surrogate context: those
 
 
 KeysInUse = Callable[[], "Collection[ChunkKey]"]
-"""Says which caches others use, which must not be removed; called only when something is to go."""
+"""Says which caches others use and must not be removed; called only before a removal."""
 
 
 def no_keys() -> Collection[ChunkKey]:
-    """Nobody else uses anything."""
+    """No cache is used elsewhere."""
     return ()
 
 
 def with_surrogate(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
-    """With some of these chunks, `tokens` tokens at most, as the surrogate context, unless there is one already.
+    """Choose some of these chunks, at most `tokens` tokens, as the surrogate context, unless there is one.
 
-    The choice is remembered in the store and stays, because contextual caches are of use behind it only. Raises
-    `StoreError` when the store cannot be written.
+    The choice stays, because contextual caches are useful only behind it. Raises `StoreError` when the store cannot be written.
     """
     with library.store.writing():
         now = library.reread()
@@ -44,10 +43,9 @@ def with_surrogate(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int)
 
 
 def with_surrogate_anew(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
-    """With some of these chunks as the surrogate context in place of the one that there is, if they make another.
+    """Choose again among these chunks, for a corpus that has grown much since the first choice.
 
-    What was computed and measured behind the old one is removed. For a corpus of which much more is known than when it was
-    decided. Raises `StoreError` when the store cannot be written.
+    Removes what was made behind the old surrogate context. Raises `StoreError` when the store cannot be written.
     """
     with library.store.writing():
         now = library.reread()
@@ -59,10 +57,10 @@ def with_surrogate_anew(library: ChunkLibrary, chunks: Sequence[Tokens], tokens:
 
 
 def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse = no_keys) -> ChunkLibrary:
-    """With these tokens as the surrogate context; what was computed and measured behind another goes, but for `keep`.
+    """Take these tokens as the surrogate context, and remove what was made behind another, except `keep`.
 
-    For text that everybody may read: what stands in a contextual cache has read the surrogate context. Raises
-    `PromptError` when it is empty or leaves no room in the model's context, `StoreError` when the store cannot be written.
+    Contextual caches have read the surrogate context, so it must be text that every user may read. Raises `PromptError` if it
+    is empty or too long for the model, `StoreError` when the store cannot be written.
     """
     if not tokens:
         raise PromptError("the surrogate text is empty; give a paragraph or more")
@@ -76,7 +74,7 @@ def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse 
 
 
 def without_surrogate(library: ChunkLibrary, keep: KeysInUse = no_keys) -> ChunkLibrary:
-    """With none, and what was computed and measured behind one removed, but for `keep`.
+    """Have no surrogate context, and remove what was made behind one, except `keep`.
 
     Raises `StoreError` when the store cannot be written.
     """
@@ -87,7 +85,7 @@ def without_surrogate(library: ChunkLibrary, keep: KeysInUse = no_keys) -> Chunk
 
 
 def _forget_contextual(library: ChunkLibrary, keep: KeysInUse) -> None:
-    """What was computed and measured behind the surrogate context, and the words for it unless other corpora have it too."""
+    """Remove what was made behind the surrogate context, and its description if no other corpus uses it."""
     if library.contextual is None:
         return
     store, namespace = library.store, library.contextual.identity.namespace
@@ -103,7 +101,7 @@ def _decide(library: ChunkLibrary, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
 
 
 def _fitting(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> list[Tokens]:
-    """Different chunks of which any behind the surrogate context still fits the model."""
+    """Distinct chunks that leave room for the longest chunk in the model's context."""
     longest, context = max(map(len, chunks), default=0), library.decoder.context_length
     room = tokens if context is None else min(tokens, context - len(library.prefix) - longest)
     return [chunk for chunk in dict.fromkeys(chunks) if 0 < len(chunk) <= room]
@@ -127,7 +125,7 @@ class StoredSurrogate(NamedTuple):
 
 
 def read_surrogate(store: ChunkStore, name: str, vocabulary: int) -> StoredSurrogate:
-    """The surrogate context under this name; one that is damaged, or has ids of `vocabulary` and beyond, counts as absent."""
+    """Read the surrogate context of this name; a damaged one, or ids outside the vocabulary, count as absent."""
     try:
         content = store.read_artifact(name)
         if content is None:
@@ -138,7 +136,7 @@ def read_surrogate(store: ChunkStore, name: str, vocabulary: int) -> StoredSurro
 
 
 def write_surrogate(store: ChunkStore, name: str, chunks: Sequence[Tokens]) -> None:
-    """Keep this choice under this name. Raises `StoreError` when the store cannot be written."""
+    """Store this choice under this name. Raises `StoreError` when the store cannot be written."""
     store.write_artifact(name, json.dumps({"chunks": chunks}).encode())
 
 

@@ -64,8 +64,8 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate both buffers after the shapes, dtype and device of the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = self._buffer(key_states)
-        self.values = self._buffer(value_states)
+        self.keys = self.new_buffer(key_states)
+        self.values = self.new_buffer(value_states)
         self.is_initialized = True
 
     def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -79,7 +79,8 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
             self.keys.index_fill_(2, rows, 0)
             self.values.index_fill_(2, rows, 0)
 
-    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
+    def new_buffer(self, states: torch.Tensor) -> torch.Tensor:
+        """A buffer of `capacity` rows for states like these."""
         return cpu.empty((*states.shape[:2], self.capacity, states.shape[3]), states.dtype, states.device)
 
     def update(
@@ -125,7 +126,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         old_keys, old_values, self.capacity = self.keys, self.values, capacity
         if not self.is_initialized:
             return
-        self.keys, self.values = self._buffer(old_keys), self._buffer(old_values)
+        self.keys, self.values = self.new_buffer(old_keys), self.new_buffer(old_values)
         self.keys[:, :, : self.length] = old_keys[:, :, : self.length]
         self.values[:, :, : self.length] = old_values[:, :, : self.length]
 

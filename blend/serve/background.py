@@ -275,7 +275,7 @@ class Encoding:
     def _stored(self, variant: Variant) -> bool:
         """Whether the store has it by now, every byte of it: damage behind a header is why some are to be computed again."""
         library = self._library
-        return not library.lacking([variant]) and not verify_entry(library.store, cache_name(library.key(variant)))
+        return not library.missing_of([variant]) and not verify_entry(library.store, cache_name(library.key(variant)))
 
     def _end(self, error: Exception | None) -> None:
         done = self._left.popleft()
