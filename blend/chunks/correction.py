@@ -336,7 +336,7 @@ class _Sample(NamedTuple):
         at = torch.searchsorted(added, recomputed).clamp_max(added.shape[0] - 1)
         here = _spread((added[at] == recomputed).nonzero()[:, 0], MOST_ROWS)
         rows = recomputed[here]
-        return cls(rows, here, at[here], _nearest(layout, rows).double())
+        return cls(rows, here, at[here], nearest(layout, rows).double())
 
     def among(self, piece: torch.Tensor) -> _Sample:
         """Those of them at the sorted positions of a piece, `here` being indices of these."""
@@ -358,7 +358,7 @@ def _spread(many: _Many, most: int) -> _Many:
     return many[:: max(1, -(-len(many) // most))]
 
 
-def _nearest(layout: PromptLayout, rows: torch.Tensor) -> torch.Tensor:
+def nearest(layout: PromptLayout, rows: torch.Tensor) -> torch.Tensor:
     """How many rows of its chunk are nearest to each of these sorted context rows, fp32 `[rows]`."""
     if rows.shape[0] == 0:
         return rows.float()
