@@ -23,17 +23,17 @@ import torch
 from _store_servers import BUCKET, redis_port, s3, s3_environment
 from _wire import FAULTS, Proxy
 from blend.errors import EntryDamagedError, StoreError
-from blend.store import ChunkReader, ChunkStore, Patience, open_store
+from blend.store import ChunkReader, ChunkStore, Timeouts, open_store
 from blend.types import CacheIdentity, ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
     import redis
 
 KEYS, DATABASE = 16, 5
-PATIENCE = Patience(connect_s=0.3, answer_s=0.6, pause_s=0.3)  # short, so that faults cost little
-EXCHANGE_S = PATIENCE.connect_s + 2 * PATIENCE.answer_s
+TIMEOUTS = Timeouts(connect_s=0.3, answer_s=0.6, pause_s=0.3)  # short, so that faults cost little
+EXCHANGE_S = TIMEOUTS.connect_s + 2 * TIMEOUTS.answer_s
 ASIDE_S = 4.0  # of a step: a Redis that fails, and what the machine itself takes
-LATE = {"nearly late": 0.85 * PATIENCE.answer_s, "late": 1.15 * PATIENCE.answer_s}
+LATE = {"nearly late": 0.85 * TIMEOUTS.answer_s, "late": 1.15 * TIMEOUTS.answer_s}
 _IDENTITY = CacheIdentity("soak", "float32", (1, 2, 3))
 _MOST_STEPS, _STEPS_A_PROCESS, _STALL_S = 4, 25, 0.1
 _AT_ONCE = (5, 3, 2)  # how often one tier fails, two do, all do
@@ -313,7 +313,7 @@ class Soak:
         self._secret = b"k" * 16 if seed % 2 else None
         self._draws = random.Random(seed)
         os.environ.update(s3_environment(self._faults.server.port))
-        self._witness = open_store(self._address, patience=Patience(60, 60, 0), key=self._secret)
+        self._witness = open_store(self._address, timeouts=Timeouts(60, 60, 0), key=self._secret)
         self._store, self._has_disk = self._machine()
 
     def run(self, faults: int, progress: Callable[[int], object] = lambda met: None) -> None:
@@ -344,7 +344,7 @@ class Soak:
         hot = f"redis://127.0.0.1:{self._faults.wire.port}/{DATABASE}"
         disk = None if number == 2 else self._folder / f"machine-{number}"
         size = None if disk is None else _BUDGET
-        store = open_store(self._address, cache=disk, hot=hot, patience=PATIENCE, key=self._secret, budget_bytes=size)
+        store = open_store(self._address, cache=disk, hot=hot, timeouts=TIMEOUTS, key=self._secret, budget_bytes=size)
         return store, disk is not None
 
     def _one_fault(self) -> None:
@@ -370,7 +370,7 @@ class Soak:
 
     def _rest(self) -> None:
         """Until tiers that failed are asked again."""
-        time.sleep(PATIENCE.pause_s + 0.05)
+        time.sleep(TIMEOUTS.pause_s + 0.05)
 
     def _step(self, step: Step, now: tuple[Fault, ...]) -> None:
         scene = Scene(self._store, self._ledger, self._draws, self.counts)
@@ -404,7 +404,7 @@ class Soak:
     def _unless_stalled(self, found: str) -> None:
         """A machine that stands still for a moment looks like an outage: those are counted."""
         time.sleep(1)
-        if self._pulse.late_s < _STALL_S and self._faults.bucket.slowest_s < 0.4 * PATIENCE.answer_s:
+        if self._pulse.late_s < _STALL_S and self._faults.bucket.slowest_s < 0.4 * TIMEOUTS.answer_s:
             raise Wrong(found)
         self.counts["steps excused, for the machine stood still"] += 1
         self._rest()

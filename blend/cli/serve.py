@@ -1,4 +1,4 @@
-"""The server of `blend serve` from its start to its end: it listens at once, loads, answers, and finishes what runs."""
+"""`blend serve`: options, and the server, which listens at once, loads, answers, and finishes running requests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from blend.cli.console import note, say
 from blend.cli.options import NAME, PLACE, TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError
-from blend.serve.addresses import is_loopback, origin_of
-from blend.serve.budgets import (
+from blend.serve.access import is_loopback, origin_of
+from blend.serve.limits import (
     BODY_BUDGET,
     KV_BUDGET,
     LEARN_BUDGET,
@@ -30,22 +30,21 @@ from blend.serve.budgets import (
 )
 
 if TYPE_CHECKING:
-    from blend.serve.http.hall import Hall
+    from blend.serve.access import ApiKeys
+    from blend.serve.http.state import AppState
     from blend.serve.http.tracing import Tracing
     from blend.serve.service import Service
-    from blend.serve.tenants import Tenants
 
 
-def serve(given: dict[str, Any], tenants: Tenants) -> None:
-    """Until a signal ends it. Raises what keeps it from listening or loading."""
+def serve(given: dict[str, Any], tenants: ApiKeys) -> None:
+    """Serve until a signal. Raises errors of listening and loading."""
     from blend.serve.http.app import make_app
-    from blend.serve.http.connection import raise_descriptor_limit
-    from blend.serve.http.hall import DoorLimits
     from blend.serve.http.log import log_to_stderr
-    from blend.serve.http.server import Server, listen, url_of
+    from blend.serve.http.server import Server, listen, raise_descriptor_limit, url_of
+    from blend.serve.limits import RequestLimits
     from blend.serve.metrics import Metrics
 
-    limits = DoorLimits(
+    limits = RequestLimits(
         body_bytes=_bytes(given["body_limit"], 1e6),
         upload_bytes=_bytes(given["upload_limit"], 1e6),
         all_bytes=_bytes(max(given["body_budget"], given["body_limit"] / 1e3, given["upload_limit"] / 1e3)),
@@ -58,8 +57,8 @@ def serve(given: dict[str, Any], tenants: Tenants) -> None:
     with listen(given["host"], given["port"]) as place:
         log_to_stderr(requests=not given["quiet"])
         app = make_app(None, tenants, limits, Metrics())
-        tracing = app.state.hall.tracing = _tracing()
-        loading = _Loading(given, app.state.hall, url_of(place))
+        tracing = app.state.shared.tracing = _tracing()
+        loading = _Loading(given, app.state.shared, url_of(place))
         server = Server(app, place, grace_s=given["grace"], on_started=loading.start)
         loading.on_failure = server.stop
         server.serve_until_stopped()
@@ -81,30 +80,30 @@ def _tracing() -> Tracing | None:
 
 
 class _Loading(threading.Thread):
-    """Loads the model beside the server, so that who watches it sees that it lives, and a signal ends it at any time."""
+    """Loads the model in a thread, so that the server answers health checks and signals meanwhile."""
 
-    def __init__(self, given: dict[str, Any], hall: Hall, url: str) -> None:
+    def __init__(self, given: dict[str, Any], state: AppState, url: str) -> None:
         super().__init__(name="kvblend-loading", daemon=True)
-        self._given, self._hall, self._url = given, hall, url
+        self._given, self.state, self._url = given, state, url
         self.on_failure: Callable[[], None] = lambda: None
         self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
             service = make_service(self._given)
-            self._hall.service = service
+            self.state.service = service
             service.warm_up()
-            if self._hall.closing:
+            if self.state.closing:
                 service.close()
             else:
                 say(f"Ready at {self._url}")
                 sys.stdout.flush()
-        except BaseException as error:  # told by the main thread, which ends the process
+        except BaseException as error:  # the main thread raises it
             self._error = error
             self.on_failure()
 
     def finish(self) -> None:
-        """Raise what went wrong; end the process when it is still at it."""
+        """Raise the error of loading; if it is still loading, end the process."""
         if self._error is not None:
             raise self._error
         if self.is_alive():
@@ -116,17 +115,17 @@ class _Loading(threading.Thread):
 def make_service(given: dict[str, Any]) -> Service:
     """The decoder behind a service, from parsed options; "full", "prefix_budget" and so on among them."""
     rag = opening.open_all_corpora(given)
-    from blend.model.cpu import take_threads
+    from blend.model.cpu import set_threads
     from blend.serve.embedded import EmbeddedEngine
-    from blend.serve.service import Profile, Service
+    from blend.serve.service import PrefillProfile, Service
 
     decoder = rag.decoder
     note(f"Warming up {decoder.name} ...")
-    profile = Profile(decoder)
+    profile = PrefillProfile(decoder)
     profile.measure()
     engine = EmbeddedEngine(
         rag.blender,
-        blender_of=lambda tenant, corpus: service.room(tenant).rag(corpus).blender,
+        blender_of=lambda tenant, corpus: service.tenant(tenant).rag(corpus).blender,
         most_running=given["most_running"],
         most_waiting=given["most_waiting"],
         kv_budget=_bytes(given["kv_budget"]),
@@ -136,11 +135,11 @@ def make_service(given: dict[str, Any]) -> Service:
     )
     # The cores are the engine's. With helper threads for the others there would be more threads than cores, and GNU's OpenMP
     # then lets the engine's own helpers sleep between operations: passes take two to three times as long.
-    take_threads(1)
+    set_threads(1)
     learn = 0 if given["no_learn"] else _bytes(given["learn_budget"])
     service = Service(rag, engine, learn_budget=learn, full=given["full"], profile=profile)
     if Path(rag.model).is_dir():
-        service.model = Path(rag.model).resolve().name  # where it lies is nobody's business
+        service.model = Path(rag.model).resolve().name  # clients need not know its path
     return service
 
 
@@ -149,7 +148,7 @@ def _bytes(size: float, unit: float = 1e9) -> int:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-_EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart")
+_EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart", "pythonjsonlogger")
 
 
 class _Origin(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
@@ -180,15 +179,11 @@ def _counted(name: str, words: str, default: float, unit: str | None = None) -> 
     multiple=True,
     envvar="KVBLEND_API_KEY",
     show_envvar=True,
-    help="A key that requests must carry; may be given more than once. On a command line everybody on the machine can "
-    "read it.",
+    help="A key that requests must carry; may be given more than once. Every user of the machine can read "
+    "a command line.",
 )
-@click.option(
-    "--api-keys", type=PLACE, help="File of keys, one a line; a name behind a key gives it corpora of its own."
-)
-@click.option(
-    "--no-api-key", is_flag=True, help="Let everybody ask who can reach the address, from other machines too."
-)
+@click.option("--api-keys", type=PLACE, help="File of keys, one a line; a name behind a key gives it separate corpora.")
+@click.option("--no-api-key", is_flag=True, help="Answer without a key, also to other machines.")
 @click.option(
     "--allow-origin",
     type=_Origin(),
@@ -200,7 +195,7 @@ def _counted(name: str, words: str, default: float, unit: str | None = None) -> 
 @click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")
 @_counted("learn_budget", "Most GB of caches of learned text, for each key.", LEARN_BUDGET / 1e9, "GB")
 @_counted("most_running", "Answers at the same time.", MOST_RUNNING)
-@_counted("most_waiting", "Prompts that may wait; who brings more is told to come again.", MOST_WAITING)
+@_counted("most_waiting", "Prompts that may wait; more are refused.", MOST_WAITING)
 @_counted("kv_budget", "Memory for the prompts that run.", KV_BUDGET / 1e9, "GB")
 @_counted("prefix_budget", "Memory for how earlier prompts began.", PREFIX_BUDGET / 1e9, "GB")
 @_counted("memory_budget", "Memory for the chunk caches that are used most; 0 keeps none.", MEMORY_BUDGET / 1e9, "GB")
@@ -227,24 +222,23 @@ def command(**given: Any) -> None:
 
 
 def _require_extra() -> None:
-    lacking = [name for name in _EXTRA if find_spec(name) is None]
-    if lacking:
-        raise ConfigError(f"the server needs {', '.join(lacking)}: pip install 'kvblend[serve]'")
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the server needs {', '.join(missing)}: pip install 'kvblend[serve]'")
 
 
-def _tenants(keys: Sequence[str], file: Path | None) -> Tenants:
+def _tenants(keys: Sequence[str], file: Path | None) -> ApiKeys:
     """Who may ask. Notes when others can read the file of keys."""
-    from blend.cli.console import note
-    from blend.serve.tenants import Tenants, read_keys
+    from blend.serve.access import ApiKeys, read_keys
 
-    with warnings.catch_warnings(record=True, action="always") as told:
+    with warnings.catch_warnings(record=True, action="always") as caught:
         of_file = read_keys(file) if file is not None else []
-    for warning in told:
+    for warning in caught:
         note(str(warning.message))
-    return Tenants([*((key, "") for key in keys), *of_file])
+    return ApiKeys([*((key, "") for key in keys), *of_file])
 
 
-def _check_host(host: str, tenants: Tenants, *, insisted: bool) -> None:
+def _check_host(host: str, tenants: ApiKeys, *, insisted: bool) -> None:
     if insisted and tenants.required:
         raise ConfigError("--no-api-key and API keys exclude each other: leave one of them out")
     if not (is_loopback(host) or tenants.required or insisted):

@@ -14,7 +14,7 @@ from blend.cli import opening, options
 from blend.cli.options import NAME, number
 from blend.errors import ConfigError, StoreError
 from blend.integrations.vllm.transport import SOCKET, TransportError, bind, close, connect, receive, send
-from blend.serve.budgets import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
+from blend.serve.limits import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 
 if TYPE_CHECKING:
     from blend.rag import Rag
@@ -141,18 +141,18 @@ def _serve(given: dict[str, Any], place: Any) -> None:
     from blend.cli.serve import make_service
     from blend.integrations.vllm.server import PrefillServer, PrefillService
     from blend.integrations.vllm.transport import KVPool
-    from blend.serve.http.hall import DoorLimits
     from blend.serve.http.log import log_to_stderr
+    from blend.serve.limits import RequestLimits
 
     log_to_stderr(requests=False)
     given = {**given, "model": opening.model_of(given)}
     dtype = dtype_of_vllm(given["model"]) if given["dtype"] == "auto" else given["dtype"]
     service = make_service({**given, "full": False, "dtype": dtype})
     try:
-        note_other_dtype(service.room("").rag())
+        note_other_dtype(service.tenant("").rag())
         service.warm_up()
         pool = KVPool(round(given["held_budget"] * 1e9))
-        server = PrefillServer(PrefillService(service, pool, DoorLimits(top_k=given["top_k"])), pool, place)
+        server = PrefillServer(PrefillService(service, pool, RequestLimits(top_k=given["top_k"])), pool, place)
         for number_ in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number_, lambda *_: server.stop())
         say(f"Ready at {given['socket']}")

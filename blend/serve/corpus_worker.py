@@ -1,4 +1,4 @@
-"""The thread that keeps one corpus: reads what was handed in, brings the index up to date, has the caches computed."""
+"""The thread of one corpus: reads uploads, updates the index, has missing caches computed."""
 
 from __future__ import annotations
 
@@ -11,36 +11,31 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from blend.errors import ConfigError, StoreError, first_line
-from blend.serve.cache_feeder import CacheFeeder, Calibrate
-from blend.serve.caching import Compute, DocumentState
-from blend.serve.corpus_keeper import CorpusKeeper
-from blend.serve.reasons import MENDABLE, is_passing, log_failure, reason_of
-from blend.serve.spool import GivenUpError, Spool
-from blend.serve.uploads import DocumentLimits, Upload, part_of, read
+from blend.serve.corpus_caches import CacheBuilder, CalibrateCorpus, Compute, CorpusUpdater, DocumentState
+from blend.serve.failures import CLIENT_ERRORS, is_transient, log_failure, reason_of
+from blend.serve.uploads import DocumentLimits, GivenUpError, Upload, UploadQueue, part_of, read
 from blend_retrieval import Document
 from blend_retrieval.apart import ApartReader, StoppedError
 from blend_retrieval.errors import DocumentsError
 
-MOST_AT_ONCE, MOST_BYTES_AT_ONCE = 16, 64 << 20  # that go into the index together
-FIRST_RETRY_S, RETRY_S = (
-    1.0,
-    30.0,
-)  # until what the store, the disk or memory refused is tried again, twice as long each time
-LAST_S = 10.0  # until the thread is left to itself, which then ends with the process
+MOST_AT_ONCE, MOST_BYTES_AT_ONCE = 16, 64 << 20  # uploads that are indexed together
+FIRST_RETRY_S, RETRY_S = 1.0, 30.0  # delay after a transient failure; doubles from the first to the last
+LAST_S = 10.0  # how long `close` waits for the thread
+MOST_FAILED = 1000  # failures to remember
 _BREATH_S = 5e-5
-MOST_FAILED = 1000  # that are remembered
 
 
 class ClosingError(Exception):
-    """The thread is to end; what it was at comes again with the next process."""
+    """The worker is closing; its uploads wait for the next process."""
 
 
 @dataclass(eq=False)
-class Task:
+class UploadTask:
     """An upload on its way into the index.
 
-    upload: without its bytes. alone: it goes into the index without others, for one of them is at fault or too much. done: has
-    the error of one that did not get there.
+    upload: without its bytes.
+    alone: index it without others, because one of them is at fault or they are too large.
+    done: completes when it is indexed, or with the error.
     """
 
     number: int
@@ -51,38 +46,44 @@ class Task:
     done: Future[None] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
-        self.done.set_running_or_notify_cancel()  # from here on nobody who waits for it can cancel it
+        self.done.set_running_or_notify_cancel()  # so that no waiter can cancel it
+
+    @property
+    def file(self) -> str:
+        """The id of the upload that brought the document."""
+        return self.upload.id.partition("#")[0]
 
 
 class CorpusWorker:
-    """What is shared with it is read and changed under `changed`.
+    """Works on one corpus. `changed` guards its attributes.
 
-    tasks: what waits, in order. failed: numbers and uploads with their reasons, by the ids of uploads. problem: what the thread
-    failed at in the background and will try again, in the words of the error, or empty.
+    tasks: uploads that wait, in order.
+    failed: numbers and uploads with reasons, by upload id.
+    problem: the transient failure of background work, in the error's words; empty without one.
     """
 
     def __init__(
         self,
-        keeper: CorpusKeeper,
-        spool: Spool,
+        updater: CorpusUpdater,
+        uploads: UploadQueue,
         compute: Compute,
-        calibrate: Calibrate | None,
+        calibrate: CalibrateCorpus | None,
         limits: DocumentLimits,
     ) -> None:
-        self._keeper, self._spool, self._limit = keeper, spool, limits.documents
+        self._updater, self._uploads, self._limit = updater, uploads, limits.documents
         self._reader = ApartReader(limits.reading)
         self._look, self._busy, self._closed = True, False, False
         self.changed = threading.Condition()
-        self.caches = CacheFeeder(keeper, compute, calibrate, self.changed, lambda: bool(self.tasks) or self._closed)
-        self.tasks = deque(Task(number, *spool.head(number), spool.alone(number)) for number in spool.numbers())
-        self.failed = {upload.id: (number, upload) for number, upload in spool.failed().items()}
+        self.caches = CacheBuilder(updater, compute, calibrate, self.changed, lambda: bool(self.tasks) or self._closed)
+        self.tasks = deque(UploadTask(one, *uploads.head(one), uploads.alone(one)) for one in uploads.numbers())
+        self.failed = {upload.id: (number, upload) for number, upload in uploads.failed().items()}
         self.problem = ""
         self._pause_s, self._resume_at = 0.0, 0.0
         self._thread = threading.Thread(target=self._run, name="kvblend-documents", daemon=True)
         self._thread.start()
 
-    def put(self, tasks: Sequence[Task]) -> None:
-        """Let these wait. One that takes a document away is tried at once: it may make the room that others wait for."""
+    def put(self, tasks: Sequence[UploadTask]) -> None:
+        """Queue these. A deletion ends a pause: it may make the room that others wait for."""
         with self.changed:
             self.tasks.extend(tasks)
             if any(task.upload.kind == "delete" for task in tasks):
@@ -90,21 +91,17 @@ class CorpusWorker:
             self.changed.notify_all()
 
     def free(self, name: str) -> None:
-        """Make room on a full disk by all that the upload of this id takes there, but for the index, which still holds it.
-
-        Raises `StoreError`.
-        """
+        """Make room on a full disk: delete everything of this upload except the index. Raises `StoreError`."""
         with self.changed:
-            mine = [task for task in self.tasks if task.state == "queued" and task.upload.id == name]
-            for task in mine:
+            for task in [task for task in self.tasks if task.state == "queued" and task.upload.id == name]:
                 if task.upload.kind != "delete":
                     self._finish(task)
             self._note(name)
-            self._look = True  # where it stays after all, its caches are computed again
-        self._keeper.free(name)
+            self._look = True  # if it stays after all, its caches are computed again
+        self._updater.free(name)
 
     def saw(self, documents: Collection[str]) -> None:
-        """The index holds these now. Where none of its own tasks made it so, another process did: it is looked at again."""
+        """The index holds these documents. Looks at it again if another process changed it."""
         with self.changed:
             if not self.tasks and not self.caches.knows(documents):
                 self._look = True
@@ -112,17 +109,17 @@ class CorpusWorker:
 
     @property
     def leaving(self) -> frozenset[str]:
-        """Ids of uploads that are to be removed and may be in the index still."""
+        """Ids of uploads to remove that the index may still hold."""
         with self.changed:
             return frozenset(task.upload.id for task in self.tasks if task.upload.kind == "delete")
 
     @property
     def quiet(self) -> bool:
-        """Whether everything is in the index and everything computed, as far as it can be."""
+        """Whether everything possible is indexed and computed."""
         return self.caches.quiet and not (self.tasks or self._look or self._busy)
 
     def close(self) -> None:
-        """End the thread, which is waited for `LAST_S` at most; what it has not done waits on disk."""
+        """Stop the thread, waiting at most `LAST_S`; what is not done waits on disk."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()
@@ -133,8 +130,8 @@ class CorpusWorker:
     def _run(self) -> None:
         while True:
             with self.changed:
-                on_time = self.changed.wait_for(self._due, self._patience())
-            if not self._store_is_there():
+                on_time = self.changed.wait_for(self._due, self._timeout())
+            if not self._wait_for_store():
                 return
             with self.changed:
                 if not on_time:
@@ -149,8 +146,8 @@ class CorpusWorker:
                 problem = None
             except ClosingError:
                 return
-            except Exception as error:  # a store or a disk that is down; no document is the worse for it
-                problem = self._failed_at(error)
+            except Exception as error:  # an outage of the store or the disk
+                problem = self._log_once(error)
             with self.changed:
                 self.problem, self._busy = self.problem if problem is None else problem, False
                 if batch:
@@ -158,15 +155,15 @@ class CorpusWorker:
                     self._resume_at = time.monotonic() + self._pause_s
                 self.changed.notify_all()
 
-    def _store_is_there(self) -> bool:
-        """Wait until the store can be read, and what is to be done with it; False when this is closed."""
+    def _wait_for_store(self) -> bool:
+        """Wait until the store is readable; False when closed."""
         lost = ""
         while not self._closed:
             try:
-                self._keeper.require_store()
+                self._updater.require_store()
             except StoreError as error:
                 with self.changed:
-                    self.problem = lost = self._failed_at(error)
+                    self.problem = lost = self._log_once(error)
                     self.changed.wait_for(lambda: self._closed, RETRY_S)
             else:
                 with self.changed:
@@ -175,8 +172,8 @@ class CorpusWorker:
                 return True
         return False
 
-    def _failed_at(self, error: Exception) -> str:
-        """What the thread failed at, in one line; the log has it once, however often it is tried."""
+    def _log_once(self, error: Exception) -> str:
+        """Log an error unless it is the current problem; returns its first line."""
         line = first_line(error)
         if line != self.problem:
             log_failure(error)
@@ -189,21 +186,21 @@ class CorpusWorker:
     def _pausing(self) -> bool:
         return time.monotonic() < self._resume_at
 
-    def _patience(self) -> float:
+    def _timeout(self) -> float:
         return self._resume_at - time.monotonic() if self.tasks and self._pausing else RETRY_S
 
-    def _step(self, batch: Sequence[Task], looking: bool) -> None:
-        """One thing, the most urgent first: what is indexed can be asked for."""
+    def _step(self, batch: Sequence[UploadTask], looking: bool) -> None:
+        """One step, the most urgent: indexing comes before computing, because indexed documents can be retrieved."""
         if batch:
             self._take(batch)
         elif looking:
-            if self._keeper.documents() or self._spool.gone():
+            if self._updater.documents() or self._uploads.gone():
                 self._apply((), ())
         else:
             self.caches.step()
 
-    def _batch(self) -> Iterator[Task]:
-        """The first tasks, as many as may go together."""
+    def _batch(self) -> Iterator[UploadTask]:
+        """The first tasks that may be indexed together."""
         nbytes = 0
         for number, task in enumerate(() if self._pausing else self.tasks):
             nbytes += task.nbytes
@@ -213,51 +210,51 @@ class CorpusWorker:
             if task.alone:
                 return
 
-    def _take(self, batch: Sequence[Task]) -> None:
-        """Read some uploads and put them into the index together; where that fails, each comes again alone.
+    def _take(self, batch: Sequence[UploadTask]) -> None:
+        """Read uploads and index them together; on a failure each is tried again alone.
 
-        Raises `ClosingError`, and what is no document's fault.
+        Raises `ClosingError`, and transient errors.
         """
         documents: dict[str, Document] = {}
         removed: list[str] = []
-        fine: list[Task] = []
+        readable: list[UploadTask] = []
         try:
-            fine.extend(task for task in batch if self._read(task, documents, removed))
-            if documents or any(part_of(name, one) for name in self._keeper.documents() for one in removed):
+            readable.extend(task for task in batch if self._read(task, documents, removed))
+            if documents or any(part_of(name, one) for name in self._updater.documents() for one in removed):
                 self._apply(list(documents.values()), removed)
         except ClosingError:
             self._put_back(batch)
             raise
         except Exception as error:  # no document may end the thread
-            if len(fine) == len(batch) == 1 and not is_passing(error):
-                self._finish(fine[0], error)
+            if len(readable) == len(batch) == 1 and not is_transient(error):
+                self._finish(readable[0], error)
                 return
             self._put_back(batch)
-            if is_passing(error):
+            if is_transient(error):
                 raise
         else:
-            for task in fine:
+            for task in readable:
                 self._finish(task)
 
-    def _put_back(self, batch: Sequence[Task]) -> None:
-        """Those of them that are not done wait again, behind others that may fare better; what has one id keeps its order."""
+    def _put_back(self, batch: Sequence[UploadTask]) -> None:
+        """Queue unfinished tasks again, behind the others; tasks of one file keep their order."""
         with self.changed:
             left = [task for task in batch if not task.done.done()]
             for task in left:
                 task.state, task.alone = "queued", True
-                with suppress(OSError):  # a folder that cannot be written: it is found by its number all the same
-                    self._spool.put_back(task.number)
-            files = {_file_of(task) for task in left}
-            self.tasks = deque(sorted(self.tasks, key=lambda task: _file_of(task) in files))
+                with suppress(OSError):  # a read-only folder: the number still finds it
+                    self._uploads.put_back(task.number)
+            files = {task.file for task in left}
+            self.tasks = deque(sorted(self.tasks, key=lambda task: task.file in files))
             self.changed.notify_all()
 
-    def _read(self, task: Task, documents: dict[str, Document], removed: list[str]) -> bool:
-        """Whether an upload could be read; what it brings or takes is then in `documents` and `removed`.
+    def _read(self, task: UploadTask, documents: dict[str, Document], removed: list[str]) -> bool:
+        """Add what an upload brings to `documents`, or what it deletes to `removed`; False if it is at fault.
 
-        Raises `ClosingError`, and what is not its fault.
+        Raises `ClosingError`, and transient errors.
         """
         try:
-            upload = self._spool.take(task.number)
+            upload = self._uploads.take(task.number)
             if upload.kind == "delete":
                 removed.append(upload.id)
                 for name in [name for name in documents if part_of(name, upload.id)]:
@@ -266,8 +263,8 @@ class CorpusWorker:
                 documents |= self._documents(task, upload, documents)
         except StoppedError:
             raise ClosingError from None
-        except Exception as error:  # an upload that is damaged
-            if is_passing(error):
+        except Exception as error:
+            if is_transient(error):
                 raise
             self._finish(task, error)
             return False
@@ -275,12 +272,12 @@ class CorpusWorker:
             task.state = "indexing"
         return True
 
-    def _documents(self, task: Task, upload: Upload, others: dict[str, Document]) -> dict[str, Document]:
+    def _documents(self, task: UploadTask, upload: Upload, others: dict[str, Document]) -> dict[str, Document]:
         found, skipped = read(upload, self._reader)
         reasons = [f"{one.source} {one.reason}" for one in skipped]
         if not found:
             raise DocumentsError(reasons[0] if reasons else f"{upload.id} holds no document")
-        names = self._keeper.documents() | set(others) | {one.id for one in found}
+        names = self._updater.documents() | set(others) | {one.id for one in found}
         if len(names) > self._limit:
             raise ConfigError(f"the corpus would have {len(names):,} documents, at most {self._limit:,} are taken")
         reason = f"{len(reasons)} left out, the first: {reasons[0]}" if reasons else ""
@@ -288,38 +285,38 @@ class CorpusWorker:
         return {one.id: one for one in found}
 
     def _apply(self, documents: Sequence[Document], removed: Sequence[str]) -> None:
-        applied = self._keeper.apply(documents, removed, self._going_on)
+        applied = self._updater.apply(documents, removed, self._on_progress)
         self.caches.change(applied)
         try:
             self.caches.forget()
             self.problem = ""
-        except StoreError as error:  # the spool knows what is to go, and the index is as it is to be
-            self.problem = self._failed_at(error)
+        except StoreError as error:  # the index is right, and the upload folder names the caches to delete
+            self.problem = self._log_once(error)
 
-    def _going_on(self, stage: str, done: int, total: int) -> None:
-        """Ends what is under way when this is closed, and lets others have the interpreter meanwhile."""
+    def _on_progress(self, stage: str, done: int, total: int) -> None:
+        """Stop when closed, and yield the interpreter to answering threads: Python's switch interval is 5 ms."""
         if self._closed:
             raise ClosingError
-        time.sleep(_BREATH_S)  # else a thread that answers waits for Python's switch interval, 5 ms, again and again
+        time.sleep(_BREATH_S)
 
     def _note(self, name: str, failed: tuple[int, Upload] | None = None) -> None:
-        """Remember that an upload failed and why, or that it did not."""
+        """Remember that an upload failed, or that it did not."""
         with self.changed:
             before = self.failed.pop(name, None)
             if failed is not None:
                 self.failed[name] = failed
-            gone = [before] if before else []
+            dropped = [before] if before else []
             while len(self.failed) > MOST_FAILED:
-                gone.append(self.failed.pop(next(iter(self.failed))))
-            for number, _ in gone:
+                dropped.append(self.failed.pop(next(iter(self.failed))))
+            for number, _ in dropped:
                 self._remove(number)
 
     def _remove(self, number: int) -> None:
-        with suppress(OSError):  # a folder that cannot be written: then the next process does it again, to the same end
-            self._spool.remove(number)
+        with suppress(OSError):  # a read-only folder: the next process repeats the upload, with the same result
+            self._uploads.remove(number)
 
-    def _finish(self, task: Task, error: Exception | None = None) -> None:
-        """An upload is in the index, or never will be."""
+    def _finish(self, task: UploadTask, error: Exception | None = None) -> None:
+        """An upload is indexed, or failed for good."""
         number, upload = task.number, task.upload
         if error is not None:
             upload = upload._replace(reason=reason_of(error))
@@ -332,8 +329,8 @@ class CorpusWorker:
                 self._note(upload.id, (number, upload) if upload.reason else None)
             if upload.reason and upload.kind != "delete":
                 with suppress(StoreError):
-                    whole = isinstance(error, GivenUpError) or not isinstance(error, MENDABLE)
-                    self._spool.fail(number, upload, whole=error is not None and whole)
+                    whole = isinstance(error, GivenUpError) or not isinstance(error, CLIENT_ERRORS)
+                    self._uploads.fail(number, upload, whole=error is not None and whole)
             else:
                 self._remove(number)
             self.tasks.remove(task)
@@ -342,8 +339,3 @@ class CorpusWorker:
             task.done.set_result(None)
         else:
             task.done.set_exception(error)
-
-
-def _file_of(task: Task) -> str:
-    """The id of the upload that brings, or brought, what the task is about."""
-    return task.upload.id.partition("#")[0]

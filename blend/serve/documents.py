@@ -1,11 +1,8 @@
-"""The documents of a corpus that a server answers from: added, replaced and removed while it answers.
+"""The documents of a corpus, added, replaced and deleted while the server answers from it.
 
-A change goes through three hands. `Documents` takes it, checks it and writes it down (`spool`). The corpus's own thread reads
-it and brings the index up to date: from then on its chunks are retrieved, and those of a document that went are not. What
-caches the corpus then lacks is handed, piece by piece, to whoever computes them (`caching`).
-
-A process that is killed loses nothing: what was taken is on disk until it is in the index, and an index names the caches that
-are to be there.
+`Documents` checks an upload and writes it to disk. `CorpusWorker` reads it and updates the index: from then on its chunks are
+retrieved. `CacheBuilder` has the missing caches computed. A killed process loses nothing: accepted uploads stay on disk until
+they are indexed, and the index names the caches that should exist.
 """
 
 from __future__ import annotations
@@ -17,14 +14,28 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import ConfigError, StoreError
-from blend.serve.cache_feeder import Calibrate
-from blend.serve.caching import Compute, DocumentState, compute_here
-from blend.serve.corpus_keeper import CorpusKeeper, current_index
-from blend.serve.corpus_worker import CorpusWorker, Task
-from blend.serve.reasons import CORPUS_FAILS
-from blend.serve.spool import INCOMING, Spool
+from blend.serve.corpus_caches import (
+    CalibrateCorpus,
+    Compute,
+    CorpusUpdater,
+    DocumentState,
+    compute_here,
+    current_index,
+)
+from blend.serve.corpus_worker import CorpusWorker, UploadTask
+from blend.serve.failures import CORPUS_FAILS
 from blend.serve.types import GivenDocument
-from blend.serve.uploads import DocumentLimits, Upload, UploadedFile, UploadsFullError, checked, part_of, spellings
+from blend.serve.uploads import (
+    INCOMING,
+    DocumentLimits,
+    Upload,
+    UploadedFile,
+    UploadQueue,
+    UploadsFullError,
+    checked,
+    part_of,
+    spellings,
+)
 
 if TYPE_CHECKING:
     from blend.rag import Rag
@@ -34,10 +45,11 @@ _ORDER: tuple[DocumentState, ...] = ("failed", "queued", "reading", "indexing", 
 
 
 class DocumentStatus(NamedTuple):
-    """A document, or a file that is not read yet. state: "failed" for the reason given.
+    """A document, or a file that is not read yet.
 
-    chunks: of it that can be retrieved now, also while a new version of it is on its way. tokens_done, tokens_total: of its
-    caches, as soon as it is indexed; a chunk has one or two.
+    chunks: that can be retrieved now, also while a new version is on its way.
+    tokens_done, tokens_total: of its caches; a chunk has one or two.
+    reason: why it failed.
     """
 
     id: str
@@ -50,17 +62,18 @@ class DocumentStatus(NamedTuple):
 
 
 class _Indexed(NamedTuple):
-    """A document in the index: its title, and how many chunks it has."""
+    """A document in the index, and how many chunks it has."""
 
     title: str
     chunks: int
 
 
 class Documents:
-    """The documents of the corpus of `rag`. Any thread may call it; what it is asked to do survives the process.
+    """The documents of one corpus. Thread-safe; accepted changes survive the process.
 
-    compute: computes caches; by default in the corpus's own thread. calibrate: measures the KV corrections when all caches are
-    there; None does not. A document that cannot be read is told as "failed", and what was there under its id stays.
+    compute: computes caches; by default in the corpus's own thread.
+    calibrate: measures the KV corrections when all caches exist; None does not.
+    A document that cannot be read is "failed", and its earlier version stays.
     """
 
     def __init__(
@@ -68,23 +81,24 @@ class Documents:
         rag: Rag,
         compute: Compute = compute_here,
         *,
-        calibrate: Calibrate | None = None,
+        calibrate: CalibrateCorpus | None = None,
         limits: DocumentLimits | None = None,
     ) -> None:
         self._rag, self._limits = rag, limits or DocumentLimits()
-        self._spool = Spool(rag.index_dir.parent / INCOMING)
+        self._uploads = UploadQueue(rag.index_dir.parent / INCOMING)
         self._putting = threading.Lock()
-        self._worker = CorpusWorker(CorpusKeeper(rag, self._spool), self._spool, compute, calibrate, self._limits)
+        updater = CorpusUpdater(rag, self._uploads)
+        self._worker = CorpusWorker(updater, self._uploads, compute, calibrate, self._limits)
         self._seen: tuple[ChunkIndex | None, dict[str, _Indexed]] = None, {}
 
     def add(
         self, files: Sequence[UploadedFile] = (), texts: Sequence[GivenDocument] = ()
     ) -> tuple[DocumentStatus, ...]:
-        """Take documents in; each takes the place of one with its id, when it is indexed.
+        """Accept documents, all or none; each replaces the one with its id when it is indexed.
 
-        A text without an id gets one that depends on what it says. Raises `ConfigError` for too many, too large or empty
-        documents, `DocumentsError` for a kind of file that cannot be read, `UploadsFullError` when too much waits, `StoreError`
-        when they cannot be kept; none of them is then taken.
+        A text without an id gets a digest of what it says. Raises `ConfigError` for too many, too large or empty documents,
+        `DocumentsError` for an unsupported kind of file, `UploadsFullError` if too much waits, `StoreError` if they cannot be
+        written.
         """
         uploads = checked(files, texts, self._limits)
         with self._putting:
@@ -93,15 +107,13 @@ class Documents:
         return tuple(DocumentStatus(task.upload.id, task.upload.title, "queued") for task in tasks)
 
     def listing(self) -> tuple[DocumentStatus, ...]:
-        """All documents by their ids, and what is on its way or failed. Raises `RetrievalError` for a damaged index."""
-        with (
-            self._worker.changed
-        ):  # before the index: what gets there meanwhile is told as on its way, and not left out
+        """All documents by id, including queued and failed ones. Raises `RetrievalError` for a damaged index."""
+        with self._worker.changed:  # before reading the index: what is indexed meanwhile is listed as queued
             waiting = [(task.upload, task.state) for task in self._worker.tasks]
             failed = dict(self._worker.failed)
         indexed = self._indexed()
         with self._worker.changed:
-            found = {name: self._held(name, one) for name, one in indexed.items()}
+            found = {name: self._status(name, one) for name, one in indexed.items()}
         for name, (_, upload) in failed.items():
             one = found.get(name, DocumentStatus(name, upload.title or name, "failed"))
             found[name] = one._replace(state="failed", reason=upload.reason)
@@ -114,20 +126,20 @@ class Documents:
         return tuple(found[name] for name in sorted(found))
 
     def get(self, name: str) -> DocumentStatus | None:
-        """A document by its id, or the name that it was uploaded under; of a file of many documents all together."""
+        """A document by its id or the name it was uploaded under; a file of many documents as one."""
         statuses = self.listing()
         for wanted in spellings(name):
-            mine = [one for one in statuses if part_of(one.id, wanted)]
-            if mine:
-                exact = next((one for one in mine if one.id == wanted), None)
-                return exact if exact and len(mine) == 1 else _together(wanted, mine)
+            parts = [one for one in statuses if part_of(one.id, wanted)]
+            if parts:
+                exact = next((one for one in parts if one.id == wanted), None)
+                return exact if exact and len(parts) == 1 else _together(wanted, parts)
         return None
 
     def delete(self, name: str, wait_s: float = 10.0) -> bool:
-        """Remove a document, or all that were uploaded in one file; False where there is none of that id.
+        """Delete a document, or all of one file; False for an unknown id.
 
-        When it returns, nothing new is answered from it; it is out of the index too, unless that takes longer than `wait_s`.
-        Raises `StoreError` when the removal cannot be written down; the document then stays.
+        No new answer uses it afterwards. Waits at most `wait_s` until it is out of the index too. Raises `StoreError` if the
+        deletion cannot be written; the document then stays.
         """
         removal = self.remove(name)
         if removal is None:
@@ -137,7 +149,7 @@ class Documents:
         return True
 
     def remove(self, name: str) -> Future[None] | None:
-        """The same without waiting: what is returned is done when it is out of the index, or was kept from it."""
+        """`delete` without waiting: the result completes when the document is out of the index, or has the error."""
         status = self.get(name)
         if status is None:
             return None
@@ -145,23 +157,23 @@ class Documents:
         with self._putting:
             try:
                 (task,) = self._put([removal])
-            except StoreError:  # a full disk: what goes makes the room to write down that it goes
+            except StoreError:  # a full disk: deleting the caches makes room for the note
                 self._worker.free(status.id)
                 (task,) = self._put([removal])
         return task.done
 
     @property
     def leaving(self) -> frozenset[str]:
-        """Ids of uploads that are to be removed, though the index may hold them still."""
+        """Ids of uploads to remove that the index may still hold."""
         return self._worker.leaving
 
     @property
     def problem(self) -> str:
-        """What the background failed at and tries again, in one line for the operator, or empty."""
+        """The background failure that is being retried, in one line for the operator; empty without one."""
         return self._worker.problem
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until everything is indexed and computed as far as it can be; whether it is."""
+        """Wait until everything possible is indexed and computed; whether it is."""
         with self._worker.changed:
             return self._worker.changed.wait_for(lambda: self._worker.quiet, timeout_s)
 
@@ -172,10 +184,9 @@ class Documents:
     def _require_room(self, uploads: Sequence[Upload]) -> None:
         with self._worker.changed:
             tasks = list(self._worker.tasks)
-        if (nbytes := sum(task.nbytes for task in tasks)) + sum(
-            len(upload.data) for upload in uploads
-        ) > self._limits.waiting_bytes:
-            raise UploadsFullError(nbytes)
+        waiting = sum(task.nbytes for task in tasks)
+        if waiting + sum(len(upload.data) for upload in uploads) > self._limits.waiting_bytes:
+            raise UploadsFullError(waiting)
         names = {*self._indexed(), *(task.upload.id for task in tasks), *(upload.id for upload in uploads)}
         if len(names) > self._limits.documents:
             raise ConfigError(
@@ -183,16 +194,16 @@ class Documents:
                 "delete some, or use another corpus"
             )
 
-    def _put(self, uploads: Sequence[Upload]) -> Sequence[Task]:
-        """Write all of them down, or none."""
-        tasks: list[Task] = []
+    def _put(self, uploads: Sequence[Upload]) -> Sequence[UploadTask]:
+        """Write all uploads, or none."""
+        tasks: list[UploadTask] = []
         try:
             for upload in uploads:
                 head = upload._replace(data=b"")
-                tasks.append(Task(self._spool.put(upload), head, len(upload.data)))
+                tasks.append(UploadTask(self._uploads.put(upload), head, len(upload.data)))
         except BaseException:
             for task in tasks:
-                self._spool.remove(task.number)
+                self._uploads.remove(task.number)
             raise
         self._worker.put(tasks)
         return tasks
@@ -205,13 +216,13 @@ class Documents:
             chunks: dict[str, list[Chunk]] = {}
             for chunk in index.chunks if index else ():
                 chunks.setdefault(chunk.document_id, []).append(chunk)
-            found = {name: _Indexed(mine[0].title.partition(" > ")[0], len(mine)) for name, mine in chunks.items()}
+            found = {name: _Indexed(own[0].title.partition(" > ")[0], len(own)) for name, own in chunks.items()}
             self._seen = index, found
             self._worker.saw(found)
         return found
 
-    def _held(self, name: str, indexed: _Indexed) -> DocumentStatus:
-        """Of a document that the index holds."""
+    def _status(self, name: str, indexed: _Indexed) -> DocumentStatus:
+        """The status of a document in the index."""
         progress = self._worker.caches.progress(name)
         if progress is None:
             if self._worker.problem:
@@ -221,7 +232,7 @@ class Documents:
 
 
 def _together(name: str, parts: Sequence[DocumentStatus]) -> DocumentStatus:
-    """A file of several documents: as far as the least of them is."""
+    """A file of several documents: as ready as the least ready one."""
     least = min(parts, key=lambda one: _ORDER.index(one.state))
     chunks, done, total = (sum(counts) for counts in zip(*(one[3:6] for one in parts), strict=True))
     return DocumentStatus(name, name, least.state, chunks, done, total, least.reason)

@@ -1,16 +1,30 @@
-"""What clients hand in to a corpus: checked when it comes, read when its turn has come. Nothing of it is to be trusted."""
+"""Uploads: checked when they arrive, kept on disk until they are indexed, and read when it is their turn.
+
+Clients are not trusted. The queue is a folder of files:
+
+    incoming/<number>-<tries>.upload   one line of JSON, then the bytes; numbers give the order
+    incoming/<number>.failed           the same for a failed upload, with the reason; the bytes stay if they are not at fault
+    incoming/gone.json                 token ids of chunks that leave the index, until their caches are removed
+
+Files are written atomically, private to their owner, and deleted as soon as they are useless.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
-from blend.errors import ConfigError
+from blend.chunks.library import Tokens
+from blend.errors import ConfigError, StoreError
+from blend.files import make_private_folder, sweep, write_atomically
 from blend.limits import shown
 from blend.serve.types import GivenDocument, QueueFullError
 from blend_retrieval import Document, LoadedDocuments
@@ -19,22 +33,28 @@ from blend_retrieval.cleaning import clean, clean_title
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.readers import SUFFIXES
 
+INCOMING = "incoming"  # the folder next to an index
 LONGEST_ID = 200  # characters
-_DRIVE = re.compile(r"[A-Za-z]:")
+MOST_TRIES = 5  # how often the process may die during an upload
+TRIES_TOGETHER = 2  # how often while several uploads are indexed together
 _RETRY_S = 10.0
+_DRIVE = re.compile(r"[A-Za-z]:")
+_WAITING = re.compile(r"([0-9]{12})-([0-9])\.upload")
+_FAILED = re.compile(r"([0-9]{12})\.failed")
 
 
 class UploadedFile(NamedTuple):
-    """A file of one of the formats of `blend_retrieval.readers`, under the name that the client gives it."""
+    """A file in a format of `blend_retrieval.readers`, under the client's name."""
 
     name: str
     data: bytes
 
 
 class Upload(NamedTuple):
-    """Something that is to happen to a corpus. id: of a file its name; the documents in it may have `#...` behind it.
+    """A change of a corpus.
 
-    reason: why it failed, or what of it was left out.
+    id: of a file its name; ids of the documents in it may continue with `#...`.
+    reason: why it failed, or what was left out.
     """
 
     kind: Literal["file", "text", "delete"]
@@ -46,9 +66,10 @@ class Upload(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentLimits:
-    """What a room takes. file_bytes: of one document. request: documents at a time. documents: of the corpus.
+    """What a corpus accepts.
 
-    waiting_bytes: of all that wait to be read. reading: what it may take to read a file.
+    file_bytes: of one document. request: documents in one request. documents: in the corpus.
+    waiting_bytes: of all that wait to be read. reading: limits of reading one file.
     """
 
     file_bytes: int = 32 << 20
@@ -59,17 +80,21 @@ class DocumentLimits:
 
 
 class UploadsFullError(QueueFullError):
-    """More waits to be read than may: nobody's mistake."""
+    """Too many bytes wait to be read."""
 
     def __init__(self, nbytes: int) -> None:
         Exception.__init__(self, f"{nbytes >> 20} MiB of documents wait to be read; try again in {_RETRY_S:.0f} s")
         self.retry_after_s = _RETRY_S
 
 
-def safe_id(name: str) -> str:
-    """A document's id out of whatever a client calls it: one line, relative, `/` between folders, 200 characters at most.
+class GivenUpError(DocumentsError):
+    """The process died again and again during this upload."""
 
-    Empty where nothing is left of the name. A longer one keeps its end and a digest of all of it.
+
+def safe_id(name: str) -> str:
+    """A document's id from a client's name: one line, relative, `/` between folders, at most 200 characters.
+
+    Empty if nothing is left of the name. A longer name keeps its end and a digest of all of it.
     """
     parts = [clean_title(part) for part in name[-4 * LONGEST_ID :].replace("\\", "/").split("/")]
     kept = "/".join(part for part in parts if part not in ("", ".", "..") and not _DRIVE.fullmatch(part))
@@ -80,19 +105,24 @@ def safe_id(name: str) -> str:
 
 
 def upload_id(name: str) -> str:
-    """The id of what is uploaded under this name. What stands behind a # in an id names a record of a file."""
+    """The id of an upload. It has no #, which separates a record from its file."""
     return safe_id(name).replace("#", "_")
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """The ids that what a client calls by this name may have, the likeliest first: as it was told, or as it called it."""
+    """The ids that a client may mean by this name, the likeliest first."""
     return tuple(dict.fromkeys((name, safe_id(name), upload_id(name))))
 
 
-def checked(files: Sequence[UploadedFile], texts: Sequence[GivenDocument], limits: DocumentLimits) -> list[Upload]:
-    """The documents of one request, as far as can be said without reading them.
+def part_of(document: str, upload: str) -> bool:
+    """Whether a document is this upload, or a record of this file."""
+    return document == upload or (document.startswith(f"{upload}#") and _is_file(upload))
 
-    Raises `ConfigError` for too many, too large or empty ones, `DocumentsError` for a kind of file that cannot be read.
+
+def checked(files: Sequence[UploadedFile], texts: Sequence[GivenDocument], limits: DocumentLimits) -> list[Upload]:
+    """The documents of one request, checked without reading files.
+
+    Raises `ConfigError` for too many, too large or empty documents, `DocumentsError` for an unsupported kind of file.
     """
     count = len(files) + len(texts)
     if not 0 < count <= limits.request:
@@ -104,12 +134,19 @@ def checked(files: Sequence[UploadedFile], texts: Sequence[GivenDocument], limit
                 f"the document {shown(upload.id)} has {len(upload.data):,} bytes, at most {limits.file_bytes:,} are "
                 "taken: divide it"
             )
-    # Texts without an id have one of what they say: where these are the same, so are the texts.
+    # The id of a text without one is a digest of the text: equal ids are then equal texts.
     named = [upload_id(one.name) for one in files] + [upload_id(one.id) for one in texts if upload_id(one.id)]
     for name, times in Counter(named).items():
         if times > 1:
             raise ConfigError(f"{times} documents of one request have the id {shown(name)}: give each its own")
     return found
+
+
+def read(upload: Upload, files: ApartReader) -> LoadedDocuments:
+    """The documents in an upload, and what could not be read. Raises as `files` does."""
+    if upload.kind == "file":
+        return files.read(upload.id, upload.data)
+    return LoadedDocuments((Document(upload.id, upload.title, upload.data.decode(), upload.id),), ())
 
 
 def _file(file: UploadedFile) -> Upload:
@@ -129,18 +166,129 @@ def _text(number: int, given: GivenDocument) -> Upload:
     return Upload("text", name, title or name, data)
 
 
-def read(upload: Upload, files: ApartReader) -> LoadedDocuments:
-    """The documents in an upload, and what could not be read. Raises as `files` does."""
-    if upload.kind == "file":
-        return files.read(upload.id, upload.data)
-    return LoadedDocuments((Document(upload.id, upload.title, upload.data.decode(), upload.id),), ())
-
-
-def part_of(document: str, upload: str) -> bool:
-    """Whether the document of this id is the one that was uploaded under that id, or a record of that file."""
-    return document == upload or (document.startswith(f"{upload}#") and _is_file(upload))
-
-
 def _is_file(name: str) -> bool:
-    """Whether this can name a file that is read; the name of a text may look the same."""
+    """Whether this can name a file; the id of a text may look the same."""
     return PurePosixPath(name).suffix.lower() in SUFFIXES
+
+
+class UploadQueue:
+    """The folder of uploads that wait or failed. One thread takes uploads; any thread may add, one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        sweep(folder)
+        self._next = max((*self.numbers(), *self.failed()), default=0) + 1
+
+    def numbers(self) -> list[int]:
+        """Numbers of the waiting uploads, in order."""
+        return sorted(self._found())
+
+    def put(self, upload: Upload) -> int:
+        """Write an upload and return its number. Raises `StoreError` if that fails."""
+        number = self._next
+        self._write(f"{number:012}-0.upload", _blobs(upload))
+        self._next += 1
+        return number
+
+    def head(self, number: int) -> tuple[Upload, int]:
+        """A waiting upload without its bytes, and how many these are."""
+        path = self._path(number)
+        try:
+            with path.open("rb") as file:
+                line = file.readline()
+                return _parsed(line), file.seek(0, os.SEEK_END) - len(line)
+        except (DocumentsError, OSError):  # `take` raises the same
+            return Upload("file", path.name), 0
+
+    def alone(self, number: int) -> bool:
+        """Whether to index this upload alone: the process died during it, and the others may be innocent."""
+        return _tries(self._path(number)) >= TRIES_TOGETHER
+
+    def take(self, number: int) -> Upload:
+        """An upload with its bytes. Counts as a try if the process dies before `put_back`, `fail` or `remove`.
+
+        Raises `DocumentsError` for a damaged file, `GivenUpError` after too many tries, `OSError`.
+        """
+        path = self._path(number)
+        tries = _tries(path) + 1
+        if tries > MOST_TRIES:
+            raise GivenUpError(f"given up: the process ended {MOST_TRIES} times while it was read or indexed")
+        path = path.rename(path.with_name(f"{number:012}-{tries}.upload"))
+        head, _, data = path.read_bytes().partition(b"\n")
+        return _parsed(head)._replace(data=data)
+
+    def put_back(self, number: int) -> None:
+        """Undo `take`: the upload waits again, and the try does not count. Raises `OSError`."""
+        path = self._path(number)
+        path.rename(path.with_name(f"{number:012}-{max(0, _tries(path) - 1)}.upload"))
+
+    def fail(self, number: int, upload: Upload, *, whole: bool) -> None:
+        """Record a failure with its reason. whole: keep the bytes.
+
+        Raises `StoreError` if that cannot be written; the upload then waits, and fails again in the next process.
+        """
+        if whole:
+            with suppress(OSError):
+                upload = upload._replace(data=self._path(number).read_bytes().partition(b"\n")[2])
+        self._write(f"{number:012}.failed", _blobs(upload))
+        with suppress(OSError):
+            self._path(number).unlink(missing_ok=True)
+
+    def failed(self) -> dict[int, Upload]:
+        """Failed uploads without their bytes, in order."""
+        found: dict[int, Upload] = {}
+        for number, path in sorted(self._found(_FAILED).items()):
+            with suppress(OSError, DocumentsError), path.open("rb") as file:
+                found[number] = _parsed(file.readline())
+        return found
+
+    def remove(self, number: int) -> None:
+        """Delete an upload that is indexed or no longer wanted. Raises `OSError`."""
+        self._path(number).unlink(missing_ok=True)
+        (self.folder / f"{number:012}.failed").unlink(missing_ok=True)
+
+    def gone(self) -> list[Tokens]:
+        """Chunks that left the index and whose caches may still exist."""
+        try:
+            return [tuple(ids) for ids in json.loads((self.folder / "gone.json").read_bytes())]
+        except (FileNotFoundError, ValueError):
+            return []
+
+    def write_gone(self, chunks: Collection[Tokens]) -> None:
+        """Record these chunks, or that there are none. Raises `StoreError` if that fails."""
+        if chunks:
+            self._write("gone.json", [json.dumps(list(chunks)).encode()])
+        else:
+            (self.folder / "gone.json").unlink(missing_ok=True)
+
+    def _write(self, name: str, blobs: list[bytes]) -> None:
+        try:
+            make_private_folder(self.folder)
+            write_atomically(self.folder / name, blobs)
+        except OSError as error:
+            raise StoreError(f"documents cannot be kept in {self.folder} ({error.strerror or error})") from None
+
+    def _path(self, number: int) -> Path:
+        return self._found().get(number) or self.folder / f"{number:012}-0.upload"
+
+    def _found(self, pattern: re.Pattern[str] = _WAITING) -> dict[int, Path]:
+        if not self.folder.is_dir():
+            return {}
+        named = ((pattern.fullmatch(path.name), path) for path in self.folder.iterdir())
+        return {int(name[1]): path for name, path in named if name}
+
+
+def _tries(path: Path) -> int:
+    return int(path.stem[-1])
+
+
+def _blobs(upload: Upload) -> list[bytes]:
+    head = {name: value for name, value in upload._asdict().items() if name != "data" and (value or name != "reason")}
+    return [json.dumps(head).encode(), b"\n", upload.data]
+
+
+def _parsed(line: bytes) -> Upload:
+    try:
+        return Upload(**json.loads(line))
+    except (ValueError, TypeError):
+        raise DocumentsError("what was kept of it is damaged: hand it in again") from None

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blend.store.addresses import above, hot_backend, is_address, is_mounted, mounted_at, origin_of, remote_backend
 from blend.store.admin import FarPins, note_of
-from blend.store.backend import CACHES, SOURCES, Backend, Blob, MemoryStats, Patience, Range, Stored, key_of
+from blend.store.backend import CACHES, SOURCES, Backend, Blob, MemoryStats, Range, Stored, Timeouts, key_of
 from blend.store.base import ChunkStore, StoreStats
 from blend.store.codecs import codec_names, get_codec, register_codec
 from blend.store.codecs.base import Codec
 from blend.store.memory import MemoryCache, MemoryTier
-from blend.store.reader import ChunkReader, looker, verified_header
+from blend.store.reader import ChunkReader, entry_checker, verified_header
 from blend.store.seal import Seal, is_as_written, make_seal, read_descriptions, read_store_key
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ __all__ = [
     "Codec",
     "MemoryCache",
     "MemoryStats",
-    "Patience",
     "Range",
     "StoreStats",
     "Stored",
+    "Timeouts",
     "codec_names",
     "get_codec",
     "open_store",
@@ -55,7 +55,7 @@ def open_store(
     memory_bytes: int | MemoryCache | None = None,
     cache: str | os.PathLike[str] | None = None,
     hot: str | None = None,
-    patience: Patience | None = None,
+    timeouts: Timeouts | None = None,
 ) -> ChunkStore:
     """A store in memory (`memory:`), in a directory, which is made when it does not exist, or at an address.
 
@@ -71,7 +71,7 @@ def open_store(
     written nowhere. A store in memory has no use for it.
     memory_bytes: how much memory recently read entries may take, shared by all readers; or a `MemoryCache` that several stores
     share. A store in memory has no use for it.
-    cache, hot, patience: of a store at an address: a directory of this machine that keeps what is read, within `budget_bytes`;
+    cache, hot, timeouts: of a store at an address: a directory of this machine that keeps what is read, within `budget_bytes`;
     the address of a Redis that keeps it for all machines; how long servers are waited for.
 
     A directory is closed to other users: new files 0600, new folders 0700, whatever the umask, and a store of this user's
@@ -84,7 +84,7 @@ def open_store(
     """
     encoding, seal = get_codec(codec) if isinstance(codec, str) else register_codec(codec), make_seal(key)
     memory = MemoryCache(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
-    backend = _backend(location, budget_bytes, seal, Elsewhere(cache, hot, patience or Patience()))
+    backend = _backend(location, budget_bytes, seal, RemoteOptions(cache, hot, timeouts or Timeouts()))
     here = not hasattr(backend, "tiers")  # nothing is asked of a store elsewhere yet: it is before the first write
     if memory is not None and not backend.trusted:
         backend = MemoryTier(backend, memory, lambda name, blob: verified_header(blob, key_of(name), seal))
@@ -96,7 +96,7 @@ def open_store(
 
 def read_words(location: str | os.PathLike[str]) -> dict[str, dict[str, str]]:
     """`ChunkStore.namespaces` of a store: words that say nothing secret, and need no key. Raises `StoreError`."""
-    backend = _backend(location, None, make_seal(None), Elsewhere(None, None, Patience()))
+    backend = _backend(location, None, make_seal(None), RemoteOptions(None, None, Timeouts()))
     return read_descriptions(backend)
 
 
@@ -105,7 +105,7 @@ def read_precomputed(location: str | os.PathLike[str], corpus: str | None = None
 
     Words are empty where a store has none. Raises `StoreError`.
     """
-    backend = _backend(location, None, make_seal(None), Elsewhere(None, None, Patience()))
+    backend = _backend(location, None, make_seal(None), RemoteOptions(None, None, Timeouts()))
     words: dict[str, dict[str, str]] = {space: {} for space in backend.folders(CACHES)}
     words |= read_descriptions(backend)
     notes = [note_of(name) for page in backend.names(SOURCES) for name in page]
@@ -113,15 +113,15 @@ def read_precomputed(location: str | os.PathLike[str], corpus: str | None = None
     return [one for of, one in known if of == corpus] or [one for _, one in known] or list(words.values())
 
 
-class Elsewhere(NamedTuple):
+class RemoteOptions(NamedTuple):
     """What `open_store` is told of a store at an address."""
 
     cache: str | os.PathLike[str] | None
     hot: str | None
-    patience: Patience
+    timeouts: Timeouts
 
 
-def _backend(location: str | os.PathLike[str], budget_bytes: int | None, seal: Seal, given: Elsewhere) -> Backend:
+def _backend(location: str | os.PathLike[str], budget_bytes: int | None, seal: Seal, given: RemoteOptions) -> Backend:
     if location == MEMORY:
         from blend.store.memory import MemoryBackend
 
@@ -151,16 +151,19 @@ def _mounted_above(kv: Path) -> MountedFiles | None:
 
 
 def _tiered(
-    address: str, budget_bytes: int | None, seal: Seal, given: Elsewhere, outer: MountedFiles | None = None
+    address: str, budget_bytes: int | None, seal: Seal, given: RemoteOptions, outer: MountedFiles | None = None
 ) -> Backend:
     from blend.store.disk import DiskBackend
     from blend.store.tiered import TieredBackend, Tiers
 
     local = None if given.cache is None else DiskBackend(Path(given.cache).expanduser(), budget_bytes)
-    far = remote_backend(address, given.patience, None if local else budget_bytes, local=local, above=outer)
+    far = remote_backend(address, given.timeouts, None if local else budget_bytes, local=local, above=outer)
     if local is not None:
         local.pins = FarPins(far, local)
-    hot = None if given.hot is None else hot_backend(given.hot, far.place, given.patience)
+    hot = None if given.hot is None else hot_backend(given.hot, far.place, given.timeouts)
     return TieredBackend(
-        Tiers(far, hot, local), looker(seal), given.patience, lambda name, content: is_as_written(name, content, seal)
+        Tiers(far, hot, local),
+        entry_checker(seal),
+        given.timeouts,
+        lambda name, content: is_as_written(name, content, seal),
     )

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from blend.errors import ConfigError, StoreError
 from blend.files import cache_root, make_private_folder, write_atomically
-from blend.store.backend import Backend, Patience
+from blend.store.backend import Backend, Timeouts
 
 if TYPE_CHECKING:
     from blend.store.files import MountedFiles
@@ -80,7 +80,7 @@ def inside(location: str, *names: str) -> str:
 
 def remote_backend(
     location: str,
-    patience: Patience,
+    timeouts: Timeouts,
     budget_bytes: int | None = None,
     *,
     local: Backend | None = None,
@@ -105,7 +105,7 @@ def remote_backend(
             "leave --store-budget out or give --store-cache, the disk that it then is for"
         )
     return _loaded(
-        lambda: _redis_backend(location, patience) if scheme in _REDIS else _object_backend(location, patience)
+        lambda: _redis_backend(location, timeouts) if scheme in _REDIS else _object_backend(location, timeouts)
     )
 
 
@@ -119,11 +119,11 @@ def mounted_at(location: str) -> Path:
     return Path(location.partition("://")[2])
 
 
-def hot_backend(location: str, of: str, patience: Patience) -> Backend:
+def hot_backend(location: str, of: str, timeouts: Timeouts) -> Backend:
     """A Redis in front of the store `of`, whose entries lie apart from those of other stores."""
     location = check_address(location, hot=True)
     own = hashlib.sha256(of.encode()).hexdigest()[:16]
-    return _loaded(lambda: _redis_backend(inside(location, own), patience))
+    return _loaded(lambda: _redis_backend(inside(location, own), timeouts))
 
 
 def _loaded(make: Callable[[], Backend]) -> Backend:
@@ -133,11 +133,11 @@ def _loaded(make: Callable[[], Backend]) -> Backend:
         raise ConfigError(f"stores elsewhere need {error.name}: pip install 'kvblend[remote]'") from None
 
 
-def _redis_backend(location: str, patience: Patience) -> Backend:
+def _redis_backend(location: str, timeouts: Timeouts) -> Backend:
     from blend.store.redis import RedisBackend, connect
 
     url, prefix = _redis(location)
-    return RedisBackend(connect(url, patience), f"kvblend:{prefix}:", shown(location), patience)
+    return RedisBackend(connect(url, timeouts), f"kvblend:{prefix}:", shown(location), timeouts)
 
 
 def _redis(location: str) -> _Redis:
@@ -164,7 +164,7 @@ def _with_number(location: str) -> str:
     return urlunsplit(parts._replace(path=parts.path.rstrip("/") or "/0"))
 
 
-def _object_backend(location: str, patience: Patience) -> Backend:
+def _object_backend(location: str, timeouts: Timeouts) -> Backend:
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 
@@ -173,12 +173,12 @@ def _object_backend(location: str, patience: Patience) -> Backend:
     def make(again: int) -> Any:
         config: dict[str, Any] = {
             "client_options": {
-                "connect_timeout": f"{patience.connect_s}s",
-                "timeout": f"{patience.answer_s}s",
+                "connect_timeout": f"{timeouts.connect_s}s",
+                "timeout": f"{timeouts.answer_s}s",
                 "allow_http": _plain_http(),
             },
             # A second try for an answer "slow down" or a closed connection; none when the first took all the time.
-            "retry_config": {"max_retries": again, "retry_timeout": _seconds(patience.answer_s)},
+            "retry_config": {"max_retries": again, "retry_timeout": _seconds(timeouts.answer_s)},
         }
         return from_url(location, **config)
 

@@ -344,7 +344,7 @@ def _safe(name: str) -> str:
 # --- How long a server is waited for, and how long it is left alone when it does not answer.
 
 
-class Patience(NamedTuple):
+class Timeouts(NamedTuple):
     """Seconds: for a connection, for one answer, and until a server that did not answer is asked again."""
 
     connect_s: float = 2.0
@@ -358,11 +358,11 @@ class Patience(NamedTuple):
 LOG = logging.getLogger("kvblend.store")
 
 
-class LeftAloneError(StoreUnreachableError):
+class CircuitOpenError(StoreUnreachableError):
     """A place was not asked, because it has just failed: what it failed with then was told then."""
 
 
-class Breaker:
+class CircuitBreaker:
     """Lets calls through until one fails with an outage, none for `pause_s` seconds, then one to see.
 
     An outage: what `counts` says, of errors that are no damage.
@@ -406,7 +406,7 @@ class Breaker:
                 return
             now = time.monotonic()
             if now < self._until:
-                raise LeftAloneError(str(self._error))
+                raise CircuitOpenError(str(self._error))
             self._until = now + self._pause_s  # this call looks; the others go on without
 
     def _trip(self, error: StoreError) -> None:
@@ -418,7 +418,7 @@ class Breaker:
             self._error = None
 
 
-class Told:
+class WarnOnce:
     """Warnings in the log `kvblend.store`, each kind once."""
 
     def __init__(self) -> None:

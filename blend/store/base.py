@@ -26,7 +26,7 @@ from blend.store.backend import (
 )
 from blend.store.codecs.base import Codec
 from blend.store.format import encode_entry
-from blend.store.reader import HEAD, ChunkReader, Scratch, damaged, read_header
+from blend.store.reader import HEAD, ChunkReader, LayerScratch, damaged, read_header
 from blend.store.seal import (
     MOST_BYTES,
     Seal,
@@ -66,7 +66,7 @@ class ChunkStore:
         self.backend = backend
         self.codec = codec
         self._seal = Unsealed() if backend.trusted else seal
-        self._scratch = Scratch()
+        self._scratch = LayerScratch()
         self._key_is_right = self._key_is_told = backend.trusted
 
     def require_its_key(self) -> None:
@@ -123,7 +123,7 @@ class ChunkStore:
             blob.close()
             return error
         self.backend.touch(name)
-        return ChunkReader(blob, key, header, Unsealed() if blob.header else self._seal, self._scratch)
+        return ChunkReader(blob, key, header, self._scratch)
 
     def prefetch(self, keys: Iterable[ChunkKey], most_bytes: int | None = None) -> None:
         """These entries will be read soon. Returns at once; errors show when they are read.

@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.store.backend import Blob, Found, Range, close_all
-from blend.store.reader import Entry, Piece
+from blend.store.reader import CheckedEntry, Piece
 
 
 class _Job(NamedTuple):
@@ -25,7 +25,7 @@ class _Job(NamedTuple):
     run: Callable[[], None]
 
 
-class Fetchers:
+class FetchPool:
     """Runs jobs in `most` threads at once. A job must not raise."""
 
     def __init__(self, most: int) -> None:
@@ -80,7 +80,7 @@ _EXCHANGE_BYTES = 1 << 20  # smaller pieces are fetched together: an exchange ta
 KEEPING = 1 << 30  # the rank of what nobody waits for
 
 
-class Source(NamedTuple):
+class EntrySource(NamedTuple):
     """A blob that has the entry. asking: around each read of it. failed: told what was wrong with it."""
 
     blob: Blob
@@ -88,7 +88,7 @@ class Source(NamedTuple):
     failed: Callable[[StoreError], None]
 
 
-class Arrival:
+class Download:
     """The bytes of `entry`, in memory of their own.
 
     first: where they come from. another: where else, after that has failed; None where there is nothing else, or something
@@ -98,11 +98,11 @@ class Arrival:
 
     def __init__(
         self,
-        entry: Entry,
-        first: Source,
-        another: Callable[[], Source | None],
+        entry: CheckedEntry,
+        first: EntrySource,
+        another: Callable[[], EntrySource | None],
         keep: Callable[[memoryview], None],
-        fetchers: Fetchers,
+        fetchers: FetchPool,
     ) -> None:
         self.entry, self._keep, self._fetchers = entry, keep, fetchers
         self._source, self._another = first, another
@@ -182,7 +182,7 @@ class Arrival:
         for call in then:
             call()
 
-    def _read(self, source: Source, group: range) -> None:
+    def _read(self, source: EntrySource, group: range) -> None:
         pieces = self.entry.pieces
         begin, end = pieces[group.start].offset, pieces[group[-1]].offset + pieces[group[-1]].nbytes
         with source.asking():
@@ -194,7 +194,7 @@ class Arrival:
             if not self.entry.holds(index, self._view[piece.offset : piece.offset + piece.nbytes]):
                 raise EntryDamagedError(f"layer {index} is not what was written")
 
-    def _switch(self, failed: Source, error: StoreError) -> None:
+    def _switch(self, failed: EntrySource, error: StoreError) -> None:
         """To another source, once for all threads; raises the error where there is none.
 
         What no place has any more is no outage, whatever kept its last copy from being read.
@@ -227,7 +227,7 @@ def _nothing() -> None:
     """There is no other source."""
 
 
-def _groups(entry: Entry) -> Sequence[range]:
+def _groups(entry: CheckedEntry) -> Sequence[range]:
     """Pieces that are fetched in one exchange."""
     groups, begin, nbytes = [], 0, 0
     for index, piece in enumerate(entry.pieces):
@@ -269,23 +269,23 @@ class Group:
 class TieredBlob(Blob):
     """What was open when it was opened, from wherever it can be had.
 
-    held: an arrival, or the entry that `source`, a file of this machine, is read for. elsewhere: the same entry from another
+    held: an download, or the entry that `source`, a file of this machine, is read for. elsewhere: the same entry from another
     place, for when the file fails.
     """
 
     def __init__(
         self,
-        held: Arrival | Entry,
+        held: Download | CheckedEntry,
         group: Group,
-        source: Source | None = None,
-        elsewhere: Callable[[], Arrival | None] | None = None,
+        source: EntrySource | None = None,
+        elsewhere: Callable[[], Download | None] | None = None,
     ) -> None:
-        self._arrival = held if isinstance(held, Arrival) else None
-        self._entry = held.entry if isinstance(held, Arrival) else held
+        self._download = held if isinstance(held, Download) else None
+        self._entry = held.entry if isinstance(held, Download) else held
         self._source, self._elsewhere, self._group = source, elsewhere, group
         self._lock = threading.Lock()
         self.nbytes, self.head, self.header = self._entry.nbytes, self._entry.beginning, self._entry.header
-        if self._arrival is not None:
+        if self._download is not None:
             group.add(self)
 
     def used(self, *, counts: bool = True) -> None:
@@ -295,12 +295,12 @@ class TieredBlob(Blob):
     @property
     def on_its_way(self) -> bool:
         """Whether it comes, or came, from a server, and does not lie on this machine."""
-        return self._arrival is not None
+        return self._download is not None
 
     def start(self, then: Callable[[], None] | None = None) -> None:
         """Have it fetched. then: called when it has been kept in nearer tiers, or has failed."""
-        if self._arrival is not None:
-            self._arrival.start(then)
+        if self._download is not None:
+            self._download.start(then)
 
     def read(self, *ranges: Range) -> bool:
         """Verified, piece by piece."""
@@ -308,12 +308,12 @@ class TieredBlob(Blob):
 
     def window(self, offset: int, nbytes: int) -> memoryview | None:
         """The memory that it came into."""
-        arrival = self._arrival
-        if arrival is None or not nbytes:
+        download = self._download
+        if download is None or not nbytes:
             return None
         for index, piece in enumerate(self._entry.pieces):
             if piece.offset <= offset and offset + nbytes <= piece.offset + piece.nbytes:
-                return arrival.piece(index)[offset - piece.offset : offset - piece.offset + nbytes]
+                return download.piece(index)[offset - piece.offset : offset - piece.offset + nbytes]
         return None
 
     def close(self) -> None:
@@ -336,19 +336,19 @@ class TieredBlob(Blob):
 
     def _fill(self, index: int, piece: Piece, low: int, into: memoryview) -> None:
         """`into` gets the bytes from `low` on, which lie in that piece."""
-        if self._arrival is None:
+        if self._download is None:
             target = into if into.nbytes == piece.nbytes else memoryview(bytearray(piece.nbytes))
             if self._from_disk(index, target):
                 if target is not into:
                     into[:] = target[low - piece.offset : low - piece.offset + into.nbytes]
                 return
-        arrival = self._arrival
-        assert arrival is not None
-        view = arrival.piece(index)
+        download = self._download
+        assert download is not None
+        view = download.piece(index)
         into[:] = view[low - piece.offset : low - piece.offset + into.nbytes]
 
     def _from_disk(self, index: int, target: memoryview) -> bool:
-        """Whether the file had it; else there is an arrival from now on, or it raises what the file failed with."""
+        """Whether the file had it; else there is an download from now on, or it raises what the file failed with."""
         source = self._source
         assert source is not None
         try:
@@ -361,16 +361,16 @@ class TieredBlob(Blob):
             return False
         return True
 
-    def _switch(self, source: Source, error: StoreError) -> None:
+    def _switch(self, source: EntrySource, error: StoreError) -> None:
         with self._lock:
-            if self._arrival is not None:
+            if self._download is not None:
                 return
             source.failed(error)
             assert self._elsewhere is not None
             found = self._elsewhere()
             if found is None:
                 raise EntryDamagedError(str(error)) from None
-            self._arrival = found
+            self._download = found
 
 
 # --- Entries that are fetched before anybody reads them: a few at a time, so that a long list of them takes little memory.
@@ -381,11 +381,11 @@ _BATCH = 64
 _FIRST = -1  # the rank of looking where they are
 
 
-class Ahead:
+class Prefetcher:
     """opening: looks where several entries are. At most `most_bytes` of them are on their way, or one that is larger."""
 
     def __init__(
-        self, opening: Callable[[Sequence[str]], list[Found]], fetchers: Fetchers, most_bytes: int = IN_FLIGHT_BYTES
+        self, opening: Callable[[Sequence[str]], list[Found]], fetchers: FetchPool, most_bytes: int = IN_FLIGHT_BYTES
     ) -> None:
         self._opening, self._fetchers, self._most_bytes = opening, fetchers, most_bytes
         self._lock = threading.Lock()

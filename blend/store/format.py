@@ -97,8 +97,7 @@ ENTRY_FORMATS = ("1", "2")  # keys at their positions; positions taken out of ke
 LENGTH = struct.Struct("<Q")
 LONGEST = 1 << 20  # bytes of header: some 4,000 layers
 _ALIGNMENT = 64
-_OPENING = b'{"__metadata__":{"checksum":"'
-_DIGEST_AT = LENGTH.size + len(_OPENING)
+_OPENING, _OLDER_OPENING = b'{"__metadata__":{"blake3":"', b'{"__metadata__":{"checksum":"'
 _LARGEST_SIZE = 1 << 31
 _MOST_PER_TOKEN = 4 << 20  # bytes in one layer: a file as long as it pleases must not fill the memory
 
@@ -131,6 +130,7 @@ class EntryHeader(NamedTuple):
     codec: Codec
     type: StoredType
     layers: tuple[LayerLayout, ...]
+    seal: Seal
 
 
 def tensor_name(index: int, part: str) -> str:
@@ -143,14 +143,14 @@ def pack_header(metadata: Mapping[str, str], tensors: Mapping[str, Any], seal: S
 
     Raises `StoreError` when it is longer than `LONGEST`.
     """
-    fields = {"__metadata__": {"checksum": "0" * DIGEST_CHARS, **metadata}, **tensors}
+    fields = {"__metadata__": {"blake3": "0" * DIGEST_CHARS, **metadata}, **tensors}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-(LENGTH.size + len(text)) % _ALIGNMENT)
     if LENGTH.size + len(text) > LONGEST:
         raise StoreError(f"a chunk cache of so many layers needs a header of more than {LONGEST} bytes")
     raw = bytearray(LENGTH.pack(len(text)) + text)
-    after = _DIGEST_AT + DIGEST_CHARS
-    raw[_DIGEST_AT:after] = seal.digest("header", raw[: LENGTH.size], raw[after:]).encode()
+    begin, after = _digest_range(_OPENING)
+    raw[begin:after] = seal.digest("header", raw[: LENGTH.size], raw[after:]).encode()
     return bytes(raw)
 
 
@@ -159,10 +159,12 @@ def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> Entr
 
     Nothing is believed because the digest holds: without a store key anyone can make one that does.
     """
-    after = _DIGEST_AT + DIGEST_CHARS
-    if not raw.startswith(_OPENING, LENGTH.size):
+    opening = next((one for one in (_OPENING, _OLDER_OPENING) if raw.startswith(one, LENGTH.size)), None)
+    if opening is None:
         raise ValueError("its header is damaged, or it is not a chunk cache")
-    if not seal.holds(raw[_DIGEST_AT:after], "header", raw[: LENGTH.size], raw[after:]):
+    seal = seal if opening == _OPENING else seal.older
+    begin, after = _digest_range(opening)
+    if not seal.holds(raw[begin:after], "header", raw[: LENGTH.size], raw[after:]):
         raise ValueError(seal.foreign)
     tensors = _parsed(raw[LENGTH.size :])
     meta = as_fields(tensors.pop("__metadata__", None), "its metadata")
@@ -182,9 +184,15 @@ def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> Entr
         codec=codec,
         type=as_type(meta.get("dtype")),
         layers=tuple(_layers(tensors, codec, checksums, len(raw))),
+        seal=seal,
     )
     _require_whole(header, file_size)
     return header
+
+
+def _digest_range(opening: bytes) -> tuple[int, int]:
+    begin = LENGTH.size + len(opening)
+    return begin, begin + DIGEST_CHARS
 
 
 def _require_whole(header: EntryHeader, file_size: int) -> None:

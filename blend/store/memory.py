@@ -73,24 +73,24 @@ class MemoryBlob(Blob):
         return done == into.nbytes
 
 
-class _Held(NamedTuple):
+class _Stored(NamedTuple):
     blob: MemoryBlob
     used: float
 
 
-class _ByteLRU(LRUCache[Hashable, _Held]):
+class _ByteLRU(LRUCache[Hashable, _Stored]):
     """Evicts the least recently used entries above `budget_bytes`. Callers hold a lock."""
 
     def __init__(self, budget_bytes: float) -> None:
         super().__init__(budget_bytes, getsizeof=lambda held: held.blob.nbytes)
         self.evictions = 0
 
-    def popitem(self) -> tuple[Hashable, _Held]:
+    def popitem(self) -> tuple[Hashable, _Stored]:
         """Evict one entry."""
         self.evictions += 1
         return super().popitem()
 
-    def listed(self) -> list[tuple[str, _Held]]:
+    def listed(self) -> list[tuple[str, _Stored]]:
         """Every entry; listing them is no use of them."""
         return [(str(name), Cache.__getitem__(self, name)) for name in self]
 
@@ -127,7 +127,7 @@ class MemoryBackend(Backend):
             if entries is self._caches:
                 require_budget(self._budget, blob.nbytes)
             entries.pop(name, None)
-            entries[name] = _Held(blob, time.time())
+            entries[name] = _Stored(blob, time.time())
         return True
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
@@ -136,7 +136,7 @@ class MemoryBackend(Backend):
         with self._lock:
             if (entries[name].blob.content() if name in entries else None) != was:
                 return False
-            entries[name] = _Held(MemoryBlob([content]), time.time())
+            entries[name] = _Stored(MemoryBlob([content]), time.time())
         return True
 
     def delete(self, name: str) -> bool:
@@ -207,7 +207,7 @@ class MemoryCache:
         if blob.nbytes <= self._budget:
             with self._lock:
                 self._entries.pop(name, None)
-                self._entries[name] = _Held(blob, 0.0)
+                self._entries[name] = _Stored(blob, 0.0)
 
     def drop(self, name: Hashable) -> None:
         """Hold nothing under `name`."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from blend.errors import EntryDamagedError, first_line
 from blend.store.backend import Blob, Range, key_of
 from blend.store.format import LENGTH, LONGEST, EntryHeader, LayerLayout, PartLayout, as_bytes, decode_header
-from blend.store.seal import Seal
+from blend.store.seal import Seal, Unsealed
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _tensor(stored: torch.Tensor, part: PartLayout) -> torch.Tensor:
     return stored.view(getattr(torch, part.type.name)).view(part.shape)
 
 
-class Scratch(threading.local):
+class LayerScratch(threading.local):
     """One reusable buffer a thread: a layer read into it is still in the processor's cache when it is hashed."""
 
     buffer: LayerBuffer | None = None
@@ -76,12 +76,13 @@ class ChunkReader:
     stored_bytes: its length in the store. counts: whether reading it counts as a use of the entry; may be set.
     """
 
-    def __init__(self, blob: Blob, key: ChunkKey, header: EntryHeader, seal: Seal, scratch: Scratch) -> None:
+    def __init__(self, blob: Blob, key: ChunkKey, header: EntryHeader, scratch: LayerScratch) -> None:
         self.tokens, self.layers, self.start = header.tokens, len(header.layers), header.start
         self.unrotated, self.codec, self.stored_bytes = header.unrotated, header.codec.name, blob.nbytes
         self.counts = True
         self._blob: Blob | None = blob
-        self._key, self._header, self._seal, self._scratch = key, header, seal, scratch
+        self._key, self._header, self._scratch = key, header, scratch
+        self._seal = Unsealed() if blob.header else header.seal  # a backend may have verified it
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each `[kv_heads, tokens, head_dim]`, verified.
@@ -191,7 +192,7 @@ def verified_header(blob: Blob, key: ChunkKey, seal: Seal) -> EntryHeader | None
     except EntryDamagedError:
         return None
     windows = ((layer, blob.window(layer.offset, layer.nbytes)) for layer in header.layers)
-    whole = all(view is not None and seal.holds(layer.checksum, "layer", view) for layer, view in windows)
+    whole = all(view is not None and header.seal.holds(layer.checksum, "layer", view) for layer, view in windows)
     return header if whole else None
 
 
@@ -220,28 +221,27 @@ class Piece(NamedTuple):
     checksum: str
 
 
-class Entry(NamedTuple):
+class CheckedEntry(NamedTuple):
     """beginning: all bytes in front of the first piece. The pieces lie one right behind the other, up to the end."""
 
     header: EntryHeader
     beginning: bytes
     pieces: tuple[Piece, ...]
     nbytes: int
-    seal: Seal
 
     def holds(self, index: int, view: memoryview) -> bool:
         """Whether these are the bytes of that piece."""
-        return self.seal.holds(self.pieces[index].checksum, "layer", view)
+        return self.header.seal.holds(self.pieces[index].checksum, "layer", view)
 
 
-Look = Callable[[str, Blob], Entry]
+EntryCheck = Callable[[str, Blob], CheckedEntry]
 """What a blob under a name is, by its header. Raises `EntryDamagedError`, `StoreError` where it cannot be read."""
 
 
-def looker(seal: Seal) -> Look:
+def entry_checker(seal: Seal) -> EntryCheck:
     """By the headers that `ChunkStore` writes."""
 
-    def look(name: str, blob: Blob) -> Entry:
+    def look(name: str, blob: Blob) -> CheckedEntry:
         header = read_header(blob, key_of(name), seal)
         layers = header.layers
         beginning = bytearray(blob.head[: layers[0].offset])
@@ -249,6 +249,6 @@ def looker(seal: Seal) -> Look:
         if rest and not blob.read(Range(len(beginning), memoryview(rest))):
             raise EntryDamagedError("it is truncated")
         pieces = tuple(Piece(layer.offset, layer.nbytes, layer.checksum) for layer in layers)
-        return Entry(header, bytes(beginning + rest), pieces, blob.nbytes, seal)
+        return CheckedEntry(header, bytes(beginning + rest), pieces, blob.nbytes)
 
     return look

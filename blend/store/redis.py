@@ -24,9 +24,9 @@ from blend.store.backend import (
     Backend,
     Blob,
     Buffer,
-    Patience,
     Range,
     Stored,
+    Timeouts,
     leased,
     require_lease,
 )
@@ -51,14 +51,14 @@ def within(seconds: float) -> Iterator[None]:
         _ENDS.at = before
 
 
-def connect(url: str, patience: Patience) -> redis.Redis:
-    """A client that waits as long as `patience` says; nothing is exchanged yet."""
+def connect(url: str, timeouts: Timeouts) -> redis.Redis:
+    """A client that waits as long as `timeouts` says; nothing is exchanged yet."""
     # Once more for a connection that the server has closed since; not for one that does not answer, which would wait twice.
     again: Any = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
     client: redis.Redis = redis.Redis.from_url(
         url,
-        socket_connect_timeout=patience.connect_s,
-        socket_timeout=patience.answer_s,
+        socket_connect_timeout=timeouts.connect_s,
+        socket_timeout=timeouts.answer_s,
         retry=again,
         connection_class=_SecureConnection if url.startswith("rediss") else _Connection,
     )
@@ -157,9 +157,9 @@ class RedisBlob(Blob):
 class RedisBackend(Backend):
     """Names of a database of a server, behind `prefix`. client: of `redis_wire.connect`. place: for messages."""
 
-    def __init__(self, client: redis.Redis, prefix: str, place: str, patience: Patience | None = None) -> None:
+    def __init__(self, client: redis.Redis, prefix: str, place: str, timeouts: Timeouts | None = None) -> None:
         self._client, self._prefix, self.place = client, prefix.encode(), place
-        self._patience = patience or Patience()
+        self._timeouts = timeouts or Timeouts()
 
     def open(self, name: str, head: int) -> Blob | None:
         """One exchange."""
@@ -280,7 +280,7 @@ class RedisBackend(Backend):
         from redis import ResponseError
 
         try:
-            with within(self._patience.connect_s + self._patience.answer_s + nbytes / _SLOWEST):
+            with within(self._timeouts.connect_s + self._timeouts.answer_s + nbytes / _SLOWEST):
                 yield
         except (StoreError, GeneratorExit):
             raise

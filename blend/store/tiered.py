@@ -17,29 +17,29 @@ from blend.store.backend import (
     INDEXES,
     Backend,
     Blob,
-    Breaker,
     Buffer,
+    CircuitBreaker,
+    CircuitOpenError,
     Found,
-    LeftAloneError,
-    Patience,
     Range,
     Stored,
     TierHits,
-    Told,
+    Timeouts,
+    WarnOnce,
     close_all,
 )
-from blend.store.fetch import Ahead, Arrival, Fetchers, Group, Source, TieredBlob
-from blend.store.reader import Entry, Look
+from blend.store.fetch import Download, EntrySource, FetchPool, Group, Prefetcher, TieredBlob
+from blend.store.reader import CheckedEntry, EntryCheck
 
 T = TypeVar("T")
 
 
-class Authority:
+class FarTier:
     """The place that has everything: an outage of it is one, and is raised, at once after the first time."""
 
-    def __init__(self, backend: Backend, pause_s: float, told: Told) -> None:
+    def __init__(self, backend: Backend, pause_s: float, told: WarnOnce) -> None:
         self.backend, self._told = backend, told
-        self._breaker = Breaker(pause_s, lambda error: isinstance(error, StoreUnreachableError))
+        self._breaker = CircuitBreaker(pause_s, lambda error: isinstance(error, StoreUnreachableError))
 
     @contextmanager
     def asked(self) -> Iterator[Backend]:
@@ -47,20 +47,20 @@ class Authority:
         try:
             with self._breaker():
                 yield self.backend
-        except LeftAloneError:
+        except CircuitOpenError:
             raise
         except StoreUnreachableError as error:
             self._told.once(self.backend.place, "down", f"{error}; only what is in nearer tiers is used meanwhile")
             raise
 
 
-class Nearer:
+class CacheTier:
     """A place that is nearer and may lack anything: whatever is wrong with it, the others are asked instead."""
 
-    def __init__(self, backend: Backend, pause_s: float, told: Told) -> None:
+    def __init__(self, backend: Backend, pause_s: float, told: WarnOnce) -> None:
         self.backend, self._told = backend, told
-        self._reading = Breaker(pause_s, lambda error: True)
-        self._writing = Breaker(pause_s, lambda error: not isinstance(error, EntryTooLargeError))
+        self._reading = CircuitBreaker(pause_s, lambda error: True)
+        self._writing = CircuitBreaker(pause_s, lambda error: not isinstance(error, EntryTooLargeError))
 
     def read(self, call: Callable[[Backend], T], otherwise: T) -> T:
         """What `call` returns, or `otherwise` where the place fails or is left alone."""
@@ -100,7 +100,7 @@ class Nearer:
             self.write(lambda backend: backend.delete(name))
 
     def _tell(self, doing: str, error: StoreError) -> None:
-        if isinstance(error, LeftAloneError):
+        if isinstance(error, CircuitOpenError):
             return
         if isinstance(error, EntryTooLargeError):
             self._told.once(self.backend.place, "too large", f"{error}; the store goes on without a copy there")
@@ -112,14 +112,14 @@ class Nearer:
 # --- Where a cache is found that may be in several tiers, and how its bytes come from there.
 
 
-class Search:
+class TierSearch:
     """far, hot, local: the tiers, guarded; the nearer ones may be missing. look: what a cache is, by its header."""
 
     def __init__(
-        self, far: Authority, hot: Nearer | None, local: Nearer | None, look: Look, fetchers: Fetchers
+        self, far: FarTier, hot: CacheTier | None, local: CacheTier | None, look: EntryCheck, fetchers: FetchPool
     ) -> None:
         self._far, self._hot, self._local, self._look, self._fetchers = far, hot, local, look, fetchers
-        self._arrivals: WeakValueDictionary[str, Arrival] = WeakValueDictionary()
+        self._downloads: WeakValueDictionary[str, Download] = WeakValueDictionary()
         self._lock = threading.Lock()
         self._hits = [0, 0, 0, 0, 0]
 
@@ -132,7 +132,7 @@ class Search:
     def forget(self, name: str) -> None:
         """What is on its way of it is no longer what it is."""
         with self._lock:
-            self._arrivals.pop(name, None)
+            self._downloads.pop(name, None)
 
     def open_many(self, names: Sequence[str], head: int) -> list[Found]:
         """One exchange with each tier, for what no nearer one has. What is opened together is fetched together."""
@@ -173,17 +173,17 @@ class Search:
     def _arriving(self, names: Sequence[str], head: int, group: Group) -> dict[str, Found]:
         """What is being fetched, or was and is still in use."""
         with self._lock:
-            pairs = [(name, self._arrivals.get(name)) for name in names]
+            pairs = [(name, self._downloads.get(name)) for name in names]
         return {
-            name: TieredBlob(arrival, group)
-            for name, arrival in pairs
-            if arrival is not None and arrival.failure is None
+            name: TieredBlob(download, group)
+            for name, download in pairs
+            if download is not None and download.failure is None
         }
 
     def _on_disk(self, names: Sequence[str], head: int, group: Group) -> dict[str, Found]:
         tier, result = self._local, dict[str, Found]()
         for name, blob, entry in self._looked_at(tier, names, head):
-            source = Source(blob, tier.asked, lambda error, name=name: tier.failed(name, error))  # type: ignore[misc,union-attr]
+            source = EntrySource(blob, tier.asked, lambda error, name=name: tier.failed(name, error))  # type: ignore[misc,union-attr]
             result[name] = TieredBlob(
                 entry,
                 group,
@@ -193,11 +193,11 @@ class Search:
         self._count(0, len(result))
         return result
 
-    def _elsewhere(self, name: str, entry: Entry) -> Arrival | None:
+    def _elsewhere(self, name: str, entry: CheckedEntry) -> Download | None:
         """The same entry from another place than the disk."""
         near = self._source_in_memory(name, entry)
         source = near or self._source_far_away(name, entry)
-        return None if source is None else self._arrival(name, entry, source, far=near is None)
+        return None if source is None else self._download(name, entry, source, far=near is None)
 
     def _in_memory(self, names: Sequence[str], head: int, group: Group) -> dict[str, Found]:
         result: dict[str, Found] = {}
@@ -227,7 +227,9 @@ class Search:
         self._count(3, missing)
         return result
 
-    def _looked_at(self, tier: Nearer | None, names: Sequence[str], head: int) -> Iterator[tuple[str, Blob, Entry]]:
+    def _looked_at(
+        self, tier: CacheTier | None, names: Sequence[str], head: int
+    ) -> Iterator[tuple[str, Blob, CheckedEntry]]:
         """What a nearer tier has of these, as far as it can be used."""
         if tier is None or not names:
             return
@@ -245,7 +247,7 @@ class Search:
                 else:
                     yield name, blob, entry
 
-    def _entry(self, name: str, blob: Blob) -> Entry | None:
+    def _entry(self, name: str, blob: Blob) -> CheckedEntry | None:
         try:
             with self._far.asked():
                 return self._look(name, blob)
@@ -253,49 +255,49 @@ class Search:
             return None
 
     def _arriving_from(
-        self, name: str, entry: Entry, source: Source, group: Group, *, far: bool
+        self, name: str, entry: CheckedEntry, source: EntrySource, group: Group, *, far: bool
     ) -> TieredBlob | EntryDamagedError:
         """The damage of an entry that says it is larger than any memory."""
         try:
-            return TieredBlob(self._arrival(name, entry, source, far=far), group)
+            return TieredBlob(self._download(name, entry, source, far=far), group)
         except EntryDamagedError as error:
             source.blob.close()
             source.failed(error)
             return error
 
-    def _arrival(self, name: str, entry: Entry, source: Source, *, far: bool) -> Arrival:
+    def _download(self, name: str, entry: CheckedEntry, source: EntrySource, *, far: bool) -> Download:
         """The one that is under way already, if it is of the same bytes. far: whether the source is the far place."""
         with self._lock:
-            held = self._arrivals.get(name)
+            held = self._downloads.get(name)
             if held is not None and held.failure is None and held.entry.beginning == entry.beginning:
                 source.blob.close()
                 return held
-            made = Arrival(
+            made = Download(
                 entry,
                 source,
                 lambda: self._source_far_away(name, entry),  # itself once more: bytes change on the way, too
                 lambda view: self._keep(name, view, far=far),
                 self._fetchers,
             )
-            self._arrivals[name] = made
+            self._downloads[name] = made
             return made
 
-    def _hot_source(self, name: str, blob: Blob) -> Source:
+    def _hot_source(self, name: str, blob: Blob) -> EntrySource:
         tier = self._hot
         assert tier is not None
-        return Source(blob, tier.asked, lambda error: tier.failed(name, error))
+        return EntrySource(blob, tier.asked, lambda error: tier.failed(name, error))
 
-    def _far_source(self, blob: Blob) -> Source:
-        return Source(blob, self._far.asked, _is_told)
+    def _far_source(self, blob: Blob) -> EntrySource:
+        return EntrySource(blob, self._far.asked, _is_told)
 
-    def _source_in_memory(self, name: str, entry: Entry) -> Source | None:
+    def _source_in_memory(self, name: str, entry: CheckedEntry) -> EntrySource | None:
         for _, blob, found in self._looked_at(self._hot, [name], len(entry.beginning)):
             if found.beginning == entry.beginning:
                 return self._hot_source(name, blob)
             blob.close()
         return None
 
-    def _source_far_away(self, name: str, entry: Entry) -> Source | None:
+    def _source_far_away(self, name: str, entry: CheckedEntry) -> EntrySource | None:
         """None where it has another version, or none. Raises `StoreError`."""
         with self._far.asked() as far:
             blob = far.open(name, len(entry.beginning))
@@ -311,7 +313,7 @@ class Search:
         """In the nearer tiers that did not have it."""
         self._count(4, view.nbytes)
         with self._lock:
-            held = self._arrivals.get(name)
+            held = self._downloads.get(name)
         if held is None or bytes(held.entry.beginning) != bytes(view[: len(held.entry.beginning)]):
             return  # it was put or deleted meanwhile
         if self._local is not None:
@@ -351,22 +353,22 @@ class TieredBackend(Backend):
     def __init__(
         self,
         tiers: Tiers,
-        look: Look,
-        patience: Patience | None = None,
+        look: EntryCheck,
+        timeouts: Timeouts | None = None,
         as_written: Callable[[str, bytes], bool] = lambda name, content: True,
     ) -> None:
         self._as_written = as_written
-        pause_s, told = (patience or Patience()).pause_s, Told()
+        pause_s, told = (timeouts or Timeouts()).pause_s, WarnOnce()
         self.tiers, self.place, self._told = tiers, tiers.far.place, told
-        self._far = Authority(tiers.far, pause_s, told)
-        self._hot = None if tiers.hot is None else Nearer(tiers.hot, pause_s, told)
-        self._local = None if tiers.local is None else Nearer(tiers.local, pause_s, told)
+        self._far = FarTier(tiers.far, pause_s, told)
+        self._hot = None if tiers.hot is None else CacheTier(tiers.hot, pause_s, told)
+        self._local = None if tiers.local is None else CacheTier(tiers.local, pause_s, told)
         self._nearer = [tier for tier in (self._local, self._hot) if tier is not None]
-        self._fetchers = Fetchers(FETCHERS)
+        self._fetchers = FetchPool(FETCHERS)
         if self._nearer:  # a command that ends leaves what it has fetched in them
             atexit.register(self._fetchers.wait, _LAST_WAIT_S)
-        self._search = Search(self._far, self._hot, self._local, look, self._fetchers)
-        self._ahead = Ahead(lambda names: self.open_many(names, 0), self._fetchers)
+        self._search = TierSearch(self._far, self._hot, self._local, look, self._fetchers)
+        self._ahead = Prefetcher(lambda names: self.open_many(names, 0), self._fetchers)
         self._generation: tuple[float, bytes | None] = (float("-inf"), None)
 
     @property

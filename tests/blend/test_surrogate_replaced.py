@@ -9,7 +9,6 @@ from blend.chunks.library import ChunkLibrary
 from blend.chunks.surrogate import (
     with_given_surrogate,
     with_surrogate,
-    with_surrogate_anew,
     without_surrogate,
 )
 from blend.store import open_store
@@ -19,7 +18,6 @@ CHUNKS = [tuple((3 + 7 * i + j * 5) % 90 + 3 for j in range(14)) for i in range(
 CHANGES = {
     "given": lambda library: with_given_surrogate(library, (9, 8, 7, 6, 5)),
     "none": without_surrogate,
-    "anew": lambda library: with_surrogate_anew(library, CHUNKS[4:], 28),
 }
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from blend import BlendConfig, CorpusConfig, Rag
 from blend.chunks.library import ChunkLibrary, Variant
-from blend.serve.caching import Computing, OnDone
+from blend.serve.corpus_caches import Computing, OnDone
 from blend.serve.documents import DocumentStatus, UploadedFile
 from blend_retrieval.embedders import Embedder, Progress
 

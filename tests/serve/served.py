@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -9,11 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from blend.serve.access import ApiKeys
 from blend.serve.http.app import make_app
-from blend.serve.http.hall import DoorLimits
+from blend.serve.http.log import JsonLines
 from blend.serve.http.server import Server, listen, url_of
+from blend.serve.limits import RequestLimits
 from blend.serve.metrics import Metrics
-from blend.serve.tenants import Tenants
+
+
+def logged(record: logging.LogRecord) -> dict[str, Any]:
+    """The line of the log that the server would write."""
+    return dict(json.loads(JsonLines().format(record)))
 
 
 @dataclass
@@ -22,11 +30,11 @@ class Served:
     server: Server
     thread: threading.Thread
     metrics: Metrics
-    hall: Any
+    state: Any
 
     @property
     def model(self) -> str:
-        return str(self.hall.service.model)
+        return str(self.state.service.model)
 
     @property
     def base_url(self) -> str:
@@ -43,15 +51,15 @@ class Served:
 
 @contextmanager
 def listening(
-    service: Any, tenants: Tenants | None = None, *, host: str = "127.0.0.1", grace_s: float = 5.0, **limits: Any
+    service: Any, tenants: ApiKeys | None = None, *, host: str = "127.0.0.1", grace_s: float = 5.0, **limits: Any
 ) -> Iterator[Served]:
     metrics = Metrics()
-    app = make_app(service, tenants or Tenants(), DoorLimits(**limits), metrics)
+    app = make_app(service, tenants or ApiKeys(), RequestLimits(**limits), metrics)
     place = listen(host, 0)
     server = Server(app, place, grace_s=grace_s)
     thread = threading.Thread(target=server.serve_until_stopped, name="test-server")
     thread.start()
-    served = Served(url_of(place), server, thread, metrics, app.state.hall)
+    served = Served(url_of(place), server, thread, metrics, app.state.shared)
     try:
         while not server.started:
             assert thread.is_alive()

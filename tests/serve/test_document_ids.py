@@ -11,7 +11,7 @@ from documents_made import LAST_S, make, model, rag
 from blend import Rag
 from blend.errors import PromptError
 from blend.serve.documents import Documents, UploadedFile
-from blend.serve.room import Room
+from blend.serve.tenant import TenantState
 from blend.serve.types import GivenDocument
 from blend.serve.uploads import part_of
 
@@ -57,7 +57,7 @@ def test_only_files_have_records() -> None:
 
 
 def test_a_question_names_a_document_as_it_was_called_or_as_it_is(rag: Rag, make: Callable[..., Documents]) -> None:
-    documents, room = make(), Room(rag, 0)
+    documents, room = make(), TenantState(rag, 0)
     names = (GUIDE, INSTALL, "a//b", "two  blanks", "C:\\c.txt")
     documents.add(
         [UploadedFile("set.jsonl", b'{"id": "a", "text": "The mill."}\n{"text": "The quarry."}')], texts(*names)

@@ -28,7 +28,7 @@ _PROGRAM = """
 import sys, time
 from pathlib import Path
 from changing import room, page
-from blend.serve.caching import compute_here
+from blend.serve.corpus_caches import compute_here
 from blend.serve.documents import Documents
 
 count = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from changing import page, states, until
 from documents_made import LAST_S, left, make, model, rag
 
 from blend import Rag
-from blend.serve import corpus_keeper
+from blend.prompt import PromptTemplate
 from blend.serve.documents import DocumentLimits, Documents, UploadedFile
 from blend.serve.types import GivenDocument
 from blend_retrieval.apart import ReadingLimits
@@ -44,13 +45,13 @@ def test_closing_does_not_wait_for_a_file_that_is_read(rag: Rag, make: Callable[
 def test_closing_does_not_wait_for_a_text_that_is_divided(
     rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    documents, texts, plan = make(), list[str](), corpus_keeper._Watched.encode
+    documents, texts, plan = make(), list[str](), PromptTemplate.encode
 
-    def encode(template: corpus_keeper._Watched, text: str) -> list[int]:
+    def encode(template: PromptTemplate, text: str) -> list[int]:
         texts.append(text)
         return plan(template, text)
 
-    monkeypatch.setattr(corpus_keeper._Watched, "encode", encode)
+    monkeypatch.setattr(PromptTemplate, "encode", encode)
     documents.add(texts=[GivenDocument("The mill of Orr grinds rye on Mondays.\n\n" * 50_000, "Orr", "orr")])
     until(lambda: bool(texts))
     closed_quickly(documents)
@@ -58,7 +59,7 @@ def test_closing_does_not_wait_for_a_text_that_is_divided(
 
 
 def closed_quickly(documents: Documents) -> None:
-    thread, begin = documents._worker._thread, time.monotonic()
+    begin = time.monotonic()
     documents.close()
-    assert not thread.is_alive()
+    assert not any(thread.name == "kvblend-documents" for thread in threading.enumerate())
     assert time.monotonic() - begin < 8

@@ -10,9 +10,9 @@ from documents_made import LAST_S, ids, left, make, model, rag
 
 from blend import Rag
 from blend.errors import ConfigError, StoreError
-from blend.serve.corpus_keeper import CorpusKeeper
+from blend.serve.corpus_caches import CorpusUpdater
 from blend.serve.documents import DocumentLimits, Documents, UploadedFile
-from blend.serve.reasons import CORPUS_FAILS
+from blend.serve.failures import CORPUS_FAILS
 from blend.serve.types import GivenDocument
 from blend.serve.uploads import UploadsFullError, safe_id
 from blend_retrieval.errors import DocumentsError
@@ -155,7 +155,7 @@ def test_what_fails_in_the_background_is_told_without_its_place(
     def down(*arguments: object) -> None:
         raise StoreError("the store /secret/place cannot be written")
 
-    monkeypatch.setattr(CorpusKeeper, "apply", down)
+    monkeypatch.setattr(CorpusUpdater, "apply", down)
     again = make()
     until(lambda: "secret" in again.problem)
     (held,) = again.listing()

@@ -88,10 +88,10 @@ def test_openai_learns_what_the_model_reads(served: Served) -> None:
                 model=served.model, messages=[{"role": "user", "content": "word " * 15_000}], user="me", metadata={}
             )
     assert again in models
-    service = served.hall.service
+    service = served.state.service
     for model in models:
         assert (model.object, model.owned_by, model.root) == ("model", "kvblend", served.model)
-        assert model.max_model_len == service.room("").rag().decoder.context_length
+        assert model.max_model_len == service.tenant("").rag().decoder.context_length
         assert model.created > 1_700_000_000
     assert refused.value.code == "context_length_exceeded"
 
@@ -108,7 +108,7 @@ def test_openai_learns_what_the_model_reads(served: Served) -> None:
 def test_documents_as_texts_and_as_cohere_has_them(
     served: Served, expected: str, spelled: Callable[[str, str], Any]
 ) -> None:
-    chunks = [hit.chunk for hit in served.hall.service.room("").rag().retriever.search(QUESTION, 4)]
+    chunks = [hit.chunk for hit in served.state.service.tenant("").rag().retriever.search(QUESTION, 4)]
     documents = [spelled(chunk.text, chunk.title) for chunk in chunks]
     with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
         answer = client.chat.completions.create(
@@ -157,7 +157,7 @@ def test_langchain_with_documents_and_with_pasted_text(served: Served, expected:
 
     from blend.prompt import render_chunk
 
-    rag = served.hall.service.room("").rag()
+    rag = served.state.service.tenant("").rag()
     chunks = [hit.chunk for hit in rag.retriever.search(QUESTION, 4)]
     options: dict[str, Any] = {"base_url": served.base_url, "api_key": "none", "max_retries": 0, "max_tokens": TOKENS}
     documents = [{"title": chunk.title, "text": chunk.text} for chunk in chunks]

@@ -16,8 +16,8 @@ from rooms import serving
 from served import Served, listening
 
 from blend.errors import StoreError
-from blend.serve.corpus_keeper import CorpusKeeper
-from blend.serve.tenants import Tenants
+from blend.serve.access import ApiKeys
+from blend.serve.corpus_caches import CorpusUpdater
 from blend.serve.types import GivenDocument
 from blend_retrieval.errors import IndexMissingError
 
@@ -143,7 +143,7 @@ def test_who_asks_a_store_of_named_corpora_alone_is_not_told_where_it_lies(
             body = {"messages": [{"role": "user", "content": "How many?"}], "documents": [{"id": "obs"}]}
             refused = client.post(CHAT, json=body)
         with pytest.raises(IndexMissingError) as caught:
-            service.room("").retrieved("", "How many?", 1)
+            service.tenant("").retrieved("", "How many?", 1)
         assert "secret" not in str(caught.value)
     assert error(refused) == (400, "invalid_value")
     assert refused.json()["error"]["message"].startswith("no document of the corpus has the id 'obs'")
@@ -197,8 +197,8 @@ def test_uploads_have_a_limit_of_their_own(mine: httpx.Client) -> None:
 def test_deletes_that_wait_for_the_index_hold_up_nobody(
     serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served, go_on, apply = serve(), threading.Event(), CorpusKeeper.apply
-    documents = served.hall.service.documents("")
+    served, go_on, apply = serve(), threading.Event(), CorpusUpdater.apply
+    documents = served.state.service.documents("")
     names = [f"mill-{number}" for number in range(45)]  # more than a server has threads
     with httpx.Client(base_url=served.url, timeout=60) as http, ThreadPoolExecutor(len(names)) as pool:
         texts = [{"id": name, "text": f"The mill of Orr, {name}, grinds rye."} for name in names]
@@ -209,7 +209,7 @@ def test_deletes_that_wait_for_the_index_hold_up_nobody(
             assert go_on.wait(60)
             return apply(*given)
 
-        monkeypatch.setattr(CorpusKeeper, "apply", later)
+        monkeypatch.setattr(CorpusUpdater, "apply", later)
         try:
             deleted = [pool.submit(httpx.delete, f"{served.url}{DOCUMENTS}/{name}", timeout=60) for name in names]
             until(lambda: documents.leaving >= {*names})
@@ -232,7 +232,7 @@ def test_a_delete_holds_though_the_index_cannot_be_written_yet(
     before = set(prepared(mine))
     first, second, *_ = sorted(before)
     with monkeypatch.context() as patch:
-        patch.setattr(CorpusKeeper, "apply", down)
+        patch.setattr(CorpusUpdater, "apply", down)
         assert mine.delete(f"{DOCUMENTS}/{first}").json()["deleted"]
         assert first not in listed(mine)
         assert error(mine.delete(f"{DOCUMENTS}/{first}")) == (404, "not_found")
@@ -241,7 +241,7 @@ def test_a_delete_holds_though_the_index_cannot_be_written_yet(
 
 
 def test_documents_are_their_tenants_own(served: Served) -> None:
-    with listening(served.hall.service, Tenants([("anns", "ann"), ("bobs", "bob")])) as locked:
+    with listening(served.state.service, ApiKeys([("anns", "ann"), ("bobs", "bob")])) as locked:
 
         def call(key: str, method: str, path: str = "", **more: Any) -> httpx.Response:
             headers = {"authorization": f"Bearer {key}"}
@@ -260,4 +260,4 @@ def test_documents_are_their_tenants_own(served: Served) -> None:
         assert call("bobs", "DELETE", "/secret").status_code == 404
         assert call("none", "GET").status_code == 401
         assert call("anns", "DELETE", "/secret").json()["deleted"]
-        locked.hall.service = None  # the other server's
+        locked.state.service = None  # the other server's

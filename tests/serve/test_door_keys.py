@@ -11,15 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
-from served import Served, listening
+from served import Served, listening, logged
 
 from blend.errors import ConfigError
-from blend.serve.faults import LOG
-from blend.serve.http.log import _Lines
-from blend.serve.metrics import Metrics
-from blend.serve.store_metrics import StoreFigures
-from blend.serve.tenants import Tenants, read_keys
-from blend.serve.types import Holding
+from blend.serve.access import ApiKeys, read_keys
+from blend.serve.failures import LOG
+from blend.serve.metrics import Metrics, StoreFigures
+from blend.serve.types import EngineStats
 from blend.store.backend import MemoryStats, TierHits
 
 BODY = {"messages": [{"role": "user", "content": "a secret of mine"}], "max_tokens": 2}
@@ -28,9 +26,9 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def locked(served: Served) -> Iterator[Served]:
-    with listening(served.hall.service, Tenants([("common", ""), ("anns", "ann"), ("bobs", "bob")])) as found:
+    with listening(served.state.service, ApiKeys([("common", ""), ("anns", "ann"), ("bobs", "bob")])) as found:
         yield found
-        found.hall.service = None  # the other server's
+        found.state.service = None  # the other server's
 
 
 def post(served: Served, key: str | None = None, **headers: str) -> httpx.Response:
@@ -72,15 +70,14 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# who may\nfirst\n\nsecond ann # hers\n  third\tbob\n")
     file.chmod(0o600)
-    tenants = Tenants(read_keys(file))
-    assert [tenants.of(key) for key in ("first", "second", "third", "fourth", "", None)] == [
+    tenants = ApiKeys(read_keys(file))
+    assert [tenants.tenant_of(key) for key in ("first", "second", "third", "fourth", "", None)] == [
         "",
         "ann",
         "bob",
         *[None] * 3,
     ]
-    assert tenants.names == ("", "ann", "bob")
-    assert Tenants().of(None) == Tenants().of("any") == ""
+    assert ApiKeys().tenant_of(None) == ApiKeys().tenant_of("any") == ""
     file.chmod(0o644)
     with pytest.warns(UserWarning, match="chmod 600"):
         read_keys(file)
@@ -108,25 +105,25 @@ def test_a_file_of_keys_that_is_none(tmp_path: Path, text: str, told: str) -> No
     with pytest.raises(ConfigError, match="cannot be read"):
         read_keys(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="two tenants"):
-        Tenants([("same", "ann"), ("same", "bob")])
+        ApiKeys([("same", "ann"), ("same", "bob")])
 
 
 def test_health_and_readiness(served: Served) -> None:
-    service = served.hall.service
+    service = served.state.service
     with listening(None) as served:
         assert httpx.get(f"{served.url}/health").status_code == 200
         for response in (httpx.get(f"{served.url}/ready"), post(served), httpx.get(f"{served.url}/v1/models")):
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "loading"
             assert response.headers["retry-after"]
-        served.hall.service = service
+        served.state.service = service
         assert httpx.get(f"{served.url}/ready").status_code == 200
         assert post(served).status_code == 200
-        served.hall.closing = True
+        served.state.closing = True
         for response in (httpx.get(f"{served.url}/ready"), post(served)):
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "shutting_down"
-        served.hall.service = None
+        served.state.service = None
 
 
 def test_what_is_counted(served: Served) -> None:
@@ -189,7 +186,7 @@ def test_what_was_found_in_the_tiers_of_shared_stores_and_what_had_to_go() -> No
         return SimpleNamespace(tier_hits=hits, evictions=evictions, memory=None)
 
     stores = [store(TierHits(1, 2, 3, 4, 50), 6), store(TierHits(10, 20, 30, 40, 500), 60), store(None, 600)]
-    page = Metrics().page(Holding(0, 0, 0, 1, prefix_evictions=7), StoreFigures.of(stores)).decode()
+    page = Metrics().page(EngineStats(0, 0, 0, 1, prefix_evictions=7), StoreFigures.of(stores)).decode()
     for name, expected in (
         *(
             (f'store_lookups_total{{tier="{tier}"}}', 11 * n)
@@ -214,7 +211,7 @@ def test_the_log_has_nobodys_text(served: Served, caplog: pytest.LogCaptureFixtu
         other = post(served, **{"x-request-id": "not {allowed}"})
     assert answered.headers["x-request-id"] == "mine-1"
     assert len(other.headers["x-request-id"]) == 32
-    told: list[dict[str, Any]] = [record.told for record in caplog.records if hasattr(record, "told")]
+    told = [logged(record) for record in caplog.records if record.name == LOG.name]
     assert told[0]["id"] == "mine-1"
     assert (told[0]["method"], told[0]["path"], told[0]["status"]) == ("POST", CHAT, 200)
     assert told[0]["seconds"] >= told[0]["ttft_s"] > 0
@@ -231,7 +228,7 @@ def test_the_log_has_nobodys_text(served: Served, caplog: pytest.LogCaptureFixtu
     ],
 )
 def test_what_asyncio_tells_is_a_line_without_anybodys_text(message: str, event: str) -> None:
-    told = json.loads(_Lines().format(logging.LogRecord("asyncio", logging.ERROR, "", 0, message, None, None)))
+    told = logged(logging.LogRecord("asyncio", logging.ERROR, "", 0, message, None, None))
     assert (told["level"], told["event"]) == ("error", f"asyncio: {event}")
 
 
@@ -242,13 +239,13 @@ def test_a_bug_is_told_without_words_of_anybody(
         raise KeyError("a secret of mine")
 
     with caplog.at_level(logging.INFO, logger=LOG.name):
-        monkeypatch.setattr(served.hall.service, "submit", broken)
+        monkeypatch.setattr(served.state.service, "submit", broken)
         response = post(served)
         assert response.status_code == 500
         assert response.json()["error"]["type"] == "server_error"
         assert response.headers["x-request-id"]
     assert "secret" not in response.text
-    (told,) = [record.told for record in caplog.records if record.levelname == "ERROR"]  # type: ignore[attr-defined]
+    (told,) = [logged(record) for record in caplog.records if record.levelname == "ERROR"]
     assert told["error"] == "KeyError"
     assert any("test_door_keys.py" in place for place in told["at"])
     assert "secret" not in json.dumps(told)

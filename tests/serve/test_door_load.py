@@ -18,8 +18,8 @@ from changing import until
 from served import Served, listening
 
 from blend.prompt import PromptTemplate
-from blend.serve.room import Room
-from blend.serve.tenants import Tenants
+from blend.serve.access import ApiKeys
+from blend.serve.tenant import TenantState
 from tests.towns import document
 
 CHAT, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
@@ -65,7 +65,7 @@ def test_a_client_that_leaves_behind_long_documents_holds_up_no_other(serve: Cal
         time.sleep(0.5)
     begin = time.monotonic()
     httpx.post(f"{served.url}{CHAT}", json=SHORT, timeout=60).raise_for_status()
-    until(lambda: served.hall.questions.borrowed_tokens == 0, 10)
+    until(lambda: served.state.questions.borrowed_tokens == 0, 10)
     assert time.monotonic() - begin < 10
 
 
@@ -99,7 +99,7 @@ def test_documents_of_a_client_that_has_left_are_not_cut_further(
     served = serve()
     with sent(served, with_document(TOWNS[:6000])):
         until(lambda: len(slow_tokens) > 10)
-    until(lambda: served.hall.questions.borrowed_tokens == 0, 5)
+    until(lambda: served.state.questions.borrowed_tokens == 0, 5)
     count = len(slow_tokens)
     time.sleep(0.5)
     assert len(slow_tokens) == count
@@ -116,15 +116,15 @@ def test_a_deadline_ends_the_cutting_of_documents(serve: Callable[..., Served], 
 
 
 def test_a_tenant_leaves_places_to_the_others(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, given = threading.Event(), Room.given
+    go_on, given = threading.Event(), TenantState.given
 
-    def waiting(self: Room, corpus: str, documents: Any, *more: Any) -> Any:
+    def waiting(self: TenantState, corpus: str, documents: Any, *more: Any) -> Any:
         assert not documents or go_on.wait(60)
         return given(self, corpus, documents, *more)
 
-    monkeypatch.setattr(Room, "given", waiting)
-    service = serve().hall.service
-    with listening(service, Tenants([("anns", "ann"), ("bobs", "bob")])) as served, ThreadPoolExecutor(50) as pool:
+    monkeypatch.setattr(TenantState, "given", waiting)
+    service = serve().state.service
+    with listening(service, ApiKeys([("anns", "ann"), ("bobs", "bob")])) as served, ThreadPoolExecutor(50) as pool:
 
         def ask(key: str, raw: bytes) -> int:
             key_header = {"authorization": f"Bearer {key}"}
@@ -132,13 +132,13 @@ def test_a_tenant_leaves_places_to_the_others(serve: Callable[..., Served], monk
 
         anns = [pool.submit(ask, "anns", with_document("The harbour has nine gates.")) for _ in range(45)]
         try:
-            until(lambda: served.hall.questions.borrowed_tokens >= 10)
+            until(lambda: served.state.questions.borrowed_tokens >= 10)
             time.sleep(0.5)
             assert pool.submit(ask, "bobs", json.dumps(SHORT).encode()).result(20) == 200
         finally:
             go_on.set()
         assert {one.result() for one in anns} <= {200, 429}
-        served.hall.service = None  # the other server's
+        served.state.service = None  # the other server's
 
 
 @pytest.mark.parametrize("path", [CHAT, DOCUMENTS])
@@ -147,13 +147,13 @@ def test_bodies_that_are_received_together_have_a_bound(serve: Callable[..., Ser
     served = serve({"all_bytes": 1_000_000})
     part = b'{"messages": "' + b"x" * 399_986
     with sent(served, part, path=path, length=500_000), sent(served, part, path=path, length=500_000):
-        until(lambda: served.hall.bodies.held > 600_000)
+        until(lambda: served.state.bodies.held > 600_000)
         with sent(served, part, path=path, length=500_000) as third:
             refused = HTTPResponse(third)
             refused.begin()
             assert (refused.status, refused.headers["retry-after"]) == (503, "5")
             assert json.loads(refused.read())["error"]["code"] == "unavailable"
         assert httpx.post(f"{served.url}{CHAT}", json=SHORT, timeout=60).status_code == 200
-    until(lambda: served.hall.bodies.held == 0, 10)
+    until(lambda: served.state.bodies.held == 0, 10)
     assert httpx.post(f"{served.url}{path}", content=part, timeout=60).status_code == 400  # that is no JSON
-    assert served.hall.bodies.held == 0
+    assert served.state.bodies.held == 0

@@ -7,8 +7,7 @@ import pytest
 from served import Served, listening
 
 from blend.errors import ConfigError
-from blend.serve.addresses import is_loopback, origin_of
-from blend.serve.tenants import Tenants
+from blend.serve.access import ApiKeys, is_loopback, origin_of
 
 MODELS, SITE = "/v1/models", "https://rag.example.org"
 
@@ -35,17 +34,17 @@ def test_pages_of_other_sites_do_not_come_in(http: httpx.Client, headers: dict[s
 
 
 def test_names_of_others_do_not_come_in_whatever_address_it_listens_at(served: Served) -> None:
-    with listening(served.hall.service, host="127.0.0.2") as elsewhere:
+    with listening(served.state.service, host="127.0.0.2") as elsewhere:
         assert httpx.get(f"{elsewhere.url}{MODELS}").status_code == 200
         foreign = {"host": "evil.example", "origin": "http://evil.example"}
         response = httpx.get(f"{elsewhere.url}{MODELS}", headers=foreign)
         assert response.status_code == 403
         assert "--api-key" in response.json()["error"]["message"]
-        elsewhere.hall.service = None  # the other server's
+        elsewhere.state.service = None  # the other server's
 
 
 def test_a_site_that_is_permitted_may_ask_and_no_other(served: Served) -> None:
-    with listening(served.hall.service, Tenants([("anns", "ann")]), origins=(SITE,)) as open_to_one:
+    with listening(served.state.service, ApiKeys([("anns", "ann")]), origins=(SITE,)) as open_to_one:
 
         def call(method: str, origin: str, **headers: str) -> httpx.Response:
             return httpx.request(method, f"{open_to_one.url}{MODELS}", headers={"origin": origin, **headers})
@@ -71,7 +70,7 @@ def test_a_site_that_is_permitted_may_ask_and_no_other(served: Served) -> None:
             assert told.startswith(f"pages of '{other}' may not ask this server, not with a key either")
             assert "--allow-origin" in told
             assert "\n" not in told
-        open_to_one.hall.service = None  # the other server's
+        open_to_one.state.service = None  # the other server's
 
 
 def test_nothing_is_said_of_origins_where_none_is_permitted(http: httpx.Client) -> None:

@@ -14,9 +14,7 @@ from passage_cases import KINDS, WHOLE_ONLY, Given, known, prose, tokenizer
 from transformers import AutoTokenizer
 
 from blend.prompt import PromptTemplate, render_chunk
-from blend.serve.passages.family import Family, Work
-from blend.serve.passages.heads import HEAD, HeadFilter
-from blend.serve.passages.known import KnownTexts
+from blend.serve.passages.known import HEAD, Family, HeadFilter, KnownTexts, SearchBudget
 from blend.serve.passages.segments import Segment, segments
 from blend.weights import resolve_model
 
@@ -261,8 +259,8 @@ def test_ten_megabytes_made_to_be_slow(case: str) -> None:
 
 def test_a_family_stops_when_no_work_is_left() -> None:
     family = Family({str(n): Given(str(n), "", "a" * (HEAD + n)) for n in range(300)})
-    assert len(list(family.texts_at("a" * 1000, 5, Work(10**9)))) == 300
-    assert len(list(family.texts_at("a" * 1000, 5, Work(10_000)))) < 10
+    assert len(list(family.texts_at("a" * 1000, 5, SearchBudget(10**9)))) == 300
+    assert len(list(family.texts_at("a" * 1000, 5, SearchBudget(10_000)))) < 10
 
 
 def test_the_filter_lets_every_head_through() -> None:

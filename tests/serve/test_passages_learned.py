@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from blend.errors import StoreError
 from blend.prompt import PromptTemplate
+from blend.serve.learned import LearnedCaches
 from blend.serve.passages.divide import LEAST_PASSAGE, MOST_PASSAGE
-from blend.serve.passages.learned import Learned
 from blend.serve.passages.segments import Segment, segments
 from blend.types import ChunkKey
 from blend.weights import resolve_model
@@ -194,44 +194,44 @@ def key(number: int) -> ChunkKey:
 
 
 def test_the_least_recently_seen_go_when_it_is_too_much(tmp_path: Path) -> None:
-    book = Learned(tmp_path / "book.json", 100)
-    assert book.seen({key(1): 40, key(2): 40}) == []
-    assert book.seen({key(1): 40}) == []
-    assert book.seen({key(3): 30}) == [key(2)]
+    book = LearnedCaches(tmp_path / "book.json", 100)
+    assert book.use({key(1): 40, key(2): 40}) == []
+    assert book.use({key(1): 40}) == []
+    assert book.use({key(3): 30}) == [key(2)]
     assert (key(1) in book, key(2) in book, book.nbytes, len(book)) == (True, False, 70, 2)
-    assert book.seen({key(3): 90}) == [key(1)]  # it has become larger
-    assert book.seen({key(4): 101}) == [key(3), key(4)]
+    assert book.use({key(3): 90}) == [key(1)]  # it has become larger
+    assert book.use({key(4): 101}) == [key(3), key(4)]
     assert book.nbytes == 0
 
 
 def test_a_restart_knows_what_there_was(tmp_path: Path) -> None:
     path = tmp_path / "of a tenant" / "book.json"
-    book = Learned(path, 100)
-    book.seen({key(1): 40, key(2): 40})
-    book.seen({key(1): 40})
+    book = LearnedCaches(path, 100)
+    book.use({key(1): 40, key(2): 40})
+    book.use({key(1): 40})
     book.save()
-    again = Learned(path, 100)
+    again = LearnedCaches(path, 100)
     assert again.nbytes == 80
-    assert again.seen({key(3): 30}) == [key(2)]
+    assert again.use({key(3): 30}) == [key(2)]
     again.drop([key(1)])
     again.save()
-    smaller = Learned(path, 20)
+    smaller = LearnedCaches(path, 20)
     assert len(smaller) == 1
-    assert smaller.seen({}) == [key(3)]
+    assert smaller.use({}) == [key(3)]
     assert path.stat().st_mode & 0o077 == 0
 
 
 def test_a_book_that_has_not_changed_is_not_written(tmp_path: Path) -> None:
-    book = Learned(tmp_path / "book.json", 100)
+    book = LearnedCaches(tmp_path / "book.json", 100)
     book.save()
     assert not (tmp_path / "book.json").exists()
-    book.seen({key(1): 10})
+    book.use({key(1): 10})
     book.save()
     (tmp_path / "book.json").unlink()
-    book.seen({key(1): 10})
+    book.use({key(1): 10})
     book.save()
     assert not (tmp_path / "book.json").exists()
-    book.seen({key(1): 11})
+    book.use({key(1): 11})
     book.save()
     assert (tmp_path / "book.json").exists()
 
@@ -248,16 +248,16 @@ def test_a_book_that_has_not_changed_is_not_written(tmp_path: Path) -> None:
 def test_a_damaged_book_is_an_empty_one(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "book.json"
     path.write_bytes(content)
-    book = Learned(path, 100)
+    book = LearnedCaches(path, 100)
     assert len(book) == 0
-    book.seen({key(1): 40})
+    book.use({key(1): 40})
     book.save()
-    assert len(Learned(path, 100)) == 1
+    assert len(LearnedCaches(path, 100)) == 1
 
 
 def test_the_book_holds_digests_and_sizes(tmp_path: Path) -> None:
-    book = Learned(tmp_path / "book.json", 100)
-    book.seen({key(7): 40})
+    book = LearnedCaches(tmp_path / "book.json", 100)
+    book.use({key(7): 40})
     book.save()
     written = json.loads((tmp_path / "book.json").read_text())
     assert written == {"version": 1, "caches": [[*key(7), 40]], "decisions": 0}
@@ -265,19 +265,19 @@ def test_the_book_holds_digests_and_sizes(tmp_path: Path) -> None:
 
 def test_a_book_that_cannot_be_written_says_so_and_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    book = Learned(tmp_path / "file" / "book.json", 100)
-    book.seen({key(1): 40})
+    book = LearnedCaches(tmp_path / "file" / "book.json", 100)
+    book.use({key(1): 40})
     with pytest.raises(StoreError, match="learned passages"):
         book.save()
-    assert book.seen({key(2): 70}) == [key(1)]
+    assert book.use({key(2): 70}) == [key(1)]
 
 
 def test_many_threads_keep_one_budget(tmp_path: Path) -> None:
-    book, gone = Learned(tmp_path / "book.json", 1000), []
+    book, gone = LearnedCaches(tmp_path / "book.json", 1000), []
 
     def work(first: int) -> None:
         for number in range(first, first + 300):
-            gone.extend(book.seen({key(number): 10}))
+            gone.extend(book.use({key(number): 10}))
             if number % 50 == 0:
                 book.save()
 

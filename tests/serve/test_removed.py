@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from blend.serve.removed import KEEP_S, Removed
+from blend.serve.learned import KEEP_S, RemovedKeys
 from blend.types import ChunkKey
 
 
 def test_a_removed_cache_stays_removed_and_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    removed, now, kept = Removed(), [1000.0], list[str]()
-    monkeypatch.setattr("blend.serve.removed.monotonic", lambda: now[0])
+    removed, now, kept = RemovedKeys(), [1000.0], list[str]()
+    monkeypatch.setattr("blend.serve.learned.monotonic", lambda: now[0])
     first, *others = (ChunkKey("space", f"{number:032x}") for number in range(100))
     removed.add([first])
     began = now[0] - 1

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from changing import Engine, page, room, states, until, words
 from documents_made import LAST_S, caches, ids, left, make, model, rag
+from served import logged
 
 from blend import Rag
 from blend.errors import PromptError, StoreError
-from blend.serve.corpus_keeper import CorpusKeeper
+from blend.serve.corpus_caches import CorpusUpdater
 from blend.serve.documents import Documents, DocumentStatus, UploadedFile
-from blend.serve.reasons import STORE_FAILS
-from blend.serve.room import Room
+from blend.serve.failures import STORE_FAILS
+from blend.serve.tenant import TenantState
 from blend.serve.types import GivenDocument, Message
 
 __all__ = ["make", "model", "rag"]  # fixtures
@@ -221,8 +222,8 @@ def test_a_cache_that_cannot_be_stored_fails_its_document_alone(
     held = documents.get("mill.md")
     assert held is not None
     assert held.reason == STORE_FAILS
-    told = [record.told for record in caplog.records if record.getMessage() == "documents_failed"]  # type: ignore[attr-defined]
-    assert told == [{"error": "StoreError", "why": "the store /secret/place is down"}]
+    told = [logged(record) for record in caplog.records if record.getMessage() == "documents_failed"]
+    assert [(one["error"], one["why"]) for one in told] == [("StoreError", "the store /secret/place is down")]
     assert "mill.md" in ids(rag)  # it can be asked for all the same
     monkeypatch.setattr(type(rag.store), "put", put)
     documents.add([page("quarry", 4)])
@@ -275,7 +276,7 @@ def test_a_measurement_that_waits_gives_way_to_documents_and_comes_again(make: C
 def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
     rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    documents, room, apply, go_on = make(), Room(rag, 0), CorpusKeeper.apply, threading.Event()
+    documents, room, apply, go_on = make(), TenantState(rag, 0), CorpusUpdater.apply, threading.Event()
     room.hide("", lambda: documents.leaving)
     documents.add([page("harbour"), page("mill", 4)])
     assert documents.wait(LAST_S)
@@ -291,7 +292,7 @@ def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
         assert go_on.wait(LAST_S)
         return apply(*given)
 
-    monkeypatch.setattr(CorpusKeeper, "apply", later)
+    monkeypatch.setattr(CorpusUpdater, "apply", later)
     assert documents.delete("mill.md", wait_s=0.05)
     assert "mill.md" in {chunk.document_id for chunk in rag.index.chunks}
     assert sources() == {"The harbour"}

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 from rooms import QUESTION, make_rag, serving
-from served import Served, listening
+from served import Served, listening, logged
 
 from blend.config import PromptConfig
 from blend.prompt import render_chunk
-from blend.serve.tenants import Tenants
+from blend.serve.access import ApiKeys
 from tests.towns import TOPICS, document
 
 PASSAGE = "\n\n".join(
@@ -52,7 +52,7 @@ def away(*paths: Path) -> Iterator[None]:
 
 
 @contextmanager
-def client_of(store: Path, model: Path, tenants: Tenants | None = None, **options: int) -> Iterator[httpx.Client]:
+def client_of(store: Path, model: Path, tenants: ApiKeys | None = None, **options: int) -> Iterator[httpx.Client]:
     with (
         serving(store, model, **options) as service,
         listening(service, tenants) as served,
@@ -111,7 +111,7 @@ def _full(more: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_pasted(client: httpx.Client) -> str:
-    rag = client.served.hall.service.room("").rag()  # type: ignore[attr-defined]
+    rag = client.served.state.service.tenant("").rag()  # type: ignore[attr-defined]
     chunks = rag._index._held[1].chunks
     return "".join(map(render_chunk, chunks[:2])) + "\n\nHow many gates?"
 
@@ -143,12 +143,12 @@ def test_an_outage_is_told_once(store: Path, model: Path, caplog: pytest.LogCapt
             put(client)
     lines = [record for record in caplog.records if record.getMessage() == "store_unreachable"]
     assert [record.levelname for record in lines] == ["WARNING", "WARNING"]
-    assert all(str(store / "kv") in json.dumps(record.told) for record in lines)  # type: ignore[attr-defined]
+    assert all(str(store / "kv") in json.dumps(logged(record)) for record in lines)
     assert [record.getMessage() for record in caplog.records].count("store_back") == 2
 
 
 def test_a_tenant_who_comes_first_while_the_store_is_gone_makes_none(store: Path, model: Path) -> None:
-    tenants = Tenants([("secret-of-alpha", "alpha"), ("secret-of-beta", "beta")])
+    tenants = ApiKeys([("secret-of-alpha", "alpha"), ("secret-of-beta", "beta")])
     with client_of(store, model, tenants, prefix_budget=0) as client:
         with away(store):
             text, own = told(put(client, key="secret-of-alpha", **ways()["documents"]))
@@ -163,8 +163,8 @@ def test_a_tenant_who_comes_first_while_the_store_is_gone_makes_none(store: Path
 
 
 def settle(client: httpx.Client) -> None:
-    engine, until = client.served.hall.service.engine, time.monotonic() + 60  # type: ignore[attr-defined]
-    while any(engine.holding()[i] for i in (0, 1, 5)):
+    engine, until = client.served.state.service.engine, time.monotonic() + 60  # type: ignore[attr-defined]
+    while not engine.stats().idle:
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -208,7 +208,7 @@ def test_a_store_that_goes_while_its_caches_are_loaded(
 @contextmanager
 def _gone_after(served: Served, kv: Path, looks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The folder is moved away before one of the store's files is opened."""
-    files = served.hall.service.room("").rag().store.backend._files
+    files = served.state.service.tenant("").rag().store.backend._files
     plain: Callable[[Path], int | None] = files.open
     left = looks
 

@@ -36,7 +36,7 @@ def service(filled: tuple[Path, Path], tmp_path: Path) -> Iterator[Service]:
             documents = made.documents("", name)
             documents.add(texts=[make(n) for n in range(5)])
             assert documents.wait(60)
-        surrogates = [library(made.room("").rag(name)).surrogate for name in ("", "kell")]
+        surrogates = [library(made.tenant("").rag(name)).surrogate for name in ("", "kell")]
         assert all(surrogates)
         assert surrogates[0] != surrogates[1]
         yield made
@@ -60,13 +60,13 @@ def pasted(*chunks: Chunk) -> str:
 
 
 def test_a_chunk_pasted_without_its_corpus_is_blended_with_that_corpus(service: Service) -> None:
-    kell, unnamed = service.room("").rag("kell"), service.room("").rag()
+    kell, unnamed = service.tenant("").rag("kell"), service.tenant("").rag()
     chunks = of(kell, "kell3")
     before = held(unnamed, chunks)
-    told = ask(service, pasted(*chunks)).opened
+    told = ask(service, pasted(*chunks))
     assert {source.id for source in told.sources if source.kind == "pasted"} == {chunk.id for chunk in chunks}
     assert all(source.hit for source in told.sources)
-    assert told.figures.lacking == 0
+    assert told.figures.missing == 0
     settled(service)
     assert held(unnamed, chunks) == before
     assert service.documents("", "kell").delete("kell3")
@@ -76,21 +76,21 @@ def test_a_chunk_pasted_without_its_corpus_is_blended_with_that_corpus(service: 
 
 def test_a_prompt_has_the_corpus_of_which_it_holds_most(service: Service) -> None:
     """What it holds of the others is ordinary text, and is not learned either."""
-    kell, unnamed = service.room("").rag("kell"), service.room("").rag()
+    kell, unnamed = service.tenant("").rag("kell"), service.tenant("").rag()
     mine, others = of(kell, "kell1") + of(kell, "kell2"), of(unnamed, "umm1")
     before = {one.id for one in mine}
     entries = unnamed.store.stats().entries
     for messages in ((pasted(*mine, *others),), (pasted(*others), "Many.", pasted(*mine))):
-        told = ask(service, *messages).opened
+        told = ask(service, *messages)
         assert {(source.kind, source.id) for source in told.sources} == {("pasted", name) for name in before}
     settled(service)
     assert unnamed.store.stats().entries == entries
-    told = ask(service, pasted(*others)).opened
+    told = ask(service, pasted(*others))
     assert [source.id for source in told.sources] == [chunk.id for chunk in others]
 
 
 def test_what_a_question_brought_to_another_corpus_goes_with_the_document(service: Service) -> None:
-    kell, unnamed = service.room("").rag("kell"), service.room("").rag()
+    kell, unnamed = service.tenant("").rag("kell"), service.tenant("").rag()
     brought = (observatory(4)._replace(id=""),)
     ask(service, "How many domes?", documents=brought)
     settled(service)

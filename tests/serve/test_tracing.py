@@ -26,7 +26,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 @pytest.fixture
 def traced(serve: Callable[..., Served]) -> tuple[Served, InMemorySpanExporter]:
     served, spans = serve(), InMemorySpanExporter()
-    served.hall.tracing = Tracing(SimpleSpanProcessor(spans))
+    served.state.tracing = Tracing(SimpleSpanProcessor(spans))
     return served, spans
 
 

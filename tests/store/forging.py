@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 
-import xxhash
+from blake3 import blake3
 
 
 def header_of(raw: bytes) -> dict:
@@ -24,7 +24,15 @@ def forge(raw: bytes, change) -> bytes:
 def sealed(header: object, data: bytes) -> bytes:
     """A file of this header and data with the checksum that it must have to be believed."""
     text = json.dumps(header, separators=(",", ":")).encode()
-    size = struct.pack("<Q", len(text))
-    at = len(b'{"__metadata__":{"checksum":"')
-    checksum = xxhash.xxh3_128_hexdigest(size + text[at + 32 :]).encode()
-    return size + text[:at] + checksum + text[at + 32 :] + data
+    return resealed(text) + data
+
+
+def resealed(text: bytes) -> bytes:
+    """A header of this text with the digest that it must have."""
+    size, at = struct.pack("<Q", len(text)), len(b'{"__metadata__":{"blake3":"')
+    return size + text[:at] + digest(size + text[at + 32 :]).encode() + text[at + 32 :]
+
+
+def digest(content: bytes) -> str:
+    """Of a store without a key."""
+    return blake3(content).hexdigest(length=16)

@@ -7,7 +7,7 @@ import servers
 
 from _wire import Proxy
 from blend.errors import EntryDamagedError, StoreUnreachableError
-from blend.store import Patience, open_store
+from blend.store import Timeouts, open_store
 from blend.store.admin import pin_cache, remove_copies
 
 
@@ -81,7 +81,7 @@ def test_copies_of_what_is_gone_are_removed_but_for_pinned_ones(opened, key, cac
 def test_a_tier_that_missed_a_removal_is_named_and_asked_again(key, cache, tmp_path):
     proxy = Proxy(servers.redis_port())
     hot = f"redis://127.0.0.1:{proxy.port}/6"
-    store = open_store(f"file://{tmp_path / 'far'}", hot=hot, patience=Patience(pause_s=0.01))
+    store = open_store(f"file://{tmp_path / 'far'}", hot=hot, timeouts=Timeouts(pause_s=0.01))
     store.put(key(1), cache(1))
     proxy.set("refused")
     store.delete(key(1))
@@ -102,8 +102,8 @@ def test_a_store_in_one_place_gives_nothing_back(key, cache, tmp_path):
 
 def test_the_last_copy_of_what_is_gone_that_cannot_be_read_is_no_outage(key, cache, tmp_path):
     proxy = Proxy(servers.redis_port())
-    hot, patience = f"redis://127.0.0.1:{proxy.port}/6", Patience(answer_s=0.5)
-    store = open_store(f"file://{tmp_path / 'far'}", hot=hot, patience=patience)
+    hot, timeouts = f"redis://127.0.0.1:{proxy.port}/6", Timeouts(answer_s=0.5)
+    store = open_store(f"file://{tmp_path / 'far'}", hot=hot, timeouts=timeouts)
     large = cache(1, tokens=2000)  # layers do not come along when it is opened
     store.put(key(1), large)
     open_store(f"file://{tmp_path / 'far'}").delete(key(1))

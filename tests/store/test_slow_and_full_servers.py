@@ -11,9 +11,9 @@ from far_stores import failing_bucket
 
 from _wire import Proxy
 from blend.errors import StoreError, StoreUnreachableError
-from blend.store import Patience, Range, open_store
+from blend.store import Range, Timeouts, open_store
 
-HASTE = Patience(connect_s=0.5, answer_s=0.5, pause_s=60.0)
+HASTE = Timeouts(connect_s=0.5, answer_s=0.5, pause_s=60.0)
 NAME = "objects/ab/cd/cdef.safetensors"
 
 
@@ -34,7 +34,7 @@ def memory(tmp_path):
 def dripping(request):
     """A far backend that holds a megabyte, and the proxy in front of it."""
     address, proxy = request.getfixturevalue(request.param)
-    backend = open_store(address, patience=HASTE).backend.tiers.far
+    backend = open_store(address, timeouts=HASTE).backend.tiers.far
     backend.put(NAME, [bytes(1 << 20)])
     return backend, proxy
 
@@ -57,10 +57,10 @@ def test_a_server_that_drips_is_an_outage_in_time(dripping):
 def test_a_tier_that_drips_is_left_alone(key, cache, tmp_path, caplog):
     proxy = Proxy(servers.redis_port())
     hot = f"redis://127.0.0.1:{proxy.port}/4"
-    writer = open_store(f"file://{tmp_path / 'far'}", hot=hot, patience=HASTE)
+    writer = open_store(f"file://{tmp_path / 'far'}", hot=hot, timeouts=HASTE)
     for number in range(4):
         writer.put(key(number), cache(number, tokens=2000))
-    store = open_store(f"file://{tmp_path / 'far'}", hot=hot, patience=HASTE)
+    store = open_store(f"file://{tmp_path / 'far'}", hot=hot, timeouts=HASTE)
     proxy.set("dripping")
     began = time.monotonic()
     for number in range(4):

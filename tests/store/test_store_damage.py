@@ -107,7 +107,7 @@ def test_overwritten_regions(entry, data):
 @example(b"")
 @example(struct.pack("<Q", 0))
 @example(struct.pack("<Q", 2**64 - 1) + b"x" * 100)
-@example(struct.pack("<Q", 100_000) + b'{"__metadata__":{"checksum":"' + b"[" * 100_000)
+@example(struct.pack("<Q", 100_000) + b'{"__metadata__":{"blake3":"' + b"[" * 100_000)
 @example(save({"000.k": torch.zeros(1, 3, 4)}))
 def test_random_files(entry, content):
     store, path, _ = entry

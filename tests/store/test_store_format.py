@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from blend.errors import StoreError
 from blend.store import open_store
+from blend.store.admin import verify_entry
 from blend.types import CacheIdentity, ChunkCache
 
 KEY = CacheIdentity("model-a", "float32", (1, 2, 3)).key((1, 2))
@@ -17,19 +21,19 @@ CACHE = ChunkCache(
     tuple(-torch.arange(60).reshape(2, 5, 6) / 4 for _ in range(3)),
     start=7,
 )
-# The first 96 bits of each file's SHA-256, as version 0.1 wrote them.
+# The first 96 bits of each file's SHA-256, as they are written since blake3.
 WRITTEN = {
     ("native", None): {
-        "artifacts/map-1": "552f7b78458488ddfe9e6874",
+        "artifacts/map-1": "d1f0583d62ce305f78247329",
         "namespaces/abc.json": "aa341445f1cfa0ba0723a5e0",
-        f"objects/{KEY.namespace}/{KEY.digest[:2]}/{KEY.digest}.safetensors": "97e02b4f7c9efb6298dd9dd8",
+        f"objects/{KEY.namespace}/{KEY.digest[:2]}/{KEY.digest}.safetensors": "9fbc516e28bab9b36ffc4ac7",
         "store.json": "4fbb240b7023449d48f969f0",
     },
     ("bfloat16", b"sixteen bytes at least"): {
-        "artifacts/map-1": "3c5d4a228b43bf511a6239f2",
+        "artifacts/map-1": "2428333122ee43fd0e72e6a2",
         "namespaces/abc.json": "aa341445f1cfa0ba0723a5e0",
-        f"objects/{KEY.namespace}/{KEY.digest[:2]}/{KEY.digest}.safetensors": "43f3377d93c9956b82885df5",
-        "sealed": "bd40c574845243a92a940185",
+        f"objects/{KEY.namespace}/{KEY.digest[:2]}/{KEY.digest}.safetensors": "67f4e76b86549baf4f212e4c",
+        "sealed": "8137ec16709f4fd4c04ab3a2",
         "store.json": "4fbb240b7023449d48f969f0",
     },
 }
@@ -37,8 +41,8 @@ WRITTEN = {
 
 # The same of the entry alone, in codecs of few bits, keys without positions.
 WRITTEN_STILL = {
-    "int8": "0c7f2249d9a3e44d61049de1",
-    "int4": "0c19ffd6e75a5021950424f4",
+    "int8": "ddcc89750c9ffca5a732d8b6",
+    "int4": "d04d42fac09be1f8f680221c",
 }
 
 
@@ -61,3 +65,52 @@ def test_every_file_is_written_as_before(tmp_path, codec, secret):
     assert {name: hashlib.sha256(path.read_bytes()).hexdigest()[:24] for name, path in files.items()} == WRITTEN[
         codec, secret
     ]
+
+
+OLDER = Path(__file__).with_name(
+    "older"
+)  # two small stores of the version before blake3: xxh3, and BLAKE2b with this key
+OLDER_KEYS = {"plain": None, "sealed": b"a key of sixteen bytes or more"}
+
+
+@pytest.fixture(params=OLDER_KEYS)
+def older(request, tmp_path):
+    """The folder of an older store and its key."""
+    return Path(shutil.copytree(OLDER / request.param, tmp_path / "store")), OLDER_KEYS[request.param]
+
+
+def older_key(number):
+    return CacheIdentity("model-a", "float32", (1, 2, 3)).key((number, number + 1))
+
+
+def test_older_entries_are_read(older):
+    store = open_store(older[0], key=older[1])
+    assert store.read_artifact("map") == b"older content"
+    for number, tolerance in ((1, 0.0), (2, 2.0)):  # float32, int4
+        expected = torch.arange(24.0).view(1, 6, 4)
+        with store.open(older_key(number)) as reader:
+            for layer in range(2):
+                for part in reader.layer(layer):
+                    assert torch.allclose(part, expected * (number + layer), atol=tolerance)
+
+
+def test_older_entries_are_refused_where_they_are_damaged_or_of_another_key(older):
+    root, secret = older
+    for path in (root / "objects").rglob("*.safetensors"):
+        content = bytearray(path.read_bytes())
+        for place in (100, len(content) - 1):
+            content[place] ^= 1
+            path.write_bytes(content)
+            assert verify_entry(open_store(root, key=secret), str(path.relative_to(root)))
+            content[place] ^= 1
+        path.write_bytes(content)
+        (root / "sealed").unlink(missing_ok=True)
+        foreign = open_store(root, key=b"another key of some bytes")
+        assert "store key" in verify_entry(foreign, str(path.relative_to(root)))
+
+
+def test_an_older_store_is_not_opened_without_its_key(tmp_path):
+    shutil.copytree(OLDER / "sealed", tmp_path / "store")
+    for secret in (None, b"another key of some bytes"):
+        with pytest.raises(StoreError, match="store key"):
+            open_store(tmp_path / "store", key=secret)

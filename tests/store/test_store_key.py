@@ -7,8 +7,7 @@ import stat
 
 import pytest
 import torch
-import xxhash
-from forging import forge, header_of, sealed
+from forging import digest, forge, header_of, sealed
 
 from blend.errors import ConfigError, EntryDamagedError
 from blend.store import open_store, read_store_key
@@ -75,18 +74,18 @@ def test_a_long_key_and_its_beginning_differ(tmp_path, key, cache):
         assert_refused(open_store(tmp_path, key=other), key(1), "store key")
 
 
-def test_without_a_key_files_are_as_they_were(tmp_path, key, cache):
+def test_without_a_key_digests_are_blake3(tmp_path, key, cache):
     store = open_store(tmp_path)
     store.put(key(1), cache())
     store.write_artifact("map", b"content")
     raw = entry_of(store, key(1)).read_bytes()
     header, end = header_of(raw), 8 + int.from_bytes(raw[:8], "little")
-    assert header["__metadata__"]["checksum"] == xxhash.xxh3_128_hexdigest(raw[:8] + raw[8 + 29 + 32 : end])
+    assert header["__metadata__"]["blake3"] == digest(raw[:8] + raw[8 + 27 + 32 : end])
     begin, end = header["000.k"]["data_offsets"][0], header["000.v"]["data_offsets"][1]
     data = raw[8 + int.from_bytes(raw[:8], "little") :]
-    assert header["__metadata__"]["checksums"].split(",")[0] == xxhash.xxh3_128_hexdigest(data[begin:end])
-    digest = xxhash.xxh3_128_hexdigest(b"map\ncontent").encode()
-    assert (tmp_path / "artifacts" / "map").read_bytes() == b"kvblend artifact 1 " + digest + b"\ncontent"
+    assert header["__metadata__"]["checksums"].split(",")[0] == digest(data[begin:end])
+    found = digest(b"map\ncontent").encode()
+    assert (tmp_path / "artifacts" / "map").read_bytes() == b"kvblend artifact 2 " + found + b"\ncontent"
 
 
 def test_who_has_no_key_cannot_change_an_entry(tmp_path, key, cache):
@@ -99,7 +98,7 @@ def test_who_has_no_key_cannot_change_an_entry(tmp_path, key, cache):
     def other_data(header, data):
         changed = bytes(len(data))
         ends = [(header[f"{n:03d}.k"]["data_offsets"][0], header[f"{n:03d}.v"]["data_offsets"][1]) for n in range(3)]
-        sums = [xxhash.xxh3_128_hexdigest(changed[begin:end]) for begin, end in ends]
+        sums = [digest(changed[begin:end]) for begin, end in ends]
         header["__metadata__"]["checksums"] = ",".join(sums)
         return changed
 

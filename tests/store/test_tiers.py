@@ -12,15 +12,15 @@ from far_stores import failing_bucket, tell_bucket
 
 from _wire import FAULTS, Proxy
 from blend.errors import ConfigError, EntryDamagedError, StoreError, StoreUnreachableError
-from blend.store import Patience, open_store
+from blend.store import Timeouts, open_store
 from blend.store.admin import pin_cache, pinned
 from blend.store.backend import TierHits
 from blend.store.disk import DiskBackend, DiskBlob
-from blend.store.reader import looker
+from blend.store.reader import entry_checker
 from blend.store.seal import make_seal
 from blend.store.tiered import TieredBackend, Tiers
 
-QUICK = Patience(connect_s=1.0, answer_s=1.5, pause_s=60.0)
+QUICK = Timeouts(connect_s=1.0, answer_s=1.5, pause_s=60.0)
 
 
 @pytest.fixture
@@ -46,13 +46,13 @@ def memory():
 
 @pytest.fixture
 def make(far_place, memory, tmp_path):
-    def opened(machine="one", patience=QUICK, **options):
+    def opened(machine="one", timeouts=QUICK, **options):
         return open_store(
             far_place[0],
             **{
                 "cache": tmp_path / machine,
                 "hot": f"redis://127.0.0.1:{memory.port}/4",
-                "patience": patience,
+                "timeouts": timeouts,
                 **options,
             },
         )
@@ -174,7 +174,7 @@ def test_a_tier_that_hangs_costs_its_timeout_once(make, memory, bucket, key, cac
 
 
 def test_a_tier_that_is_back_is_asked_again(make, bucket, key, cache):
-    store = make(cache=None, hot=None, patience=QUICK._replace(pause_s=0.2))
+    store = make(cache=None, hot=None, timeouts=QUICK._replace(pause_s=0.2))
     store.put(key(1), cache(1))
     bucket.set("refused")
     with pytest.raises(StoreError):
@@ -224,7 +224,7 @@ def test_a_full_redis_is_told_once_and_goes_on_being_read(key, cache, tmp_path, 
     far = open_store(tmp_path / "far").backend
     hot = open_store(f"redis://127.0.0.1:{port}/0").backend.tiers.far
     store = open_store(tmp_path / "far")
-    store.backend = TieredBackend(Tiers(far, hot, None), looker(make_seal(None)), QUICK)
+    store.backend = TieredBackend(Tiers(far, hot, None), entry_checker(make_seal(None)), QUICK)
     for number in range(30):
         store.put(key(number), cache(number, tokens=400))
     (line,) = (record.getMessage() for record in caplog.records)
@@ -331,7 +331,7 @@ def test_what_redis_holds_is_believed_as_far_as_its_digests(make, key, cache, tm
 def test_what_was_changed_on_the_way_is_asked_for_again(key, cache, tmp_path, monkeypatch):
     store = open_store(tmp_path / "far")
     store.put(key(1), cache(1))
-    store.backend = TieredBackend(Tiers(DiskBackend(tmp_path / "far")), looker(make_seal(None)))
+    store.backend = TieredBackend(Tiers(DiskBackend(tmp_path / "far")), entry_checker(make_seal(None)))
     as_it_is, changed = DiskBlob.read, []
 
     def change(self, *ranges):
@@ -350,7 +350,7 @@ def test_damage_of_the_far_place_alone_is_damage(key, cache, tmp_path):
     far, near = DiskBackend(tmp_path / "far"), DiskBackend(tmp_path / "near")
     store = open_store(tmp_path / "far")
     store.put(key(1), cache(1))
-    store.backend = TieredBackend(Tiers(far, None, near), looker(make_seal(None)))
+    store.backend = TieredBackend(Tiers(far, None, near), entry_checker(make_seal(None)))
     (file,) = (tmp_path / "far" / "objects").rglob("*.safetensors")
     _flipped(file, -10)
     with store.open(key(1)) as reader, pytest.raises(EntryDamagedError, match="not what was written"):

@@ -17,7 +17,7 @@ import pytest
 from blend.errors import ConfigError
 from blend.integrations.vllm.middleware import PrefillTimeouts, Rewriter, Rewritten
 from blend.integrations.vllm.transport import VARIABLE, Message, bind, close, connect, receive, send
-from blend.serve.http.errors import DoorError
+from blend.serve.http.errors import ApiError
 
 CHAT = "/v1/chat/completions"
 PLAIN = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -170,7 +170,7 @@ def test_a_refusal_is_an_answer(process: Process) -> None:
     process.says = ({"error": [400, "no", "invalid_value", None]},)
     mine = rewriter()
     for _ in range(2):
-        with pytest.raises(DoorError):
+        with pytest.raises(ApiError):
             rewritten(mine, WANTED)
     assert process.asked == 2
 

@@ -14,8 +14,8 @@ from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.middleware import Rewriter, Rewritten
 from blend.integrations.vllm.prompts import LocalPrompts, part_of
 from blend.integrations.vllm.transport import VARIABLE
-from blend.serve.http.errors import DoorError
-from blend.serve.outage import StoreWatch
+from blend.serve.failures import StoreWatch
+from blend.serve.http.errors import ApiError
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model
 
@@ -83,7 +83,7 @@ def test_a_request_without_documents_passes_unchanged(tokenizer: Any) -> None:
 
 
 def test_a_missing_corpus_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(DoorError, match="corpus_not_found"):
+    with pytest.raises(ApiError, match="corpus_not_found"):
         asked(tokenizer, body(kvblend={"retrieve": {"top_k": 3}}))
 
 

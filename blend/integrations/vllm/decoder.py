@@ -58,7 +58,7 @@ class PagedLayer(BlendedLayer):
         super().write_run(start, keys, values)
 
     def new_buffer(self, states: torch.Tensor) -> torch.Tensor:
-        """As its base does."""
+        """As its base does, but zeroed."""
         # Zeros: whole layers are written to the blocks, and attention may multiply masked values, so NaN must not be there.
         return states.new_zeros((*states.shape[:2], self.capacity, states.shape[3]))
 

@@ -28,11 +28,9 @@ from blend.limits import check_number
 from blend.model.forward import RowRequest
 from blend.model.outline import ModelOutline
 from blend.plan import entry_bytes
-from blend.serve.background import Beside, Encoding, Encodings
-from blend.serve.budgets import LEARN_BUDGET
-from blend.serve.heard import SHARE, Heard
-from blend.serve.passages.learned import Learned
-from blend.serve.removed import removed_from
+from blend.serve.background import EncodingQueue, EncodingTask, IOPool
+from blend.serve.learned import SHARE, LearnedCaches, RecentTexts, removed_from
+from blend.serve.limits import LEARN_BUDGET
 from blend.store.addresses import root_of
 from blend.store.admin import pinned, read_sources
 from blend.types import ChunkKey
@@ -59,7 +57,7 @@ class LearnedTexts:
 
     def __init__(self, store: ChunkStore, root: Path, budget_bytes: int) -> None:
         self._store, self._root = store, root
-        self._book = Learned(root / BOOK, budget_bytes) if budget_bytes else None
+        self._book = LearnedCaches(root / BOOK, budget_bytes) if budget_bytes else None
 
     def admitted(
         self, library: ChunkLibrary, chunks: Sequence[Tokens], queued: Callable[[], set[ChunkKey]]
@@ -79,7 +77,7 @@ class LearnedTexts:
         added = sum(size for key, size in sizes.items() if key not in book)
         kept = self._kept() if book.nbytes + added > book.budget else frozenset()
         removed_from(self._store).allow(sizes)
-        gone = book.seen(sizes)
+        gone = book.use(sizes)
         self._forget([key for key in gone if key.digest not in kept], queued)
         if gone or not known:  # a new order alone is not worth a file per request
             book.save()
@@ -179,7 +177,7 @@ class LentDecoder(PagedDecoder):
 class _SeenChunks(NamedTuple):
     """Chunks seen behind one prefix. brought: those that came with requests. due: at how many tokens to fit."""
 
-    heard: Heard
+    recent: RecentTexts
     brought: set[Tokens]
     due: list[int]
 
@@ -197,7 +195,7 @@ class CorrectionFitter:
     def __init__(self, decoder: PagedDecoder, most_rows: int, admitted: Admitted, wake: Callable[[], None]) -> None:
         self._lent = LentDecoder(decoder, most_rows, wake)
         self._admitted = admitted
-        self._thread = Beside("kvblend-fitting", 1, wake)
+        self._thread = IOPool("kvblend-fitting", 1, wake)
         self._seen: dict[tuple[str, Tokens], _SeenChunks] = {}
         self._running = 0
 
@@ -214,13 +212,13 @@ class CorrectionFitter:
             return
         tokens = SHARE * CorpusConfig.surrogate_tokens
         key = filler.corpus, prefix
-        seen = self._seen.pop(key, None) or _SeenChunks(Heard(SHARE * tokens), set(), [tokens])
+        seen = self._seen.pop(key, None) or _SeenChunks(RecentTexts(SHARE * tokens), set(), [tokens])
         self._seen[key] = seen
         for oldest in list(self._seen)[:-MOST_PREFIXES]:
             del self._seen[oldest]
-        seen.heard.add((*corpus, *brought))
+        seen.recent.add((*corpus, *brought))
         seen.brought.update(brought)
-        if not self._running and seen.due[-1] <= seen.heard.tokens:
+        if not self._running and seen.due[-1] <= seen.recent.tokens:
             seen.due.append(2 * seen.due[-1])
             self._running += 1
             self._thread.start(partial(self._fit, filler, prefix, seen))
@@ -237,7 +235,7 @@ class CorrectionFitter:
     def _fit(self, filler: Filler, prefix: Tokens, seen: _SeenChunks) -> None:
         try:
             lent = Filler(self._lent, filler.store, filler.config, corpus=filler.corpus)
-            library, chunks = lent.library(prefix), seen.heard.latest(seen.due[-1])
+            library, chunks = lent.library(prefix), seen.recent.latest(seen.due[-1])
             if filler.config.surrogate:
                 library = with_surrogate(library, chunks, CorpusConfig.surrogate_tokens)
             brought = [chunk for chunk in chunks if chunk in seen.brought]
@@ -273,8 +271,8 @@ class BackgroundEncoder:
         rows = most_rows or (CPU_ROWS if decoder.device.type == "cpu" else GPU_ROWS)
         self._decoder, self._learned = decoder, learned
         self._news, self._admitting = threading.Event(), threading.Lock()
-        self._thread = Beside("kvblend-rows", 1, self._news.set)
-        self._encodings = Encodings(self._thread, rows, self._on_stored)
+        self._thread = IOPool("kvblend-rows", 1, self._news.set)
+        self._encodings = EncodingQueue(self._thread, rows, self._on_stored)
         self._fitter = CorrectionFitter(decoder, rows, self._all_admitted, self._news.set)
         self._turn, self._warned = 0, False
 
@@ -304,9 +302,9 @@ class BackgroundEncoder:
         self._fitter.close()
         self._thread.close()
 
-    def _run_piece(self, encoding: Encoding) -> None:
+    def _run_piece(self, encoding: EncodingTask) -> None:
         try:
-            self._decoder.run_rows(encoding.request())
+            self._decoder.run_rows(encoding.next_rows())
         except Exception as error:  # of this cache; the next one may be computed
             encoding.fail(error)
         else:

@@ -32,7 +32,7 @@ from blend.integrations.vllm.prompts import (
 )
 from blend.integrations.vllm.transport import SOCKET, VARIABLE, PrefillConnection, TransportError
 from blend.integrations.vllm.transport import Message as PrefillMessage
-from blend.serve.http.errors import DoorError, Failure, failure_of, refuse, unavailable
+from blend.serve.http.errors import ApiError, Failure, failure_of, refuse, unavailable
 from blend.serve.types import ASKED_FOR
 
 NO_PROCESS = "no prefill process"
@@ -108,7 +108,7 @@ class PrefillCircuit:
         begin = time.monotonic()
         try:
             yield
-        except DoorError:  # an answer
+        except ApiError:  # an answer
             self.answered()
             raise
         except Exception as error:
@@ -164,7 +164,7 @@ class Rewriter:
         self._refused: dict[str, str] = {}
 
     async def rewritten(self, body: dict[str, Any], path: str) -> Rewritten:
-        """What vLLM is to be asked instead. Raises `DoorError`."""
+        """What vLLM is to be asked instead. Raises `ApiError`."""
         wanted = wants_context(body)
         other = another_prompt(body, path)
         if other and wanted:
@@ -179,7 +179,7 @@ class Rewriter:
             with self._circuit():
                 async with asyncio.timeout(self._timeouts.ask):
                     return await self._by_prefill(part, plain, wanted, path)
-        except DoorError:
+        except ApiError:
             raise
         except Exception as error:  # whatever it is, vLLM can answer
             if not isinstance(error, TransportError | TimeoutError):
@@ -216,7 +216,7 @@ class Rewriter:
             if status >= 500:
                 raise TransportError("the prefill process failed at a request, its log says where")
             if wanted:
-                raise DoorError(Failure(status, words, code, param))
+                raise ApiError(Failure(status, words, code, param))
             return Rewritten(plain)  # it may be right for vLLM
         if "pass" in message:
             return Rewritten(plain)
@@ -241,7 +241,7 @@ class Rewriter:
         """VLLM's own model blends."""
         try:
             found = await self._prompt(part)
-        except DoorError as error:
+        except ApiError as error:
             if wanted:
                 raise
             if error.failure.status >= 500:
@@ -287,13 +287,13 @@ class Rewriter:
             )
 
     async def _prompt(self, part: dict[str, Any]) -> LocalPrompt | None:
-        """Made in this process. Raises `DoorError`."""
+        """Made in this process. Raises `ApiError`."""
         try:
             if self._local is None:
                 self._local = LocalPrompts(self._engine.renderer.get_tokenizer(), self._rows)
             return await asyncio.to_thread(self._local.prompt, part)
         except Exception as error:
-            raise DoorError(failure_of(error)) from error
+            raise ApiError(failure_of(error)) from error
 
     def begin(self) -> None:
         """At the server's start: compare with a prefill process that is there already."""
@@ -451,7 +451,7 @@ class Exchange:
             return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
         except RecursionError:
             raise self._failed(refuse("the body is nested too deeply")) from None
-        except DoorError as error:
+        except ApiError as error:
             raise self._failed(error) from None
 
     async def _rewrite(self, body: dict[str, Any]) -> Message | None:
@@ -468,16 +468,16 @@ class Exchange:
             return self._next.result()
         try:
             self._found = work.result()
-        except DoorError:
+        except ApiError:
             raise
         except Exception as error:
             LOG.error("kvblend: a request could not be rewritten", exc_info=True)
-            raise DoorError(failure_of(error)) from error
+            raise ApiError(failure_of(error)) from error
         if self._found.shown is not None:
             self._reply = _Reply(self._found.shown)
         return None
 
-    def _failed(self, error: DoorError) -> HTTPException:
+    def _failed(self, error: ApiError) -> HTTPException:
         """For vLLM, so that it stops; its own reply to this is not sent."""
         self.failure = error.failure
         return HTTPException(error.failure.status)
@@ -500,7 +500,7 @@ def _content_types(scope: Scope) -> list[str]:
 def _object(raw: bytes, kind: str) -> dict[str, Any] | None:
     """The JSON object in a body of this content type, as vLLM reads it; None for other bodies, which pass unchanged.
 
-    Raises `DoorError` for broken JSON, and `RecursionError`: a body that cannot be read here cannot be stripped, and vLLM might
+    Raises `ApiError` for broken JSON, and `RecursionError`: a body that cannot be read here cannot be stripped, and vLLM might
     still read it.
     """
     try:

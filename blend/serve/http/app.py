@@ -1,10 +1,14 @@
-"""The application: its routes, and what stands around all of them."""
+"""The application: routes, the page for people, health, metrics and models."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import mimetypes
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -12,44 +16,56 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from blend.serve.http import completions, documents, health, models, pages
-from blend.serve.http.errors import refuse
-from blend.serve.http.hall import DoorLimits, Hall
-from blend.serve.http.log import Accounts
-from blend.serve.metrics import Metrics
-from blend.serve.tenants import Tenants
+from blend.limits import shown
+from blend.serve.access import ApiKeys
+from blend.serve.http import completions, documents
+from blend.serve.http.bodies import ModelNames
+from blend.serve.http.errors import ApiError, json_response, refuse
+from blend.serve.http.log import RequestLog
+from blend.serve.http.state import AppState, admitted, require_operator, state_of
+from blend.serve.limits import RequestLimits
+from blend.serve.metrics import CONTENT_TYPE, Metrics, StoreFigures
 
 if TYPE_CHECKING:
     from blend.serve.service import Service
 
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
 
-def make_app(service: Service | None, tenants: Tenants, limits: DoorLimits, metrics: Metrics) -> Starlette:
-    """The server's application. `app.state.hall` holds what it stands in: a service that is loaded later is put there."""
+
+def make_app(service: Service | None, keys: ApiKeys, limits: RequestLimits, metrics: Metrics) -> Starlette:
+    """The ASGI application. `app.state.shared` is its `AppState`; a service that is loaded later goes there."""
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", completions.chat, methods=["POST"]),
             Route("/v1/completions", completions.text, methods=["POST"]),
-            Route("/v1/models", models.models),
-            Route("/v1/models/{model:path}", models.model),
+            Route("/v1/models", _models),
+            Route("/v1/models/{model:path}", _model),
             Route("/v1/documents", documents.listing),
             Route("/v1/documents", documents.add, methods=["POST"]),
             Route("/v1/documents/{id:path}", documents.get),
             Route("/v1/documents/{id:path}", documents.delete, methods=["DELETE"]),
-            Route("/health", health.health),
-            Route("/ready", health.ready),
-            Route("/metrics", health.metrics),
-            Route("/", pages.index),
-            Route("/page/{name}", pages.file),
+            Route("/health", _health),
+            Route("/ready", _ready),
+            Route("/metrics", _metrics),
+            Route("/", _index),
+            Route("/page/{name}", _page_file),
         ],
-        middleware=[*_for_pages(limits.origins), Middleware(Accounts, metrics=metrics)],
+        middleware=[*_cors(limits.origins), Middleware(RequestLog, metrics=metrics)],
         exception_handlers={HTTPException: _no_route},
     )
-    app.state.hall = Hall(service, tenants, limits, metrics)
+    app.state.shared = AppState(service, keys, limits, metrics)
     return app
 
 
-def _for_pages(origins: tuple[str, ...]) -> list[Middleware]:
-    """What lets browsers give answers, refusals too, to pages of these origins."""
+def _cors(origins: tuple[str, ...]) -> list[Middleware]:
+    """Let pages of these origins read answers, refusals too."""
     if not origins:
         return []
     methods, readable = ("GET", "POST", "DELETE"), ("x-request-id", "retry-after")
@@ -61,12 +77,103 @@ def _for_pages(origins: tuple[str, ...]) -> list[Middleware]:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    """What no route takes, in the shape of all other errors."""
+    """Answer paths and methods that no route takes, in the shape of all other errors."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        response = refuse(f"{request.method} is not for this path; it takes {allowed}", None, "method_not_allowed", 405)
-        answer = response.failure.response
-        answer.headers["allow"] = allowed
-        return answer
+        refused = refuse(f"{request.method} is not for this path; it takes {allowed}", None, "method_not_allowed", 405)
+        response = refused.failure.response
+        response.headers["allow"] = allowed
+        return response
     raise refuse("there is nothing here; see /v1/models", None, "not_found", error.status_code)
+
+
+async def _health(request: Request) -> Response:
+    """GET /health: 200 while the engine runs, also while the model is loading."""
+    service = state_of(request).service
+    alive = service is None or service.alive
+    return json_response({"status": "ok" if alive else "failed"}, 200 if alive else 503)
+
+
+async def _ready(request: Request) -> Response:
+    """GET /ready: 200 while requests are accepted."""
+    try:
+        state_of(request).require_service()
+    except ApiError as error:
+        return error.failure.response
+    return json_response({"status": "ready"})
+
+
+async def _metrics(request: Request) -> Response:
+    """GET /metrics: in Prometheus' text format."""
+    require_operator(request)
+    state = state_of(request)
+
+    def page() -> bytes:
+        if (service := state.service) is None:
+            return state.metrics.page(None, StoreFigures())
+        return state.metrics.page(service.engine.stats(), StoreFigures.of(service.stores))
+
+    return Response(await run_in_threadpool(page), headers={"content-type": CONTENT_TYPE})
+
+
+async def _models(request: Request) -> Response:
+    """GET /v1/models: the decoder, and the same with each corpus that it can retrieve from."""
+    names, service = await _model_names(request), state_of(request).require_service()
+    return json_response({"object": "list", "data": [_described(name, service) for name in names]})
+
+
+async def _model(request: Request) -> Response:
+    """GET /v1/models/{model}."""
+    name, names = request.path_params["model"], await _model_names(request)
+    if name not in names:
+        known = ", ".join(names)
+        raise refuse(f"the model {shown(name)} does not exist; there are: {known}", "model", "model_not_found", 404)
+    return json_response(_described(name, state_of(request).require_service()))
+
+
+async def _model_names(request: Request) -> tuple[str, ...]:
+    tenant, service = admitted(request), state_of(request).require_service()
+    return (await run_in_threadpool(lambda: ModelNames(service.model, tenant, service.corpora(tenant)))).names
+
+
+def _described(name: str, service: Service) -> dict[str, Any]:
+    """A model in OpenAI's fields, and vLLM's `max_model_len`: the longest prompt."""
+    vllm = {"root": service.model, "parent": None, "max_model_len": service.context_length}
+    return {"id": name, "object": "model", "created": service.created, "owned_by": "kvblend", **vllm}
+
+
+class _PageFile(NamedTuple):
+    content: bytes
+    media_type: str
+
+
+async def _index(request: Request) -> Response:
+    """GET /: the page."""
+    return _page_response("index.html")
+
+
+async def _page_file(request: Request) -> Response:
+    """GET /page/{name}: a file that the page loads."""
+    return _page_response(request.path_params["name"])
+
+
+def _page_response(name: str) -> Response:
+    found = _page_files().get(name)
+    if found is None:
+        raise refuse("there is nothing here", None, "not_found", 404)
+    return Response(found.content, headers=_PAGE_HEADERS, media_type=found.media_type)
+
+
+@cache
+def _page_files() -> dict[str, _PageFile]:
+    """All files of the page by name; they are few and small."""
+    folder = files("blend.serve") / "page"
+    if not folder.is_dir():
+        return {}
+    found = [entry for entry in folder.iterdir() if entry.is_file() and not entry.name.endswith((".py", ".pyc"))]
+    return {entry.name: _PageFile(entry.read_bytes(), _media_type(entry.name)) for entry in found}
+
+
+def _media_type(name: str) -> str:
+    return "text/javascript" if name.endswith(".js") else mimetypes.guess_type(name)[0] or "application/octet-stream"

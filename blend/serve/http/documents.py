@@ -1,11 +1,12 @@
-"""/v1/documents: what the server's corpora hold, changed while questions are answered."""
+"""/v1/documents: list, add and delete the documents of a corpus."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
@@ -15,11 +16,9 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from blend.limits import shown
-from blend.serve.http import body
-from blend.serve.http.auth import admitted
-from blend.serve.http.bodies import uploads_of
-from blend.serve.http.errors import DoorError, json_response, refuse
-from blend.serve.http.hall import Hall, hall_of
+from blend.serve.http.bodies import read_upload
+from blend.serve.http.errors import ApiError, json_response, refuse
+from blend.serve.http.state import AppState, admitted, limited, receive_all, state_of
 from blend.serve.types import GivenDocument
 from blend.serve.uploads import UploadedFile
 
@@ -27,11 +26,13 @@ if TYPE_CHECKING:
     from blend.serve.documents import Documents, DocumentStatus
 
 _MOST_FILES = 100
-_REMOVED_S = 10.0  # in which who deletes hears of what kept it from being done
-_IN_A_FORM = ("file", "corpus")
+_REMOVED_S = 10.0  # how long DELETE waits until the document is out of the index
+_FORM_FIELDS = ("file", "corpus")
+
+T = TypeVar("T")
 
 
-class _Brought(NamedTuple):
+class _Addition(NamedTuple):
     """What a request adds, and to which corpus."""
 
     corpus: str
@@ -40,89 +41,75 @@ class _Brought(NamedTuple):
 
 
 async def add(request: Request) -> Response:
-    """POST: files as a form, or texts as JSON. 202: they are prepared in the background; GET tells how far they are."""
-    hall, tenant = hall_of(request), admitted(request)
-    hall.open()
+    """POST: add files from a form, or texts from JSON. 202: they are indexed in the background."""
+    state, tenant = state_of(request), admitted(request)
+    state.require_service()
     form = request.headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data"
-    with body.limited(request, hall.limits.upload_bytes, hall.limits.upload_s, hall.bodies) as receive:
-        brought = await (_from_form if form else _from_json)(request, receive)
+    with limited(request, state.limits.upload_bytes, state.limits.upload_s, state.bodies) as receive:
+        addition = await (_from_form if form else _from_json)(request, receive)
 
         def work() -> tuple[DocumentStatus, ...]:
-            return _begun(hall, tenant, brought.corpus).add(brought.files, brought.texts)
+            return _begun(state, tenant, addition.corpus).add(addition.files, addition.texts)
 
         return json_response(_list(await run_in_threadpool(work)), 202)
 
 
 async def listing(request: Request) -> Response:
-    """GET: all documents, and how far they are."""
-    hall, tenant = hall_of(request), admitted(request)
-    corpus = _queried(request)
-
-    def work() -> tuple[DocumentStatus, ...]:
-        documents = _known(hall, tenant, corpus)
-        return documents.listing() if documents else ()
-
-    return json_response(_list(await run_in_threadpool(work)))
+    """GET: all documents with their progress."""
+    return json_response(_list(await _of_corpus(request, lambda documents: documents.listing()) or ()))
 
 
 async def get(request: Request) -> Response:
-    """GET: one document, by its id."""
-    hall, tenant, name = hall_of(request), admitted(request), request.path_params["id"]
-    corpus = _queried(request)
-
-    def work() -> DocumentStatus | None:
-        documents = _known(hall, tenant, corpus)
-        return documents.get(name) if documents else None
-
-    status = await run_in_threadpool(work)
+    """GET: one document by its id."""
+    name = request.path_params["id"]
+    status = await _of_corpus(request, lambda documents: documents.get(name))
     if status is None:
         raise _no_document(name)
     return json_response(_document(status))
 
 
 async def delete(request: Request) -> Response:
-    """DELETE: nothing is answered from it any more."""
-    hall, tenant, name = hall_of(request), admitted(request), request.path_params["id"]
-    corpus = _queried(request)
-
-    def work() -> Future[None] | None:
-        documents = _known(hall, tenant, corpus)
-        return documents.remove(name) if documents else None
-
-    removal = await run_in_threadpool(work)
+    """DELETE: no new answer uses the document."""
+    name = request.path_params["id"]
+    removal: Future[None] | None = await _of_corpus(request, lambda documents: documents.remove(name))
     if removal is None:
         raise _no_document(name)
-    with suppress(TimeoutError):  # no thread waits: what is before it in the corpus may take a while
+    with suppress(TimeoutError):  # without a thread: earlier changes of the corpus may take a while
         await asyncio.wait_for(asyncio.wrap_future(removal), _REMOVED_S)
     return json_response({"id": name, "object": "document", "deleted": True})
 
 
-def _known(hall: Hall, tenant: str, corpus: str) -> Documents | None:
-    """Of a corpus that there is; None where there is none: asking after one does not make it."""
-    service = hall.open()
-    service.require_store(tenant)
-    return service.documents(tenant, corpus) if corpus in service.begun(tenant) else None
+async def _of_corpus(request: Request, call: Callable[[Documents], T | None]) -> T | None:
+    """Call this with the documents of the request's corpus, in a thread; None without that corpus, which is not created."""
+    state, tenant, corpus = state_of(request), admitted(request), _queried(request)
+
+    def work() -> T | None:
+        service = state.require_service()
+        service.require_store(tenant)
+        return call(service.documents(tenant, corpus)) if corpus in service.begun(tenant) else None
+
+    return await run_in_threadpool(work)
 
 
-def _begun(hall: Hall, tenant: str, corpus: str) -> Documents:
-    """Of a corpus that there is as soon as a document was taken in."""
-    service = hall.open()
+def _begun(state: AppState, tenant: str, corpus: str) -> Documents:
+    """The documents of a corpus that exists from its first upload on."""
+    service = state.require_service()
     service.require_store(tenant)
-    if len({*service.begun(tenant), corpus}) > hall.limits.corpora:
-        raise refuse(f"{hall.limits.corpora} corpora are all that there may be; use one of them", "corpus")
+    if len({*service.begun(tenant), corpus}) > state.limits.corpora:
+        raise refuse(f"{state.limits.corpora} corpora are all that there may be; use one of them", "corpus")
     return service.documents(tenant, corpus)
 
 
-async def _from_json(request: Request, receive: Receive) -> _Brought:
-    told = await run_in_threadpool(uploads_of, await body.read(receive))
-    texts = [GivenDocument(one.text or "", one.title or "", one.id or "") for one in told.documents]
-    return _Brought(_one(request, told.corpus), [], texts)
+async def _from_json(request: Request, receive: Receive) -> _Addition:
+    body = await run_in_threadpool(read_upload, await receive_all(receive))
+    texts = [GivenDocument(one.text or "", one.title or "", one.id or "") for one in body.documents]
+    return _Addition(_named_corpus(request, body.corpus), [], texts)
 
 
-async def _from_form(request: Request, receive: Receive) -> _Brought:
+async def _from_form(request: Request, receive: Receive) -> _Addition:
     received = Request(request.scope, receive)
     try:
-        async with received.form(max_files=_MOST_FILES, max_fields=len(_IN_A_FORM)) as form:
+        async with received.form(max_files=_MOST_FILES, max_fields=len(_FORM_FIELDS)) as form:
             files: list[UploadedFile] = []
             corpus = None
             for name, value in form.multi_items():
@@ -136,7 +123,7 @@ async def _from_form(request: Request, receive: Receive) -> _Brought:
         raise refuse(f"the form cannot be read: {' '.join(str(error.detail).split())[:200]}") from None
     if not files:
         raise refuse("the form has no part 'file'", "file", "missing_required_parameter")
-    return _Brought(_one(request, corpus), files, [])
+    return _Addition(_named_corpus(request, corpus), files, [])
 
 
 def _queried(request: Request) -> str:
@@ -146,12 +133,12 @@ def _queried(request: Request) -> str:
     return request.query_params.get("corpus", "")
 
 
-def _one(request: Request, told: str | None) -> str:
+def _named_corpus(request: Request, in_body: str | None) -> str:
     """The corpus that the address or the body names."""
     queried = _queried(request)
-    if told is not None and queried and told != queried:
+    if in_body is not None and queried and in_body != queried:
         raise refuse("the body and the address name different corpora", "corpus")
-    return told if told is not None else queried
+    return in_body if in_body is not None else queried
 
 
 def _list(statuses: tuple[DocumentStatus, ...]) -> dict[str, Any]:
@@ -159,19 +146,17 @@ def _list(statuses: tuple[DocumentStatus, ...]) -> dict[str, Any]:
 
 
 def _document(status: DocumentStatus) -> dict[str, Any]:
-    progress = {"done": status.tokens_done, "total": status.tokens_total}
     return {
         "id": status.id,
         "object": "document",
         "title": status.title,
         "status": status.state,
         "chunks": status.chunks,
-        "progress": progress,
+        "progress": {"done": status.tokens_done, "total": status.tokens_total},
         "reason": status.reason or None,
     }
 
 
-def _no_document(name: str) -> DoorError:
-    return refuse(
-        f"there is no document {shown(name)}; GET /v1/documents lists those there are", "id", "not_found", 404
-    )
+def _no_document(name: str) -> ApiError:
+    message = f"there is no document {shown(name)}; GET /v1/documents lists those there are"
+    return refuse(message, "id", "not_found", 404)

@@ -1,7 +1,4 @@
-"""Every failure in OpenAI's shape: {"error": {"message", "type", "param", "code"}} under the status of its kind.
-
-Whose words a client is told it in: see `blend.serve.reasons`.
-"""
+"""Errors in OpenAI's shape, each under the status of its kind. `blend.serve.failures` says whose words clients get."""
 
 from __future__ import annotations
 
@@ -12,17 +9,17 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from blend.errors import ContextLengthError, StoreError
-from blend.serve.reasons import MENDABLE, STORE_FAILS
+from blend.serve.failures import CLIENT_ERRORS, STORE_FAILS
 from blend.serve.types import EndReason, EngineFailedError, QueueFullError
 from blend.visible import json_text
 from blend_retrieval.errors import IndexMissingError, RetrievalError
 
 _CLOSING = "shutting_down"
-GONE = 499  # what nginx logs for a client that left; nobody receives it
+GONE = 499  # nginx's status for a client that left; only the log shows it
 
 
 class Failure(NamedTuple):
-    """What a client is told. kind: OpenAI's `type`. retry_s: when to try again, for the header Retry-After."""
+    """An error as the client gets it. kind: OpenAI's `type`. retry_s: for the header Retry-After."""
 
     status: int
     message: str
@@ -33,12 +30,12 @@ class Failure(NamedTuple):
 
     @property
     def document(self) -> dict[str, Any]:
-        """As OpenAI's clients read it."""
+        """The body."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     @property
     def response(self) -> Response:
-        """The whole answer."""
+        """The whole response."""
         headers = {} if self.retry_s is None else {"retry-after": str(max(1, math.ceil(self.retry_s)))}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
@@ -47,7 +44,7 @@ class Failure(NamedTuple):
         return json_response(self.document, self.status, headers)
 
 
-class DoorError(Exception):
+class ApiError(Exception):
     """Ends a request with a failure."""
 
     def __init__(self, failure: Failure) -> None:
@@ -56,33 +53,43 @@ class DoorError(Exception):
 
 
 def json_response(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """JSON that can always be encoded, whatever characters stand in it."""
+    """A JSON response; encodes every character, lone surrogates too."""
     return Response(json_text(document, allow_nan=False), status, headers, "application/json")
 
 
-def refuse(message: str, param: str | None = None, code: str = "invalid_value", status: int = 400) -> DoorError:
-    """A mistake of the client's."""
-    return DoorError(Failure(status, message, code, param))
+def refuse(message: str, param: str | None = None, code: str = "invalid_value", status: int = 400) -> ApiError:
+    """An error of the client."""
+    return ApiError(Failure(status, message, code, param))
 
 
-def unavailable(message: str, code: str = "unavailable", retry_s: float | None = 1.0) -> DoorError:
-    """Something that works again by and by."""
-    return DoorError(Failure(503, message, code, None, "server_error", retry_s))
+def unavailable(message: str, code: str = "unavailable", retry_s: float | None = 1.0) -> ApiError:
+    """A temporary error of the server."""
+    return ApiError(Failure(503, message, code, None, "server_error", retry_s))
 
 
-def closing() -> DoorError:
-    """No request is taken any more, and no connection kept."""
+def closing() -> ApiError:
+    """The server is shutting down: it accepts no request and keeps no connection."""
     return unavailable("the server is shutting down", _CLOSING)
 
 
-def engine_failed() -> DoorError:
-    """Nothing is answered any more."""
+def engine_failed() -> ApiError:
+    """The engine has failed; only a restart helps."""
     return unavailable("the server has failed and must be started anew; its log says where", retry_s=None)
 
 
+def ended_early(reason: EndReason) -> Failure:
+    """The failure for an answer that was given up."""
+    if reason == "deadline":
+        message = "the first token did not come within deadline_s"
+        return Failure(504, message, "deadline_exceeded", None, "timeout_error")
+    if reason == "cancelled":
+        return Failure(GONE, "the request was cancelled", "cancelled")
+    return closing().failure
+
+
 def failure_of(error: Exception) -> Failure:
-    """What a client is told of an error; see the module."""
-    if isinstance(error, DoorError):
+    """The failure for an exception."""
+    if isinstance(error, ApiError):
         return error.failure
     if isinstance(error, ClientDisconnect):
         return ended_early("cancelled")
@@ -91,12 +98,11 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, EngineFailedError):
         return engine_failed().failure
     if isinstance(error, IndexMissingError):
-        return Failure(
-            400, "there is no corpus to retrieve from: add documents, or ask without", "no_corpus", "kvblend"
-        )
+        message = "there is no corpus to retrieve from: add documents, or ask without"
+        return Failure(400, message, "no_corpus", "kvblend")
     if isinstance(error, ContextLengthError):
         return Failure(400, _too_long(error), "context_length_exceeded", "messages")
-    if isinstance(error, MENDABLE):
+    if isinstance(error, CLIENT_ERRORS):
         return Failure(400, " ".join(str(error).split()), "invalid_value")
     if isinstance(error, StoreError):
         return unavailable(STORE_FAILS).failure
@@ -106,19 +112,8 @@ def failure_of(error: Exception) -> Failure:
 
 
 def _too_long(error: ContextLengthError) -> str:
-    """In OpenAI's words, by which clients shorten a conversation by themselves."""
+    """In OpenAI's words: clients recognise them and shorten the conversation."""
     return (
         f"This model's maximum context length is {max(0, error.longest)} tokens. However, your messages resulted in "
         f"{error.rows or 'more'} tokens. Please reduce the length of the messages."
     )
-
-
-def ended_early(reason: EndReason) -> Failure:
-    """What a client is told of an answer that was given up."""
-    if reason == "deadline":
-        return Failure(
-            504, "the first token did not come within deadline_s", "deadline_exceeded", None, "timeout_error"
-        )
-    if reason == "cancelled":
-        return Failure(GONE, "the request was cancelled", "cancelled")
-    return closing().failure

@@ -1,32 +1,33 @@
-"""The process that listens: one address, signals that end it in good order."""
+"""Listen at one address until a signal ends the server gracefully."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import resource
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
 from blend.errors import ConfigError
-from blend.serve.http.connection import ACCEPTED_AT_ONCE, Connection, Crowd, most_connections
-from blend.serve.http.hall import Hall
+from blend.serve.http.state import AppState
 
 _BACKLOG = 512
-_LAST_WORDS_S = 5.0  # for answers to be told that they end
-_LOOK_S = 0.05
+_MOST_DESCRIPTORS = 16_384
+_LONGEST_HEAD = 1 << 16  # bytes of a request line and its headers
+_LAST_WORDS_S = 5.0  # for streams to send that they end
+_POLL_S = 0.05
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound; port 0 takes a free one. Raises `ConfigError` for a place that cannot be had."""
+    """A listening socket; port 0 takes a free one. Raises `ConfigError` if the address is not available."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -36,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place.bind(address)
-        place.listen(_BACKLOG)  # only now is it known that nobody else listens there
+        place.listen(_BACKLOG)  # bind alone succeeds where another process listens
     except OSError as error:
         place.close()
         raise ConfigError(_taken(host, port, error)) from None
@@ -44,78 +45,92 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(place: socket.socket) -> str:
-    """Where a socket is reached."""
+    """The URL of a listening socket."""
     host, port = place.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of open files to the hard one, at most 16,384: many systems start with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def most_connections() -> int:
+    """Half of the open files that the process may have; the store and the model need the others."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (_MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MOST_DESCRIPTORS)) // 2
 
 
 class Server(uvicorn.Server):
     """Serves an application until SIGTERM, SIGINT or `stop`.
 
-    Then it refuses requests with 503, lets the service finish what runs for `grace_s` seconds, closes the socket and returns;
-    answers that take longer are ended with an error. A second signal ends them at once. on_started: called when it listens; it
-    must not wait.
+    It then refuses requests with 503, lets running answers finish for `grace_s` seconds, and closes the socket. Longer answers
+    end with an error. A second signal ends them at once. on_started: called when it listens; must not block.
     """
 
     def __init__(
         self, app: Starlette, place: socket.socket, *, grace_s: float, on_started: Callable[[], None] = lambda: None
     ) -> None:
-        hall = app.state.hall
-        assert isinstance(hall, Hall)
-        crowd = Crowd(most_connections(), hall.limits.head_s)
+        state = app.state.shared
+        assert isinstance(state, AppState)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=partial(Connection, crowd=crowd),  # type: ignore[arg-type]  # it is called, and no more
+                http="h11",
+                h11_max_incomplete_event_size=_LONGEST_HEAD,
+                limit_concurrency=most_connections(),
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                backlog=ACCEPTED_AT_ONCE,
+                backlog=_BACKLOG,
                 timeout_graceful_shutdown=round(_LAST_WORDS_S),
             )
         )
-        self._hall, self._place, self._grace_s, self._on_started = hall, place, grace_s, on_started
+        self.state, self._place, self._grace_s, self._on_started = state, place, grace_s, on_started
 
     def serve_until_stopped(self) -> None:
-        """All of it."""
+        """Serve; returns when the server has stopped."""
         self.run(sockets=[self._place])
 
     def stop(self) -> None:
-        """As SIGTERM does; any thread may call it."""
+        """Stop as SIGTERM does; any thread may call it."""
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came. Of uvicorn's own, a second SIGTERM does nothing."""
+        """Handle a signal; uvicorn's own handler ignores a second SIGTERM."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Start, and call `on_started`."""
         await super().startup(sockets)
-        self._place.listen(_BACKLOG)  # uvicorn has taken as many to wait as it accepts at once
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End in good order: uvicorn's own closes the socket first, so it comes last."""
-        self._hall.closing = True
+        """Shut down gracefully; uvicorn's part closes the socket, so it comes last."""
+        self.state.closing = True
         until = time.monotonic() + self._grace_s
         closing = asyncio.create_task(asyncio.to_thread(self._close, self._grace_s))
         while not self.force_exit and (not closing.done() or (self.server_state.tasks and time.monotonic() < until)):
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         if self.force_exit:
             await asyncio.to_thread(self._close, 0.0)
         await super().shutdown(sockets)
         await closing
 
     def _close(self, finish_s: float) -> None:
-        if self._hall.service is not None:
-            self._hall.service.close(finish_s)
+        if self.state.service is not None:
+            self.state.service.close(finish_s)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals end the server and nothing else: uvicorn would raise them again when it is done."""
+        """Handle signals without raising them again at the end, as uvicorn does."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,34 +1,202 @@
-"""The texts of known chunks, found where they were pasted into a message.
+"""Where in a text one of many given strings of 32 characters may stand: a rolling hash over all of its places at once.
 
-A chunk is found by the first 32 characters of its text (`heads`, a rolling hash; measured against a dict looked up at every
-place, which took eight times as long on messages of 10 MB, and chosen over an Aho-Corasick automaton, which takes hundreds of
-megabytes for 10 MB of chunks and is built anew for every change) and then compared as it stands. So a chunk whose inner white
-space a client has changed is not found, nor one of fewer than 32 characters.
+The hash of the characters from every place on takes five passes of numpy over the text, each doubling their number; a table
+of flags says which hashes are wanted. The hash only sifts: what it lets through is compared by the caller.
 """
 
 from __future__ import annotations
 
+import secrets
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from blend.serve.passages.family import Family, KnownChunk, Work
-from blend.serve.passages.heads import HEAD, HeadFilter
-from blend.serve.passages.rendered import Part, Renderer
+import numpy as np
+from numpy.typing import NDArray
+
+from blend.serve.passages.rendered import ChunkPart, Renderer
+
+HEAD = 32  # characters, a power of two
+_BLOCK = 1 << 18  # characters hashed at a time, which keeps the arrays small
+_FLAGS_PER_HEAD = 32  # one place in so many is let through for nothing when the table is full
+_LEAST_BITS = 12
+
+Hashes = NDArray[np.uint64]
+
+
+class HeadFilter:
+    """Flags for strings of `HEAD` characters. Threads may look while one enters more."""
+
+    def __init__(self) -> None:
+        # Drawn anew in every process, so that nobody can write a text of which every place is let through.
+        self._factor = secrets.randbits(64) | 1
+        self._start(())
+
+    def _start(self, heads: Collection[str]) -> None:
+        bits = max(_LEAST_BITS, (2 * len(heads) * _FLAGS_PER_HEAD).bit_length())
+        self._room, self._entered = (1 << bits) // _FLAGS_PER_HEAD, 0
+        flags = np.zeros(1 << bits, dtype=np.bool_)
+        self._enter(heads, flags)
+        self._flags = flags
+
+    def _enter(self, heads: Collection[str], flags: NDArray[np.bool_]) -> None:
+        hashes = self._hashes("".join(heads))[::HEAD]
+        flags[_slots(hashes, flags)] = True
+        self._entered += len(heads)
+
+    def enter(self, new: Collection[str], wanted: Collection[str]) -> None:
+        """Let the strings `new` through from now on. wanted: all that are still of use, for when the table is full."""
+        if self._entered + len(new) > self._room:
+            self._start(wanted)
+        elif new:
+            self._enter(new, self._flags)
+
+    def places(self, text: str) -> Iterator[int]:
+        """Where one of the strings may start, ascending: every place where one does, and a few others."""
+        flags = self._flags
+        for start in range(0, len(text) - HEAD + 1, _BLOCK):
+            hashes = self._hashes(text[start : start + _BLOCK + HEAD - 1])
+            for place in np.flatnonzero(flags[_slots(hashes, flags)]).tolist():
+                yield start + place
+
+    def _hashes(self, text: str) -> Hashes:
+        """Of the `HEAD` characters from every place on, `[len(text) - HEAD + 1]`: a polynomial modulo 2^64."""
+        hashes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32).astype(np.uint64)
+        factor, width = self._factor, 1
+        while width < HEAD:
+            hashes = hashes[:-width] * np.uint64(factor) + hashes[width:]
+            factor, width = factor * factor % (1 << 64), 2 * width
+        return hashes
+
+
+def _slots(hashes: Hashes, flags: NDArray[np.bool_]) -> Hashes:
+    """The upper bits, in which all characters have a part."""
+    return hashes >> np.uint64(64 - (len(flags).bit_length() - 1))
+
+
+# --- Texts that begin alike, and which of them stand at a place of another text.
+
+
+class KnownChunk(Protocol):
+    """What is known of a chunk."""
+
+    @property
+    def id(self) -> str:
+        """Names it among the others."""
+        ...
+
+    @property
+    def document_id(self) -> str:
+        """Of the document that it is a part of."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """Heading under which the text stands in a prompt; may be empty."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """The chunk's own text."""
+        ...
+
+
+_SEARCH = 2000  # what a search in a family costs besides the comparison, about
+
+
+@dataclass
+class SearchBudget:
+    """What may still be compared for one message, in characters."""
+
+    left: int
+
+    def spend(self, characters: int) -> None:
+        """So many were."""
+        self.left -= characters
+
+
+class Family:
+    """Chunks whose texts, blanks around them apart, begin with the same `HEAD` characters; immutable.
+
+    members: by id. Chunks with one text are told apart by their titles; with one title too, they are one.
+    """
+
+    def __init__(self, members: Mapping[str, KnownChunk]) -> None:
+        self.members = dict(members)
+        self._titles: dict[str, dict[str, KnownChunk]] = {}
+        for chunk in members.values():
+            self._titles.setdefault(chunk.text.strip(), {}).setdefault(chunk.title, chunk)
+        self._texts = sorted(self._titles)
+        self._longest = max(map(len, self._texts))
+
+    def changed(self, gone: Iterable[str], new: Iterable[KnownChunk]) -> Family | None:
+        """The family without the ids `gone` and with `new`; None when nobody is left."""
+        out = set(gone)
+        members = {name: chunk for name, chunk in self.members.items() if name not in out}
+        members |= {chunk.id: chunk for chunk in new}
+        return Family(members) if members else None
+
+    def texts_at(self, text: str, place: int, budget: SearchBudget) -> Iterator[str]:
+        """The family's texts that stand at `place`, longest first, unless there is no work left.
+
+        In sorted order, what a text begins with stands before it, and nothing in between but what begins with the same: so the
+        last one that is not behind the text is looked at, and then, as far as it agrees with the text, again.
+        """
+        stop = place + self._longest
+        while stop - place >= HEAD and budget.left > 0:
+            budget.spend(stop - place + _SEARCH)
+            at = bisect_right(self._texts, text[place:stop]) - 1
+            if at < 0:
+                return
+            found = self._texts[at]
+            common = _common(found, text, place)
+            if common == len(found):
+                yield found
+                common -= 1
+            stop = place + common
+
+    def titled(self, found: str, text: str, place: int) -> KnownChunk:
+        """Of the chunks with this text, that whose title stands right before `place`, else that with the shortest one."""
+        titles = self._titles[found]
+        if len(titles) > 1 and text[place - 1 : place] == "\n":
+            for length in sorted({len(title) for title in titles if 0 < len(title) < place}, reverse=True):
+                if (chunk := titles.get(text[place - 1 - length : place - 1])) is not None:
+                    return chunk
+        return titles[min(titles, key=len)]
+
+
+def _common(found: str, text: str, place: int) -> int:
+    """How many characters of `found` stand at `place`."""
+    if text.startswith(found, place):
+        return len(found)
+    low, high = 0, len(found)  # so many do, so many do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if text.startswith(found[low:middle], place + low):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+# --- The texts of known chunks, found where they were pasted into a message.
+
 
 # What a message may cost, in characters compared, which take less than a nanosecond each: so much, and more by its length.
 _SPARE, _PER_CHARACTER = 50_000_000, 50
-_LOOK_UP, _MATCH = 300, 10_000  # what a place and a match cost besides the comparison, about
+_PLACE, _MATCH = 300, 10_000  # what a place and a match cost besides the comparison, about
 
 
-class Found(NamedTuple):
+class FoundChunk(NamedTuple):
     """Characters `start` to `stop - 1` of a message are this part of this chunk."""
 
     start: int
     stop: int
     chunk: KnownChunk
-    part: Part
+    part: ChunkPart
 
 
 class _Match(NamedTuple):
@@ -77,7 +245,7 @@ class KnownTexts:
                 self._families[head] = family
         self._heads.enter(new.keys(), self._families.keys())
 
-    def find(self, text: str) -> list[Found]:
+    def find(self, text: str) -> list[FoundChunk]:
         """Where known chunks stand in a text, in order and apart from one another: the longest first, then the leftmost.
 
         A place where the text of a chunk stands without its title line or closing blank line counts as far as the chunk's
@@ -93,22 +261,22 @@ class KnownTexts:
         return sorted(found, key=lambda one: one.start)
 
     def _matches(self, text: str) -> Iterator[_Match]:
-        work = Work(_SPARE + _PER_CHARACTER * len(text))
+        budget = SearchBudget(_SPARE + _PER_CHARACTER * len(text))
         reached: dict[str, int] = {}  # where the last match of a text ended: it does not overlap itself
         for place in self._heads.places(text):
             family = self._families.get(text[place : place + HEAD])
-            work.spend(_LOOK_UP)
-            if work.left <= 0:
+            budget.spend(_PLACE)
+            if budget.left <= 0:
                 return
             if family is None:
                 continue
-            for one in family.texts_at(text, place, work):
+            for one in family.texts_at(text, place, budget):
                 if place >= reached.get(one, 0):
                     reached[one] = place + len(one)
-                    work.spend(_MATCH)
+                    budget.spend(_MATCH)
                     yield _Match(place, one, family)
 
-    def _place(self, text: str, match: _Match, taken: bytearray) -> Found | None:
+    def _place(self, text: str, match: _Match, taken: bytearray) -> FoundChunk | None:
         """The match with as much of its title and closing as stands there and is free."""
         start, stop = match.start, match.start + len(match.text)
         if taken.find(1, start, stop) >= 0:
@@ -123,7 +291,7 @@ class KnownTexts:
             stop += 1
         offset = match.start - whole.lead
         part = self.renderer.part(chunk.title, match.text, start - offset, stop - offset)
-        return part and Found(offset + part.start, offset + part.stop, chunk, part)
+        return part and FoundChunk(offset + part.start, offset + part.stop, chunk, part)
 
 
 def _same(one: KnownChunk, other: KnownChunk | None) -> bool:

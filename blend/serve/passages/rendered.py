@@ -16,14 +16,14 @@ _REMEMBERED = 1024  # chunks
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece writes one
 
 
-class Passage(NamedTuple):
+class PlainChunk(NamedTuple):
     """A text that was not known as a chunk, with what a prompt needs to know of one."""
 
     title: str
     text: str
 
 
-class Part(NamedTuple):
+class ChunkPart(NamedTuple):
     """Tokens `first` to `first + len(ids) - 1` of the ids `whole` of a chunk; they are its characters `start` to `stop - 1`."""
 
     ids: tuple[int, ...]
@@ -65,7 +65,7 @@ class Renderer:
         """The chunk with this title and text."""
         return self._remembered(title, text)
 
-    def part(self, title: str, text: str, start: int, stop: int) -> Part | None:
+    def part(self, title: str, text: str, start: int, stop: int) -> ChunkPart | None:
         """The tokens that lie wholly within characters `start` to `stop - 1` of the rendered chunk.
 
         None where these are too few to be worth it, or where their text is not known for certain.
@@ -73,7 +73,7 @@ class Renderer:
         return self._parts(title, text, start, stop)
 
     def _render(self, title: str, text: str) -> Rendered:
-        chunk = Passage(title, text)
+        chunk = PlainChunk(title, text)
         rendered, lead = render_chunk(chunk), len(title) + 1 if title else 0
         if getattr(self._tokenizer, "is_fast", False):
             encoded = self._tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)
@@ -84,12 +84,12 @@ class Renderer:
                 return Rendered(rendered, lead, ids, *_edges(encoded["offset_mapping"]))
         return Rendered(rendered, lead, self.template.chunk_ids(chunk), array("I"), array("I"))
 
-    def _cut(self, title: str, text: str, start: int, stop: int) -> Part | None:
+    def _cut(self, title: str, text: str, start: int, stop: int) -> ChunkPart | None:
         whole = self.render(title, text)
         if len(whole.ids) < LEAST_TOKENS:
             return None
         if (start, stop) == (0, len(whole.text)):
-            return Part(whole.ids, whole.ids, 0, start, stop)
+            return ChunkPart(whole.ids, whole.ids, 0, start, stop)
         first, last = bisect_left(whole.characters, start), bisect_right(whole.characters, stop) - 1
         if first >= last:
             return None
@@ -98,7 +98,7 @@ class Renderer:
         ids = whole.ids[begin:end]
         if len(ids) < max(LEAST_TOKENS, LEAST_SHARE * len(whole.ids)) or not self._says(ids, whole.text[start:stop]):
             return None
-        return Part(ids, whole.ids, begin, start, stop)
+        return ChunkPart(ids, whole.ids, begin, start, stop)
 
     def _says(self, ids: tuple[int, ...], text: str) -> bool:
         """Whether the ids spell the text as the tokenizer normalises it. Blanks apart: some decoders drop those in front."""

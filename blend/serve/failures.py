@@ -1,0 +1,108 @@
+"""What went wrong: which words a client gets, and which the operator's log.
+
+Clients get the messages of errors that they can fix. Other messages may name paths or quote texts: clients get fixed words
+instead, and the log names the error and where it came from.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from blend.errors import (
+    BlendError,
+    ConfigError,
+    EntryDamagedError,
+    PromptError,
+    StoreError,
+    first_line,
+    is_out_of_memory,
+)
+from blend_retrieval.errors import ChunkingError, DocumentsError, QueryError, RetrievalError
+
+if TYPE_CHECKING:
+    from blend.store import ChunkStore
+
+LOG = logging.getLogger("kvblend.serve")
+CLIENT_ERRORS = (PromptError, ConfigError, QueryError, DocumentsError, ChunkingError)
+STORE_FAILS = "the store of chunk caches does not work now; the server's log says why"
+CORPUS_FAILS = "the server cannot work on the corpus now; its log says why"
+STORE_UNREACHABLE = "store_unreachable"  # why a prompt was computed in full
+
+
+def log_error(error: BaseException, about: str) -> None:
+    """Log where an error came from; its message only if it is a store's or an index's, which quote no texts."""
+    frames = traceback.extract_tb(error.__traceback__)[-6:]
+    places = [f"{frame.filename.rpartition('/site-packages/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
+    why = {"why": str(error)} if isinstance(error, StoreError | RetrievalError) else {}
+    LOG.error("error", extra={"id": about, "error": type(error).__name__, **why, "at": places})
+
+
+def log_failure(error: Exception) -> None:
+    """Log what kept documents from being ready, unless the client gets its message."""
+    if not isinstance(error, CLIENT_ERRORS):
+        why = {"why": str(error)} if isinstance(error, StoreError | OSError | RetrievalError) else {}
+        LOG.warning("documents_failed", extra={"error": type(error).__name__, **why})
+
+
+def reason_of(error: Exception) -> str:
+    """Why a document is not ready, for its client, in one line."""
+    if isinstance(error, CLIENT_ERRORS):
+        return first_line(error)
+    return STORE_FAILS if isinstance(error, StoreError | OSError) else CORPUS_FAILS
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the store, the disk or memory is at fault, not a document: a retry may succeed."""
+    operational = isinstance(error, BlendError | RetrievalError | OSError) and not isinstance(error, CLIENT_ERRORS)
+    return operational or is_out_of_memory(error)
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the store is unreachable, not just one entry damaged."""
+    return isinstance(error, StoreError) and not isinstance(error, EntryDamagedError)
+
+
+class StoreWatch:
+    """Whether a store is reachable; logs every change once. Thread-safe.
+
+    store: opens it, on the first call.
+    parent: watches the store that contains this one. While that is unreachable nothing is opened: it would be created anew.
+    """
+
+    def __init__(self, store: Callable[[], ChunkStore], parent: StoreWatch | None = None) -> None:
+        self._store, self._parent = store, parent
+        self._lock, self._lost = threading.Lock(), False
+
+    def reachable(self) -> bool:
+        """Whether the store can be read now."""
+        try:
+            self.require()
+        except StoreError:
+            return False
+        return True
+
+    def require(self) -> None:
+        """Raise `StoreError` if the store cannot be read now."""
+        if self._parent is not None:
+            self._parent.require()
+        try:
+            _ = self._store().generation
+        except StoreError as error:
+            self.lost(str(error))
+            raise
+        if self._changed(lost=False):
+            LOG.info("store_back")
+
+    def lost(self, why: str) -> None:
+        """Note that a read failed just now."""
+        if self._changed(lost=True):
+            LOG.warning(STORE_UNREACHABLE, extra={"why": why})
+
+    def _changed(self, *, lost: bool) -> bool:
+        with self._lock:
+            before, self._lost = self._lost, lost
+        return before != lost

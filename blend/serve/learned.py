@@ -1,0 +1,204 @@
+"""Bookkeeping of one store's caches: learned within a budget, recently brought texts, and caches that must stay removed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+from threading import Lock
+from time import monotonic
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from blend.chunks.surrogate import LARGEST_SHARE
+from blend.errors import StoreError
+from blend.files import make_private_folder, write_atomically
+from blend.types import ChunkKey
+
+if TYPE_CHECKING:
+    from blend.store import ChunkStore
+
+SHARE = LARGEST_SHARE  # a surrogate context of n tokens can be chosen out of n times so many
+KEEP_S = 3600.0
+_VERSION = 1
+_HEX = re.compile(r"[0-9a-f]{8,128}")
+
+Tokens = tuple[int, ...]
+
+
+class LearnedCaches:
+    """Keys and sizes of the caches of learned passages, least recently used first, within a budget. Thread-safe.
+
+    path: a file of digests and sizes. A damaged one counts as empty.
+    decided: whether a surrogate context was chosen from learned texts.
+    """
+
+    def __init__(self, path: Path, budget_bytes: int) -> None:
+        self.budget = budget_bytes
+        held = _read_file(path)
+        self._path, self._lock = path, Lock()
+        self._sizes, self.decided = dict(_entries(held)), held.get("decisions") not in (None, 0)
+        self._written = self._content()
+
+    def use(self, caches: Mapping[ChunkKey, int]) -> list[ChunkKey]:
+        """Note that these caches, with their sizes in bytes, were used or made. Returns the keys to evict for them.
+
+        The caller deletes those from the store, unless a corpus needs them. Keys of `caches` themselves go last.
+        """
+        with self._lock:
+            for key, nbytes in caches.items():
+                self._sizes.pop(key, None)
+                self._sizes[key] = nbytes
+            surplus, evicted = sum(self._sizes.values()) - self.budget, []
+            while surplus > 0:
+                key = next(iter(self._sizes))
+                surplus -= self._sizes.pop(key)
+                evicted.append(key)
+            return evicted
+
+    def drop(self, keys: Iterable[ChunkKey]) -> None:
+        """Forget these keys."""
+        with self._lock:
+            for key in keys:
+                self._sizes.pop(key, None)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches."""
+        with self._lock:
+            return sum(self._sizes.values())
+
+    def save(self) -> None:
+        """Write the file if anything changed. Raises `StoreError` if that fails; the old file then remains.
+
+        Call it after the evicted caches are deleted: if the process dies in between, the file names too many.
+        """
+        with self._lock:
+            content = self._content()
+            if content == self._written:
+                return
+            decided, sizes = content
+            caches = [[*key, nbytes] for key, nbytes in sizes]
+            document = json.dumps({"version": _VERSION, "decisions": int(decided), "caches": caches}).encode()
+            try:
+                make_private_folder(self._path.parent)
+                write_atomically(self._path, [document], durable=False)
+            except OSError as error:
+                raise StoreError(f"the list of learned passages {self._path} cannot be written: {error}") from error
+            self._written = content
+
+    def _content(self) -> tuple[bool, list[tuple[ChunkKey, int]]]:
+        return self.decided, list(self._sizes.items())
+
+
+def _read_file(path: Path) -> dict[str, object]:
+    found: object = None
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_bytes())
+    return found if isinstance(found, dict) and found.get("version") == _VERSION else {}
+
+
+def _entries(held: Mapping[str, object]) -> Iterator[tuple[ChunkKey, int]]:
+    entries = held.get("caches")
+    if isinstance(entries, list) and all(map(_is_entry, entries)):
+        yield from ((ChunkKey(namespace, digest), nbytes) for namespace, digest, nbytes in entries)
+
+
+def _is_entry(entry: object) -> bool:
+    if not isinstance(entry, list) or len(entry) != 3:
+        return False
+    *digests, nbytes = entry
+    named = all(isinstance(digest, str) and _HEX.fullmatch(digest) for digest in digests)
+    return named and type(nbytes) is int and nbytes > 0
+
+
+class RecentTexts:
+    """The texts that questions brought last, as token ids, each once. Thread-safe.
+
+    most: tokens to keep, up to the length of the oldest text.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.tokens = 0
+        self._most, self._lock = most, Lock()
+        self._chunks: OrderedDict[Tokens, None] = OrderedDict()
+
+    def add(self, chunks: Iterable[Tokens]) -> None:
+        """Add texts of a question."""
+        with self._lock:
+            for chunk in chunks:
+                self.tokens += len(chunk) if chunk not in self._chunks else 0
+                self._chunks[chunk] = None
+                self._chunks.move_to_end(chunk)
+            while self._chunks and self.tokens - len(next(iter(self._chunks))) >= self._most:
+                self.tokens -= len(self._chunks.popitem(last=False)[0])
+
+    def latest(self, tokens: int) -> list[Tokens]:
+        """The latest texts that have at most so many tokens together, latest first."""
+        found: list[Tokens] = []
+        with self._lock:
+            for chunk in reversed(self._chunks):
+                tokens -= len(chunk)
+                if tokens < 0:
+                    break
+                found.append(chunk)
+        return found
+
+
+class RemovedKeys:
+    """Keys of deleted caches that running prompts must not write again. Thread-safe.
+
+    A prompt from before a deletion may find the cache missing and compute it for later prompts. A key is forgotten after
+    `KEEP_S`: nothing is stored any more for prompts of that age.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._keys = Lock(), dict[ChunkKey, float]()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, keys: Iterable[ChunkKey]) -> None:
+        """Refuse these keys from now on. Call it before deleting their caches."""
+        with self._lock:
+            now = monotonic()
+            for key in keys:
+                self._keys.pop(key, None)  # the oldest stay in front
+                self._keys[key] = now
+            for key in list(takewhile(lambda key: self._keys[key] < now - KEEP_S, self._keys)):
+                del self._keys[key]
+
+    def allow(self, keys: Iterable[ChunkKey]) -> None:
+        """Accept these keys again: a document or a question brought their chunks."""
+        with self._lock:
+            for key in keys:
+                self._keys.pop(key, None)
+
+    def unless_removed(self, key: ChunkKey, begun: float, keep: Callable[[], None]) -> None:
+        """Call `keep`, which stores this cache, unless its key is refused.
+
+        begun: when the prompt began, by `time.monotonic`; `KEEP_S` later nothing is stored for it.
+        """
+        with self._lock:  # while it is written a removal waits, and deletes it then
+            if key not in self._keys and begun >= monotonic() - KEEP_S:
+                keep()
+
+
+_REMOVED: WeakKeyDictionary[ChunkStore, RemovedKeys] = WeakKeyDictionary()
+_REMOVED_LOCK = Lock()
+
+
+def removed_from(store: ChunkStore) -> RemovedKeys:
+    """The removed keys of a store, shared by all of this process that write to it."""
+    with _REMOVED_LOCK:
+        return _REMOVED.setdefault(store, RemovedKeys())

@@ -1,0 +1,45 @@
+"""How much a server accepts and holds by default. Imports no model code: the command line shows these values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blend.config import ANSWER_TOKENS, CorpusConfig
+
+MOST_RUNNING = 16  # prompts
+MOST_WAITING = 64  # prompts
+KV_BUDGET = 4 * 10**9  # bytes of the caches of running prompts
+PREFIX_BUDGET = 10**9  # bytes of KV of earlier prompts and conversations
+LEARN_BUDGET = 4 * 10**9  # bytes of each tenant's store for caches of texts that came with questions
+MEMORY_BUDGET = 2 * 10**9  # bytes of chunk caches that are kept in memory
+BODY_BUDGET = 25 * 10**7  # bytes of the bodies of all requests
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """How large and how slow one HTTP request may be, and its defaults.
+
+    body_bytes, body_s: of a question's body, and the time in which it must arrive.
+    upload_bytes, upload_s: the same for a request that adds documents.
+    all_bytes: of all bodies that are held at a time.
+    documents, messages: in one question.
+    corpora: of one tenant.
+    answer_tokens, top_k: of an answer, where the request does not say.
+    keep_alive_s: silence of a stream after which it sends a comment.
+    any_host: accept any Host header without an API key.
+    origins: other sites whose pages may send requests, as browsers write them.
+    """
+
+    body_bytes: int = 16 << 20
+    body_s: float = 60.0
+    upload_bytes: int = 64 << 20
+    upload_s: float = 600.0
+    all_bytes: int = BODY_BUDGET
+    documents: int = 64
+    messages: int = 1000
+    corpora: int = 64
+    answer_tokens: int = ANSWER_TOKENS
+    top_k: int = CorpusConfig.top_k
+    keep_alive_s: float = 10.0
+    any_host: bool = False
+    origins: tuple[str, ...] = ()
