@@ -154,7 +154,7 @@ class CodecCost(NamedTuple):
     tiers: tuple[TierCost, ...]
 
 
-class Plan(NamedTuple):
+class CostPlan(NamedTuple):
     """The whole plan. compute_s: seconds to compute a prompt's chunks; full_s: to its first token after full prefill."""
 
     corpus: CorpusSize
@@ -286,7 +286,7 @@ def random_ids(vocabulary: int, count: int, seed: int) -> tuple[int, ...]:
     return tuple(torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-def make_plan(corpus: CorpusSize, model: ModelOutline, prompt: PromptSize, rates: Rates, terms: Terms) -> Plan:
+def make_plan(corpus: CorpusSize, model: ModelOutline, prompt: PromptSize, rates: Rates, terms: Terms) -> CostPlan:
     """Work the plan out."""
     compute_s = model.operations(prompt.chunk * prompt.chunks, prompt.prefix) / rates.operations
     full_s = model.operations(prompt.rows) / rates.operations
@@ -321,7 +321,7 @@ def make_plan(corpus: CorpusSize, model: ModelOutline, prompt: PromptSize, rates
             tiers=tuple(map(in_tier, terms.tiers)),
         )
 
-    return Plan(corpus, model, prompt, rates, terms, compute_s, full_s, tuple(map(of_codec, terms.codecs)))
+    return CostPlan(corpus, model, prompt, rates, terms, compute_s, full_s, tuple(map(of_codec, terms.codecs)))
 
 
 def _recompute_s(model: ModelOutline, prompt: PromptSize, rates: Rates, ratio: float) -> float:
