@@ -1,4 +1,4 @@
-"""Loading threads compute single-threaded: with more threads than cores all of them would stall."""
+"""Threads beside the model's must not make helpers of their own: with more threads than cores all of them go to sleep."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from blend.store.reader import ChunkReader
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_loading_threads_use_one_thread_and_others_keep_theirs(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_threads_compute_alone_and_leave_everybody_else_his_threads(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blender, layout = Blender(decoder("llama"), open_store("memory:")), make_layout()
     cache_chunks(blender, layout)
     seen: list[int] = []
-    read_into = ChunkReader.read_into
+    plain = ChunkReader.read_into
 
-    def counting(self: ChunkReader, *layer: Any) -> None:
+    def read_into(self: ChunkReader, *arguments: Any) -> None:
         seen.append(torch.get_num_threads())
-        read_into(self, *layer)
+        plain(self, *arguments)
 
-    monkeypatch.setattr(ChunkReader, "read_into", counting)
+    monkeypatch.setattr(ChunkReader, "read_into", read_into)
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -47,7 +49,8 @@ def test_loading_threads_use_one_thread_and_others_keep_theirs(count: int, monke
     assert set(seen) == {1}
 
 
-def test_threads_that_start_during_prefills_keep_the_usual_number() -> None:
+def test_threads_that_begin_while_prompts_are_prefilled_compute_as_everybody_does() -> None:
+    """Readers begin and end all the time beside them, in every prefill two."""
     blender, layout = Blender(decoder("llama"), open_store("memory:")), make_layout()
     cache_chunks(blender, layout)
     blender.prefill(layout)
@@ -71,7 +74,7 @@ def test_threads_that_start_during_prefills_keep_the_usual_number() -> None:
     assert seen == [2] * 96
 
 
-def test_without_the_runtimes_functions_torch_is_set_and_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_runtimes_doors_torch_is_told_and_told_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(place: str | None) -> object:
         raise OSError(place)
 
