@@ -176,7 +176,7 @@ def _layout(model: Path) -> Any:
 
     from blend.config import PromptConfig
     from blend.prompt import PromptTemplate
-    from blend.serve.chat import ChatTemplate, Passage, question_turns
+    from blend.serve.text import ChatTemplate, Passage, question_turns
     from blend.serve.types import Message
 
     tokenizer = AutoTokenizer.from_pretrained(str(model))

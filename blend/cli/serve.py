@@ -116,7 +116,7 @@ def make_service(given: dict[str, Any]) -> Service:
     """The decoder behind a service, from parsed options; "full", "prefix_budget" and so on among them."""
     rag = opening.open_all_corpora(given)
     from blend.model.cpu import set_threads
-    from blend.serve.embedded import EmbeddedEngine
+    from blend.serve.scheduler import EmbeddedEngine
     from blend.serve.service import PrefillProfile, Service
 
     decoder = rag.decoder
