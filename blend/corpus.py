@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from blend_retrieval import Embedder
 
 RATE = "tokens_per_s"  # in a namespace's description: tokens of isolated and contextual caches together
-_LEAST_TOKENS = 4_000  # a shorter run says nothing about the rate
+RATE_TOKENS = 4_000  # a shorter run says nothing about the rate
 
 Compute = Callable[[ChunkLibrary, Sequence[Variant], Progress], int]
 """Computes and stores these caches; returns how many tokens they have."""
@@ -409,7 +409,7 @@ def _write_index_of(change: CorpusChange, share: Share | None, progress: Progres
 
 def _note_rate(library: ChunkLibrary, tokens: int, seconds: float) -> None:
     """Describe in the store how fast caches are computed, for `blend plan`."""
-    if tokens < _LEAST_TOKENS or seconds <= 0:
+    if tokens < RATE_TOKENS or seconds <= 0:
         return
     space = library.isolated.identity.namespace
     words = library.store.namespaces().get(space, {})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +52,7 @@ def plan_document(plan: Plan) -> dict[str, object]:
         "rates": {**plan.rates._asdict(), "codecs": {name: one._asdict() for name, one in plan.rates.codecs.items()}},
         "prompt": {"tokens": plan.prompt.rows, "chunks": plan.prompt.chunks, "full_prefill_s": plan.full_s},
         "compute_s": plan.compute_s,
-        "codecs": [asdict(codec) for codec in plan.codecs],
+        "codecs": [{**one._asdict(), "tiers": [tier._asdict() for tier in one.tiers]} for one in plan.codecs],
     }
 
 
@@ -79,7 +78,7 @@ def show(plan: Plan) -> None:
     print_wide(output, table, whole)
     say()
     say("beats computing: from that bandwidth on, loading a prompt's chunks takes less time than computing them.")
-    say("hidden: from that bandwidth on, loading takes no longer than what is recomputed anyway.")
+    say("hidden: from that bandwidth on, loading takes no longer than recomputing.")
     say(
         "first token: at the tier's bandwidth, one reader alone, at least. pays from: prompts a month, see docs/plan.md."
     )
@@ -254,7 +253,7 @@ def _rates(
 ) -> Rates:
     """Rates as measured, as given, or as an earlier precompute noted them. weights: their location, and batch tokens."""
     from blend.model.decoder import Decoder
-    from blend.plan import measure, rates_of_precompute, rates_of_prefill
+    from blend.plan import measure, operations_of_precompute, rates_of_prefill
 
     load = given["load_rate"] and given["load_rate"] * 1e6
     if given["measure"]:
@@ -262,16 +261,17 @@ def _rates(
         decoder = Decoder.load(location, name=model.name, device=given["device"], dtype=terms.dtype)
         return measure(decoder, model, prompt, terms.codecs, batch_tokens)
     if given["prefill_rate"]:
+        operations = given["prefill_rate"] * model.operations(prompt.rows) / prompt.rows
         source = f"full prefill at {given['prefill_rate']:,.0f} tokens/s, as given"
-        return rates_of_prefill(given["prefill_rate"], model, prompt, terms.codecs, load, source)
+        return rates_of_prefill(operations, terms.codecs, load, source)
     rate = _noted_rate(given["store"], model.name, terms.dtype)
     source = f"a precompute into {given['store']} at {rate:,.0f} tokens/s"
-    return rates_of_precompute(rate, model, prompt, terms.codecs, load, source)
+    return rates_of_prefill(operations_of_precompute(rate, model, prompt), terms.codecs, load, source)
 
 
 def _noted_rate(store: Path, model: str, dtype: str) -> float:
     """Tokens a second of the last long precompute into a store. Raises `ConfigError` if there was none."""
-    from blend.corpus import RATE
+    from blend.corpus import RATE, RATE_TOKENS
 
     with suppress(StoreError):
         described = read_words(store / "kv").values() if (store / "kv").is_dir() else ()
@@ -281,5 +281,5 @@ def _noted_rate(store: Path, model: str, dtype: str) -> float:
                 return float(words[RATE])
     raise ConfigError(
         "nothing says how fast this model is here: measure it with --measure, give --prefill-rate, "
-        "or name a --store that this model was precomputed into"
+        f"or name a --store into which it precomputed {RATE_TOKENS:,} tokens or more at once"
     )

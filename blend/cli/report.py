@@ -1,4 +1,4 @@
-"""Where a report goes: table, JSON, picture. What cannot be written is found before anything is measured."""
+"""`blend report`: full recompute, plain reuse and blended prefill on the same token ids, alternating."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
-from blend.cli.console import stage_progress
+from blend.cli.console import errors, note, output, print_json, print_wide, seconds, stage_progress
 from blend.cli.options import OUTPUT, OUTPUT_OR_STDOUT, PLACE, number
 from blend.config import REPORT_TOKENS
 from blend.errors import ConfigError
@@ -31,7 +31,7 @@ STDOUT = Path("-")
 
 
 def check_outputs(json_path: Path | None, picture: Path | None) -> None:
-    """Raise `ConfigError` for files that could not be written in the end, and for packages that a report lacks."""
+    """Raise `ConfigError` for files that cannot be written, and for missing packages."""
     from blend.eval.report import check_writable
     from blend.eval.show import SUFFIXES
 
@@ -50,7 +50,6 @@ def check_outputs(json_path: Path | None, picture: Path | None) -> None:
 
 def show_report(report: Report, json_path: Path | None, picture: Path | None) -> None:
     """Print the table and write the files. With JSON on standard output, the table goes to standard error."""
-    from blend.cli.console import errors, note, output, print_json, print_wide
     from blend.eval.report import report_document, write_json
     from blend.eval.show import WIDTH, render_report, write_picture
 
@@ -70,7 +69,7 @@ NEEDLE_CHUNKS = 8
 
 
 def load_records(given: dict[str, Any], dataset: Path | None, limit: int | None) -> tuple[Rag, list[Record]]:
-    """The engine with its model loaded, and the questions; what is wrong with these shows before the model is loaded."""
+    """The engine with its model loaded, and the questions, which are read first so that mistakes show at once."""
     if dataset is not None:
         records = load_dataset(dataset, limit)
         rag = opening.open_for_questions(given)
@@ -82,10 +81,7 @@ def load_records(given: dict[str, Any], dataset: Path | None, limit: int | None)
 
 
 def calibrate(rag: Rag, evaluator: Evaluator, records: list[Record]) -> None:
-    """What `blend precompute` does once for documents, for the chunks of these records: a surrogate context and KV corrections.
-
-    Nothing where the store has them, or where the options go without.
-    """
+    """Choose a surrogate context and fit KV corrections on these records' chunks, unless the store or the options have them."""
     if rag.blend_config.correction:
         with stage_progress() as progress:
             evaluator.calibrate(records, rag.corpus_config.surrogate_tokens, progress)
@@ -173,7 +169,6 @@ def command(
 
 def _measure(rag: Rag, records: list[Record], max_new_tokens: int, repeats: int) -> tuple[list[Measurement], bool]:
     """Measurements of all records, and whether Ctrl-C came before the last."""
-    from blend.cli.console import note, seconds
     from blend.eval.evaluator import Evaluator, standard_methods
 
     measured: list[Measurement] = []
@@ -195,7 +190,6 @@ def _measure(rag: Rag, records: list[Record], max_new_tokens: int, repeats: int)
 
 def _fitting(rag: Rag, records: list[Record], max_new_tokens: int) -> list[Record]:
     """Records whose prompt and answer fit the model's context; the others are named. Raises `PromptError` if none does."""
-    from blend.cli.console import note
     from blend.errors import PromptError
 
     fitting = []

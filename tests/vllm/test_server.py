@@ -18,7 +18,7 @@ from machines import HEADERS, KEY, Machines, engine_process, fill, rag_over, sha
 
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.service import Service
-from blend.serve.types import AnswerRequest, Closed, Delta, Message, Opened, Sampling
+from blend.serve.types import Finished, Message, Output, Request, Sampling, Started
 from tests.towns import TOPICS
 
 pytestmark = pytest.mark.inside_vllm
@@ -69,7 +69,7 @@ def whole(text: str) -> str:
     return text.rstrip("\N{REPLACEMENT CHARACTER}")
 
 
-def answered(service: Service, question: str, **more: Any) -> tuple[str, Opened]:
+def answered(service: Service, question: str, **more: Any) -> tuple[str, Started]:
     """What kvblend answers by itself."""
     import threading
 
@@ -77,14 +77,14 @@ def answered(service: Service, question: str, **more: Any) -> tuple[str, Opened]
 
     def on_reply(reply: Any) -> None:
         replies.append(reply)
-        if not isinstance(reply, Opened | Delta):
+        if not isinstance(reply, Started | Output):
             done.set()
 
     sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
-    service.submit(AnswerRequest((Message("user", question),), sampling=sampling, **more), on_reply)
+    service.submit(Request((Message("user", question),), sampling=sampling, **more), on_reply)
     assert done.wait(300)
-    assert isinstance(replies[-1], Closed)
-    return whole("".join(reply.text for reply in replies if isinstance(reply, Delta))), replies[0]
+    assert isinstance(replies[-1], Finished)
+    return whole("".join(reply.text for reply in replies if isinstance(reply, Output))), replies[0]
 
 
 def ask(machines: Machines, question: str, *, stream: bool = False, **more: Any) -> tuple[str, dict[str, Any]]:
