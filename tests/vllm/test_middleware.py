@@ -26,7 +26,7 @@ from blend.integrations.vllm.middleware import KVBlend, Rewriter
 from blend.integrations.vllm.server import CHECKED_ROWS, PrefillService
 from blend.integrations.vllm.transport import VARIABLE, KVPool, connect, receive, send
 from blend.rag import Rag
-from blend.serve.embedded import EmbeddedEngine
+from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.service import Service
 from tests.tiny_model import save_tiny_model
 
