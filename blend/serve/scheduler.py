@@ -1,52 +1,316 @@
-"""The prompts that wait for their turn: whose it is, who must come again later, and when."""
+"""The engine: who is admitted, and what each forward pass computes.
+
+A pass takes the next row of every running answer and a piece of one prompt's prefill, so answers go on while prompts are
+blended. A pass over few rows takes as long as reading the weights, so answers share that cost. Now and then a piece of a
+chunk's cache takes the place of the prompt's. What may wait for a store runs in I/O pools.
+"""
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Listed
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from blend.serve.sequence import Job
-from blend.serve.types import EndReason, QueueFullError
+import torch
+
+from blend.errors import ContextLengthError, PromptError, StoreError
+from blend.model import cpu
+from blend.model.cpu import set_threads
+from blend.serve.background import EncodingQueue, EncodingTask, IOPool
+from blend.serve.corpus_caches import OnDone
+from blend.serve.failures import STORE_UNREACHABLE, log_error
+from blend.serve.limits import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
+from blend.serve.prefixes import PrefixCache
+from blend.serve.sequence import LEAST_GAIN, Sequence, gains_from
+from blend.serve.types import EndReason, EngineFailedError, EngineStats, OnEvent, QueueFullError, Request
 from blend.timing import Stopwatch
 
 if TYPE_CHECKING:
-    import torch
-
+    from blend.blender import Blender
+    from blend.chunks.library import ChunkLibrary, Variant
     from blend.model.decoder import Decoder
     from blend.model.forward import RowRequest
-    from blend.serve.background import Beside, Encodings
 
 
 STEP_S = 30.0
-"""So many seconds of waiting are worth one step of priority: long beside one prompt, short beside what a client waits for."""
+"""Seconds of waiting that count as one step of priority: long for a prompt, short for a client."""
+ROWS_ALONE = 256
+TURN = 4  # while answers run, one pass in so many computes a piece of a chunk's cache
+# The same while prompts are prefilled. Without it a server with a full queue would compute what its store lost in every prompt,
+# never store it, and slow down with each cache that it loses.
+TURN_AMONG_PROMPTS = 8
+LOADING = 2  # prompts whose caches are loaded at a time
+LOOK_S = 0.05  # how often cancelled prompts are looked for while everything waits for the store
+CPU_ROWS = 80  # five times as long as a pass of one row; more would only make answers wait
+GPU_ROWS = 1024
+# Seconds between two times that freed memory is given back to the system: .2 s a gigabyte, in which no token is computed.
+TRIM_IDLE_S, TRIM_BUSY_S = 60.0, 600.0
+
+OnPass = Callable[[int, int, float], None]
+"""Called after a pass with its rows, the keys that they attended to in total, and seconds."""
 
 
-class Waiting:
-    """`most` prompts at a time: the most urgent first, tenants in turn within a priority, each tenant's as they came.
+class EmbeddedEngine:
+    """Answers prompts over a blender's decoder and store, many at once. Threads may share it.
 
-    Nobody waits for ever: every `STEP_S` seconds a prompt counts as one step more urgent, until it is as urgent as the most
-    urgent that waits with it. No further, for among prompts of one priority the turns of tenants decide, and not their age.
-    A tenant with a name takes no more than half of the places, so that there are some for the others. Used under the engine's
-    lock.
+    blender_of: the blender of a tenant's corpus, on the same decoder; default: `blender` for all. most_running, most_waiting:
+    prompts. pass_rows: of one pass, decoding and prefill together. kv_budget: bytes for the KV caches of running prompts; a
+    prompt waits until there is room. prefix_budget: bytes of the prefix cache. least_gain: rows that blending must save.
+    remember: compute and store what the store lacked for a prompt, when idle. on_pass: called after passes like those of a
+    full prefill.
+    """
+
+    def __init__(
+        self,
+        blender: Blender,
+        *,
+        blender_of: Callable[[str, str], Blender] | None = None,
+        most_running: int = MOST_RUNNING,
+        most_waiting: int = MOST_WAITING,
+        pass_rows: int | None = None,
+        kv_budget: int = KV_BUDGET,
+        prefix_budget: int = PREFIX_BUDGET,
+        least_gain: int = LEAST_GAIN,
+        remember: bool = True,
+        on_pass: OnPass | None = None,
+    ) -> None:
+        self.blender, self.decoder, self._least_gain = blender, blender.decoder, least_gain
+        self._blender_of = blender_of or (lambda tenant, corpus: blender)
+        self._most_running = most_running
+        if pass_rows is None:
+            pass_rows = CPU_ROWS if self.decoder.device.type == "cpu" else GPU_ROWS
+        piece_rows, self._kv_budget = max(1, pass_rows - most_running), kv_budget
+        self._row_bytes = sum(layer.width for layer in self.decoder.rotations) * self.decoder.dtype.itemsize
+        self.prefixes = PrefixCache(prefix_budget)
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._waiting = WaitingQueue(most_waiting)
+        self._running: list[Sequence] = []
+        self._loads = IOPool("kvblend-loads", LOADING, self._wake)
+        self._caches = IOPool("kvblend-caches", 1, self._wake)
+        self._encodings = EncodingQueue(self._caches, piece_rows)
+        self._scheduler = Scheduler(
+            self.decoder, self._encodings, self._loads, piece_rows=piece_rows, remember=remember, on_pass=on_pass
+        )
+        self._trimmed, self._untrimmed = time.monotonic(), False
+        self._open = True
+        self._failed = self._idle = self._news = False
+        self._threads, self._begun = torch.get_num_threads(), threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="kvblend-engine", daemon=True)
+        self._thread.start()
+        self._begun.wait()
+
+    def submit(self, request: Request, on_event: OnEvent) -> Sequence:
+        """Accept a prompt; its events go to `on_event`, from the engine's thread.
+
+        Raises `PromptError` if it can never run, `QueueFullError` if too many wait, `EngineFailedError` if the engine has died.
+        """
+        layout = request.layout
+        if not (layout.prefix and layout.suffix):
+            raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
+        self.decoder.check_length(layout.rows + request.sampling.max_tokens)
+        request, blender = self._placed(request)
+        sequence = Sequence(request, blender, self.prefixes, next(self._numbers), on_event, least_gain=self._least_gain)
+        if self._bytes(sequence) > self._kv_budget:
+            raise ContextLengthError(
+                f"the prompt and its answer need {self._bytes(sequence) >> 20} MiB of KV memory, all there is are "
+                f"{self._kv_budget >> 20}: use fewer chunks, a shorter answer or a larger budget",
+                self._kv_budget // self._row_bytes - request.sampling.max_tokens,
+                layout.rows,
+            )
+        with self._changed:
+            self.require_room(request.tenant)
+            self._waiting.add(sequence)
+            self._wake()
+        if request.method != "full":
+            with suppress(StoreError):  # only for speed; an outage shows when the prompt's turn comes
+                blender.read_ahead(layout)
+        return sequence
+
+    def _placed(self, request: Request) -> tuple[Request, Blender]:
+        """A prompt and the blender of its corpus. Full prefill needs no store, so any blender does."""
+        if request.method != "full":
+            try:
+                return request, self._blender_of(request.tenant, request.corpus)
+            except StoreError:  # the tenant's store cannot be opened
+                request = replace(request, method="full", reason=STORE_UNREACHABLE)
+        return request, self.blender
+
+    def require_room(self, tenant: str = "") -> None:
+        """Raise `QueueFullError` if too many prompts wait, of this tenant or of all; `EngineFailedError` as `submit` does."""
+        with self._changed:
+            self._require_open()
+            self._waiting.require_room(tenant)
+
+    def _require_open(self) -> None:
+        if self._failed:
+            raise EngineFailedError
+        if not self._open:
+            raise QueueFullError(len(self._waiting), 1.0)
+
+    def stats(self) -> EngineStats:
+        """Its load now."""
+        with self._changed:
+            used = sum(map(self._bytes, self._running))
+            counts = len(self._running), len(self._waiting), used, self._kv_budget
+        return EngineStats(*counts, self.prefixes.nbytes, len(self._encodings), self.prefixes.evictions)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs and no fault has ended its work."""
+        return not self._failed and self._thread.is_alive()
+
+    def encode(self, library: ChunkLibrary, variants: Listed[Variant], on_done: OnDone) -> EncodingTask:
+        """Compute and store these caches in small pieces, between the passes of answers."""
+        with self._changed:
+            self._require_open()
+            self._wake()
+            return self._encodings.add(library, variants, on_done)
+
+    def forget(self, tenant: str) -> None:
+        """Remove this tenant's rows from the prefix cache."""
+        self.prefixes.forget(tenant)
+
+    def close(self, finish_s: float = 0.0) -> None:
+        """Accept nothing more, let what runs finish within `finish_s`, and end the rest."""
+        until = time.monotonic() + finish_s
+        with self._changed:
+            self._open = self._scheduler.remember = False
+            self._changed.wait_for(lambda: not (self._running or self._waiting), max(0.0, until - time.monotonic()))
+            self._most_running = 0  # the loop ends everything
+            self._wake()
+        self._thread.join()
+
+    def _bytes(self, sequence: Sequence) -> int:
+        return sequence.capacity * self._row_bytes
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._news = True
+            self._changed.notify_all()
+
+    def _loop(self) -> None:
+        set_threads(self._threads)
+        self._begun.set()
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # a bug: no client may wait for what never comes
+            log_error(error, "engine")
+            with self._changed:
+                self._failed = True
+        self._end_all()
+
+    def _turn(self) -> bool:
+        """Wait for something to do, admit, and run one pass. False ends the loop."""
+        self._trim_memory()
+        with self._changed:
+            if not (self._waiting or self._running or self._encodings or self._closing):
+                self._changed.wait(TRIM_IDLE_S if self._untrimmed else None)
+            elif self._idle and not self._news:
+                self._changed.wait(LOOK_S)
+            self._news = False
+            gone = self._waiting.remove_ended()
+            self._admit()
+            running, closing = list(self._running), self._closing
+            if gone:
+                self._changed.notify_all()
+        for sequence, reason in gone:
+            sequence.end(reason)
+            sequence.release()
+        if closing:
+            return False
+        with torch.inference_mode():
+            self._idle = not self._scheduler.run(running)
+        self._untrimmed = self._untrimmed or not self._idle
+        self._release_ended()
+        return True
+
+    def _end_all(self) -> None:
+        """End what is left: the server shuts down, or the engine has failed."""
+        with self._changed:
+            sequences, self._running = [*self._running, *self._waiting.clear()], []
+            self._changed.notify_all()
+        for sequence in sequences:
+            if self._failed:
+                sequence.fail(EngineFailedError())
+            else:
+                sequence.end("shutdown")
+        encodings = self._encodings.close()
+        self._loads.close()
+        self._caches.close()
+        for sequence in sequences:
+            sequence.release()
+        for encoding in encodings if self._failed else ():
+            encoding.abandon(EngineFailedError())
+
+    @property
+    def _closing(self) -> bool:
+        return self._most_running == 0
+
+    def _admit(self) -> None:
+        """Admit the next prompt if it can begin at once; until then a more urgent one may come."""
+        sequence = self._waiting.first(lambda one: not any(_goes_before(other, one) for other in self._running))
+        if sequence is None:
+            return
+        used = sum(map(self._bytes, self._running))
+        if len(self._running) >= self._most_running or used + self._bytes(sequence) > self._kv_budget:
+            return  # smaller prompts must not overtake it for ever
+        self._waiting.admit(sequence)
+        self._running.append(sequence)
+
+    def _release_ended(self) -> None:
+        with self._changed:
+            done = [sequence for sequence in self._running if sequence.ended and not sequence.waits]
+            if done:
+                self._news = True
+                self._running = [sequence for sequence in self._running if sequence not in done]
+                self._changed.notify_all()
+        for sequence in done:
+            sequence.release()
+
+    def _trim_memory(self) -> None:
+        """Give freed memory back to the system from time to time."""
+        due_s = TRIM_BUSY_S if self._running else TRIM_IDLE_S
+        if self._untrimmed and time.monotonic() - self._trimmed >= due_s:
+            cpu.trim_heap()
+            self._trimmed, self._untrimmed = time.monotonic(), False
+
+
+def _goes_before(running: Sequence, waiting: Sequence) -> bool:
+    """Whether a running prompt must be prefilled first: it can go on now, or leaves rows that serve the waiting one."""
+    prefilling = running.blend is None and not running.ended
+    return prefilling and (not running.waits or gains_from(waiting.request, running.request))
+
+
+class WaitingQueue:
+    """At most `most` waiting prompts: by priority, then tenants in turn, then by arrival. Used under the engine's lock.
+
+    Every `STEP_S` seconds a prompt counts as one step more urgent, until it equals the most urgent that waits. It gains no
+    more, because within a priority the turns of tenants decide. A named tenant takes at most half of the places.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._jobs: list[Job] = []
+        self._waiting: list[Sequence] = []
         self._turns = itertools.count(1)
         self._last_turn: dict[str, int] = {}  # of each tenant
         self._admitted, self._others_waited = time.monotonic(), False
-        self._interval_s = 0.0  # between two that were admitted while others waited
+        self._interval_s = 0.0  # between two admissions while others waited
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._waiting)
 
     def require_room(self, tenant: str) -> None:
-        """Raise `QueueFullError` where nobody else of this tenant may wait."""
-        tenants = [job.work.tenant for job in self._jobs]
+        """Raise `QueueFullError` if this tenant may not add another prompt."""
+        tenants = [sequence.request.tenant for sequence in self._waiting]
         if len(tenants) >= self._most:
             raise QueueFullError(len(tenants), self._place_free_s)
         mine = tenants.count(tenant)
@@ -55,131 +319,74 @@ class Waiting:
 
     @property
     def _place_free_s(self) -> float:
-        """Seconds until the next one is admitted: as long as it took lately, or longer where it takes longer now."""
+        """Seconds until the next admission: the recent average, or longer if it takes longer now."""
         return max(1.0, self._interval_s, time.monotonic() - self._admitted)
 
-    def add(self, job: Job) -> None:
-        """Let it wait."""
-        self._jobs.append(job)
+    def add(self, sequence: Sequence) -> None:
+        """Add it at the end."""
+        self._waiting.append(sequence)
 
-    def first(self, may: Callable[[Job], bool] = lambda job: True) -> Job | None:
-        """Whose turn it is, of those that may have it."""
-        highest = min((job.work.priority for job in self._jobs), default=0)
+    def first(self, eligible: Callable[[Sequence], bool] = lambda sequence: True) -> Sequence | None:
+        """The next of those that are eligible."""
+        highest = min((sequence.request.priority for sequence in self._waiting), default=0)
 
-        def order(job: Job) -> tuple[int, int, int]:
-            aged = max(highest, job.work.priority - int(job.age_s / STEP_S))
-            return aged, self._last_turn.get(job.work.tenant, 0), job.number
+        def order(sequence: Sequence) -> tuple[int, int, int]:
+            request = sequence.request
+            aged = max(highest, request.priority - int(sequence.age_s / STEP_S))
+            return aged, self._last_turn.get(request.tenant, 0), sequence.number
 
-        return min(filter(may, self._jobs), key=order, default=None)
+        return min(filter(eligible, self._waiting), key=order, default=None)
 
-    def admit(self, job: Job) -> None:
-        """It waits no more; it is its tenant's turn that it took."""
-        self._jobs.remove(job)
-        self._last_turn[job.work.tenant] = next(self._turns)
+    def admit(self, sequence: Sequence) -> None:
+        """Remove it; its tenant has had its turn."""
+        self._waiting.remove(sequence)
+        self._last_turn[sequence.request.tenant] = next(self._turns)
         before, self._admitted = self._admitted, time.monotonic()
         if self._others_waited:
             self._interval_s = 0.8 * (self._interval_s or self._admitted - before) + 0.2 * (self._admitted - before)
-        self._others_waited = bool(self._jobs)
+        self._others_waited = bool(self._waiting)
 
-    def take_given_up(self) -> list[tuple[Job, EndReason]]:
-        """Those that are not to go on, wherever they stand, and why; they wait no more."""
-        looked_at = [(job, job.given_up) for job in self._jobs]
-        self._jobs = [job for job, reason in looked_at if reason is None]
-        self._others_waited = self._others_waited and bool(self._jobs)
-        return [(job, reason) for job, reason in looked_at if reason is not None]
+    def remove_ended(self) -> list[tuple[Sequence, EndReason]]:
+        """Remove the cancelled and the late, and return them with the reason."""
+        reasons = [(sequence, sequence.end_reason) for sequence in self._waiting]
+        self._waiting = [sequence for sequence, reason in reasons if reason is None]
+        self._others_waited = self._others_waited and bool(self._waiting)
+        return [(sequence, reason) for sequence, reason in reasons if reason is not None]
 
-    def empty(self) -> list[Job]:
-        """Nobody waits any more; who did."""
-        jobs, self._jobs = self._jobs, []
-        return jobs
-
-
-# --- One forward pass for many: each gets what it gets alone, and where the pass fails only whoever is to blame fails.
+    def clear(self) -> list[Sequence]:
+        """Remove and return all."""
+        sequences, self._waiting = self._waiting, []
+        return sequences
 
 
-OnPass = Callable[[int, int, float], None]
-"""Told of a pass how many rows it had, keys that these looked at together, and seconds."""
-
-
-class Taker(Protocol):
+class BatchItem(Protocol):
     """Takes part in passes, one after another."""
 
-    def request(self) -> RowRequest:
-        """The rows that it wants in the next pass."""
+    def next_rows(self) -> RowRequest:
+        """The rows of the next pass."""
 
     def took(self, logits: torch.Tensor) -> None:
-        """What the pass gave for its last row, `[1, vocab]`."""
+        """Take the logits of its last row, `[1, vocab]`."""
 
-    def repeat(self, error: Exception) -> bool:
-        """The pass failed; whether the rows are ready once more, or only later. Raises `error` where that cannot be."""
+    def retry(self, error: Exception) -> bool:
+        """Whether its rows can run again now, after a shared pass failed. Raises `error` if they never can."""
 
     def fail(self, error: Exception) -> None:
         """Its rows cannot be run."""
 
 
-def run_pass(decoder: Decoder, takers: Sequence[Taker], on_pass: OnPass | None = None) -> None:
-    """Run the next rows of all of these; of what goes wrong they are told."""
-    error = _together(decoder, takers, on_pass)
-    if error is None:
-        return
-    traceback.clear_frames(error.__traceback__)  # memory of the pass, which may be what there was too little of
-    for taker in takers:
-        if len(takers) == 1:
-            taker.fail(error)
-        else:
-            _guarded(taker, lambda taker=taker: _alone(decoder, taker, error))  # type: ignore[misc]
+class Scheduler:
+    """Runs pass after pass over the running prompts. Only the engine's thread calls it.
 
-
-def _together(decoder: Decoder, takers: Sequence[Taker], on_pass: OnPass | None) -> Exception | None:
-    """One pass; what it failed with, if it did."""
-    requests = [taker.request() for taker in takers]
-    watch = None if on_pass is None else Stopwatch(decoder.device)
-    try:
-        logits = decoder.prefill(requests)
-    except Exception as error:  # nobody's rows may end the others
-        return error
-    if on_pass is not None and watch is not None:
-        rows = sum(request.positions.shape[0] for request in requests)
-        on_pass(rows, sum(int(request.positions.sum()) for request in requests) + rows, watch.total())
-    for number, taker in enumerate(takers):
-        _guarded(taker, lambda taker=taker, number=number: taker.took(logits[number : number + 1]))  # type: ignore[misc]
-    return None
-
-
-def _alone(decoder: Decoder, taker: Taker, error: Exception) -> None:
-    if taker.repeat(error):
-        taker.took(decoder.prefill([taker.request()]))
-
-
-def _guarded(taker: Taker, call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception as error:  # its own: a selector, the store, whoever listens to its events
-        taker.fail(error)
-
-
-# --- What each pass of the embedded engine takes: the next row of all answers that run, and a piece of one prompt's prefill.
-
-
-ROWS_ALONE = 256
-TURN = 4  # while answers are decoded, one pass in so many computes a piece of a chunk's cache
-# While prompts are prefilled, one in so many does so in place of a prompt's piece. Were there none, a server for which prompts
-# always wait would compute what its store lost in every prompt, never store it, and be slower with each cache that it loses.
-TURN_AMONG_PROMPTS = 8
-
-
-class Schedule:
-    """Pass after pass over the prompts that run. Only the engine's thread calls it.
-
-    loads: where prompts wait for the store. piece_rows: of a prompt's prefill beside answers, in one pass. remember: whether
-    what the store lacked for a prompt is computed and stored. on_pass: told of passes that were what full prefill consists of.
+    loads: the pool in which prompts wait for the store. piece_rows: of a prefill that shares its pass with answers. remember:
+    compute and store the caches that prompts lacked. on_pass: called after passes like those of a full prefill.
     """
 
     def __init__(
         self,
         decoder: Decoder,
-        encodings: Encodings,
-        loads: Beside,
+        encodings: EncodingQueue,
+        loads: IOPool,
         *,
         piece_rows: int,
         remember: bool,
@@ -190,60 +397,91 @@ class Schedule:
         self.remember = remember
         self._passes = 0
 
-    def run(self, jobs: Sequence[Job]) -> bool:
-        """One row of every answer, and a piece of the first prompt that can be prefilled, or of a chunk's cache.
-
-        Whether there was anything to do but wait for the store.
-        """
-        for job in jobs:
-            if reason := job.given_up:
-                job.end(reason)
-        live = [job for job in jobs if not job.ended]
-        prefilling = next((job for job in live if job.blend is None and not job.waits), None)
+    def run(self, sequences: Iterable[Sequence]) -> bool:
+        """Run one pass; False if everything waits for the store."""
+        sequences = list(sequences)
+        for sequence in sequences:
+            if reason := sequence.end_reason:
+                sequence.end(reason)
+        live = [sequence for sequence in sequences if not sequence.ended]
+        prefilling = next((one for one in live if one.blend is None and not one.waits), None)
         if prefilling is not None:
-            alone = all(job is prefilling for job in live)  # nobody waits for the next token: larger pieces are quicker
+            alone = all(one is prefilling for one in live)  # larger pieces are quicker, and no answer waits
             rows = max(self._piece_rows, ROWS_ALONE) if alone else self._piece_rows
-            _guarded_schedule(prefilling, lambda: self._prepare(prefilling, rows))
-        if takers := self._takers(live, prefilling):
-            run_pass(self._decoder, takers, self._on_pass if _as_full_prefill(takers) else None)
+            _guarded(prefilling, partial(self._prepare, prefilling, rows))
+        if items := self._batch(live, prefilling):
+            run_pass(self._decoder, items, self._on_pass if _as_full_prefill(items) else None)
         if prefilling is not None and prefilling.blend is not None:
-            _guarded_schedule(prefilling, lambda: self._lack(prefilling))
-        return bool(takers) or prefilling is not None
+            _guarded(prefilling, partial(self._remember_missing, prefilling))
+        return bool(items) or prefilling is not None
 
-    def _takers(self, live: Sequence[Job], prefilling: Job | None) -> list[Taker]:
-        """Who takes part in the next pass."""
-        ready = prefilling is not None and not prefilling.ended and prefilling.ready
-        taking = [job for job in live if job.blend is not None or (job is prefilling and ready)]
+    def _batch(self, live: list[Sequence], prefilling: Sequence | None) -> list[BatchItem]:
+        """The members of the next pass."""
+        ready = prefilling is not None and not prefilling.ended and prefilling.piece is not None
+        members = [one for one in live if one.blend is not None or (one is prefilling and ready)]
         self._passes += 1
         turn = self._passes % (TURN_AMONG_PROMPTS if ready else TURN) == 0
         encoding = self._encodings.first()
-        computed = encoding is not None and encoding.ready()  # asked in every pass: what it waits for goes on meanwhile
-        if encoding is not None and computed and (turn or not taking):
-            # In place of the prompt's piece: a pass stays as short as the others.
-            return [*(job for job in taking if job is not prefilling), encoding]
-        return [*taking]
+        if encoding is not None and encoding.ready() and (turn or not members):  # `ready` also advances its I/O
+            # In place of the prompt's piece: the pass stays as short as the others.
+            return [*(one for one in members if one is not prefilling), encoding]
+        return [*members]
 
-    def _prepare(self, job: Job, rows: int) -> None:
-        if not job.begun:
-            job.begin(self._loads)
-        job.prepare(rows)
-        if job.ended:
-            self._lack(job)
+    def _prepare(self, sequence: Sequence, rows: int) -> None:
+        if not sequence.begun:
+            sequence.begin(self._loads)
+        sequence.prepare(rows)
+        if sequence.ended:
+            self._remember_missing(sequence)
 
-    def _lack(self, job: Job) -> None:
-        """Have computed what the store lacked for this prompt; while it is out of reach, the next prompts remind."""
-        lacking = job.lacking if self.remember and job.work.remember else None
-        if lacking is not None:
-            self._encodings.remember(lacking, job.work.begun)
+    def _remember_missing(self, sequence: Sequence) -> None:
+        """Queue the caches that the store lacked for this prompt."""
+        request = sequence.request
+        if self.remember and request.remember and (find := sequence.find_missing()):
+            self._encodings.remember(find, request.arrived)
 
 
-def _guarded_schedule(job: Job, call: Callable[[], None]) -> None:
+def run_pass(decoder: Decoder, items: list[BatchItem], on_pass: OnPass | None = None) -> None:
+    """Run one pass. If it fails, each member runs alone, so that only the faulty one fails."""
+    error = _together(decoder, items, on_pass)
+    if error is None:
+        return
+    traceback.clear_frames(error.__traceback__)  # frees the memory of the pass, which may have been exhausted
+    for item in items:
+        if len(items) == 1:
+            item.fail(error)
+        else:
+            _guarded(item, partial(_alone, decoder, item, error))
+
+
+def _together(decoder: Decoder, items: list[BatchItem], on_pass: OnPass | None) -> Exception | None:
+    requests = [item.next_rows() for item in items]
+    watch = None if on_pass is None else Stopwatch(decoder.device)
+    try:
+        logits = decoder.prefill(requests)
+    except Exception as error:
+        return error
+    if on_pass is not None and watch is not None:
+        rows = sum(request.positions.shape[0] for request in requests)
+        on_pass(rows, sum(int(request.positions.sum()) for request in requests) + rows, watch.total())
+    for number, item in enumerate(items):
+        _guarded(item, partial(item.took, logits[number : number + 1]))
+    return None
+
+
+def _alone(decoder: Decoder, item: BatchItem, error: Exception) -> None:
+    if item.retry(error):
+        item.took(decoder.prefill([item.next_rows()]))
+
+
+def _guarded(item: BatchItem, call: Callable[[], None]) -> None:
+    """An error in here is this item's own: of its selector, the store, or its listener."""
     try:
         call()
-    except Exception as error:  # the job's own: a selector, the store, whoever listens to its events
-        job.fail(error)
+    except Exception as error:
+        item.fail(error)
 
 
-def _as_full_prefill(takers: Sequence[Taker]) -> bool:
-    """Whether full prefill consists of such passes: of a piece of one prompt that is computed in full, and nothing beside."""
-    return len(takers) == 1 and isinstance(takers[0], Job) and takers[0].full_piece_rows >= ROWS_ALONE
+def _as_full_prefill(items: list[BatchItem]) -> bool:
+    """Whether the pass is a large piece of a prompt that is computed in full, and nothing else."""
+    return len(items) == 1 and isinstance(items[0], Sequence) and items[0].full_piece_rows >= ROWS_ALONE

@@ -30,7 +30,12 @@ class Seen:
     """A reader that calls before each layer it reads."""
 
     def __init__(self, reader: ChunkReader, before: Before) -> None:
-        self.tokens, self.layers, self.start, self.still = reader.tokens, reader.layers, reader.start, reader.still
+        self.tokens, self.layers, self.start, self.unrotated = (
+            reader.tokens,
+            reader.layers,
+            reader.start,
+            reader.unrotated,
+        )
         self.stored_bytes = reader.stored_bytes
         self.reader, self.before, self.closed = reader, before, False
 
@@ -186,7 +191,7 @@ def test_whatever_fails_in_a_reading_thread_is_raised_where_its_layer_is_waited_
         raise RuntimeError("no more threads")
 
     blender = filled()
-    monkeypatch.setattr(loader, "compute_alone", fail)
+    monkeypatch.setattr(loader, "use_one_thread", fail)
     with pytest.raises(RuntimeError, match="no more threads"):
         blender.prefill(LAYOUT)
     monkeypatch.undo()

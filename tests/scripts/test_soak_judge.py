@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +21,7 @@ def test_a_reference_out_of_a_whole_answer() -> None:
         {"token": "The", "top_logprobs": [{"logprob": -0.5}, {"logprob": -2.0}]},
         {"token": " end", "top_logprobs": [{"logprob": -1.0}, {"logprob": -1.0001}]},
     ]
-    own = {"figures": {"method": "blend", "lacking": 1}, "sources": [{"hit": True}, {"hit": False}]}
+    own = {"figures": {"method": "blend", "missing": 1}, "sources": [{"hit": True}, {"hit": False}]}
     found = reference(
         {"choices": [{"message": {"content": "The end"}, "logprobs": {"content": content}}], "kvblend": own}
     )
@@ -121,37 +120,9 @@ def test_a_source_that_was_removed_before_is_found_out() -> None:
     assert "removed before" in someone.ledger.off[0]
 
 
-def test_documents_come_and_go() -> None:
-    asked: list[tuple[str, str]] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.append((request.method, request.url.path))
-        return httpx.Response(202 if request.method == "POST" else 200, json={})
-
-    someone = visitors(answer)
-    for _ in range(6):
-        asyncio.run(someone.change())
-    assert [method for method, _ in asked] == ["POST"] * 4 + ["DELETE", "POST"]
-    assert asked[4][1] == "/v1/documents/notice-1"
-    assert (someone.removed, list(someone.documents)) == ({"1"}, ["2", "3", "4", "5"])
-
-
-@pytest.mark.parametrize(
-    ("figures", "how"),
-    [
-        ({"method": "blend", "reason": "", "rows": 90, "rows_reused": 30}, "blended"),
-        ({"method": "full", "reason": "short", "rows": 90, "rows_reused": 30}, "computed"),
-        ({"method": "full", "reason": "store_unreachable", "rows": 90, "rows_reused": 89}, "remembered"),
-        ({"method": "full", "reason": "in memory already", "rows": 90, "rows_reused": 60}, "remembered"),
-    ],
-)
-def test_how_an_answer_was_made(figures: dict[str, Any], how: str) -> None:
-    assert Answer.of("", {"figures": figures}).how == how
-
-
 def test_what_is_remembered_whole_is_as_good_as_full_prefill() -> None:
     sources = [{"hit": True}, {"hit": False}]
-    blended = {"method": "blend", "rows": 90, "rows_reused": 5, "lacking": 1}
+    blended = {"method": "blend", "rows": 90, "rows_reused": 5, "missing": 1}
     assert made_of({}) == (None, (), None, 0)
     assert made_of({"figures": blended, "sources": sources}) == ("blend", (True, False), 1, 5)
     assert made_of({"figures": {**blended, "rows_reused": 89}, "sources": sources}) == ("full",)

@@ -87,7 +87,7 @@ class Process:
 
 
 class Machines:
-    """A store and a model, the prefill process over them, and vLLM's server beside it."""
+    """A store and a model, the prefill process over them, and vLLM's server."""
 
     def __init__(self, folder: Path, store: Path, model: Path) -> None:
         self.folder, self.store, self.model = folder, store, model

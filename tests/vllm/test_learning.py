@@ -20,7 +20,7 @@ from blend.integrations.vllm.learning import (
     TURN,
     BackgroundEncoder,
     LearnedTexts,
-    MissingCaches,
+    MissedCaches,
     learn_budget,
 )
 from blend.model.decoder import Decoder
@@ -54,7 +54,7 @@ class Rows:
 
 
 class Bench:
-    """A store, and what is put off over it with so many bytes for clients' texts."""
+    """A store and its background encoder, with so many bytes for clients' texts."""
 
     def __init__(self, decoder: Decoder, folder: Path, budget: int) -> None:
         self.folder, self.store = folder, open_store(folder / "kv")
@@ -65,7 +65,7 @@ class Bench:
     def asked(self, *chunks: Tokens, brought: tuple[int, ...] = ()) -> None:
         """A prompt of these was answered; what it missed is computed while nothing runs."""
         missing = self.library.missing(chunks)
-        self.background.remember(MissingCaches(self.filler, PromptLayout(PREFIX, chunks, SUFFIX), missing, brought))
+        self.background.remember(MissedCaches(self.filler, PromptLayout(PREFIX, chunks, SUFFIX), missing, brought))
         self.drain()
 
     def drain(self) -> None:
@@ -124,7 +124,7 @@ def test_a_corpus_is_never_evicted_for_them(decoder: Decoder, tmp_path: Path) ->
     assert bench.held(*map(chunk, range(3, 6))) == [False, False, True]
 
 
-def test_what_is_a_corpus_cannot_be_told_so_nothing_goes_and_nothing_is_learned(
+def test_nothing_is_removed_or_learned_while_the_corpus_is_unknown(
     decoder: Decoder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     size = entry_size(decoder, tmp_path)
@@ -150,7 +150,7 @@ def test_what_goes_while_it_waits_to_be_computed_is_not_stored(decoder: Decoder,
     bench = Bench(decoder, tmp_path, 2 * size)
     for number in (1, 3):
         pair = chunk(number), chunk(number + 1)
-        missed = MissingCaches(bench.filler, PromptLayout(PREFIX, pair, SUFFIX), bench.library.missing(pair), (0, 1))
+        missed = MissedCaches(bench.filler, PromptLayout(PREFIX, pair, SUFFIX), bench.library.missing(pair), (0, 1))
         bench.background.remember(missed)
     bench.drain()
     assert bench.held(*map(chunk, range(1, 5))) == [False, False, True, True]
@@ -159,7 +159,7 @@ def test_what_goes_while_it_waits_to_be_computed_is_not_stored(decoder: Decoder,
 def test_running_answers_wait_for_one_piece_now_and_then(decoder: Decoder, tmp_path: Path) -> None:
     bench = Bench(decoder, tmp_path, 10**9)
     long = chunk(1, 200)
-    missed = MissingCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
+    missed = MissedCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
     bench.background.remember(missed)
     end, steps = time.monotonic() + 60, 0
     while len(bench.background):
@@ -178,16 +178,16 @@ def test_while_nothing_runs_a_step_has_one_piece_and_waits_for_the_store(decoder
     bench = Bench(decoder, tmp_path, 10**9)
     bench.asked(chunk(1))  # now the prefix's KV is there
     long, before = chunk(2, 200), len(bench.rows.passes)
-    missed = MissingCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
+    missed = MissedCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
     bench.background.remember(missed)
     while len(bench.background):
         at = len(bench.rows.passes)
         bench.background.run(alone=True)
-        assert len(bench.rows.passes) - at <= 1, "whoever comes meanwhile waits for no more"
+        assert len(bench.rows.passes) - at <= 1, "a request that comes meanwhile waits for no more"
     assert len(bench.rows.passes) - before == -(-200 // CPU_ROWS)
 
 
-def test_a_pass_that_fails_is_told_once_and_harms_no_other_cache(
+def test_a_pass_that_fails_is_logged_once_and_harms_no_other_cache(
     decoder: Decoder, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(decoder, tmp_path, 10**9)
@@ -204,7 +204,7 @@ def test_a_pass_that_fails_is_told_once_and_harms_no_other_cache(
     assert caplog.text.count("could not be stored") == 1
 
 
-def test_a_store_that_cannot_be_written_ends_what_is_put_off(
+def test_a_store_that_cannot_be_written_ends_the_deferred_work(
     decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(self: ChunkStore, *args: object) -> None:
