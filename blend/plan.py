@@ -154,7 +154,7 @@ class CodecCost(NamedTuple):
     tiers: tuple[TierCost, ...]
 
 
-class Plan(NamedTuple):
+class CostPlan(NamedTuple):
     """The whole plan. compute_s: seconds to compute a prompt's chunks; full_s: to its first token after full prefill."""
 
     corpus: CorpusSize
@@ -198,7 +198,7 @@ def given(chunks: int | None, tokens: int | None, config: CorpusConfig) -> Corpu
 
 
 def _sized(all_: Counter[int], contextual: Counter[int], prefix: int, behind: int, config: CorpusConfig) -> CorpusSize:
-    return CorpusSize(all_, all_ - contextual if config.one_copy else all_, contextual, prefix, behind)
+    return CorpusSize(all_, all_, contextual, prefix, behind)
 
 
 def corpus_bytes(corpus: CorpusSize, model: ModelOutline, codec: str, dtype: str) -> int:
@@ -212,10 +212,10 @@ def entry_bytes(model: ModelOutline, tokens: int, start: int, codec: str, dtype:
     import torch
 
     how = get_codec(codec)
-    kind = torch.float32 if how.still else getattr(torch, dtype)  # taking positions out makes float32
+    kind = torch.float32 if how.unrotated else getattr(torch, dtype)  # taking positions out makes float32
     made = {shape: torch.randn(shape[0], tokens, shape[1]).to(kind) for shape in {*model.keys, *model.values}}
     keys, values = (tuple(made[one] for one in shapes) for shapes in (model.keys, model.values))
-    cache = ChunkCache(keys, values, start, still=how.still)
+    cache = ChunkCache(keys, values, start, unrotated=how.unrotated)
     return encode_entry(CacheIdentity(model.name, dtype, (0,)).key((0,)), cache, how, make_seal(None)).nbytes
 
 
@@ -286,7 +286,7 @@ def random_ids(vocabulary: int, count: int, seed: int) -> tuple[int, ...]:
     return tuple(torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-def make_plan(corpus: CorpusSize, model: ModelOutline, prompt: PromptSize, rates: Rates, terms: Terms) -> Plan:
+def make_plan(corpus: CorpusSize, model: ModelOutline, prompt: PromptSize, rates: Rates, terms: Terms) -> CostPlan:
     """Work the plan out."""
     compute_s = model.operations(prompt.chunk * prompt.chunks, prompt.prefix) / rates.operations
     full_s = model.operations(prompt.rows) / rates.operations
@@ -321,7 +321,7 @@ def make_plan(corpus: CorpusSize, model: ModelOutline, prompt: PromptSize, rates
             tiers=tuple(map(in_tier, terms.tiers)),
         )
 
-    return Plan(corpus, model, prompt, rates, terms, compute_s, full_s, tuple(map(of_codec, terms.codecs)))
+    return CostPlan(corpus, model, prompt, rates, terms, compute_s, full_s, tuple(map(of_codec, terms.codecs)))
 
 
 def _recompute_s(model: ModelOutline, prompt: PromptSize, rates: Rates, ratio: float) -> float:

@@ -23,47 +23,6 @@ if TYPE_CHECKING:
     from blend.rag import Answer, FullAnswer, Rag
 
 
-def answer_panel(answer: Answer) -> Panel:
-    """The summary after an answer: times by stage, rows recomputed, chunks with hit or miss."""
-    parts: list[RenderableType] = [Text(_time(answer)), Text(_rows(answer)), _chunks(answer)]
-    if answer.full is not None:
-        parts += _comparison(answer, answer.full)
-    return Panel(Group(*parts), title="blended prefill", title_align="left", expand=False)
-
-
-def _time(answer: Answer) -> str:
-    stages = {name.replace("_", " "): value for name, value in answer.stages.items() if name != "retrieve"}
-    parts = " + ".join(f"{name} {seconds(value)}" for name, value in stages.items())
-    before = seconds(answer.stages.get("retrieve", 0.0))
-    return f"first token after {seconds(answer.ttft_s)} = {parts}   (retrieval before that: {before})"
-
-
-def _rows(answer: Answer) -> str:
-    blend = answer.blend
-    missed = sum(not hit for hit in blend.hits)
-    stored = f"; {counted(missed, 'chunk')} computed now" if missed else ""
-    return (
-        f"rows recomputed {blend.rows_recomputed:,} of {blend.layout.rows:,}; "
-        f"compute {blend.rows_share:.0%} of full prefill; {blend.bytes_loaded / 1e6:.0f} MB of stored KV{stored}"
-    )
-
-
-def _chunks(answer: Answer) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for ranked, hit in zip(answer.chunks, answer.blend.hits, strict=True):
-        word = Text("hit" if hit else "miss", style="green" if hit else "yellow")
-        table.add_row(word, f"{ranked.score:.2f}", Text(visible(ranked.chunk.title)))
-    return table
-
-
-def _comparison(answer: Answer, full: FullAnswer) -> list[RenderableType]:
-    longer = full.ttft_s / answer.ttft_s
-    line = f"full prefill: first token after {seconds(full.ttft_s)}, {longer:.1f} times as long; it answers"
-    if full.text == answer.text:
-        return [Text(f"{line} the same")]
-    return [Text(f"{line}:"), Text(visible(full.text, keep=ANSWER_KEEPS), style="dim")]
-
-
 @click.command("answer")
 @click.argument("question", type=TEXT)
 @number("--max-new-tokens", "max_new_tokens", "Longest answer.", default=ANSWER_TOKENS, show_default=True)
@@ -174,3 +133,44 @@ def _explain_misses(namespaces: dict[str, dict[str, str]], mine: str) -> None:
             f"no chunk was cached for this prompt: the store's other caches of {words['model']} are of other weights or of "
             "another prompt prefix; the chunks of this answer were computed now, `blend precompute` does it for all"
         )
+
+
+def answer_panel(answer: Answer) -> Panel:
+    """The summary after an answer: times by stage, rows recomputed, chunks with hit or miss."""
+    parts: list[RenderableType] = [Text(_time(answer)), Text(_rows(answer)), _chunks(answer)]
+    if answer.full is not None:
+        parts += _comparison(answer, answer.full)
+    return Panel(Group(*parts), title="blended prefill", title_align="left", expand=False)
+
+
+def _time(answer: Answer) -> str:
+    stages = {name.replace("_", " "): value for name, value in answer.stages.items() if name != "retrieve"}
+    parts = " + ".join(f"{name} {seconds(value)}" for name, value in stages.items())
+    before = seconds(answer.stages.get("retrieve", 0.0))
+    return f"first token after {seconds(answer.ttft_s)} = {parts}   (retrieval before that: {before})"
+
+
+def _rows(answer: Answer) -> str:
+    blend = answer.blend
+    missed = sum(not hit for hit in blend.hits)
+    stored = f"; {counted(missed, 'chunk')} computed now" if missed else ""
+    return (
+        f"rows recomputed {blend.rows_recomputed:,} of {blend.layout.rows:,}; "
+        f"compute {blend.rows_share:.0%} of full prefill; {blend.bytes_loaded / 1e6:.0f} MB of stored KV{stored}"
+    )
+
+
+def _chunks(answer: Answer) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for ranked, hit in zip(answer.chunks, answer.blend.hits, strict=True):
+        word = Text("hit" if hit else "miss", style="green" if hit else "yellow")
+        table.add_row(word, f"{ranked.score:.2f}", Text(visible(ranked.chunk.title)))
+    return table
+
+
+def _comparison(answer: Answer, full: FullAnswer) -> list[RenderableType]:
+    longer = full.ttft_s / answer.ttft_s
+    line = f"full prefill: first token after {seconds(full.ttft_s)}, {longer:.1f} times as long; it answers"
+    if full.text == answer.text:
+        return [Text(f"{line} the same")]
+    return [Text(f"{line}:"), Text(visible(full.text, keep=ANSWER_KEEPS), style="dim")]

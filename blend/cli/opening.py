@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,11 @@ def check_model(name: str) -> None:
         if not (location / "config.json").is_file():
             raise ConfigError(f"{location} holds no model: it has no config.json; name another one")
     elif not is_cached(location):
-        require_on_hub(location)
+        try:
+            require_on_hub(location)
+        except ConfigError as error:
+            near = get_close_matches(name, CATALOG, n=1)
+            raise ConfigError(f"{error}; did you mean {near[0]!r}?" if near else str(error)) from None
 
 
 def corpus_config(options: dict[str, Any]) -> CorpusConfig:

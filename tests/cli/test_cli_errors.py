@@ -79,6 +79,7 @@ def test_models_that_are_not_there(filled: Blend, tmp_path: Path) -> None:
         ("./file", 5, "no model directory"),
         ("./folder", 2, "no config.json"),
         ("nobody/nothing", 2, "HF_HUB_OFFLINE"),
+        ("smollm", 2, "did you mean 'smollm2-135m'?"),
         ("not a / valid // id", 2, "blend models"),
     ):
         result = filled("answer", "x", "--model", model)
