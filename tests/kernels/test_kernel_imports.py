@@ -51,6 +51,8 @@ def test_what_the_package_holds_is_what_its_ops_need():
         name = waiting.pop()
         reached.add(name)
         tree = ast.parse(modules[name].read_text())
-        imported = [str(n.module).removeprefix("blend_kernels.") for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+        imported = [
+            str(n.module).removeprefix("blend_kernels.") for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)
+        ]
         waiting += [found for found in imported if found in modules and found not in reached]
     assert reached == set(modules)
