@@ -1,9 +1,11 @@
-"""Which caches are pinned: those are neither pruned nor evicted from a disk, whatever machine's that is.
+"""What operators do with a store: pins, notes of which document each cache is of, stale copies, verification.
 
-pins/<digest>   "pinned": that there is such a name says it
+    pins/<digest>                  "pinned": the cache is neither pruned nor evicted from a disk, on any machine
+    sources/<corpus>.<namespace>   JSON, namespace -> digest of a cache -> id of the document, sealed; `_` is the corpus without
+                                   a name. The namespace in the name is that of isolated caches: one note for each model
+    sources/<corpus>               an older note: digest -> id, of the model that came last
 
-They are kept in the place that decides; disks in front of it are told by `FarPins`. To remove a document removes its caches all
-the same.
+Removing a document removes its caches, pinned or not.
 """
 
 from __future__ import annotations
@@ -27,6 +29,11 @@ PINNED = b"pinned"
 _DIGEST = re.compile(r"[0-9a-f]{8,128}")
 _EVERY_S = 30.0
 _AT_ONCE = 500
+
+_UNNAMED = "_"
+
+Documents = Mapping[str, Mapping[str, str]]
+"""Namespace -> digest of a cache -> id of a document."""
 
 
 def pinned(backend: Backend) -> frozenset[str]:
@@ -87,15 +94,6 @@ class FarPins:
 def _each(backend: Backend, digests: Iterable[str], *, on: bool) -> None:
     for digest in digests:
         pin_cache(backend, digest, on=on)
-
-
-# --- Which document each cache of a corpus is of: small notes that a store keeps for its operators.
-
-
-_UNNAMED = "_"
-
-Documents = Mapping[str, Mapping[str, str]]
-"""Namespace -> digest of a cache -> id of a document."""
 
 
 class Sources(NamedTuple):
@@ -186,9 +184,6 @@ def places(backend: Backend) -> Iterator[tuple[str, Backend]]:
             yield name, tier
 
 
-# --- Copies in nearer tiers of caches that the far place has no more: a tier that was down missed what was removed meanwhile.
-
-
 def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
     """Remove them, pinned ones excepted; how many they are. dry_run: only count.
 
@@ -213,9 +208,6 @@ def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
             f"copies of what was removed may still be in {', '.join(left)}: run the same command again when that is up"
         )
     return removed
-
-
-# --- Reading a whole entry to find out whether it is as it was written.
 
 
 def verify_entry(store: ChunkStore, name: str) -> str:

@@ -1,22 +1,21 @@
-"""The contract of a backend: it moves bytes under names, and knows nothing of what they mean.
+"""The contract of a backend, and what all backends share: names, circuit breakers, the lease that is the lock of servers.
 
-`ChunkStore` encodes, seals and verifies above it, so a new place to keep caches in (files, memory, a server, a bucket) is one
-class here and one line in `open_store`. Names are paths of letters, digits, dashes, underscores and dots, the same everywhere,
-so that one backend's content can be copied into another's:
+A backend moves bytes under names and knows nothing of what they mean. Names are the same in every backend, so that one's
+content can be copied into another's:
 
-    objects/<namespace>/<dd>/<digest>.safetensors   caches: they count towards a budget, and the least recently used ones go
+    objects/<namespace>/<dd>/<digest>.safetensors   caches: they count towards a budget, the least recently used ones go
     artifacts/<name>  namespaces/<namespace>.json  generation  sealed  writing
-    indexes/<corpus>/<file>  sources/<corpus>  pins/<digest>
+    indexes/<corpus>/<file>  sources/<corpus>.<namespace>  pins/<digest>
                                                     all others: they stay until they are deleted
 
-Two kinds of failure, never to be mixed up: `EntryDamagedError` is what lies in one name, which is then made again; `StoreError`
-is an outage. None, or False, is a miss: the backend was reached and holds no such name. No method waits on an event loop, and
-every one may be called by several threads at a time.
+`EntryDamagedError` is the damage of one name, which is then made again. `StoreError` is an outage. None, or False, is a miss:
+the backend was reached and holds no such name. Methods block, and threads may call them at the same time.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import re
 import threading
 import time
@@ -36,6 +35,20 @@ if TYPE_CHECKING:
 CACHES = "objects/"
 IDENTIFYING_BYTES = 512
 """So many first bytes tell two versions of one entry apart: the header's digest is among the first hundred."""
+
+SUFFIX = ".safetensors"
+ARTIFACTS, DESCRIPTIONS, GENERATION, INDEXES = "artifacts/", "namespaces/", "generation", "indexes/"
+SOURCES, PINS, SEALED = "sources/", "pins/", "sealed"
+
+_HEX = re.compile(r"[0-9A-Za-z_-]{1,128}")
+_ARTIFACT = re.compile(r"[0-9a-z_-]{1,128}")
+LOG = logging.getLogger("kvblend.store")
+WAIT_S = 600.0  # choosing and measuring takes minutes on a slow machine
+LEASE_S = 30.0
+_NAME = "writing"
+_MOST = 1 << 10
+_FREE = b"free"
+_LOOK_AFTER_S, _LOOK_EVERY_S = 0.02, 1.0  # at first, and in the end
 
 Buffer = bytes | memoryview
 
@@ -263,6 +276,11 @@ def close_all(blobs: Sequence[Found]) -> None:
             blob.close()
 
 
+def private_memory(nbytes: int) -> memoryview:
+    """Writable pages that go back to the system when the last view of them is gone. Raises `OSError`."""
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
 def require_budget(budget_bytes: int | None, nbytes: int = 0) -> None:
     """Raise `ConfigError` for a budget that is not positive, `EntryTooLargeError` for an entry of `nbytes` above it."""
     if budget_bytes is None:
@@ -274,36 +292,6 @@ def require_budget(budget_bytes: int | None, nbytes: int = 0) -> None:
             f"one chunk cache takes {nbytes} bytes, the store's budget is {budget_bytes}: "
             "raise the budget or use smaller chunks"
         )
-
-
-# --- What a store's things are called in its backend, see `backend`.
-
-
-SUFFIX = ".safetensors"
-ARTIFACTS, DESCRIPTIONS, GENERATION, INDEXES = "artifacts/", "namespaces/", "generation", "indexes/"
-SOURCES, PINS, SEALED = "sources/", "pins/", "sealed"
-
-_HEX = re.compile(r"[0-9A-Za-z_-]{1,128}")
-_ARTIFACT = re.compile(r"[0-9a-z_-]{1,128}")
-_CORPUS = r"[0-9a-z_][0-9a-z_-]{0,63}"
-_OTHERS = (
-    rf"{ARTIFACTS}{_ARTIFACT.pattern}",
-    rf"{DESCRIPTIONS}{_HEX.pattern}\.json",
-    rf"{SOURCES}{_CORPUS}(\.{_HEX.pattern})?",
-    rf"{PINS}[0-9a-f]{{8,128}}",
-    rf"{INDEXES}{_CORPUS}/[0-9A-Za-z][0-9A-Za-z._-]{{0,127}}",
-)
-_OTHER = re.compile("|".join(_OTHERS))
-
-
-def is_name(name: str) -> bool:
-    """Whether a store itself gives this name to a cache or to what it keeps beside them."""
-    if not name.startswith(CACHES):
-        return bool(_OTHER.fullmatch(name))
-    try:
-        return name.count("/") == 3 and name == cache_name(key_of(name))
-    except StoreError:
-        return False
 
 
 def cache_name(key: ChunkKey) -> str:
@@ -341,21 +329,12 @@ def _safe(name: str) -> str:
     return name
 
 
-# --- How long a server is waited for, and how long it is left alone when it does not answer.
-
-
 class Timeouts(NamedTuple):
     """Seconds: for a connection, for one answer, and until a server that did not answer is asked again."""
 
     connect_s: float = 2.0
     answer_s: float = 10.0
     pause_s: float = 15.0
-
-
-# --- A place that does not answer costs its timeout once; then it is left alone for a while, and told about once.
-
-
-LOG = logging.getLogger("kvblend.store")
 
 
 class CircuitOpenError(StoreUnreachableError):
@@ -425,24 +404,13 @@ class WarnOnce:
         self._lock = threading.Lock()
         self._kinds: set[tuple[str, str]] = set()
 
-    def once(self, place: str, kind: str, line: str) -> None:
-        """Warn, unless this kind was told of this place before."""
+    def warn(self, place: str, kind: str, line: str) -> None:
+        """Warn, unless this kind of warning was given for this place before."""
         with self._lock:
             known = (place, kind) in self._kinds
             self._kinds.add((place, kind))
         if not known:
             LOG.warning("%s", line)
-
-
-# --- A lock between machines, on a name that is swapped: held for as long as its owner lives, and no longer.
-
-
-WAIT_S = 600.0  # choosing and measuring takes minutes on a slow machine
-LEASE_S = 30.0
-_NAME = "writing"
-_MOST = 1 << 10
-_FREE = b"free"
-_LOOK_AFTER_S, _LOOK_EVERY_S = 0.02, 1.0  # at first, and in the end
 
 
 class _Writers(threading.local):

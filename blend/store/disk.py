@@ -1,4 +1,4 @@
-"""Keeping a disk store within its budget: the least recently used files go."""
+"""A store in files: every name is a path below one directory, shared by threads and processes of POSIX systems."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ _LISTINGS_SHARE = 20  # listing takes one second in so many at most
 _RECOUNT_SHARE = 8  # and after writing one byte in so many of the budget
 _QUEUE = 4096
 _INSTANT = 1e-6
+
+_LEVELS = {"objects": 2, "indexes": 1}  # of folders between a name's first part and its last
+_SUFFIXES = {"objects": SUFFIX}
 
 
 class StoredFile(NamedTuple):
@@ -158,13 +161,6 @@ def _size(path: Path) -> int:
     with suppress(OSError):
         return path.lstat().st_size
     return 0
-
-
-# --- Bytes in files: every name is a path below one directory, shared by threads and processes of POSIX systems.
-
-
-_LEVELS = {"objects": 2, "indexes": 1}  # of folders between a name's first part and its last
-_SUFFIXES = {"objects": SUFFIX}
 
 
 class DiskBlob(Blob):

@@ -1,8 +1,12 @@
-"""The files of a disk store: whole or not there, for their owner alone, and errors sorted into damage and outage.
+"""The files of a disk store: written whole or not at all, for their owner alone.
 
-An error that lies in one file (it is no file, the disk cannot read it) is damage: `EntryDamagedError`, and what it held is made
-again. Every other (no permission, too many open files, a file system that is gone) is an outage: `StoreError`. To take that for
-a missing file would compute the whole store again.
+    store.json                    {"kind": "kvblend store", "format": 1}, written first; in a mounted directory with an id
+    objects/, artifacts/, ...     see `backend`
+    tmp/, .writing                unfinished files; the lock of writers
+
+An error that lies in one file (it is no file, the disk cannot read it) is damage: `EntryDamagedError`, and its content is made
+again. Every other error (no permission, too many open files, a file system that is gone) is an outage: `StoreError`. Taking it
+for a missing file would compute the whole store again.
 """
 
 from __future__ import annotations
@@ -59,6 +63,13 @@ _ONE_FILE = (
     errno.ENODEV,
 )
 _MISSING = (FileNotFoundError, NotADirectoryError)
+
+STORE_FORMAT = 1
+_KIND = "kvblend store"
+_NOT_OURS_BUT_HARMLESS = ("lost+found",)
+_MOST_BYTES = 1 << 20
+_SEEN = "seen"
+_MOST = 1 << 10
 
 
 class StoreFiles:
@@ -253,15 +264,6 @@ def linked(spare: Path, path: Path) -> bool:
     return True
 
 
-# --- The root directory of a disk store: what makes it one.
-
-
-STORE_FORMAT = 1
-_KIND = "kvblend store"
-_NOT_OURS_BUT_HARMLESS = ("lost+found",)
-_MOST_BYTES = 1 << 20
-
-
 def open_root(root: Path) -> StoreFiles:
     """Make `root` a store unless it is one; raises `StoreError`, and touches nothing, when it is something else.
 
@@ -357,13 +359,6 @@ def store_id(root: Path, raw: bytes | None) -> str:
     return str(found)
 
 
-# --- A directory that several machines mount: one where nothing is mounted is not a new, empty store.
-
-
-_SEEN = "seen"
-_MOST = 1 << 10
-
-
 class MountedFiles(StoreFiles):
     """The files of the store at `root`, which may not be there now.
 
@@ -450,9 +445,6 @@ def _content(manifest: Path) -> bytes:
     """The first bytes of it, which the file server is asked for. Raises OSError."""
     with os.fdopen(os.open(manifest, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
         return file.read(_MOST) or b""
-
-
-# --- A lock between processes, on a file of the store.
 
 
 @contextmanager

@@ -5,7 +5,6 @@ Both are bounded by bytes and evict the least recently used entries first.
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from bisect import bisect_right
@@ -28,6 +27,7 @@ from blend.store.backend import (
     Range,
     Stored,
     TierHits,
+    private_memory,
     require_budget,
 )
 
@@ -389,11 +389,6 @@ class MemoryTier(Backend):
                 header = self._verify(name, MemoryBlob([view]))
                 if header is not None:
                     self._cache.keep(self._own(name), MemoryBlob([view], header))
-
-
-def private_memory(nbytes: int) -> memoryview:
-    """Writable pages that go back to the system when the last view of them is gone. Raises `OSError`."""
-    return memoryview(mmap.mmap(-1, nbytes))
 
 
 def _nothing() -> None:

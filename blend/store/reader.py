@@ -1,4 +1,4 @@
-"""Memory for the bytes of one layer, and its tensors in that same memory."""
+"""Reading one chunk cache, a layer at a time, each verified and decoded, whatever bytes come."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from blend.types import ChunkKey
 
 if TYPE_CHECKING:
     import torch
+
+HEAD = 16 << 10  # one read for the header of most models: of some 80 layers of two parts, or 45 of four
 
 
 class LayerBuffer(NamedTuple):
@@ -60,12 +62,6 @@ class LayerScratch(threading.local):
         if self.buffer is None or self.buffer.parts != layout.parts:
             self.buffer = empty_buffer(layout)
         return self.buffer
-
-
-# --- Reading one chunk cache, a layer at a time, each verified and decoded, whatever bytes come.
-
-
-HEAD = 16 << 10  # one read for the header of most models: of some 80 layers of two parts, or 45 of four
 
 
 class ChunkReader:
@@ -204,9 +200,6 @@ def _beginning(blob: Blob, nbytes: int) -> bytes:
 def damaged(key: ChunkKey, what: str) -> EntryDamagedError:
     """The one-line error for an entry that must be computed again."""
     return EntryDamagedError(f"store entry {key.digest[:16]} must be computed again: {what}")
-
-
-# --- An entry as a tier sees it: its header, verified, and the pieces behind it, each with a digest of its own.
 
 
 class Piece(NamedTuple):

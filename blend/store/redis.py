@@ -1,7 +1,11 @@
-"""Connections to Redis on which an exchange ends in time.
+"""A store in Redis or Valkey: one string a name.
 
-The client's own time-out counts from one piece of an answer to the next, so a server that sends a few bytes now and then could
-keep a thread for hours.
+Caches carry a time to live of ten years, all else none, so that a server with `maxmemory-policy volatile-lru` (or another
+`volatile-` policy) evicts caches and nothing else. The server's eviction is the only budget. An evicted cache is a miss: it is
+found in a tier behind, or computed again.
+
+The client's timeout counts from one piece of an answer to the next: a server that sends a few bytes now and then could keep a
+thread for hours. Sockets here end with their exchange.
 """
 
 from __future__ import annotations
@@ -30,6 +34,22 @@ from blend.store.backend import (
     leased,
     require_lease,
 )
+
+LARGEST = 512 << 20
+"""Bytes of one string, by Redis's own default (`proto-max-bulk-len`)."""
+
+_HEAD = 64 << 10
+_PAGE = 1000
+_DECADE_S = 10 * 365 * 86400
+_SLOWEST = 4 << 20  # bytes a second: who sends them more slowly is waited for as if it did not answer
+_SWAP = """
+local held = redis.call('GET', KEYS[1])
+if (ARGV[1] == '0' and held == false) or (ARGV[1] == '1' and held == ARGV[2]) then
+  redis.call('SET', KEYS[1], ARGV[3])
+  return 1
+end
+return 0
+"""
 
 
 class _Ends(threading.local):
@@ -112,26 +132,6 @@ class _Connection(redis.Connection):
 class _SecureConnection(redis.SSLConnection):
     def _connect(self) -> Any:
         return _Socket(super()._connect())  # type: ignore[no-untyped-call]
-
-
-# --- Bytes in Redis or Valkey: one string a name.
-
-
-LARGEST = 512 << 20
-"""Bytes of one string, by Redis's own default (`proto-max-bulk-len`)."""
-
-_HEAD = 64 << 10
-_PAGE = 1000
-_DECADE_S = 10 * 365 * 86400
-_SLOWEST = 4 << 20  # bytes a second: who sends them more slowly is waited for as if it did not answer
-_SWAP = """
-local held = redis.call('GET', KEYS[1])
-if (ARGV[1] == '0' and held == false) or (ARGV[1] == '1' and held == ARGV[2]) then
-  redis.call('SET', KEYS[1], ARGV[3])
-  return 1
-end
-return 0
-"""
 
 
 class RedisBlob(Blob):
