@@ -24,7 +24,6 @@ from blend.config import CorpusConfig
 from blend.store import Blob, ChunkStore, get_codec
 from blend.store.backend import Range
 from blend.store.disk import DiskBackend
-from blend.store.reader import entry_checker
 from blend.store.seal import make_seal
 from blend.store.tiered import TieredBackend, Tiers
 from blend.timing import Stopwatch
@@ -93,7 +92,7 @@ def slow_store(root: Path, codec: str, bytes_a_second: float, tier: str = "disk"
         "hot": lambda: Tiers(DiskBackend(root), hot=slow),
         "local": lambda: Tiers(DiskBackend(root), local=slow),
     }
-    backend = slow if tier == "disk" else TieredBackend(tiers[tier](), entry_checker(seal))
+    backend = slow if tier == "disk" else TieredBackend(tiers[tier](), seal)
     return ChunkStore(backend, get_codec(codec), seal)
 
 

@@ -5,7 +5,7 @@ directory with the disk tier of such a store and a copy of its indexes:
 
     <root>/kvblend-replica.json   the address of the store, and of the Redis in front of it
     <root>/kv/                    the disk tier
-    <root>/index/ ...             as in any store, fetched and published by `blend.sharing`
+    <root>/index/ ...             as in any store, fetched and published by `blend.corpora`
 
 Whoever opens `<root>/kv`, or `kv` of a folder below (a tenant's), gets the store elsewhere with that tier in front.
 """

@@ -151,18 +151,13 @@ class Backend(ABC):
     trusted: bool = False
 
     @property
-    def memory(self) -> MemoryStats | None:
-        """Of a tier of memory, where there is one."""
-        return None
-
-    @property
     def tier_hits(self) -> TierHits | None:
-        """Since this was made, where there are tiers; those of a tier of memory are apart."""
+        """Since this was made, where there are tiers."""
         return None
 
     @property
     def evictions(self) -> int:
-        """Caches that went for want of room since this was made, but for those of a tier of memory."""
+        """Caches that were evicted since this was made."""
         return 0
 
     def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:  # noqa: B027 - most have nothing nearer
@@ -223,12 +218,11 @@ class Backend(ABC):
             blob.close()
 
     @abstractmethod
-    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
-        """Let the name hold these bytes in a row, whatever it held; who opens it gets all of the old ones or of the new.
+    def put(self, name: str, blobs: Sequence[Buffer]) -> None:
+        """Let the name hold these bytes in a row. Readers get the old bytes or the new ones, never a mixture.
 
-        The memory belongs to the backend from then on: a caller writes to it no more. if_absent: only when the name holds
-        nothing, which is decided between all processes; returns whether it was put. Raises `StoreError`, and leaves all as it
-        was, when it cannot be written or a cache alone exceeds the budget.
+        The backend owns the memory from then on. Raises `StoreError`, and changes nothing, when it cannot be written or a
+        cache alone exceeds the budget.
         """
 
     @abstractmethod

@@ -26,6 +26,7 @@ from blend.store.backend import (
 )
 from blend.store.codecs.base import Codec
 from blend.store.format import encode_entry
+from blend.store.memory import MemoryTier
 from blend.store.reader import HEAD, ChunkReader, LayerScratch, damaged, read_header
 from blend.store.seal import (
     MOST_BYTES,
@@ -62,11 +63,11 @@ class ChunkStore:
     Torch is loaded when an entry is opened or put, not to look at what a store holds.
     """
 
-    def __init__(self, backend: Backend, codec: Codec, seal: Seal) -> None:
+    def __init__(self, backend: Backend, codec: Codec, seal: Seal, memory: MemoryTier | None = None) -> None:
         self.backend = backend
         self.codec = codec
         self._seal = Unsealed() if backend.trusted else seal
-        self._scratch = LayerScratch()
+        self._memory, self._scratch = memory, LayerScratch()
         self._key_is_right = self._key_is_told = backend.trusted
 
     def require_its_key(self) -> None:
@@ -116,7 +117,10 @@ class ChunkStore:
         if isinstance(blob, EntryDamagedError):
             return damaged(key, str(blob))
         if blob is None:
+            self._forget(name)
             return None
+        if self._memory is not None:
+            blob = self._memory.nearest(name, blob)
         try:
             header = blob.header or read_header(blob, key, self._seal)
         except EntryDamagedError as error:
@@ -135,7 +139,7 @@ class ChunkStore:
     @property
     def memory(self) -> MemoryStats | None:
         """What the tier of memory does and holds; None without one."""
-        return self.backend.memory
+        return None if self._memory is None else self._memory.stats
 
     @property
     def tier_hits(self) -> TierHits | None:
@@ -156,11 +160,18 @@ class ChunkStore:
         name = cache_name(key)
         header, blobs = encode_entry(key, cache, self.codec, self._seal)
         self.backend.put(name, (header, *blobs))
+        self._forget(name)
 
     def delete(self, key: ChunkKey) -> None:
         """Remove an entry; nothing happens when there is none. Open readers keep it."""
         self.require_its_key()
-        self.backend.delete(cache_name(key))
+        name = cache_name(key)
+        self.backend.delete(name)
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        if self._memory is not None:
+            self._memory.drop(name)
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         """Keys of all entries, or of those in one namespace, in no particular order. Nothing is opened."""

@@ -235,17 +235,14 @@ class DiskBackend(Backend):
         """One `open`, two `fstat`, one read."""
         return self._files.read(self.root / name, most)
 
-    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
+    def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """Write beside, flush to the disk, move into place, then evict."""
         path, placing = self.root / name, None
         if name.startswith(CACHES):
             nbytes = sum(memoryview(blob).nbytes for blob in blobs)
             require_budget(self._evictor.budget_bytes, nbytes)
             placing = self._evictor.placing(path, nbytes)
-        if if_absent:
-            return self._files.write_new(path, blobs, placing)
         self._files.write(path, blobs, placing)
-        return True
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Under a lock of its own, since `writing` may be held meanwhile."""

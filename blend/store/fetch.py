@@ -17,7 +17,8 @@ from weakref import WeakSet
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.store.backend import Blob, Found, Range, close_all, private_memory
-from blend.store.reader import CheckedEntry, Piece
+from blend.store.format import LayerLayout
+from blend.store.reader import CheckedEntry
 
 IN_FLIGHT_BYTES = 64 << 20
 _REQUEST_BYTES = 1 << 20  # smaller pieces are fetched together
@@ -125,7 +126,7 @@ class Download:
                 raise type(self.failure)(str(self.failure))
         return self._bytes_of(self.entry.pieces[index])
 
-    def _bytes_of(self, piece: Piece) -> memoryview:
+    def _bytes_of(self, piece: LayerLayout) -> memoryview:
         return self._view[piece.offset : piece.offset + piece.nbytes]
 
     def _fetch(self, pieces: range) -> None:
@@ -307,7 +308,7 @@ class TieredBlob(Blob):
                 self._fill(index, piece, low, one.into[low - begin : high - begin])
         return True
 
-    def _fill(self, index: int, piece: Piece, low: int, into: memoryview) -> None:
+    def _fill(self, index: int, piece: LayerLayout, low: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `low` on, which lie in that piece."""
         whole = into if into.nbytes == piece.nbytes else memoryview(bytearray(piece.nbytes))
         if self._download is not None or not self._read_file(index, whole):

@@ -143,22 +143,6 @@ class StoreFiles:
         except OSError as error:
             raise self.failed("written", error) from None
 
-    def write_new(
-        self, path: Path, blobs: Iterable[bytes | memoryview], placing: AbstractContextManager[None] | None = None
-    ) -> bool:
-        """`write` where nothing is at `path`, and only there; whether that was so. Needs a file system with hard links."""
-        spare = self.spare(self.tmp)
-        self.write(spare, blobs)
-        try:
-            self._make_folder(path.parent)
-            with placing or nullcontext():
-                return linked(spare, path)
-        except OSError as error:
-            raise self.failed("written", error) from None
-        finally:
-            with suppress(OSError):
-                spare.unlink()
-
     def spare(self, folder: Path) -> Path:
         """A new name in a folder, like that of a file which another machine is writing.
 

@@ -107,16 +107,13 @@ class ObjectBackend(Backend):
             raise StoreUnreachableError(f"{self.place} sent half of what it was asked for")
         return content
 
-    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
+    def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """One exchange, several for a large object; acknowledged by the server when it returns."""
         require_lease(self, name)
-        if if_absent:
-            return self._put_once(name, blobs, "create")
         import obstore
 
         with self._exchange("written"):
             obstore.put(self._store, name, b"".join(blobs))
-        return True
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """What it holds is looked at, and replaced if nobody has replaced it since."""

@@ -201,7 +201,7 @@ class RedisBackend(Backend):
             for one, piece in zip(ranges, pieces, strict=True):
                 one.into[:] = piece
 
-    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
+    def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """One exchange."""
         require_lease(self, name)
         content = b"".join(blobs)
@@ -209,7 +209,7 @@ class RedisBackend(Backend):
             raise EntryTooLargeError(f"{self.place} takes entries of {LARGEST >> 20} MiB at most: use smaller chunks")
         lives_s = _DECADE_S if name.startswith(CACHES) else None
         with self._exchange("written", len(content)):
-            return bool(self._client.set(self._key(name), content, nx=if_absent, ex=lives_s))
+            self._client.set(self._key(name), content, ex=lives_s)
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """A script on the server."""
@@ -264,12 +264,6 @@ class RedisBackend(Backend):
     def writing(self) -> AbstractContextManager[None]:
         """A lease, which ends half a minute after the process that holds it."""
         return leased(self)
-
-    def server_hits(self) -> tuple[int, int]:
-        """Reads that found something and that did not, of the whole server since it was started."""
-        with self._exchange("read"):
-            info: Any = self._client.info("stats")
-            return int(info["keyspace_hits"]), int(info["keyspace_misses"])
 
     def _key(self, name: str) -> bytes:
         return self._prefix + name.encode()

@@ -37,7 +37,8 @@ from blend.store.backend import (
     close_all,
 )
 from blend.store.fetch import Download, EntrySource, FetchPool, OpenedTogether, Prefetcher, TieredBlob
-from blend.store.reader import CheckedEntry, EntryCheck
+from blend.store.reader import CheckedEntry, check_entry
+from blend.store.seal import Seal, is_as_written
 
 FETCHERS = 16
 _MOST_OF_A_GENERATION = 1 << 10
@@ -126,13 +127,13 @@ class CacheTier:
 class TierSearch:
     """Finds caches in the tiers and downloads them, each once for all who read it at the same time.
 
-    check: reads an entry's header. A download is kept in the tiers that lacked it.
+    A complete download is written to the tiers that lacked it.
     """
 
     def __init__(
-        self, far: FarTier, hot: CacheTier | None, local: CacheTier | None, check: EntryCheck, pool: FetchPool
+        self, far: FarTier, hot: CacheTier | None, local: CacheTier | None, seal: Seal, pool: FetchPool
     ) -> None:
-        self._far, self._hot, self._local, self._check, self._pool = far, hot, local, check, pool
+        self._far, self._hot, self._local, self._seal, self._pool = far, hot, local, seal, pool
         self._downloads: WeakValueDictionary[str, Download] = WeakValueDictionary()
         self._lock = threading.Lock()
         self._counts = Counter[str]()
@@ -242,7 +243,7 @@ class TierSearch:
             elif blob is not None:
                 try:
                     with tier.asked():
-                        entry = self._check(name, blob)
+                        entry = check_entry(name, blob, self._seal)
                 except StoreError as error:
                     blob.close()
                     tier.failed(name, error)
@@ -252,7 +253,7 @@ class TierSearch:
     def _far_entry(self, name: str, blob: Blob) -> CheckedEntry | None:
         try:
             with self._far.asked():
-                return self._check(name, blob)
+                return check_entry(name, blob, self._seal)
         except EntryDamagedError:
             return None
 
@@ -324,16 +325,10 @@ class Tiers(NamedTuple):
 
 
 class TieredBackend(Backend):
-    """`tiers` as one backend. check: reads an entry's header. as_written: whether another name holds what was put there."""
+    """`tiers` as one backend. seal: what entries and artifacts are verified with."""
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        check: EntryCheck,
-        timeouts: Timeouts | None = None,
-        as_written: Callable[[str, bytes], bool] = lambda name, content: True,
-    ) -> None:
-        self._as_written = as_written
+    def __init__(self, tiers: Tiers, seal: Seal, timeouts: Timeouts | None = None) -> None:
+        self._seal = seal
         pause_s, warnings = (timeouts or Timeouts()).pause_s, WarnOnce()
         self.tiers, self.place, self._warnings = tiers, tiers.far.place, warnings
         self._far = FarTier(tiers.far, pause_s, warnings)
@@ -343,7 +338,7 @@ class TieredBackend(Backend):
         self._pool = FetchPool(FETCHERS)
         if self._nearer:  # a command that ends leaves what it has fetched in them
             atexit.register(self._pool.wait, _LAST_WAIT_S)
-        self._search = TierSearch(self._far, self._hot, self._local, check, self._pool)
+        self._search = TierSearch(self._far, self._hot, self._local, seal, self._pool)
         self._prefetcher = Prefetcher(lambda names: self.open_many(names, 0), self._pool)
         self._generation: tuple[float, bytes | None] = (float("-inf"), None)
 
@@ -424,7 +419,7 @@ class TieredBackend(Backend):
         if self._local is None or name.startswith((CACHES, INDEXES)):
             return
         kept = content or b""
-        if kept and not self._as_written(name, kept):  # keep the older, sound copy
+        if kept and not is_as_written(name, kept, self._seal):  # keep the older, sound copy
             return
         if self._copy_of(name, len(kept)) != kept:
             self._local.write(lambda local: local.put(name, [kept]))
@@ -439,14 +434,13 @@ class TieredBackend(Backend):
                 "run `blend precompute` again, and see that it keeps what it is given",
             )
 
-    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
+    def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """In the far place, then in the Redis; the disk drops its copy, which may be another version."""
         with self._far.asked() as far:
-            done = far.put(name, blobs, if_absent=if_absent)
+            far.put(name, blobs)
         self._forget(name)
-        if done and self._hot is not None and name.startswith(CACHES):
+        if self._hot is not None and name.startswith(CACHES):
             self._hot.write(lambda hot: hot.put(name, blobs))
-        return done
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """In the far place."""
