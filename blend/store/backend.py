@@ -101,13 +101,12 @@ class TierHits(NamedTuple):
 
 
 class Blob(ABC):
-    """What a name held when it was opened. It stays readable when the name is put again, deleted or evicted meanwhile.
+    """What a name held when it was opened. Threads may share it; close it.
 
-    Of a server that keeps no old versions a blob that was not wholly read by then raises `EntryDamagedError` instead; no blob
-    ever reads as something that was never put.
+    It stays readable when the name is put again, deleted or evicted. On a server that keeps no old versions, reading the rest
+    raises `EntryDamagedError` then. No blob ever reads as something that was never put.
 
-    nbytes: its length. head: its first bytes; how many says `Backend.open`. header: of an entry whose bytes the backend has
-    verified, with the store's seal, for the name that was opened. Threads may share it; close it.
+    nbytes: its length. head: its first bytes, see `Backend.open`. header: set when the backend has verified the entry.
     """
 
     nbytes: int
@@ -116,21 +115,14 @@ class Blob(ABC):
 
     @abstractmethod
     def read(self, *ranges: Range) -> bool:
-        """Fill every buffer; False when the blob has turned out to be shorter.
-
-        All at once where that is cheaper than one after another. A layer is one range. Raises `EntryDamagedError` or
-        `StoreError`; the buffers hold anything then.
-        """
+        """Fill every buffer; False when the blob is shorter. Raises `EntryDamagedError` or `StoreError`."""
 
     def window(self, offset: int, nbytes: int) -> memoryview | None:
-        """These bytes without a copy, where they lie in this process as one piece; they must not be written to."""
+        """These bytes without a copy, where they lie in memory as one piece. Do not write to them."""
         return None
 
     def used(self, *, counts: bool = True) -> None:  # noqa: B027 - most backends do not ask
-        """The blob is read now, and was not only looked at. May be called again.
-
-        counts: whether for a prompt, which figures and orders of use are about, and not only to see that it is sound.
-        """
+        """Say that the blob is read now. counts: whether for a prompt; verifying an entry does not count."""
 
     def close(self) -> None:  # noqa: B027 - most blobs hold nothing
         """Release what the blob holds; idempotent."""
@@ -161,18 +153,18 @@ class Backend(ABC):
         return 0
 
     def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:  # noqa: B027 - most have nothing nearer
-        """These caches will be read soon: bring them nearer meanwhile, but for larger ones. Returns at once, never fails."""
+        """Bring caches nearer that will be read soon, but for larger ones. Returns at once, never fails."""
 
     @abstractmethod
     def open(self, name: str, head: int) -> Blob | None:
-        """What the name holds now, or None when it holds nothing.
+        """What the name holds now, or None.
 
-        head: how many of its first bytes to bring along, in the same exchange; a shorter blob brings all, and one whose
-        bytes are here anyway as many as it pleases. Raises `EntryDamagedError` for something that no `put` made.
+        head: how many of its first bytes to bring along in the same exchange, at least. Raises `EntryDamagedError` for
+        something that no `put` made.
         """
 
     def open_many(self, names: Sequence[str], head: int) -> list[Found]:
-        """`open` for several names, in their order, in as few exchanges as it takes; damage of one is returned in its place.
+        """`open` several names in as few exchanges as possible; damage is returned in its place.
 
         Raises `StoreError`, and leaves nothing open.
         """
@@ -192,18 +184,15 @@ class Backend(ABC):
             return error
 
     def stored(self, names: Sequence[str], head: int) -> list[Found]:
-        """`open_many`, of the place alone that decides what is stored: copies in nearer ones do not count."""
+        """`open_many` of the place that decides what is stored: copies in nearer tiers do not count."""
         return self.open_many(names, head)
 
     def restore(self, name: str) -> bool:
-        """Put a copy that a nearer place has of a cache into the one that decides; whether any has one.
-
-        Raises `StoreError` when it cannot be written.
-        """
+        """Copy a cache from a nearer tier to the far place; whether one had it. Raises `StoreError`."""
         return False
 
     def read(self, name: str, most: int) -> bytes | None:
-        """All that the name holds, or None. Raises `EntryDamagedError` when that is more than `most` bytes."""
+        """The whole content, or None. Raises `EntryDamagedError` when it is longer than `most` bytes."""
         blob = self.open(name, 0)
         if blob is None:
             return None
@@ -227,26 +216,22 @@ class Backend(ABC):
 
     @abstractmethod
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
-        """Let the name hold `content` if it holds exactly `was` now, None for nothing; whether it did.
+        """Compare and swap, atomic between all processes: put `content` if the name holds exactly `was` (None: nothing).
 
-        Decided between all processes. For small things, such as manifests. Raises `StoreError`: then it is not known whether
-        it was done.
+        For small contents, such as manifests. Returns whether it did. After a `StoreError` that is not known.
         """
 
     @abstractmethod
     def delete(self, name: str) -> bool:
-        """Let the name hold nothing; whether it held anything. Open blobs stay readable."""
+        """Delete the name; whether it held anything. Open blobs stay readable."""
 
     @abstractmethod
     def touch(self, name: str) -> None:
-        """Remember that a cache was used just now, for the budget's sake. Never fails."""
+        """Note that a cache was used just now, which the budget's eviction asks for. Never fails."""
 
     @abstractmethod
     def listing(self, prefix: str) -> Iterator[list[Stored]]:
-        """What lies under a folder such as `objects/` or `objects/<namespace>/`, a page at a time, in no particular order.
-
-        The backend may change meanwhile: what is put or deleted since is in it or not.
-        """
+        """What lies under a folder such as `objects/` or `objects/<namespace>/`, in pages and in no particular order."""
 
     def names(self, prefix: str) -> Iterator[list[str]]:
         """The names alone, where they are cheaper to get than their sizes and ages."""
@@ -254,13 +239,13 @@ class Backend(ABC):
             yield [stored.name for stored in page]
 
     def folders(self, prefix: str) -> set[str]:
-        """What names have right behind a folder's name and in front of the next slash."""
+        """The names of the folders right below a folder."""
         found = (name.removeprefix(prefix).split("/") for page in self.names(prefix) for name in page)
         return {parts[0] for parts in found if len(parts) > 1}
 
     @abstractmethod
     def writing(self) -> AbstractContextManager[None]:
-        """Held by one thread of one process at a time; not nested. Raises `StoreError` when it takes too long to get."""
+        """The lock of all processes that write; not nested. Raises `StoreError` when it takes too long to get."""
 
 
 def close_all(blobs: Sequence[Found]) -> None:
@@ -332,13 +317,13 @@ class Timeouts(NamedTuple):
 
 
 class CircuitOpenError(StoreUnreachableError):
-    """A place was not asked, because it has just failed: what it failed with then was told then."""
+    """The breaker is open: the place has just failed. Its error was reported then."""
 
 
 class CircuitBreaker:
-    """Lets calls through until one fails with an outage, none for `pause_s` seconds, then one to see.
+    """Refuses calls for `pause_s` seconds after one failed with an outage, then lets one through to try.
 
-    An outage: what `counts` says, of errors that are no damage.
+    counts: whether an error is an outage; damage never is.
     """
 
     def __init__(self, pause_s: float, counts: Callable[[StoreError], bool]) -> None:
@@ -355,7 +340,7 @@ class CircuitBreaker:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Around one call. Raises what the last one failed with while that counts, without trying."""
+        """Guards one call. Raises `CircuitOpenError` with the last error while the breaker is open."""
         self._enter()
         try:
             yield
@@ -380,7 +365,7 @@ class CircuitBreaker:
             now = time.monotonic()
             if now < self._until:
                 raise CircuitOpenError(str(self._error))
-            self._until = now + self._pause_s  # this call looks; the others go on without
+            self._until = now + self._pause_s  # this call tries; the others stay refused
 
     def _trip(self, error: StoreError) -> None:
         with self._lock:
@@ -392,7 +377,7 @@ class CircuitBreaker:
 
 
 class WarnOnce:
-    """Warnings in the log `kvblend.store`, each kind once."""
+    """Warnings in the log `kvblend.store`, each kind once a place."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

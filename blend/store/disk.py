@@ -37,10 +37,7 @@ class StoredFile(NamedTuple):
 
 
 class UseClock:
-    """Seconds that never go back, whatever the machine's clock does: the order of use is kept in them.
-
-    Follows the machine's clock, from the latest moment that any process has written into the store.
-    """
+    """The machine's clock, but never going back: not behind the latest moment that any process wrote into the store."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,11 +59,11 @@ class UseClock:
 
 
 class Evictor:
-    """Counts what is written and removes the least recently used files once it is more than `budget_bytes`.
+    """Removes the least recently used files once all together exceed `budget_bytes`.
 
-    A listing of the store says what it holds and in which order it may go; between two listings the count is kept and that
-    order worked off, so that a store that is always full is not listed for every write. What other processes write meanwhile
-    is found by the next listing: after some seconds, or after this one has written an eighth of the budget.
+    A listing of the store gives sizes and order. Between two listings the evictor counts what it writes and works off that
+    order, so that a full store is not listed for every write. The next listing, after some seconds or an eighth of the budget,
+    finds what other processes wrote.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Bytes in a bucket: S3 and what speaks its protocol, Google Cloud Storage, Azure; through obstore, names as keys.
 
-Objects have no time of last use that can be set: `touch` does nothing, and the age in a listing is that of the last `put`. A
-bucket therefore evicts nothing by itself; `blend store prune` and a tier of disk in front of it do. Nothing is locked either:
-what several processes decide is decided by conditional puts.
+Objects have no time of last use: `touch` does nothing, and a listing shows the time of the last `put`. A bucket therefore
+evicts nothing; `blend store prune` does, and a disk tier in front. Decisions between processes are conditional puts.
 """
 
 from __future__ import annotations
