@@ -66,7 +66,7 @@ def made_of(extension: Mapping[str, Any]) -> tuple[Any, ...]:
     if how_made(figures) != "blended":
         return ("full",)
     hits = tuple(bool(source.get("hit")) for source in extension.get("sources", ()))
-    return (figures.get("method"), hits, figures.get("lacking"), figures.get("rows_reused", 0))
+    return (figures.get("method"), hits, figures.get("missing"), figures.get("rows_reused", 0))
 
 
 def reference(document: Mapping[str, Any]) -> Reference:

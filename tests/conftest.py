@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from blend.model.decoder import Decoder
 
-# The files that take longest. They start first: one that started last would leave a core idle.
+# The files that take longest. They start first: one that started last would leave a core idle. Their tests run whole commands,
+# servers or real models, and may take ten minutes each; pyproject.toml gives every other test two.
 LONGEST = (
     "scripts/test_soak_serve.py",
     "cli/test_cli_ray.py",
@@ -39,6 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first; scripts/test keeps pytest-xdist from sorting them by their number of tests."""
     first = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: first.get(item.path, len(first)))
+    for item in items:
+        if item.path in first or item.get_closest_marker("real"):
+            item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.fixture
@@ -49,7 +53,7 @@ def nan_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(self: BlendedLayer, states: torch.Tensor) -> torch.Tensor:
         return states.new_full((*states.shape[:2], self.capacity, states.shape[3]), float("nan"))
 
-    monkeypatch.setattr(BlendedLayer, "_buffer", poisoned)
+    monkeypatch.setattr(BlendedLayer, "new_buffer", poisoned)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from blend.chunks.correction import Added, KVCorrection, position_features
 from blend.chunks.library import OpenLibrary
 from blend.model.admission import Rotation, moves
 from blend.model.cache import BlendedCache, BlendedLayer
-from blend.model.cpu import compute_alone
+from blend.model.cpu import use_one_thread
 from blend.store.codecs.base import require_shapes
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, PromptLayout, Span
@@ -142,7 +142,7 @@ class LayerLoader:
         try:
             # Each thread would get helpers of its own for its copies. GNU's OpenMP counts them, and with more threads than
             # cores it puts those that wait to sleep at once: the model's own too, and passes take two to three times as long.
-            compute_alone()
+            use_one_thread()
             with torch.inference_mode():
                 for layer in range(len(self._shapes)):
                     if not self._wait(layer):

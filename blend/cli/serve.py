@@ -115,13 +115,13 @@ class _Loading(threading.Thread):
 def make_service(given: dict[str, Any]) -> Service:
     """The decoder behind a service, from parsed options; "full", "prefix_budget" and so on among them."""
     rag = opening.open_all_corpora(given)
-    from blend.model.cpu import take_threads
+    from blend.model.cpu import set_threads
     from blend.serve.embedded import EmbeddedEngine
-    from blend.serve.service import Profile, Service
+    from blend.serve.service import PrefillProfile, Service
 
     decoder = rag.decoder
     note(f"Warming up {decoder.name} ...")
-    profile = Profile(decoder)
+    profile = PrefillProfile(decoder)
     profile.measure()
     engine = EmbeddedEngine(
         rag.blender,
@@ -135,7 +135,7 @@ def make_service(given: dict[str, Any]) -> Service:
     )
     # The cores are the engine's. With helper threads for the others there would be more threads than cores, and GNU's OpenMP
     # then lets the engine's own helpers sleep between operations: passes take two to three times as long.
-    take_threads(1)
+    set_threads(1)
     learn = 0 if given["no_learn"] else _bytes(given["learn_budget"])
     service = Service(rag, engine, learn_budget=learn, full=given["full"], profile=profile)
     if Path(rag.model).is_dir():

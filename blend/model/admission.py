@@ -27,10 +27,10 @@ from blend_kernels import Deltas, rotate_keys
 
 @dataclass(frozen=True)
 class Rotation:
-    """How one cached tensor of one layer turns with position.
+    """How one cached tensor of one layer rotates with position.
 
-    inv_freq: float64 `[pairs]`, radians per position; None when the tensor does not depend on position.
-    interleaved: pairs are neighbours (0,1), (2,3) instead of halves (i, i + pairs). offset: first dimension that rotates.
+    inv_freq: float64 `[pairs]`, radians per position; None if the tensor does not depend on position. interleaved: pairs are
+    neighbours (0, 1), (2, 3) instead of halves (i, i + pairs). offset: first dimension that rotates.
     """
 
     inv_freq: torch.Tensor | None = None
@@ -40,9 +40,9 @@ class Rotation:
     def apply(
         self, states: torch.Tensor, delta: int | torch.Tensor | Deltas, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Move `states` `[batch, kv_heads, tokens, head_dim]` by `delta` positions (int, or int64 `[tokens]`, or `Deltas`).
+        """Move `states` `[batch, kv_heads, tokens, head_dim]` by `delta` positions: int, int64 `[tokens]` or `Deltas`.
 
-        Writes to `out` (any dtype, may be a view) when given; never to its input.
+        Writes to `out` if given (any dtype, may be a view), never to its input.
         """
         if self.inv_freq is None:
             return states.clone() if out is None else out.copy_(states)
@@ -52,7 +52,7 @@ class Rotation:
 
 
 def moves(deltas: torch.Tensor) -> Deltas:
-    """By how many positions each token moves, int64 `[tokens]`, for many calls of `Rotation.apply` that move alike."""
+    """Positions that each token moves by, int64 `[tokens]`, prepared for many calls of `Rotation.apply`."""
     return Deltas(deltas)
 
 
@@ -62,9 +62,9 @@ FIXED = Rotation()
 def find_rotation(
     at_start: torch.Tensor, moved: torch.Tensor, delta: int, frequencies: Sequence[torch.Tensor], tolerance: float
 ) -> Rotation | None:
-    """The layout that maps `at_start` to `moved`, both `[1, kv_heads, tokens, head_dim]`, `delta` positions apart.
+    """The rotation that maps `at_start` to `moved`, both `[1, kv_heads, tokens, head_dim]` and `delta` positions apart.
 
-    None when no layout maps one to the other within `tolerance` (relative to the largest entry).
+    None if no known layout does so within `tolerance`, relative to the largest entry.
     """
     scale = moved.abs().amax().clamp_min(1e-6)
     best = min(_candidates(at_start.shape[-1], frequencies), key=lambda r: _error(r, at_start, moved, delta))
@@ -89,20 +89,20 @@ def _candidates(head_dim: int, frequencies: Iterable[torch.Tensor]) -> Iterable[
 PROBE_TOKENS = 12
 PROBE_DELTA = 37
 
-# Largest relative difference between two computations of the same keys or logits, by dtype: float32 leaves room for other
-# summation orders; half precision for rounding that builds up over the layers.
+# Largest relative difference between two computations of the same keys or logits: float32 allows for another order of sums,
+# half precision for rounding that builds up over the layers.
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
 _HALF_TOLERANCE = 0.15
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
-# Frequencies of these depend on the length of the prompt once it passes the original context.
+# Their frequencies depend on the prompt's length once it passes the original context.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class LayerRotation(NamedTuple):
-    """How one layer's cached keys and values turn with position (values do only where a cache keeps MLA's rotary part).
+    """How one layer's cached keys and values rotate with position (values only where a cache keeps MLA's rotary part there).
 
-    key_shape, value_shape: heads and numbers a head of one row.
+    key_shape, value_shape: heads and head dimension.
     """
 
     keys: Rotation
@@ -112,15 +112,12 @@ class LayerRotation(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Numbers of one row, keys and values together."""
+        """Numbers in one row of keys and values."""
         return self.key_shape[0] * self.key_shape[1] + self.value_shape[0] * self.value_shape[1]
 
 
 def admit(driver: RowDriver, config: Any, name: str) -> tuple[LayerRotation, ...]:
-    """Rotations of all layers. config: the model's, of its text part. name: how messages call the model.
-
-    Raises `UnsupportedModelError` when the model cannot be blended.
-    """
+    """Rotations of all layers. config: of the model's text part. Raises `UnsupportedModelError` if it cannot be blended."""
     _check_layer_kinds(config, name)
     ids = probe_ids(driver.vocabulary).to(driver.device)
     try:
@@ -146,10 +143,9 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def longest_prompt(config: Any) -> int | None:
-    """What a text model's configuration allows, or None where it states nothing.
+    """The longest prompt that a text model's configuration allows, or None.
 
-    RoPE types whose frequencies change with the prompt's length end where they start to change: keys computed before cannot
-    be moved past that point.
+    RoPE types whose frequencies depend on length end at the original context: beyond it, stored keys cannot be moved.
     """
     longest = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -168,13 +164,13 @@ def _check_layer_kinds(config: Any, name: str) -> None:
 
 
 def probe_ids(vocabulary: int) -> torch.Tensor:
-    """A few tokens to try a model with, int64 `[1, tokens]`; the same for every model with as many token ids."""
+    """Tokens to try a model with, int64 `[1, tokens]`; they depend on the size of the vocabulary alone."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocabulary // 8, vocabulary // 2, (1, PROBE_TOKENS), generator=generator)
 
 
 def _native_forward(driver: RowDriver, ids: torch.Tensor, start: int) -> tuple[Any, torch.Tensor]:
-    """The model's own forward pass of `ids` at positions `start...`: its cache and the last row's logits."""
+    """The cache and the last row's logits of the model's own forward pass of `ids` at positions `start...`."""
     positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
     out = driver.run_whole(input_ids=ids, position_ids=positions, use_cache=True)
     cache = output_cache(out)
@@ -184,7 +180,7 @@ def _native_forward(driver: RowDriver, ids: torch.Tensor, start: int) -> tuple[A
 
 
 def _check_every_layer_has_kv(driver: RowDriver, name: str, cache: Any) -> None:
-    """Refuse models whose upper layers read the KV of lower ones, as Gemma 3n and some of Gemma 4 do."""
+    """Refuse models whose upper layers share the KV of lower ones (Gemma 3n, some of Gemma 4)."""
     depth = len(driver.layers)
     own = [layer for layer in cache.layers[:depth] if getattr(layer, "keys", None) is not None]
     if len(own) < depth:
@@ -198,7 +194,7 @@ def _rotations(driver: RowDriver, name: str, here: Any, there: Any) -> list[Laye
     frequencies = _frequencies(driver.model)
     found = []
     for index in range(len(driver.layers)):
-        turns: list[Rotation] = []
+        found_here: list[Rotation] = []
         shapes: list[tuple[int, int]] = []
         for part in ("keys", "values"):
             before, after = getattr(here.layers[index], part), getattr(there.layers[index], part)
@@ -208,14 +204,14 @@ def _rotations(driver: RowDriver, name: str, here: Any, there: Any) -> list[Laye
                     f"{name}: the {part} of layer {index} cannot be moved to another position by any known rotation "
                     "(learned absolute positions, or an encoding that depends on length); use full prefill for this model"
                 )
-            turns.append(rotation)
+            found_here.append(rotation)
             shapes.append((before.shape[1], before.shape[3]))
-        found.append(LayerRotation(turns[0], turns[1], shapes[0], shapes[1]))
+        found.append(LayerRotation(found_here[0], found_here[1], shapes[0], shapes[1]))
     return found
 
 
 def _frequencies(model: Any) -> list[torch.Tensor]:
-    """Every distinct `inv_freq` buffer of the model (one per kind of layer where local and global layers differ)."""
+    """The model's distinct `inv_freq` buffers; local and global layers may differ."""
     found: list[torch.Tensor] = []
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and buffer.ndim == 1:
@@ -226,7 +222,7 @@ def _frequencies(model: Any) -> list[torch.Tensor]:
 
 
 def _check_driving(driver: RowDriver, name: str, ids: torch.Tensor, logits: torch.Tensor) -> None:
-    """Blended prefill of all rows, then of scattered rows over the exact cache, against the model's own logits."""
+    """Compare blended prefill of all rows, then of scattered rows, with the model's own logits."""
     total = ids.shape[1]
     positions = torch.arange(total, device=ids.device)
     scattered = positions[[1, 2, total // 2, total - 1]]

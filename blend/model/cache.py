@@ -18,17 +18,17 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 
 def cache_argument(model: Any) -> str:
-    """Name of the argument through which this model's `forward` takes its cache: `past_key_values` before transformers 5.24."""
+    """The name of the cache argument of the model's `forward`: "cache", or "past_key_values" before transformers 5.24."""
     return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 def output_cache(output: Any) -> Any:
-    """The cache in a model's output, under the name that this version of transformers gives it."""
+    """The cache in a model's output, whichever name this version of transformers uses."""
     return output.get("cache" if "cache" in output else "past_key_values")
 
 
 class Run:
-    """Sorted positions `[rows]`; a contiguous run is written as a slice, several times cheaper than an indexed write."""
+    """Sorted positions `[rows]`. Contiguous ones are written as a slice, several times faster than by index."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         self.positions = positions
@@ -37,7 +37,7 @@ class Run:
         self._slice = slice(first, last + 1) if last + 1 - first == positions.shape[0] else None
 
     def write(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
-        """Put `states` `[batch, kv_heads, rows, head_dim]` into `buffer`, as long as a prompt may be, at these rows."""
+        """Write `states` `[batch, kv_heads, rows, head_dim]` into the buffer of a whole prompt at these rows."""
         if self._slice is not None:
             buffer[:, :, self._slice] = states
         else:
@@ -47,9 +47,9 @@ class Run:
 class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
     """Keys and values of one layer in buffers of `capacity` rows, of which the first `length` are in use.
 
-    Buffers are `[batch, kv_heads, capacity, head_dim]`, allocated at the first write (heads and dims are only known then).
-    `update` appends, as decoding through transformers does; `write_rows` and `write_run` write anywhere. on_rows:
-    called with the positions and the fresh KV before rows are written in place.
+    Buffers are `[batch, kv_heads, capacity, head_dim]`, allocated at the first write. `update` appends, as decoding through
+    transformers does; `write_rows` and `write_run` write anywhere.
+    on_rows: called with positions and fresh KV before rows are written in place.
     """
 
     is_sliding = False
@@ -62,14 +62,14 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.on_rows: Callable[[torch.Tensor, KV], None] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate both buffers after the shapes, dtype and device of the first states."""
+        """Allocate both buffers for states of this shape, dtype and device."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = self._buffer(key_states)
-        self.values = self._buffer(value_states)
+        self.keys = self.new_buffer(key_states)
+        self.values = self.new_buffer(value_states)
         self.is_initialized = True
 
     def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Make the buffers, if there are none, for states like these `[batch, kv_heads, any, head_dim]`."""
+        """Allocate the buffers unless they exist, for states `[batch, kv_heads, any, head_dim]`."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
 
@@ -79,19 +79,20 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
             self.keys.index_fill_(2, rows, 0)
             self.values.index_fill_(2, rows, 0)
 
-    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
+    def new_buffer(self, states: torch.Tensor) -> torch.Tensor:
+        """An uninitialised buffer of `capacity` rows for states `[batch, kv_heads, any, head_dim]`."""
         return cpu.empty((*states.shape[:2], self.capacity, states.shape[3]), states.dtype, states.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append KV `[batch, kv_heads, rows, head_dim]` and return views of all `length` rows."""
+        """Append KV `[batch, kv_heads, rows, head_dim]`. Returns views of all `length` rows."""
         self.allocate(key_states, value_states)
         self._append(key_states, value_states)
         return self.view()
 
     def write_rows(self, run: Run, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put KV `[batch, kv_heads, rows, head_dim]` at the rows of `run` and return views of all `length` rows."""
+        """Write KV `[batch, kv_heads, rows, head_dim]` at the rows of `run`. Returns views of all `length` rows."""
         self.allocate(keys, values)
         if self.on_rows is not None:
             self.on_rows(run.positions, (keys, values))
@@ -101,11 +102,11 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         return self.view()
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the rows in use, `[batch, kv_heads, length, head_dim]`; writable views."""
+        """Writable views of the rows in use, `[batch, kv_heads, length, head_dim]`."""
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def write_run(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put stored KV `[batch, kv_heads, n, head_dim]` at rows `start ... start + n - 1`."""
+        """Write stored KV `[batch, kv_heads, n, head_dim]` at rows `start ... start + n - 1`."""
         self.allocate(keys, values)
         stop = start + keys.shape[2]
         self.keys[:, :, start:stop] = keys
@@ -125,17 +126,17 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         old_keys, old_values, self.capacity = self.keys, self.values, capacity
         if not self.is_initialized:
             return
-        self.keys, self.values = self._buffer(old_keys), self._buffer(old_values)
+        self.keys, self.values = self.new_buffer(old_keys), self.new_buffer(old_values)
         self.keys[:, :, : self.length] = old_keys[:, :, : self.length]
         self.values[:, :, : self.length] = old_values[:, :, : self.length]
 
     def free(self) -> None:
-        """Release the buffers; all rows are gone."""
+        """Free the buffers."""
         self.length, self.is_initialized = 0, False
         self.keys = self.values = torch.empty(0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that attention will see, and their offset (always 0: nothing is dropped)."""
+        """Keys that attention will see, and their offset (always 0)."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -155,24 +156,24 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.length = max(0, self.length - abs(tokens_to_remove))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Refuse beams: one prompt, one sequence."""
+        """Refuse beam search."""
         raise PromptError("beam search over a blended cache is not supported; use greedy decoding or sampling")
 
 
 class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """A `transformers.Cache` that starts as stored KV, takes fresh rows anywhere and then grows by decoding.
+    """A `transformers.Cache` that starts as stored KV, takes fresh rows anywhere, then grows by decoding.
 
-    layers: number of decoder layers. capacity: rows to reserve, prompt and decoding together; growing past it copies once.
+    layers: number of decoder layers. capacity: rows to reserve for prompt and decoding; growing past it copies once.
     """
 
-    layer: ClassVar[type[BlendedLayer]] = BlendedLayer  # what it is made of
+    layer: ClassVar[type[BlendedLayer]] = BlendedLayer
 
     def __init__(self, layers: int, capacity: int) -> None:
         super().__init__(layers=[self.layer(capacity) for _ in range(layers)])
 
     @contextmanager
     def watched(self, see: Callable[[int, torch.Tensor, BlendedCache, KV], None]) -> Iterator[None]:
-        """Call `see` with a layer, the positions of rows, this cache and their fresh KV, before each write to rows in place."""
+        """Before each in-place write, call `see` with the layer, the rows' positions, this cache and the fresh KV."""
         for index, layer in enumerate(self.layers):
             layer.on_rows = partial(self._seen, see, index)
         try:
@@ -187,18 +188,18 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         see(index, rows, self, fresh)
 
     def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` rows in every layer; at least half as much again where buffers must grow."""
+        """Make room for `capacity` rows in every layer; a buffer that grows does so by at least half."""
         for layer in self.layers:
             if layer.capacity < capacity:
                 layer.grow(max(capacity, layer.capacity + layer.capacity // 2))
 
     def blank(self, rows: torch.Tensor) -> None:
-        """Zero the KV at these positions in every layer, where it was never written."""
+        """Zero the KV at these positions in every layer."""
         for layer in self.layers:
             layer.blank(rows)
 
     def view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, rows in use, `[batch, kv_heads, length, head_dim]`; writable views."""
+        """Writable views of one layer's rows in use, `[batch, kv_heads, length, head_dim]`."""
         return self.layers[layer].view()  # type: ignore[no-any-return]
 
     def truncate(self, length: int) -> None:
@@ -207,7 +208,7 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             layer.length = min(layer.length, length)
 
     def free(self) -> None:
-        """Give its memory back now, whoever still holds the cache: nobody reads it any more."""
+        """Free its memory now, even if the object is still referenced. It must not be read any more."""
         for layer in self.layers:
             layer.free()
 

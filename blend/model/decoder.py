@@ -29,51 +29,47 @@ from blend.weights.catalog import here_or_from_hub
 
 
 class RowDecoder(Protocol):
-    """Computes KV of rows anywhere in a prompt. All of it stays the same while it lives.
-
-    layers: as many as the decoder has. rotations: of each, how its keys and values turn. device,
-    dtype: where and in what it computes. vocabulary: how many token ids there are. context_length: the longest prompt, or None.
-    """
+    """What blended prefill needs of a decoder. Its properties never change."""
 
     @property
     def name(self) -> str:
-        """How messages call it, and how a store remembers it."""
+        """Its name in messages and in a store."""
 
     @property
     def layers(self) -> Sized:
-        """One item a layer."""
+        """Has the length of the number of layers."""
 
     @property
     def rotations(self) -> tuple[LayerRotation, ...]:
-        """How cached keys and values turn with position, layer by layer."""
+        """How cached keys and values rotate with position, layer by layer."""
 
     @property
     def device(self) -> torch.device:
-        """Where it computes, and where caches are."""
+        """The device of weights and caches."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """The dtype of keys and values."""
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are."""
+        """Number of token ids."""
 
     @property
     def context_length(self) -> int | None:
-        """The longest prompt; None where there is no limit."""
+        """The longest prompt in tokens, or None."""
 
     def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
-        """What, besides a chunk's tokens, determines its cache."""
+        """What determines a chunk's cache besides its tokens: model, dtype and prefix."""
 
     def check_length(self, rows: int) -> None:
-        """Raises `PromptError` for prompts that are too long."""
+        """Raise `PromptError` for a prompt that is too long."""
 
     def new_cache(self, capacity: int) -> BlendedCache:
         """An empty cache with room for `capacity` rows."""
 
     def no_rows(self) -> ChunkCache:
-        """The KV of no tokens at all."""
+        """The KV of zero tokens."""
 
     def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
         """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
@@ -88,14 +84,14 @@ class RowDecoder(Protocol):
         last_layer: int | None = None,
         await_layer: Callable[[int], None] | None = None,
     ) -> None:
-        """Run rows only to look at their attention, layer by layer, up to and including `last_layer`; KV is written.
+        """Run rows to observe their attention, up to and including `last_layer`; KV is written.
 
         await_layer: see `RowRequest`.
         """
 
 
 def check_length(name: str, context_length: int | None, rows: int) -> None:
-    """Refuse prompts beyond a decoder's context, with `ContextLengthError`."""
+    """Raise `ContextLengthError` for a prompt of `rows` tokens beyond the decoder's context."""
     if context_length is not None and rows > context_length:
         raise ContextLengthError(
             f"the prompt has {rows} tokens but {name} reads at most {context_length}; "
@@ -106,14 +102,14 @@ def check_length(name: str, context_length: int | None, rows: int) -> None:
 
 
 def check_ids(vocabulary: int, ids: Sequence[int]) -> None:
-    """Refuse token ids that the decoder does not have, with `PromptError`: a GPU that is asked for one computes no more."""
+    """Raise `PromptError` for token ids outside the vocabulary, which would break a GPU's context."""
     for wrong in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= wrong < vocabulary:
             raise PromptError(f"the prompt holds token id {wrong}; the model has those from 0 to {vocabulary - 1}")
 
 
 def no_rows(rotations: Sequence[LayerRotation], dtype: torch.dtype, device: torch.device) -> ChunkCache:
-    """The KV of no tokens at all, for layers like these."""
+    """The KV of zero tokens, with the shapes of these layers."""
     shapes = [(layer.key_shape, layer.value_shape) for layer in rotations]
     keys, values = (
         tuple(torch.empty((heads, 0, width), dtype=dtype, device=device) for heads, width in kind)
@@ -126,12 +122,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Decoder:
-    """A decoder that blended prefill can drive.
+    """A HuggingFace decoder that blended prefill can drive.
 
-    model: a HuggingFace causal LM in eval mode. tokenizer: its tokenizer; None where prompts are token ids, and no text is
-    asked for. name: how messages call it. weights: a digest of the weights; by default their own is computed when it is first
-    needed.
-    Raises `UnsupportedModelError`, with the reason, for a model whose keys cannot be moved or whose attention cannot be driven.
+    Args:
+        model: A HuggingFace causal language model. It is put in eval mode.
+        tokenizer: Its tokenizer. None if prompts are token ids and no text is needed.
+        name: Its name in messages.
+        weights: A digest of the weights. By default it is computed from the parameters when first needed.
+
+    Raises:
+        UnsupportedModelError: The keys cannot be moved to other positions, or the attention cannot be driven.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str = "model", *, weights: str | None = None) -> None:
@@ -146,10 +146,20 @@ class Decoder:
 
     @classmethod
     def load(cls, location: str, *, name: str | None = None, device: str = "auto", dtype: str = "auto") -> Decoder:
-        """Load a HuggingFace id or a model directory.
+        """Load a model and its tokenizer.
 
-        name: how messages call it, if not by its location. device: "auto" takes the GPU when there is one. dtype: "auto"
-        takes float32 on a CPU, bfloat16 on a GPU. Raises `ConfigError` for what cannot be loaded.
+        Args:
+            location: A HuggingFace id or a model directory.
+            name: Its name in messages; by default its location.
+            device: "auto" (the GPU if there is one), "cpu", "cuda" or "cuda:N".
+            dtype: "auto" (float32 on a CPU, bfloat16 on a GPU), "float32", "bfloat16" or "float16".
+
+        Returns:
+            The decoder.
+
+        Raises:
+            ConfigError: The model cannot be loaded.
+            UnsupportedModelError: The model cannot be blended.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
@@ -157,38 +167,38 @@ class Decoder:
         place = pick_device(device)
         logging.disable_progress_bar()
 
-        def fetched(**where: bool) -> tuple[Any, Any]:
+        def load(**where: bool) -> tuple[Any, Any]:
             tokenizer = AutoTokenizer.from_pretrained(location, **where)
             return tokenizer, AutoModelForCausalLM.from_pretrained(location, dtype=pick_dtype(dtype, place), **where)
 
         before = checkpoint_stamps(location)
         try:
-            tokenizer, model = here_or_from_hub(location, fetched)
+            tokenizer, model = here_or_from_hub(location, load)
         except ConfigError:
             raise
-        except Exception as error:  # whatever a file that is damaged or inconsistent makes transformers raise
+        except Exception as error:  # transformers raises anything for a damaged file
             raise ConfigError(_unloadable(location, error)) from error
         weights = checkpoint_digest(location, unless_changed_since=before)
         return cls(model.to(place), tokenizer, name or location, weights=weights)
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device of the model and of its caches."""
         return self.driver.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The dtype of weights and KV."""
         return self.driver.dtype
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are."""
+        """Number of token ids."""
         return self.driver.vocabulary
 
     @property
     def context_length(self) -> int | None:
-        """Longest prompt, or None where the configuration states none; see `longest_prompt`."""
+        """The longest prompt in tokens, or None if the configuration states no limit."""
         return longest_prompt(self.config)
 
     @cached_property
@@ -197,11 +207,11 @@ class Decoder:
         return model_fingerprint(self.config, self._weights or parameters_digest(self.model))
 
     def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
-        """What, besides a chunk's tokens, determines its cache."""
+        """What determines a chunk's cache besides its tokens: model, dtype and prefix."""
         return CacheIdentity(self.fingerprint, str(self.dtype).removeprefix("torch."), prefix)
 
     def check_length(self, rows: int) -> None:
-        """Refuse prompts beyond the model's context, with `PromptError`."""
+        """Raise `PromptError` for a prompt of `rows` tokens beyond the model's context."""
         check_length(self.name, self.context_length, rows)
 
     def new_cache(self, capacity: int) -> BlendedCache:
@@ -209,7 +219,7 @@ class Decoder:
         return BlendedCache(len(self.layers), capacity)
 
     def no_rows(self) -> ChunkCache:
-        """The KV of no tokens at all."""
+        """The KV of zero tokens."""
         return no_rows(self.rotations, self.dtype, self.device)
 
     def prefill_rows(
@@ -221,33 +231,39 @@ class Decoder:
         mask: MaskMode = "exact",
         narrowings: Sequence[Narrowing] = (),
     ) -> torch.Tensor:
-        """Compute the given rows into `cache`; next-token logits of the last row, `[batch, vocab]`.
+        """Compute the given rows and write their KV to `cache`.
 
-        token_ids `[batch, rows]`; positions sorted int64 `[rows]`, the last one that of the prompt's last
-        token. In the last layer all rows get their KV, but only the last one goes through attention and MLP: nothing reads the
-        others' output.
+        Args:
+            token_ids: `[batch, rows]`.
+            positions: Sorted int64 `[rows]`; the last one is that of the prompt's last token.
+            cache: Holds the KV of all other rows.
+            mask: The mask convention.
+            narrowings: Where to continue with fewer rows.
+
+        Returns:
+            Next-token logits of the last row, `[batch, vocab]`.
         """
         request = RowRequest(token_ids, positions, cache, tuple(narrowings))
         return self.prefill([request], mask=mask)
 
     def prefill(self, requests: Sequence[RowRequest], *, mask: MaskMode = "exact") -> torch.Tensor:
-        """Compute the rows of several prompts in one forward pass, see `RowDriver.prefill`; logits `[prompts, vocab]`."""
+        """Compute the rows of several prompts in one forward pass. Returns next-token logits `[prompts, vocab]`."""
         return self.driver.prefill(requests, mask=mask)
 
     @torch.inference_mode()
     def append(self, token_ids: torch.Tensor, cache: BlendedCache) -> torch.Tensor:
-        """Run tokens `[1, n]` right after the cache's rows (decoding, teacher forcing); logits `[1, n, vocab]`."""
+        """Run tokens `[1, n]` right after the cache's rows (decoding, teacher forcing). Returns logits `[1, n, vocab]`."""
         return self.driver.run([_following(token_ids, cache)]).logits  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[torch.Tensor], caches: Sequence[BlendedCache]) -> torch.Tensor:
-        """One step of several sequences at once: a token `[1, 1]` right after each cache; logits `[sequences, vocab]`."""
+        """One decoding step of several sequences: a token `[1, 1]` each. Returns logits `[sequences, vocab]`."""
         steps = [_following(ids, cache) for ids, cache in zip(token_ids, caches, strict=True)]
         return self.driver.run(steps).logits[0]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
-        """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`; no logits."""
+        """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
         positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
         self.driver.run([RowRequest(token_ids, positions, cache)], halt_at=len(self.layers) - 1)
 
@@ -262,7 +278,7 @@ class Decoder:
         last_layer: int | None = None,
         await_layer: Callable[[int], None] | None = None,
     ) -> None:
-        """Run rows only to look at their attention, layer by layer, up to and including `last_layer`; KV is written.
+        """Run rows to observe their attention, up to and including `last_layer`; KV is written.
 
         await_layer: see `RowRequest`.
         """
@@ -272,17 +288,16 @@ class Decoder:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Meanwhile this thread alone computes with the model; others, blended prefills too, wait.
+        """Compute with the model in this thread alone; blended prefills in other threads wait.
 
-        For calls that go to `model` itself, such as `model.generate`: while a blended prefill of another thread runs, parts of
-        the model's layers are exchanged.
+        Needed for direct calls such as `model.generate`: a blended prefill temporarily replaces the model's attention.
         """
         with self.driver.lock:
             yield
 
     @contextmanager
     def before_head(self, call: Callable[[], None]) -> Iterator[None]:
-        """Call back when a forward pass reaches the LM head."""
+        """Call `call` when a forward pass reaches the LM head."""
         head = self.model.get_output_embeddings()
         with self.driver.lock:
             handle = head.register_forward_pre_hook(lambda module, args: call())
@@ -293,13 +308,13 @@ class Decoder:
 
     @cached_property
     def last_row_only(self) -> dict[str, Any]:
-        """Arguments that keep the LM head to the last row, where the model knows them."""
+        """Forward arguments that compute the LM head for the last row only; empty if the model has none."""
         accepted = inspect.signature(self.model.forward).parameters
         return {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
 
 def _following(token_ids: torch.Tensor, cache: BlendedCache) -> RowRequest:
-    """Tokens `[1, n]` right after the rows of a cache, for which room is made."""
+    """A request for tokens `[1, n]` right after the rows of a cache, which reserves room for them."""
     start = cache.get_seq_length()
     stop = start + token_ids.shape[1]
     cache.reserve(stop)
@@ -307,7 +322,7 @@ def _following(token_ids: torch.Tensor, cache: BlendedCache) -> RowRequest:
 
 
 def _decoder_layers(model: Any, config: Any) -> torch.nn.ModuleList:
-    """The one list of modules that is as long as the configuration says the decoder is deep."""
+    """The list of modules whose length is the decoder's depth."""
     depth = getattr(config, "num_hidden_layers", None)
     base = model.get_decoder() if hasattr(model, "get_decoder") else model
     lists = [m for m in base.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth]
@@ -319,7 +334,7 @@ def _decoder_layers(model: Any, config: Any) -> torch.nn.ModuleList:
 
 
 def pick_device(device: str) -> torch.device:
-    """The device that an option names; "auto" takes the GPU when there is one."""
+    """The device that an option names; "auto" prefers the GPU. Raises `ConfigError`."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -332,7 +347,7 @@ def pick_device(device: str) -> torch.device:
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype that an option names; "auto" takes float32 on a CPU (several times faster there), else bfloat16."""
+    """The dtype that an option names; "auto" is float32 on a CPU, where it is fastest, else bfloat16. Raises `ConfigError`."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype not in DTYPES:
@@ -353,9 +368,9 @@ def _unloadable(name: str, error: Exception) -> str:
 
 @dataclass
 class FullPrefill:
-    """A prompt prefilled by HuggingFace alone: its own attention, its own cache, the LM head on the last row only.
+    """A prompt prefilled by the model's own attention and cache.
 
-    logits: of the next token, `[1, vocab]`. first_token: their argmax. ttft_s: seconds to the first token's id on the host.
+    logits: of the next token, `[1, vocab]`. first_token: their argmax. ttft_s: seconds until that id is on the host.
     """
 
     decoder: Decoder
@@ -366,7 +381,7 @@ class FullPrefill:
 
     @torch.inference_mode()
     def append(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Run further tokens `[1, n]` the model's own way; logits `[1, n, vocab]`."""
+        """Run further tokens `[1, n]`. Returns logits `[1, n, vocab]`."""
         driver = self.decoder.driver
         out = driver.run_whole(input_ids=token_ids, use_cache=True, **{driver.cache_argument: self.cache})
         return out.logits  # type: ignore[no-any-return]
@@ -374,7 +389,7 @@ class FullPrefill:
 
 @torch.inference_mode()
 def full_prefill(decoder: Decoder, layout: PromptLayout) -> FullPrefill:
-    """Prefill the whole prompt with the model's own forward pass. Raises `PromptError` for ids that the model does not have."""
+    """Prefill the whole prompt with the model's own forward pass. Raises `PromptError` for unknown token ids."""
     check_ids(decoder.vocabulary, layout.token_ids)
     watch = Stopwatch(decoder.device)
     ids = torch.tensor([layout.token_ids], device=decoder.device)

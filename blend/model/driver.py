@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from blend.config import MaskMode
 from blend.errors import UnsupportedModelError
 from blend.model.cache import KV, cache_argument
-from blend.model.cpu import FewRows, worth_it
+from blend.model.cpu import FewRows, few_rows_pay_off
 from blend.model.forward import (
     AttentionCall,
     ForwardPass,
@@ -34,9 +34,9 @@ from blend.model.forward import (
 )
 
 ATTENTION_NAME = "kvblend_rows"
-# What `config._attn_implementation` reads. Written directly: the public `set_attn_implementation` walks all modules on every
-# call; there and back takes 5 ms with 24 layers on one core, against 0.1 ms.
-_FIELD = "_attn_implementation_internal"
+# The field behind `config._attn_implementation`. Writing it takes 0.1 ms with 24 layers; the public `set_attn_implementation`
+# walks all modules and takes 5 ms.
+ATTENTION_FIELD = "_attn_implementation_internal"
 _LOCKS: WeakKeyDictionary[torch.nn.Module, AbstractContextManager[bool]] = WeakKeyDictionary()
 _LOCKS_LOCK = Lock()
 
@@ -44,20 +44,20 @@ _LOCKS_LOCK = Lock()
 class AttentionSwitch:
     """Routes the attention of one model through `row_attention` while a pass runs.
 
-    Where transformers has no private field to write, the public setter is used instead.
+    Without the private field, the public setter is used.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
         self._configs = [c for c in found.values() if hasattr(c, "_attn_implementation")]
-        self._direct = all(hasattr(config, _FIELD) for config in self._configs)
+        self._direct = all(hasattr(config, ATTENTION_FIELD) for config in self._configs)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Route attention through `row_attention`, and restore what was there afterwards.
+        """Route attention through `row_attention`, then restore it.
 
-        Raises `UnsupportedModelError` where the model's configuration does not take it.
+        Raises `UnsupportedModelError` if the model's configuration does not take the new attention.
         """
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, row_attention)
         before = [config._attn_implementation for config in self._configs]
@@ -74,7 +74,7 @@ class AttentionSwitch:
             self._model.set_attn_implementation(whole)
             return
         for config, name in zip(self._configs, names, strict=True):
-            setattr(config, _FIELD, name)
+            setattr(config, ATTENTION_FIELD, name)
 
     def _require_switched(self) -> None:
         left = next((c for c in self._configs if c._attn_implementation != ATTENTION_NAME), None)
@@ -86,7 +86,7 @@ class AttentionSwitch:
 
 
 def _by_key(config: Any) -> Any:
-    """The attention of a configuration and of those in it, as `set_attn_implementation` takes it."""
+    """The attention names of a configuration and its sub-configurations, as `set_attn_implementation` takes them."""
     inner = {key: part for key in config.sub_configs if (part := getattr(config, key, None)) is not None}
     if not inner:
         return config._attn_implementation
@@ -95,7 +95,7 @@ def _by_key(config: Any) -> Any:
 
 @contextmanager
 def narrowing_hooks(layers: torch.nn.ModuleList, forward: ForwardPass, cache: PassCache) -> Iterator[None]:
-    """At each narrowing's layer, probe the layer, choose rows and keep only them; later layers get the same rows' arguments."""
+    """At each narrowing's layer, probe it, choose rows and keep only those, in later layers too."""
     narrower = _Narrower(sum(forward.counts))
     wanted = sorted({narrowing.layer for request in forward.requests for narrowing in request.narrowings})
 
@@ -112,7 +112,7 @@ def narrowing_hooks(layers: torch.nn.ModuleList, forward: ForwardPass, cache: Pa
 
         return hook
 
-    # Other hooks of a layer see rows that fit together: cutting comes before them, and choosing after they had their say.
+    # A user's hooks see arguments of equal length: cutting runs before them, choosing after them.
     handles = [
         layer.register_forward_pre_hook(cut, with_kwargs=True, prepend=True) for layer in list(layers)[wanted[0] + 1 :]
     ]
@@ -125,12 +125,12 @@ def narrowing_hooks(layers: torch.nn.ModuleList, forward: ForwardPass, cache: Pa
 
 
 def _turns(forward: ForwardPass, layer: int) -> int:
-    """How often a request narrows at this layer, at most."""
+    """The largest number of narrowings that a request has at this layer."""
     return max(sum(n.layer == layer for n in request.narrowings) for request in forward.requests)
 
 
 def _choose(forward: ForwardPass, layer: int, turn: int, fresh: KV) -> torch.Tensor:
-    """Let every request that narrows here choose; the places of what all of them keep among the rows so far."""
+    """Let the requests that narrow here choose. Returns the indices of all kept rows among the rows so far."""
     kept = []
     for number, (request, kv) in enumerate(zip(forward.requests, forward.fresh(*fresh), strict=True)):
         run, here = forward.runs[number], [n for n in request.narrowings if n.layer == layer]
@@ -143,27 +143,27 @@ def _choose(forward: ForwardPass, layer: int, turn: int, fresh: KV) -> torch.Ten
     return forward.narrow(kept)
 
 
-def _probe(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], held: PassLayer) -> KV:
-    """The layer's fresh KV of all rows still there; nothing is written, and its attention and MLP do not run.
+def _probe(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layer: PassLayer) -> KV:
+    """The layer's fresh KV of the current rows, without writing it or running attention and MLP.
 
-    `forward` and no call: the layer's own hooks had their say on these arguments and would change them twice. Hooks of modules
-    inside the layer do run, once here and once for the rows that are kept.
+    Calls `forward` directly: the layer's hooks have run on these arguments and would change them twice. Hooks of modules inside
+    the layer run twice, here and for the kept rows.
     """
-    held.probing = True
+    layer.probing = True
     try:
         module.forward(*args, **kwargs)
     except Halt as halt:
         return halt.fresh
     finally:
-        held.probing = False
+        layer.probing = False
     raise AssertionError("the layer never updated the cache")
 
 
 class _Narrower:
-    """Cuts row-shaped arguments of a decoder layer (hidden states, cos and sin, position ids, ...) to the rows that are kept.
+    """Cuts row-shaped arguments of a decoder layer (hidden states, cos and sin, position ids) to the kept rows.
 
-    Arguments made before the first layer have all rows; hidden states have those that the last layer ran on. A tensor is told
-    by how many rows it has.
+    Arguments made before the first layer have all rows; hidden states have those that the last layer ran on. The number of rows
+    of a tensor says which.
     """
 
     def __init__(self, rows: int) -> None:
@@ -172,7 +172,7 @@ class _Narrower:
         self._done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep(self, places: torch.Tensor) -> None:
-        """From now on cut to the rows at these places `[rows]` among those that are kept now."""
+        """From now on cut to the rows at these indices `[rows]` of the rows kept so far."""
         self._index = {rows: index[places] for rows, index in self._index.items()}
         self._index[self._rows] = places
         self._rows = places.shape[0]
@@ -180,7 +180,7 @@ class _Narrower:
         self._done.clear()
 
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a layer's forward pass, for the kept rows only."""
+        """The arguments of a layer's forward pass, cut to the kept rows."""
         return tuple(map(self._value, args)), {name: self._value(value) for name, value in kwargs.items()}
 
     def _value(self, value: Any) -> Any:
@@ -195,14 +195,14 @@ class _Narrower:
         index = self._index.get(value.shape[dim]) if value.ndim else None
         if index is None:
             return value
-        # The same cos, sin and ids reach every layer: cut them once. The original is kept so that its id stays taken.
+        # Every layer gets the same cos, sin and ids: cut them once. Keeping the original keeps its id unique.
         if id(value) not in self._done:
             self._done[id(value)] = (value, value.index_select(dim, index))
         return self._done[id(value)][1]
 
 
 def _lock_of(model: torch.nn.Module) -> AbstractContextManager[bool]:
-    """The lock of this model, one however many drivers it has: a pass over rows changes its attention for all of them."""
+    """The model's one lock, shared by all its drivers: a pass changes the model's attention for all of them."""
     with _LOCKS_LOCK:
         return _LOCKS.setdefault(model, RLock())
 
@@ -210,8 +210,8 @@ def _lock_of(model: torch.nn.Module) -> AbstractContextManager[bool]:
 class RowDriver:
     """Runs one HuggingFace decoder over chosen rows.
 
-    model: the causal language model. layers: its decoder layers, in order. one_copy: see `ForwardPass`; None until
-    the first pass has shown it.
+    model: the causal language model. layers: its decoder layers, in order. reads_caches: see `ForwardPass`; None until
+    the first pass has found out.
     """
 
     def __init__(self, model: Any, layers: torch.nn.ModuleList) -> None:
@@ -219,7 +219,7 @@ class RowDriver:
         self.layers = layers
         self.lock = _lock_of(model)
         self._few_rows = FewRows(model)
-        self.one_copy: bool | None = None
+        self.reads_caches: bool | None = None
         self._switch = AttentionSwitch(model)
         self.cache_argument = cache_argument(model)
 
@@ -230,25 +230,25 @@ class RowDriver:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The dtype of weights and KV."""
         return self.model.dtype  # type: ignore[no-any-return]
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are."""
+        """Number of token ids."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @torch.inference_mode()
     def prefill(self, requests: Sequence[RowRequest], *, mask: MaskMode = "exact") -> torch.Tensor:
-        """Compute the rows of several prompts in one forward pass; next-token logits of each, `[prompts, vocab]`.
+        """Compute the rows of several prompts in one forward pass. Returns each one's next-token logits, `[prompts, vocab]`.
 
-        What each gets is what it gets alone. In the last layer all rows get their KV, but only the last one of each prompt goes
-        through attention and MLP: nothing reads the others' output.
+        The result of a prompt does not depend on the others. In the last layer all rows get KV, but only the last row of each
+        prompt goes through attention and MLP.
         """
-        logits: torch.Tensor = self.run([self._ending_in_one_row(request) for request in requests], mask=mask).logits
+        logits: torch.Tensor = self.run([self._with_one_last_row(request) for request in requests], mask=mask).logits
         return logits[:, -1] if len(requests) == 1 else logits[0]
 
-    def _ending_in_one_row(self, request: RowRequest) -> RowRequest:
+    def _with_one_last_row(self, request: RowRequest) -> RowRequest:
         last = Narrowing(len(self.layers) - 1, lambda keys, values: request.positions[-1:], keep_kv=True)
         return replace(request, narrowings=(*request.narrowings, last)) if request.positions.shape[0] > 1 else request
 
@@ -260,12 +260,12 @@ class RowDriver:
         halt_at: int | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Run the rows of these requests in one forward pass, each over its own cache, which their KV is written to.
+        """Run the rows of these requests in one forward pass, and write each one's KV to its cache.
 
-        halt_at: stop in this layer as soon as its KV is written; nothing is returned then. Returns the model's output, logits
-        `[batch, rows that are left, vocab]`. Raises `ConfigError` for several requests that cannot run together.
+        Returns the model's output with logits `[batch, remaining rows, vocab]`, or None if the pass halted. halt_at: stop in
+        this layer once its KV is written. Raises `ConfigError` for requests that cannot run together.
         """
-        forward = ForwardPass(requests, mask, one_copy=bool(self.one_copy))
+        forward = ForwardPass(requests, mask, reads_caches=bool(self.reads_caches))
         cache = PassCache(forward, len(self.layers), halt_at)
         with ExitStack() as stack:
             stack.enter_context(self.lock)
@@ -273,7 +273,7 @@ class RowDriver:
             stack.enter_context(running(forward))
             stack.callback(self._learn, forward)
             stack.enter_context(suppress(Halt))
-            if worth_it(forward.token_ids.numel(), self.device, self.dtype):
+            if few_rows_pay_off(forward.token_ids.numel(), self.device, self.dtype):
                 stack.enter_context(self._few_rows)
             if any(request.narrowings for request in requests):
                 stack.enter_context(narrowing_hooks(self.layers, forward, cache))
@@ -286,16 +286,16 @@ class RowDriver:
             )
 
     def _learn(self, forward: ForwardPass) -> None:
-        if self.one_copy is None and forward.handed:
-            self.one_copy = forward.untouched
+        if self.reads_caches is None and forward.views:
+            self.reads_caches = forward.unchanged
 
     def run_whole(self, **arguments: Any) -> Any:
-        """The model's own forward pass, untouched, at a time when no pass over rows changes the model."""
+        """The model's own forward pass, while no pass over rows changes the model."""
         with self.lock:
             return self.model(**arguments)
 
     def watch(self, request: RowRequest, last_layer: int) -> None:
-        """Run rows only to have their attention observed, up to and including `last_layer`; KV is written."""
+        """Run rows to observe their attention, up to and including `last_layer`; KV is written."""
 
         def observe_and_halt(call: AttentionCall) -> None:
             if request.observe is not None:

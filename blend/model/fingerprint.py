@@ -1,7 +1,7 @@
-"""What tells one model's caches from another's: a digest of its configuration and its weights.
+"""Identifies a model's caches: a digest of its configuration and its weights.
 
-Of a model that was loaded from files, the files' digest: they are read once, and never again while they stay as they are. Of a
-model that somebody built or changed in memory, the digest of its parameters.
+For a model loaded from files it is the files' digest, computed once and cached until a file changes. For a model built in
+memory it is the digest of its parameters.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from blend.weights.catalog import checkpoint_files
 
 CACHED = ".kvblend-digests.json"
 _BLOCK = 16 << 20
-# Configuration entries that describe where a model came from or how it is run, not what it computes.
+# Configuration entries that say where a model came from or how it runs, not what it computes.
 _NOT_COMPUTED = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
 
 
 def model_fingerprint(config: Any, weights: str) -> str:
-    """Hex digest of every entry of a text model's configuration that the computation depends on, and of its weights' digest."""
+    """Hex digest of a weights digest and of all configuration entries that the computation depends on."""
     computed = {key: value for key, value in config.to_dict().items() if key not in _NOT_COMPUTED}
-    told = json.dumps(computed, sort_keys=True, default=str)
-    return xxhash.xxh3_128_hexdigest(f"{told}\n{weights}".encode())
+    text = json.dumps(computed, sort_keys=True, default=str)
+    return xxhash.xxh3_128_hexdigest(f"{text}\n{weights}".encode())
 
 
 def files_fingerprint(location: str) -> str | None:
-    """The fingerprint that a model has when it is loaded from these files, without loading it; None where they are not all."""
+    """The fingerprint of the model in these files, without loading it; None if files are missing."""
     from transformers import AutoConfig
 
     weights = checkpoint_digest(location)
@@ -44,7 +44,7 @@ def files_fingerprint(location: str) -> str | None:
 
 
 def parameters_digest(model: torch.nn.Module) -> str:
-    """Of all parameters and buffers as they are now; passes over every byte of them."""
+    """Digest of all current parameters and buffers; reads every byte."""
     digest = xxhash.xxh3_128()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
@@ -53,16 +53,15 @@ def parameters_digest(model: torch.nn.Module) -> str:
 
 
 def checkpoint_stamps(location: str) -> tuple[str, ...]:
-    """Name, size, inode and times of the weight files that lie there now; none where they are not all."""
+    """Name, size, inode and times of each weight file; empty if files are missing."""
     return tuple(_stamp(file) for file in _weights(_folder_of(location)))
 
 
 def checkpoint_digest(location: str, *, unless_changed_since: tuple[str, ...] = ()) -> str | None:
-    """Of the weight files of a model directory, or of a HuggingFace id that is here already; None where they are not all.
+    """Digest of the weight files of a model directory or of a cached HuggingFace id; None if files are missing.
 
-    unless_changed_since: the `checkpoint_stamps` of before they were loaded; None too if they are others now, because what was
-    loaded may be what lay there before. The digests are kept beside the files, or in kvblend's cache folder where that cannot
-    be written, under each file's stamp: a file that is replaced or written to is read anew.
+    unless_changed_since: the `checkpoint_stamps` from before loading; if they differ now the result is None, because the loaded
+    weights may be the old ones. File digests are cached by stamp next to the files, or else in kvblend's cache folder.
     """
     folder = _folder_of(location)
     files = _weights(folder)
@@ -73,7 +72,7 @@ def checkpoint_digest(location: str, *, unless_changed_since: tuple[str, ...] = 
         cache_root() / "digests" / f"{xxhash.xxh3_64_hexdigest(str(folder.resolve()).encode())}.json",
     )
     known = {name: digest for place in reversed(places) for name, digest in _read(place).items()}
-    digests = {stamp: known.get(stamp) or _digest(file) for file in files for stamp in [_stamp(file)]}
+    digests = {stamp: known.get(stamp) or file_digest(file) for file in files for stamp in [_stamp(file)]}
     if unless_changed_since not in ((), tuple(digests)):
         return None
     if digests.keys() - known.keys():
@@ -82,7 +81,7 @@ def checkpoint_digest(location: str, *, unless_changed_since: tuple[str, ...] = 
 
 
 def _weights(folder: Path | None) -> list[Path]:
-    if folder is None or (folder / "adapter_config.json").exists():  # an adapter's base lies elsewhere
+    if folder is None or (folder / "adapter_config.json").exists():  # an adapter's base model is elsewhere
         return []
     return checkpoint_files(lambda name: file if (file := folder / name).is_file() else None) or []
 
@@ -103,7 +102,8 @@ def _stamp(file: Path) -> str:
     return f"{file.name} {about.st_size} {about.st_ino} {about.st_mtime_ns} {about.st_ctime_ns}"
 
 
-def _digest(file: Path) -> str:
+def file_digest(file: Path) -> str:
+    """Digest of one file's bytes."""
     digest = xxhash.xxh3_128()
     with file.open("rb") as blocks:
         while block := blocks.read(_BLOCK):
@@ -120,7 +120,7 @@ def _read(place: Path) -> dict[str, str]:
 
 
 def _keep(digests: Mapping[str, str], places: tuple[Path, ...]) -> None:
-    """In the first place that can be written; a machine that has none reads the files at every start."""
+    """Write the digests to the first folder that is writable; without one, files are read at every start."""
     for place in places:
         with suppress(OSError):
             if place is not places[0]:

@@ -22,17 +22,16 @@ from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.cache import KV, BlendedCache, Run
 from blend_kernels import attention_mass, selective_attention
 
-# Arguments of other attention kinds that would change the result; a model that passes one of them is refused.
+# Arguments of other kinds of attention; a model that passes one is refused.
 _UNSUPPORTED = ("position_bias", "alibi", "block_mask", "head_mask")
 
 
 @dataclass(frozen=True)
 class Narrowing:
-    """Go on with fewer rows of a prompt from `layer` on.
+    """Continue with fewer rows of a prompt from `layer` on.
 
-    choose: called with the layer's fresh keys and values of all current rows (`[1, kv_heads, rows, head_dim]`), returns the
-    sorted positions to keep. Only the layer's norm and QKV projection run before it decides. keep_kv: whether the fresh KV of
-    the rows that go is written to the cache.
+    choose: gets the layer's fresh keys and values of all current rows, `[1, kv_heads, rows, head_dim]`, and returns the sorted
+    positions to keep. Only the layer's norm and QKV projection run before. keep_kv: write the fresh KV of dropped rows.
     """
 
     layer: int
@@ -44,9 +43,9 @@ class Narrowing:
 class RowRequest:
     """Rows of one prompt that a forward pass computes.
 
-    token_ids: `[batch, rows]`; a batch shares positions and mask, and has the pass to itself. positions: sorted int64 `[rows]`.
-    cache: what the rows read and write; it holds the KV of every earlier row that they are to see. narrowings: in the order of
-    their layers. observe: called with every layer's attention before it is computed; what it raises ends the pass.
+    token_ids: `[batch, rows]`; a batch shares positions and has the pass to itself. positions: sorted int64 `[rows]`.
+    cache: holds the KV of every earlier row that these rows see; their own is written to it. narrowings: by ascending layer.
+    observe: called with every layer's attention before it is computed; an exception from it ends the pass.
     await_layer: called with a layer's index before that layer of `cache` is used; it returns when the stored KV is there.
     """
 
@@ -89,24 +88,23 @@ says. `close` it when the result is no longer wanted; that may wait for the stor
 
 
 class ForwardPass:
-    """What is running: the requests, and the rows of each that are still there.
+    """State of a running pass: the requests, and the rows of each that are still computed.
 
-    one_copy: whether the model leaves keys and values alone between its cache and its attention, so that the attention of
-    several prompts may read their caches where they are instead of one copy side by side. untouched: whether this pass found
-    it so.
+    reads_caches: the model hands KV from its cache to its attention unchanged. Attention over several prompts then reads their
+    caches in place instead of one concatenated copy. unchanged: whether that held for every layer of this pass so far.
     """
 
-    def __init__(self, requests: Sequence[RowRequest], mask: MaskMode = "exact", *, one_copy: bool = False) -> None:
+    def __init__(self, requests: Sequence[RowRequest], mask: MaskMode = "exact", *, reads_caches: bool = False) -> None:
         if len(requests) > 1 and (mask != "exact" or any(request.token_ids.shape[0] != 1 for request in requests)):
             raise ConfigError(
                 "prompts run together only one sequence each and under the exact mask; run them one by one"
             )
         self.requests = tuple(requests)
         self.mask = mask
-        self.one_copy = one_copy
+        self.reads_caches = reads_caches
         self.runs = [Run(request.positions) for request in requests]
-        self.untouched = True
-        self.handed: list[KV] = []
+        self.unchanged = True
+        self.views: list[KV] = []
         self.returned: KV | None = None
 
     @property
@@ -116,12 +114,12 @@ class ForwardPass:
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """Of all rows as the requests gave them, `[batch, rows]`."""
+        """Token ids of all rows that the requests started with, `[batch, rows]`."""
         return torch.cat([request.token_ids for request in self.requests], dim=1)
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """Positions of all rows that are still there, `[batch, rows]`."""
+        """Positions of all rows still computed, `[batch, rows]`."""
         flat = torch.cat([run.positions for run in self.runs])
         return flat.expand(self.requests[0].token_ids.shape[0], -1)
 
@@ -135,33 +133,33 @@ class ForwardPass:
         return [(keys[:, :, span], values[:, :, span]) for span in self.spans()]
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
-        """Write a layer's fresh KV into each request's cache; what the model's attention is then given."""
+        """Write a layer's fresh KV into each request's cache. Returns the KV that the model's attention gets."""
         pairs = zip(self.requests, self.runs, self.fresh(keys, values), strict=True)
-        self.handed = [request.write(layer, run, *kv) for request, run, kv in pairs]
-        if len(self.handed) == 1:
-            self.returned = self.handed[0]
-        elif self.one_copy:
-            self.returned = keys, values  # only to be recognised: attention reads the caches themselves
+        self.views = [request.write(layer, run, *kv) for request, run, kv in pairs]
+        if len(self.views) == 1:
+            self.returned = self.views[0]
+        elif self.reads_caches:
+            self.returned = keys, values  # recognised by `keys_and_values`, which gives attention the caches
         else:
-            self.returned = torch.cat([k for k, _ in self.handed], 2), torch.cat([v for _, v in self.handed], 2)
+            self.returned = torch.cat([k for k, _ in self.views], 2), torch.cat([v for _, v in self.views], 2)
         return self.returned
 
-    def held(self, keys: torch.Tensor, values: torch.Tensor) -> list[KV]:
-        """All keys and values that each request's rows may see, from what the model's attention is called with."""
-        if self.left_alone(keys, values):
-            return self.handed
-        self.untouched = False
-        lengths = [k.shape[2] for k, _ in self.handed]
-        if sum(lengths) != keys.shape[2] or (self.one_copy and len(lengths) > 1):
+    def keys_and_values(self, keys: torch.Tensor, values: torch.Tensor) -> list[KV]:
+        """Keys and values of each request, from those that the model passed to its attention."""
+        if self._is_returned(keys, values):
+            return self.views
+        self.unchanged = False
+        lengths = [k.shape[2] for k, _ in self.views]
+        if sum(lengths) != keys.shape[2] or (self.reads_caches and len(lengths) > 1):
             raise RuntimeError("the model's attention was not called with the KV of the layer that was just written")
         return list(zip(torch.split(keys, lengths, 2), torch.split(values, lengths, 2), strict=True))
 
-    def left_alone(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    def _is_returned(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether these are the tensors that the cache returned for this layer."""
         return self.returned is not None and all(map(_same, self.returned, (keys, values)))
 
     def narrow(self, kept: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Keep these sorted positions of each request; their places among the rows so far, int64 `[rows kept]`."""
+        """Keep these sorted positions of each request. Returns their indices among the rows so far, int64 `[rows kept]`."""
         places = []
         for number, (span, rows) in enumerate(zip(list(self.spans()), kept, strict=True)):
             places.append(torch.searchsorted(self.runs[number].positions, rows) + span.start)
@@ -177,9 +175,9 @@ def _same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 class PassCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """What a forward pass over rows gives the model as its cache: each layer's KV goes to the caches of the pass's requests.
+    """The cache that the model sees during a pass: each layer's KV goes to the caches of the pass's requests.
 
-    halt_at: the layer whose `update` ends the pass with `Halt`, after it has written.
+    halt_at: this layer's `update` writes its KV, then ends the pass with `Halt`.
     """
 
     def __init__(self, forward: ForwardPass, layers: int, halt_at: int | None = None) -> None:
@@ -187,14 +185,14 @@ class PassCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
 
 class Halt(BaseException):
-    """Ends a forward pass from inside a layer; carries the layer's fresh KV and never leaves `blend.model`."""
+    """Ends a forward pass from inside a layer, with the layer's fresh KV; the driver catches it."""
 
     def __init__(self, fresh: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.fresh = fresh
 
 
 class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of a `PassCache`. probing: the next `update` hands out the fresh KV in a `Halt`, unwritten."""
+    """One layer of a `PassCache`. probing: the next `update` raises `Halt` with the fresh KV instead of writing it."""
 
     is_sliding = False
     is_croppable = False
@@ -211,7 +209,7 @@ class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the rows' fresh KV, and return what the model's attention is to be called with."""
+        """Write the rows' fresh KV. Returns the KV for the model's attention."""
         if self.probing:
             raise Halt((key_states, value_states))
         written = self._forward.write(self._index, key_states, value_states)
@@ -220,7 +218,7 @@ class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         return written
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """No mask is built from it; the longest that any request's rows may see."""
+        """Keys of the longest request, and their offset; no mask is built from it."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -237,7 +235,7 @@ _running: ContextVar[ForwardPass | None] = ContextVar("kvblend_forward_pass", de
 
 @contextmanager
 def running(forward: ForwardPass) -> Iterator[None]:
-    """Make `forward` the pass that attention works for, in this thread and task only."""
+    """Make `forward` the current pass of this thread and task."""
     token = _running.set(forward)
     try:
         yield
@@ -246,7 +244,7 @@ def running(forward: ForwardPass) -> Iterator[None]:
 
 
 def current_pass() -> ForwardPass:
-    """The pass that runs in this thread. Raises RuntimeError where none does."""
+    """The current pass of this thread. Raises RuntimeError without one."""
     forward = _running.get()
     if forward is None:
         raise RuntimeError("row_attention runs only inside a kvblend forward pass")
@@ -255,11 +253,10 @@ def current_pass() -> ForwardPass:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One layer's attention as the model asks for it.
+    """One layer's attention as the model calls it.
 
-    query `[batch, heads, rows, head_dim]`, key and value `[batch, kv_heads, keys, head_dim]`; row r sees keys up to
-    `positions[r]`, and with a window only the last `window` of them. sinks: `[heads]`, logits that take part of the
-    attention and give nothing.
+    query: `[batch, heads, rows, head_dim]`. key, value: `[batch, kv_heads, keys, head_dim]`. Row r sees keys up to
+    `positions[r]`, of those the last `window` if there is a window. sinks: `[heads]`, logits that take attention only.
     """
 
     layer: int
@@ -284,15 +281,12 @@ class AttentionCall:
         }
 
     def output(self) -> torch.Tensor:
-        """What the rows get, `[batch, heads, rows, value_dim]` over memory `[batch, rows, heads, value_dim]`."""
+        """Attention's output, `[batch, heads, rows, value_dim]` over memory `[batch, rows, heads, value_dim]`."""
         out: torch.Tensor = selective_attention(self.query, self.key, self.value, self.positions, **self._rule)
         return out
 
     def mass(self, *, per_head: bool = False, reduce: Literal["sum", "max"] = "sum") -> torch.Tensor:
-        """Attention that each key receives from all rows, fp32 `[batch, keys]`, or `[batch, heads, keys]`.
-
-        reduce: over rows; with "max" the most that a single one of them gives.
-        """
+        """Attention that each key receives from all rows (their sum or maximum), fp32 `[batch, (heads,) keys]`."""
         return attention_mass(
             self.query,
             self.key,
@@ -315,9 +309,10 @@ def row_attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of the running pass's rows `[batch, heads, rows, head_dim]` over what the cache gave, request by request.
+    """Attention of the current pass's rows, request by request, with the signature of transformers' `AttentionInterface`.
 
-    Returns `[batch, rows, heads, value_dim]` and no weights, as transformers expects.
+    The pass comes from a context variable: not every architecture hands keyword arguments of the forward pass to attention.
+    Returns `[batch, rows, heads, value_dim]` and no weights.
     """
     forward = current_pass()
     if attention_mask is not None or any(others.get(name) is not None for name in _UNSUPPORTED):
@@ -327,7 +322,7 @@ def row_attention(
         )
     layer = int(getattr(module, "layer_idx", -1))
     out = []
-    parts = zip(forward.requests, forward.runs, forward.spans(), forward.held(key, value), strict=True)
+    parts = zip(forward.requests, forward.runs, forward.spans(), forward.keys_and_values(key, value), strict=True)
     for request, run, span, (keys, values) in parts:
         call = AttentionCall(
             layer,

@@ -23,23 +23,26 @@ OnText = Callable[[str], None]
 
 
 class Continuable(Protocol):
-    """A prefilled prompt that can go on: what decoding and teacher forcing need, blended or not."""
+    """A prefilled prompt, blended or not, as decoding and teacher forcing need it."""
 
     @property
     def logits(self) -> torch.Tensor:
-        """Of the first token to come, `[1, vocab]`."""
+        """Next-token logits, `[1, vocab]`."""
         ...
 
     def append(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Run `[1, n]` further tokens; their next-token logits `[1, n, vocab]`."""
+        """Run further tokens `[1, n]`. Returns their next-token logits `[1, n, vocab]`."""
         ...
 
 
 @dataclass(frozen=True)
 class Generation:
-    """An answer. text: empty where the decoder has no tokenizer. token_ids: without the prompt.
+    """An answer.
 
-    seconds: decoding time, the first token's choice included.
+    Attributes:
+        text: The decoded answer; empty if the decoder has no tokenizer.
+        token_ids: The answer's token ids, without the prompt.
+        seconds: Decoding time in seconds, from choosing the first token to the end.
     """
 
     text: str
@@ -48,7 +51,7 @@ class Generation:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None for a single token."""
+        """Seconds per output token after the first, or None for a single token."""
         further = len(self.token_ids) - 1
         return self.seconds / further if further > 0 else None
 
@@ -62,11 +65,22 @@ def generate(
     on_text: OnText | None = None,
     **options: Any,
 ) -> Generation:
-    """Decode from a prefilled prompt, greedily unless `options` (those of `model.generate`) say otherwise.
+    """Decode an answer from a prefilled prompt with `model.generate`, without running the prompt again.
 
-    on_text: called with each piece of text as soon as it is final. The prompt is not run again: the first token comes from
-    `prefilled.logits`. Raises `ConfigError` for options that ask for several sequences, for a length that is none, and for
-    `on_text` of a decoder without a tokenizer.
+    Args:
+        decoder: The decoder that prefilled the prompt.
+        prefilled: The prefilled prompt, such as a `Blend`.
+        prompt_ids: The prompt's token ids, for logits processors and stopping criteria.
+        max_new_tokens: Maximum length of the answer in tokens.
+        on_text: Called with each piece of text as soon as it is final.
+        **options: Further options of `model.generate`. Decoding is greedy by default.
+
+    Returns:
+        The answer.
+
+    Raises:
+        ConfigError: The options ask for several sequences or an invalid length, or `on_text` is given without a tokenizer.
+        UnsupportedModelError: This version of transformers has no `custom_generate`.
     """
     if on_text is not None and decoder.tokenizer is None:
         raise ConfigError("this decoder has no tokenizer to make text with: leave out on_text, and read token_ids")
@@ -89,7 +103,7 @@ def generate(
 
 
 def _decoding_loop(decoder: Decoder, prefilled: Continuable, on_text: OnText | None) -> Callable[..., torch.Tensor]:
-    """A decoding method for `generate(custom_generate=...)` that starts from logits that are known already."""
+    """A decoding loop for `generate(custom_generate=...)` that starts from known logits."""
     streamer = _streamer(decoder.tokenizer, on_text) if on_text else None
 
     def loop(
@@ -140,7 +154,7 @@ def _choose(scores: torch.Tensor, sample: bool) -> torch.Tensor:
 
 
 def _streamer(tokenizer: Any, on_text: OnText) -> Any:
-    """The streamer of transformers, which waits for whole words and code points, calling `on_text` instead of printing."""
+    """Streamer of transformers, which waits for whole words and code points, with `on_text` instead of print."""
     from transformers import TextStreamer
 
     class CallbackStreamer(TextStreamer):  # type: ignore[misc]  # transformers is untyped here
@@ -153,9 +167,9 @@ def _streamer(tokenizer: Any, on_text: OnText) -> Any:
 
 @torch.inference_mode()
 def teacher_forced_logits(prefilled: Continuable, answer_ids: Sequence[int]) -> torch.Tensor:
-    """Logits that predict each token of a given answer, `[answer, vocab]` in float32.
+    """Logits that predict each token of a given answer, float32 `[answer, vocab]`.
 
-    Appends all of the answer but its last token to the prefilled prompt.
+    Appends the answer without its last token to the prefilled prompt.
     """
     first = prefilled.logits.float()
     if len(answer_ids) < 2:

@@ -26,10 +26,10 @@ QueryRows = Literal["peak", "sum"]
 
 @dataclass(frozen=True)
 class QueryScore:
-    """What `evidence.query_attention` measures. Raises `ConfigError` for other values.
+    """How the question's attention scores a context row. Raises `ConfigError` for other values.
 
-    layers: those that score, see `scoring_layers`. rows: "sum" or "peak" over the question's rows. value_norm: weight attention
-    by the norm of the value it reads.
+    layers: the scoring layers, see `scoring_layers`. rows: "peak" or "sum" over the question's rows. value_norm: weight
+    attention by the norm of the value it reads.
     """
 
     layers: str = "middle"
@@ -41,9 +41,9 @@ class QueryScore:
 
 
 def scoring_layers(name: str, layers: int) -> tuple[int, ...]:
-    """Layers by name: "all", "middle" (from half to five sixths of the depth), "upper" (half); or numbered, as "3+7+12-15".
+    """Layers by name: "all", "middle" (half to five sixths of the depth), "upper" (from half on), or by number ("3+7+12-15").
 
-    Raises `ConfigError` for another name, and for layers that a decoder of so many does not have.
+    layers: the decoder's depth. Raises `ConfigError` for another name or a layer beyond it.
     """
     bands = {
         "all": range(layers),
@@ -74,16 +74,16 @@ MEANINGS = {
     "floor": "share of the budget that every chunk gets an equal part of",
     "block": "neighbouring rows that are taken together",
 }
-"""What every parameter means, by its name: it means the same in all selectors that have it."""
+"""What every parameter means; the same in all selectors that have it."""
 
 
 def parameters(kind: type) -> tuple[Field[Any], ...]:
-    """The fields of a selector's class, its own before those that it shares."""
+    """The fields of a selector's class, its own before the shared ones."""
     return tuple(sorted(fields(kind), key=lambda field: field.kw_only is True)) if is_dataclass(kind) else ()
 
 
 def allowed(kind: type, name: str) -> str:
-    """What a parameter of a selector's class may be, in words."""
+    """The allowed values of a selector's parameter, in words."""
     annotation = get_type_hints(kind)[name]
     if name in NUMBERS:
         return NUMBERS[name].span
@@ -93,7 +93,7 @@ def allowed(kind: type, name: str) -> str:
 
 
 def defaults(kind: type) -> str:
-    """The parameters of a selector's class at their defaults, as a spec has them."""
+    """The default parameters of a selector's class, as in a spec."""
     return ", ".join(f"{field.name}={written(field.default)}" for field in parameters(kind))
 
 
@@ -103,19 +103,19 @@ def summary(kind: type) -> str:
 
 
 def spec_of(selector: Selector) -> str:
-    """Name and parameters of a selector; fields that are no text, number or switch are left out."""
+    """The spec of a selector: its name and those parameters that are texts, numbers or switches."""
     name = selector.name or type(selector).__name__
     values = [(field, getattr(selector, field.name)) for field in parameters(type(selector))]
-    told = [
+    given = [
         f"{field.name}={written(value)}"
         for field, value in values
         if isinstance(value, str | Real | None) and (field.default is MISSING or value != field.default)
     ]
-    return f"{name}:{','.join(told)}" if told else name
+    return f"{name}:{','.join(given)}" if given else name
 
 
 def written(value: object) -> str:
-    """A value as a spec has it."""
+    """A value as in a spec."""
     if value is None:
         return AUTO
     if isinstance(value, bool):
@@ -126,7 +126,7 @@ def written(value: object) -> str:
 
 
 def parsed(kind: type, name: str, text: str) -> dict[str, Any]:
-    """The arguments of a selector's class out of the part of a spec behind the colon. Raises `ConfigError` in one line."""
+    """Constructor arguments from the part of a spec after the colon. Raises `ConfigError`."""
     known = {field.name: field for field in parameters(kind)}
     found: dict[str, Any] = {}
     for pair in text.split(","):
@@ -145,7 +145,7 @@ def parsed(kind: type, name: str, text: str) -> dict[str, Any]:
 
 
 def _value(name: str, field: Field[Any], text: str) -> Any:
-    """One value; texts are checked by the class itself."""
+    """One parsed value; the class itself checks texts."""
     if text == AUTO and field.default is None:
         return None
     try:
@@ -165,7 +165,7 @@ KV: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 @dataclass(frozen=True)
 class Step:
-    """Go on with fewer rows from `layer` on: `factor` times the budget. Before the first step all rows run."""
+    """Continue with `factor` times the budget of rows from `layer` on. Before the first step all rows run."""
 
     layer: int
     factor: float = 1.0
@@ -176,11 +176,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a selector must see before it can choose, so that loading and compute can be planned around it.
+    """What a selector must see before it can choose, so that loading and compute can be planned.
 
-    steps: where it chooses, one or more, in order of layers. A step at layer 0 costs nothing before it; one at
-    layer n > 0 lets the layers below run on all rows still there, and layer n's QKV projection. query: how the query rows, run
-    once over the stored caches, score the context rows; None when they need not run. truth: full recompute, for research.
+    Attributes:
+        steps: Where it chooses: one or more steps by ascending layer. A step at layer 0 costs nothing. A step at layer n > 0
+            runs the layers below, and layer n's QKV projection, on all remaining rows.
+        query: How the query rows, run once over the stored caches, score the context rows. None if they need not run.
+        truth: Whether it needs full recompute (research only).
+
+    Raises:
+        ConfigError: There is no step, or the layers are not ascending.
     """
 
     steps: tuple[Step, ...] = (Step(0),)
@@ -195,13 +200,18 @@ class Needs:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a selector may look at, at one of its steps.
+    """What a selector sees at one of its steps.
 
-    layout: the prompt. candidates: sorted positions of the context rows that came out of the store and are still there, int64
-    `[candidates]`. budget: how many of them to return. layer: the step's layer. fresh, stored: keys and values of that layer at
-    the candidates, `[1, kv_heads, candidates, head_dim]`, computed in context and repositioned from the store; None at layer 0.
-    query_attention: attention that the query rows give each candidate, as the needs say, fp32 `[layers, candidates]`.
-    truth: true deviation weighted by true attention, see `evidence.true_weight`, fp32 `[candidates]`.
+    Attributes:
+        layout: The prompt.
+        candidates: Sorted positions of the context rows that came from the store and still run, int64 `[candidates]`.
+        budget: How many rows to return.
+        layer: The step's layer.
+        fresh: Keys and values of that layer at the candidates, computed in context, `[1, kv_heads, candidates, head_dim]`.
+            None at layer 0.
+        stored: The same from the store, repositioned. None at layer 0.
+        query_attention: Attention that the query rows give each candidate, fp32 `[layers, candidates]`, if needed.
+        truth: True deviation weighted by true attention, fp32 `[candidates]`, if needed.
     """
 
     layout: PromptLayout
@@ -215,41 +225,53 @@ class Evidence:
 
 
 class Selector(ABC):
-    """Chooses rows. One object may serve several prompts at once, in several threads.
+    """Chooses which cached context rows to recompute. One object may serve several prompts at once, in several threads.
 
-    name: what it is called in reports; without one, the name of its class.
+    Attributes:
+        name: Its name in specs and reports; by default the name of its class.
     """
 
     name: ClassVar[str] = ""
 
     @property
     def spec(self) -> str:
-        """Name and parameters in one line, which reports show; `make_selector` reads that of a built-in selector back.
-
-        The parameters are the fields of a dataclass that are not at their defaults.
-        """
+        """Name and non-default dataclass fields in one line. `make_selector` reads a built-in selector's spec back."""
         return spec_of(self)
 
     def needs(self, layers: int) -> Needs:
-        """What it must see, for a decoder of so many layers. Raises `ConfigError` when that decoder is too shallow for it."""
+        """What it must see before it can choose.
+
+        Args:
+            layers: The number of the decoder's layers.
+
+        Returns:
+            The steps and the evidence that it needs; by default one step at layer 0.
+
+        Raises:
+            ConfigError: The decoder has too few layers.
+        """
         return Needs()
 
     @abstractmethod
     def select(self, evidence: Evidence) -> torch.Tensor:
-        """At most `evidence.budget` of `evidence.candidates`, each once, int64 `[rows]` in any order."""
+        """Choose the rows to recompute.
+
+        Args:
+            evidence: What the selector may look at.
+
+        Returns:
+            At most `evidence.budget` of `evidence.candidates`, each once, int64 `[rows]` in any order.
+        """
 
 
 def top_candidates(scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
-    """The `budget` candidates with the highest scores `[candidates]`, sorted by position; ties go to the earlier row."""
+    """The `budget` candidates with the highest scores `[candidates]`, sorted by position. Ties go to the earlier row."""
     order = scores.argsort(descending=True, stable=True)[: evidence.budget]
     return evidence.candidates[order.sort().values]
 
 
 def needs_of(selector: Selector, layers: int) -> Needs:
-    """What a selector must see, for a decoder of so many layers.
-
-    Raises `ConfigError` for what is no `Needs`, and for a step at a layer that the decoder does not have.
-    """
+    """The checked needs of a selector for a decoder of `layers` layers. Raises `ConfigError` for invalid ones."""
     needs = selector.needs(layers)
     if not isinstance(needs, Needs):
         raise ConfigError(f"selector {selector.spec}: its needs are {shown(needs)}; return a blend.Needs")
@@ -262,14 +284,14 @@ def needs_of(selector: Selector, layers: int) -> Needs:
 
 
 def rows_of(selector: Selector, evidence: Evidence) -> torch.Tensor:
-    """The rows that a selector chooses, sorted. Raises `ConfigError` for anything but what `Selector.select` may return."""
-    candidates = evidence.candidates.clone()  # what the selector is shown it might change
+    """The rows that a selector chooses, sorted. Raises `ConfigError` if it breaks the contract of `Selector.select`."""
+    candidates = evidence.candidates.clone()  # a selector may change its evidence
     chosen = selector.select(evidence)
-    if told := _malformed(chosen):
-        raise ConfigError(f"selector {selector.spec}: it returned {told}; return int64 positions in a tensor `[rows]`")
+    if wrong := _malformed(chosen):
+        raise ConfigError(f"selector {selector.spec}: it returned {wrong}; return int64 positions in a tensor `[rows]`")
     rows = chosen.to(candidates.device).sort().values
-    if told := _not_among(rows, candidates, evidence.budget):
-        raise ConfigError(f"selector {selector.spec}: it returned {told}")
+    if wrong := _not_among(rows, candidates, evidence.budget):
+        raise ConfigError(f"selector {selector.spec}: it returned {wrong}")
     return rows
 
 
@@ -284,7 +306,7 @@ def _malformed(chosen: object) -> str:
 
 
 def _not_among(rows: torch.Tensor, candidates: torch.Tensor, budget: int) -> str:
-    """What is wrong with sorted rows, empty when nothing is."""
+    """What is wrong with sorted rows; empty if nothing is."""
     import torch
 
     if rows.shape[0] > budget:

@@ -1,6 +1,6 @@
-"""What selectors are shown that costs a pass of the decoder of its own: the question's attention, and the truth.
+"""Evidence that costs its own pass of the decoder: the question's attention, and the deviation from full recompute.
 
-The decoder is handed in: selectors stand below it, so that a configuration can hold one without loading a model's code.
+The decoder is a parameter: a configuration can hold a selector without loading a model's code.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def query_attention(
 ) -> torch.Tensor:
     """Attention of the suffix rows over the stored caches, summed over heads, fp32 `[scored layers, rows of the prompt]`.
 
-    With rows "sum" all that they give a row. With "peak" the most that any of them gives it in each head, and what the
-    last of them gives it, which is where the answer starts; both count alike over the context. In sums, what one head seeks out
-    drowns in what all its rows touch: the chunk that resembles the question takes the budget of the one that answers.
+    rows="sum": the attention of all suffix rows. rows="peak": in each head the largest attention of any suffix row, plus that
+    of the last row, where the answer starts; both weigh the same. A sum favours the chunk that resembles the
+    question over the one that answers it.
 
-    uncached: positions of context rows that hold nothing yet, int64 `[rows]`: they get no part in it. The suffix rows' KV is
-    written, and written again by the recompute. Raises `ConfigError` for layers that the decoder does not have.
+    uncached: positions of context rows without stored KV, int64 `[rows]`; they are blanked. The suffix rows' KV is written; the
+    recompute overwrites it. Raises `ConfigError` for layers that the decoder does not have.
     """
     scoring = QueryAttention(decoder, cache, layout, score, uncached)
     scoring.watch(decoder, cache, scoring.rows)
@@ -42,12 +42,12 @@ def query_attention(
 
 
 class QueryAttention:
-    """`query_attention` for a scheduler: run the suffix with `observe`, at once or in ascending pieces; then `attention`.
+    """`query_attention` for a scheduler: run the suffix with `observe`, at once or in ascending pieces, then call `attention`.
 
-    Each piece reads what those before it wrote, so a row's attention is what it is in one pass. Pieces are joined head by head:
-    until the last one, that of every scored layer is held, fp32 `[heads, rows of the prompt]`.
+    A row's attention does not depend on the pieces. Until the last piece, the attention of every scored layer is kept per head,
+    fp32 `[heads, rows of the prompt]`.
 
-    rows: positions of the suffix. last_layer: that is looked at.
+    rows: positions of the suffix. last_layer: the last scored layer.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class QueryAttention:
         self._layers = scoring_layers(score.layers, len(decoder.layers))
         self._layout, self._score, self.last_layer = layout, score, self._layers[-1]
         self._scored, self._ends = list[torch.Tensor](), list[torch.Tensor]()
-        self._held: dict[int, _Held] = {}
+        self._partial: dict[int, _Partial] = {}
         if uncached is not None:
             cache.blank(uncached)
         self.rows = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
@@ -74,25 +74,25 @@ class QueryAttention:
         rows: torch.Tensor,
         await_layer: Callable[[int], None] | None = None,
     ) -> None:
-        """Observe these rows in a separate pass, which ends with the last scored layer. await_layer: see `RowRequest`."""
+        """Observe these suffix rows in one pass, which ends with the last scored layer. await_layer: see `RowRequest`."""
         decoder.watch_attention(
             self.ids_of(rows), rows, cache, self.observe, last_layer=self.last_layer, await_layer=await_layer
         )
 
     def ids_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Their token ids, `[1, rows]`."""
+        """Token ids of these suffix rows, `[1, rows]`."""
         return self._ids[:, rows - self._layout.context.stop]
 
     def observe(self, call: AttentionCall) -> None:
-        """Take in the attention of a layer."""
+        """Add the attention of a layer."""
         if call.layer not in self._layers:
             return
         peak = self._score.rows == "peak"
         heads = call.mass(per_head=True, reduce="max" if peak else "sum")[0]
-        before = self._held.pop(call.layer, _Held(0, heads[:, :0]))
+        before = self._partial.pop(call.layer, _Partial(0, heads[:, :0]))
         seen = before.joined(heads, call.query.shape[2], peak=peak)
         if seen.rows < self.rows.shape[0]:
-            self._held[call.layer] = seen
+            self._partial[call.layer] = seen
             return
         self._scored.append(_over_heads(seen.heads, call, self._score))
         if peak:
@@ -100,7 +100,7 @@ class QueryAttention:
             self._ends.append(_over_heads(end.mass(per_head=True)[0], call, self._score))
 
     def attention(self) -> torch.Tensor:
-        """Of all scored layers, see `query_attention`."""
+        """Attention of all scored layers, see `query_attention`."""
         attention = torch.stack(self._scored)
         if self._ends:
             last, context = torch.stack(self._ends), slice(self._layout.context.start, self._layout.context.stop)
@@ -111,8 +111,8 @@ class QueryAttention:
 def true_weight(decoder: RowDecoder, cache: BlendedCache, layout: PromptLayout) -> torch.Tensor:
     """How much each row's stored KV costs the question, from a full prefill, fp32 `[rows of the prompt]`.
 
-    Over all layers, the attention that the suffix rows give the row under full recompute, times how far its stored KV is from
-    the recomputed: the norm of the difference, keys and values each relative to the layer's mean squared norm.
+    The sum over layers of the suffix rows' attention under full recompute, times the norm of the difference of stored and
+    recomputed KV, keys and values each relative to the layer's mean squared norm.
     """
     exact, mass = decoder.new_cache(layout.rows), list[torch.Tensor]()
     suffix = slice(layout.context.stop, None)
@@ -133,21 +133,21 @@ def true_weight(decoder: RowDecoder, cache: BlendedCache, layout: PromptLayout) 
     return weight
 
 
-class _Held(NamedTuple):
-    """What each key received of the first `rows` rows of the suffix, in each head: `[heads, keys]`."""
+class _Partial(NamedTuple):
+    """Attention per head that each key received from the first `rows` rows of the suffix, `[heads, keys]`."""
 
     rows: int
     heads: torch.Tensor
 
-    def joined(self, heads: torch.Tensor, rows: int, *, peak: bool) -> _Held:
-        """With that of the next rows, which may see more keys; written over it."""
+    def joined(self, heads: torch.Tensor, rows: int, *, peak: bool) -> _Partial:
+        """Joined with the attention of the next rows, which may see more keys; overwrites `heads`."""
         known = heads[:, : self.heads.shape[1]]
         torch.maximum(known, self.heads, out=known) if peak else known.add_(self.heads)
-        return _Held(self.rows + rows, heads)
+        return _Partial(self.rows + rows, heads)
 
 
 def _over_heads(heads: torch.Tensor, call: AttentionCall, score: QueryScore) -> torch.Tensor:
-    """What each key receives in a head `[heads, keys]`, summed over heads; weighted by the norm of its value if so wanted."""
+    """The sum over heads of attention `[heads, keys]`, weighted by the norm of each key's value with `value_norm`."""
     if not score.value_norm:
         return heads.sum(0)
     norm = torch.linalg.vector_norm(call.value[0].float(), dim=-1)

@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoringSelector(Selector):
-    """A selector that gives every row a score, and the rows that come first by it.
+    """A selector that scores every row and takes the best.
 
-    lead: rows at the start of every chunk that are taken first, fewer where they would take more than half of the budget. A
-    chunk opens with its title, which answers copy although the question does not attend to it, and whose KV differs most.
-    None leaves it to the selector.
-    floor: share of the budget that goes to the best rows of every chunk in equal parts, leads included, before the rest goes
-    to the best rows anywhere.
-    block: choose runs of so many neighbouring rows of a chunk, by their summed score, instead of single rows.
+    lead: rows at the start of every chunk that are taken first, up to half of the budget; None is the selector's own default. A
+    chunk opens with its title: answers copy it, the question does not attend to it, and its KV differs most.
+    floor: share of the budget divided equally among chunks, leads included, before the best rows anywhere.
+    block: take runs of this many neighbouring rows of a chunk by their summed score.
     """
 
     lead: int | None = field(default=None, kw_only=True)
@@ -40,11 +38,11 @@ class ScoringSelector(Selector):
 
     @property
     def own_lead(self) -> int:
-        """The lead where none is given."""
+        """The default lead."""
         return 0
 
     def allot(self, scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
-        """The `budget` candidates that come first, by scores `[candidates]`, sorted by position; ties go to the earlier row."""
+        """The `budget` best candidates by scores `[candidates]` and by this selector's rules, sorted by position."""
         lead = self.own_lead if self.lead is None else self.lead
         if self.block > 1:
             scores = _block_scores(scores, evidence, self.block)
@@ -56,7 +54,7 @@ class ScoringSelector(Selector):
 
 
 def _block_scores(scores: torch.Tensor, evidence: Evidence, block: int) -> torch.Tensor:
-    """Every row's score replaced by the sum over its block, blocks counted from the start of each chunk."""
+    """Each row's score replaced by the sum over its block, counted from the start of its chunk."""
     starts = evidence.layout.chunk_starts(evidence.candidates)
     import torch
 
@@ -66,14 +64,14 @@ def _block_scores(scores: torch.Tensor, evidence: Evidence, block: int) -> torch
 
 
 def _leads_first(scores: torch.Tensor, evidence: Evidence, lead: int) -> torch.Tensor:
-    """The first rows of every chunk raised above all others."""
+    """Scores with the first rows of every chunk above all others."""
     starts = evidence.layout.chunk_starts(evidence.candidates)
     depth = min(lead, evidence.budget // 2 // max(1, len(_different(starts))))
     return scores.masked_fill(evidence.candidates - starts < depth, float("inf"))
 
 
 def _floors_first(scores: torch.Tensor, evidence: Evidence, floor: float) -> torch.Tensor:
-    """The best rows of every chunk raised above all others."""
+    """Scores with the best rows of every chunk above all others."""
     starts = evidence.layout.chunk_starts(evidence.candidates)
     present = _different(starts)
     each = int(floor * evidence.budget / max(1, len(present)))

@@ -1,11 +1,11 @@
-"""Work of an engine that may wait for a store: done beside the engine's thread, which goes on with what waits for nothing."""
+"""Work in the background of answers: I/O that may wait for a store, and caches of chunks that are computed in small pieces."""
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from blend.errors import StoreError
-from blend.model.cpu import compute_alone
+from blend.model.cpu import use_one_thread
 from blend.model.forward import Resume, RowRequest, Steps
 from blend.serve.corpus_caches import OnDone
 from blend.serve.failures import log_error
@@ -29,56 +29,44 @@ if TYPE_CHECKING:
     from blend.store.base import ChunkStore
     from blend.types import ChunkKey, PromptLayout
 
-
 _Result = TypeVar("_Result")
+MOST_MISSING = 512  # caches queued because prompts lacked them; later prompts ask again for the rest
+FindMissing = Callable[[], "tuple[ChunkLibrary, Sequence[Variant]]"]
+"""Finds the caches that the store lacked for a prompt; it may have to ask the store."""
 
 
-class Beside:
-    """So many threads that do what they are given, first come first served. wake: called after each."""
+class IOPool:
+    """Threads for calls that may wait for a store, first come, first served. wake: called after each."""
 
     def __init__(self, name: str, threads: int, wake: Callable[[], None]) -> None:
-        self._wake, self._given = wake, queue.SimpleQueue[Callable[[], None] | None]()
-        self._threads: list[threading.Thread] = []
-        try:
-            for number in range(threads):
-                thread = threading.Thread(target=self._loop, name=f"{name}-{number}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
-        except RuntimeError:  # the system has no more
-            self.close()
-            raise
+        self._wake = wake
+        self._executor = ThreadPoolExecutor(threads, name, initializer=use_one_thread)  # the cores are the engine's
 
     def start(self, call: Callable[[], None]) -> None:
-        """Have this done. Any thread may call it."""
-        self._given.put(call)
+        """Run this in the pool. Any thread may call it."""
+        self._executor.submit(self._run, call)
 
     def close(self) -> None:
-        """Finish what was given, and end."""
-        for _ in self._threads:
-            self._given.put(None)
-        for thread in self._threads:
-            thread.join()
+        """Finish what was started, and end the threads."""
+        self._executor.shutdown()
 
-    def _loop(self) -> None:
-        compute_alone()  # the cores are the engine's
-        while (call := self._given.get()) is not None:
-            try:
-                with torch.inference_mode():
-                    call()
-            except BaseException as error:  # the next one is somebody else's
-                log_error(error, "")
-            del call  # what it holds is not to be kept until there is another
-            self._wake()
+    def _run(self, call: Callable[[], None]) -> None:
+        try:
+            with torch.inference_mode():
+                call()
+        except BaseException as error:  # the next call is of another prompt
+            log_error(error, "")
+        self._wake()
 
 
 class Stepper(Generic[_Result]):
-    """Steps on their way, in the engine's thread and beside it. Only the engine's thread calls it.
+    """Drives `Steps`, in the engine's thread and in the pool. Only the engine's thread calls it.
 
-    busy: whether a thread beside is at it. ended: whether there is nothing more to do; result: what came of it then.
+    busy: a thread of the pool runs the steps. ended: nothing is left to do; result: of the steps, then.
     """
 
-    def __init__(self, steps: Steps[_Result], beside: Beside) -> None:
-        self._steps, self._beside = steps, beside
+    def __init__(self, steps: Steps[_Result], io: IOPool) -> None:
+        self._steps, self._io = steps, io
         self._next: RowRequest | Resume = Resume.ENGINE
         self._error: Exception | None = None
         self._lock, self._given_up = threading.Lock(), False
@@ -86,9 +74,9 @@ class Stepper(Generic[_Result]):
         self.result: _Result | None = None
 
     def rows(self) -> RowRequest | None:
-        """Go on as far as nothing is waited for, with no more than one turn; the rows to run, or None where there are none yet.
+        """Advance until the next I/O wait, running at most one turn; the rows to run, or None if there are none yet.
 
-        Raises what the steps raise, beside too.
+        Raises what the steps raise, in the pool too.
         """
         turns = 1
         while not (self.busy or self.ended):
@@ -98,7 +86,7 @@ class Stepper(Generic[_Result]):
             if isinstance(self._next, RowRequest):
                 return self._next
             if self._next is Resume.BACKGROUND:
-                self._start(partial(self._go_on_beside, partial(next, self._steps)))
+                self._start(partial(self._run_in_pool, partial(next, self._steps)))
             elif self._next is Resume.ENGINE or turns:
                 turns -= self._next is Resume.NEXT_TURN
                 self._resume(partial(next, self._steps))
@@ -111,12 +99,12 @@ class Stepper(Generic[_Result]):
         self._resume(partial(self._steps.send, logits))
 
     def failed(self, error: Exception) -> None:
-        """The rows could not be run: tell the steps, beside, because to close what they opened may take its time."""
+        """The rows could not be run. The steps get the error in the pool, because closing files may take a while."""
         if not self.ended:
-            self._start(partial(self._go_on_beside, partial(self._steps.throw, error)))
+            self._start(partial(self._run_in_pool, partial(self._steps.throw, error)))
 
     def give_up(self) -> None:
-        """Go no further, and let go of everything, if need be once the thread beside is back: it is busy until then."""
+        """Stop and free everything; it is busy until that is done."""
         with self._lock:
             if self._given_up or self.ended:
                 return
@@ -124,7 +112,7 @@ class Stepper(Generic[_Result]):
             if self.busy:
                 return
             self.busy = True
-        self._beside.start(self._close)
+        self._io.start(self._close)
 
     def _resume(self, call: Callable[[], RowRequest | Resume]) -> None:
         try:
@@ -137,9 +125,9 @@ class Stepper(Generic[_Result]):
 
     def _start(self, call: Callable[[], None]) -> None:
         self.busy = True
-        self._beside.start(call)
+        self._io.start(call)
 
-    def _go_on_beside(self, call: Callable[[], RowRequest | Resume]) -> None:
+    def _run_in_pool(self, call: Callable[[], RowRequest | Resume]) -> None:
         try:
             if not self._given_up:
                 self._next = call()
@@ -150,30 +138,22 @@ class Stepper(Generic[_Result]):
         except Exception as error:  # raised in the engine's thread
             self._error = error
         except BaseException as error:
-            self._error = RuntimeError(f"{type(error).__name__} beside the engine")
+            self._error = RuntimeError(f"{type(error).__name__} in the engine's I/O pool")
         with self._lock:
-            self.busy = given_up = self._given_up  # from here on, giving up has it closed by another thread
+            self.busy = given_up = self._given_up  # from here on, `give_up` closes the steps itself
         if given_up:
             self._close()
 
     def _close(self) -> None:
         try:
             self._steps.close()
-        except Exception as error:  # entries that cannot be closed harm nobody
+        except Exception as error:  # an entry that cannot be closed harms no prompt
             log_error(error, "")
         self._error, self._next = None, Resume.ENGINE
         self.ended, self.busy = True, False
 
 
-# --- Caches of chunks computed in small pieces, so that answers go on meanwhile.
-
-
-MOST_LACKING = 512  # caches that prompts lacked; of more the next prompts remind
-Lacking = Callable[[], "tuple[ChunkLibrary, Sequence[Variant]]"]
-"""What the store lacked for a prompt; it may have to ask the store for that."""
-
-
-def lacking(
+def missing_caches(
     blender: Blender, layout: PromptLayout, missing: Sequence[Variant]
 ) -> tuple[ChunkLibrary, Sequence[Variant]]:
     """These caches of a prompt; if none are named, all that the store lacks now."""
@@ -181,15 +161,15 @@ def lacking(
     return library, missing or library.missing([chunk for chunk in layout.stored if chunk is not None])
 
 
-def nobody_waits(variant: Variant, error: Exception | None) -> None:
-    """Of what is computed for later prompts nobody wants to be told."""
+def _ignore(variant: Variant, error: Exception | None) -> None:
+    """The listener for caches that are computed for later prompts."""
 
 
-class Encoding:
-    """Caches that are to be computed and stored one after another, but for what the store has by then and what was removed.
+class EncodingTask:
+    """Caches to compute and store, one after another, unless the store has them by then or they were removed.
 
-    Only the engine's thread runs it, and what waits for the store runs beside; on_done is called in either. `cancel`, `len`,
-    how many are left, and `keys` are for everybody. begun: see `RemovedKeys.unless_removed`.
+    Only the engine's thread runs it; `cancel`, `len` and `keys` are for all threads. on_done: called in either kind of thread.
+    begun: see `Removed.unless_removed`.
     """
 
     def __init__(
@@ -198,12 +178,12 @@ class Encoding:
         variants: Sequence[Variant],
         most_rows: int,
         on_done: OnDone,
-        beside: Beside,
+        io: IOPool,
         begun: float = inf,
     ) -> None:
-        self._begun = begun
-        self._library, self._left, self._most_rows, self._on_done = library, deque(variants), most_rows, on_done
-        self._stepper = Stepper(self._steps(), beside)
+        self._library, self._left, self._most_rows = library, deque(variants), most_rows
+        self._on_done, self._begun = on_done, begun
+        self._stepper = Stepper(self._steps(), io)
         self._piece: RowRequest | None = None
         self._cancelled = False
 
@@ -211,7 +191,7 @@ class Encoding:
         return 0 if self._cancelled else len(self._left)
 
     def keys(self, store: ChunkStore) -> set[ChunkKey]:
-        """Where this store is to keep those that are left."""
+        """Keys of this store that are still to be written."""
         return set(map(self._library.key, tuple(self._left))) if store is self._library.store else set()
 
     def cancel(self) -> None:
@@ -224,34 +204,36 @@ class Encoding:
         return self._cancelled or not self._left
 
     def ready(self) -> bool:
-        """Whether there are rows to run, which are made ready: not while the store is waited for, nor where nothing is left."""
+        """Prepare the next rows; False if none are left or the store is waited for."""
         self._piece = None if self.done else self._stepper.rows()
         return self._piece is not None
 
-    def request(self) -> RowRequest:
-        """The next rows to run."""
+    # Passes: see `scheduler.BatchItem`
+
+    def next_rows(self) -> RowRequest:
+        """The rows of the next pass."""
         assert self._piece is not None
         return self._piece
 
-    def repeat(self, error: Exception) -> bool:
-        """The same rows may run again: they write what they wrote."""
+    def retry(self, error: Exception) -> bool:
+        """Always possible: the rows write what they wrote."""
         return True
 
     def took(self, logits: torch.Tensor) -> None:
-        """The piece was run."""
+        """The rows were run."""
         self._stepper.took(logits)
 
     def fail(self, error: Exception) -> None:
-        """Give up the one that is being computed."""
+        """Give up the cache that is being computed."""
         self._stepper.failed(error)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free everything."""
         self.cancel()
         self._stepper.give_up()
 
     def abandon(self, error: Exception) -> None:
-        """None of those that are left will be computed any more; nothing is under way beside by now."""
+        """Report all that are left as failed; the pool has ended."""
         while self._left:
             self._end(error)
 
@@ -273,70 +255,72 @@ class Encoding:
                 self._end(None)
 
     def _stored(self, variant: Variant) -> bool:
-        """Whether the store has it by now, every byte of it: damage behind a header is why some are to be computed again."""
+        """Whether the store has every byte of it; a damaged entry is computed again."""
         library = self._library
         return not library.lacking([variant]) and not verify_entry(library.store, cache_name(library.key(variant)))
 
     def _end(self, error: Exception | None) -> None:
         done = self._left.popleft()
-        with suppress(Exception):  # whoever listens must not harm the engine
+        with suppress(Exception):  # a broken listener must not harm the engine
             self._on_done(done, error)
 
 
-class Encodings:
-    """The caches that an engine is to compute, in the order in which they were called for. Threads may share it.
+class EncodingQueue:
+    """The caches that an engine is to compute, in order. Threads may share it.
 
-    beside: where the store is waited for, in one thread: an engine has one of them under way. most_rows: of a piece.
-    on_remembered: told of each that a prompt lacked.
+    io: a pool of one thread: one cache is in progress at a time. most_rows: of a piece. on_remembered: called for each cache
+    that a prompt lacked.
     """
 
-    def __init__(self, beside: Beside, most_rows: int, on_remembered: OnDone = nobody_waits) -> None:
-        self._beside, self._most_rows, self._on_remembered = beside, most_rows, on_remembered
+    def __init__(self, io: IOPool, most_rows: int, on_remembered: OnDone = _ignore) -> None:
+        self._io, self._most_rows, self._on_remembered = io, most_rows, on_remembered
         self._lock = threading.Lock()
-        self._queue: deque[Encoding] = deque()
+        self._tasks: deque[EncodingTask] = deque()
         self._asking = 0
         self._closed = False
 
     def __len__(self) -> int:
-        """How many caches are left, as far as that is known."""
+        """Caches that are left, as far as known."""
         with self._lock:
-            return self._asking + sum(map(len, self._queue))
+            return self._asking + sum(map(len, self._tasks))
 
     def __bool__(self) -> bool:
-        return bool(self._queue)
+        return bool(self._tasks)
 
-    def add(self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone, begun: float = inf) -> Encoding:
-        """Have these computed. begun: of the prompt that lacked them; who looks after removals itself gives none."""
-        encoding = Encoding(library, variants, self._most_rows, on_done, self._beside, begun)
+    def add(
+        self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone, begun: float = inf
+    ) -> EncodingTask:
+        """Queue these. begun: arrival of the prompt that lacked them; callers that handle removals themselves give none."""
+        task = EncodingTask(library, variants, self._most_rows, on_done, self._io, begun)
         with self._lock:
             if self._closed:
-                encoding.cancel()
+                task.cancel()
             else:
-                self._queue.append(encoding)
-        return encoding
+                self._tasks.append(task)
+        return task
 
     def keys(self, store: ChunkStore) -> set[ChunkKey]:
-        """Where this store is to keep those that are left."""
+        """Keys of this store that are still to be written."""
         found: set[ChunkKey] = set()
         with self._lock:
-            return found.union(*(one.keys(store) for one in self._queue))
+            return found.union(*(task.keys(store) for task in self._tasks))
 
-    def remember(self, lacking: Lacking, begun: float | None = None) -> None:
-        """Have those computed that a prompt lacked and nobody has called for yet; while the store is out of reach, none.
+    def remember(self, find_missing: FindMissing, begun: float | None = None) -> None:
+        """Queue the caches that a prompt lacked and that are not queued yet; none while the store is unreachable.
 
-        begun: when the prompt was put together, by `time.monotonic`; now, where it is not given.
+        begun: arrival of the prompt, by `time.monotonic`; default: now.
         """
         with self._lock:
             self._asking += 1
-        self._beside.start(partial(self._remember, lacking, monotonic() if begun is None else begun))
+        self._io.start(partial(self._remember, find_missing, monotonic() if begun is None else begun))
 
-    def _remember(self, lacking: Lacking, begun: float) -> None:
+    def _remember(self, find_missing: FindMissing, begun: float) -> None:
         try:
             with suppress(StoreError):
-                library, missing = lacking()
+                library, missing = find_missing()
                 queued = self.keys(library.store)
                 with self._lock:
-                    room = sum(map(len, self._queue)) < MOST_LACKING
+                    room = sum(map(len, self._tasks)) < MOST_MISSING
                 new = [one for one in missing if library.key(one) not in queued]
                 if new and room:
                     self.add(library, new, self._on_remembered, begun)
@@ -344,23 +328,23 @@ class Encodings:
             with self._lock:
                 self._asking -= 1
 
-    def first(self) -> Encoding | None:
+    def first(self) -> EncodingTask | None:
         """The first that is not done."""
         with self._lock:
-            gone = list[Encoding]()
-            while self._queue and self._queue[0].done:
-                gone.append(self._queue.popleft())
-            first = self._queue[0] if self._queue else None
-        for one in gone:
-            one.close()
+            gone = list[EncodingTask]()
+            while self._tasks and self._tasks[0].done:
+                gone.append(self._tasks.popleft())
+            first = self._tasks[0] if self._tasks else None
+        for task in gone:
+            task.close()
         return first
 
-    def close(self) -> list[Encoding]:
-        """Compute no more of them; those that were not done."""
+    def close(self) -> list[EncodingTask]:
+        """Compute no more; the tasks that were not done."""
         with self._lock:
             self._closed = True
-            queue, self._queue = self._queue, deque()
-        left = [one for one in queue if not one.done]
-        for one in queue:
-            one.close()
+            tasks, self._tasks = self._tasks, deque()
+        left = [task for task in tasks if not task.done]
+        for task in tasks:
+            task.close()
         return left

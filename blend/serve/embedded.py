@@ -1,11 +1,15 @@
-"""Freed memory goes back to the system, where it can be when nobody waits for a token."""
+"""The engine: many prompts on one decoder, pass by pass, in a thread of its own.
+
+It decides who is admitted and when; `scheduler` decides what a pass computes. What may wait for a store runs in I/O pools.
+"""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Listed
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,64 +18,38 @@ import torch
 
 from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model import cpu
-from blend.model.cpu import take_threads
-from blend.serve.background import Beside, Encoding, Encodings
+from blend.model.cpu import set_threads
+from blend.serve.background import EncodingQueue, EncodingTask, IOPool
 from blend.serve.corpus_caches import OnDone
 from blend.serve.failures import STORE_UNREACHABLE, log_error
 from blend.serve.limits import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
-from blend.serve.prefixes import Prefixes
-from blend.serve.scheduler import OnPass, Schedule, Waiting
-from blend.serve.sequence import LEAST, Job, may_gain_by
-from blend.serve.types import EngineFailedError, Event, Holding, QueueFullError, Work
+from blend.serve.prefixes import PrefixCache
+from blend.serve.scheduler import OnPass, Scheduler, WaitingQueue
+from blend.serve.sequence import LEAST_GAIN, Sequence, gains_from
+from blend.serve.types import EngineFailedError, EngineStats, OnEvent, QueueFullError, Request
 
 if TYPE_CHECKING:
     from blend.blender import Blender
     from blend.chunks.library import ChunkLibrary, Variant
 
-
-# Seconds between two times: .2 s for a gigabyte, in which no token is computed.
-IDLE_S, BUSY_S = 60.0, 600.0
-
-
-class Tidying:
-    """Of one engine's thread."""
-
-    def __init__(self) -> None:
-        self._tidied, self._untidy = time.monotonic(), False
-
-    def used(self) -> None:
-        """Memory was used, and may have been freed."""
-        self._untidy = True
-
-    @property
-    def due_s(self) -> float | None:
-        """Seconds in which to `tidy` where nothing else is to be done; None where there is nothing to give back."""
-        return IDLE_S if self._untidy else None
-
-    def tidy(self, *, busy: bool) -> None:
-        """Give back what is free, if there may be any and it is time. busy: whether somebody waits for a token."""
-        if self._untidy and time.monotonic() - self._tidied >= (BUSY_S if busy else IDLE_S):
-            cpu.give_back()
-            self._tidied, self._untidy = time.monotonic(), False
-
-
-# --- The embedded engine: many prompts on one decoder, scheduled pass by pass.
-
-
 LOADING = 2  # prompts whose caches are loaded at a time
-LOOK_S = 0.05  # while all there is to do waits for the store, prompts that are given up are looked for so often
-CPU_ROWS = 80  # a pass takes five times as long as that of a single row; of more, answers would wait longer for nothing
+LOOK_S = 0.05  # how often cancelled prompts are looked for while everything waits for the store
+CPU_ROWS = (
+    80  # a pass of so many rows takes five times as long as one of a single row; more would only make answers wait
+)
 GPU_ROWS = 1024
+# Seconds between two times that freed memory is given back to the system: .2 s a gigabyte, in which no token is computed.
+TRIM_IDLE_S, TRIM_BUSY_S = 60.0, 600.0
 
 
 class EmbeddedEngine:
-    """An `Engine` over a blender's decoder and store, with a thread of its own.
+    """Answers prompts over a blender's decoder and store, many at once. Threads may share it.
 
-    blender_of: that of a tenant's corpus, on the same decoder; without it all share `blender`. most_running, most_waiting:
-    prompts. pass_rows: of one pass, decoding and prefill together. kv_budget: bytes that the caches of running prompts may
-    take; a prompt waits until there is room. prefix_budget: bytes of KV of earlier prompts and conversations that are kept.
-    least_gain: rows that blending must save a prompt. remember: whether what the store lacked for a prompt is computed and
-    stored, when nothing else is to be done. on_pass: told of passes that were what full prefill consists of.
+    blender_of: the blender of a tenant's corpus, on the same decoder; default: `blender` for all. most_running, most_waiting:
+    prompts. pass_rows: of one pass, decoding and prefill together. kv_budget: bytes for the KV caches of running prompts; a
+    prompt waits until there is room. prefix_budget: bytes of the prefix cache. least_gain: rows that blending must save.
+    remember: compute and store what the store lacked for a prompt, when idle. on_pass: called after passes like those of a
+    full prefill.
     """
 
     def __init__(
@@ -84,31 +62,29 @@ class EmbeddedEngine:
         pass_rows: int | None = None,
         kv_budget: int = KV_BUDGET,
         prefix_budget: int = PREFIX_BUDGET,
-        least_gain: int = LEAST,
+        least_gain: int = LEAST_GAIN,
         remember: bool = True,
         on_pass: OnPass | None = None,
     ) -> None:
-        self._blender, self._least_gain = blender, least_gain
+        self.blender, self.decoder, self._least_gain = blender, blender.decoder, least_gain
         self._blender_of = blender_of or (lambda tenant, corpus: blender)
-        self._decoder = blender.decoder
         self._most_running = most_running
         if pass_rows is None:
-            pass_rows = CPU_ROWS if self._decoder.device.type == "cpu" else GPU_ROWS
+            pass_rows = CPU_ROWS if self.decoder.device.type == "cpu" else GPU_ROWS
         piece_rows, self._kv_budget = max(1, pass_rows - most_running), kv_budget
-        width = sum(layer.width for layer in self._decoder.rotations)
-        self._row_bytes = width * self._decoder.dtype.itemsize
-        self._prefixes = Prefixes(prefix_budget)
+        self._row_bytes = sum(layer.width for layer in self.decoder.rotations) * self.decoder.dtype.itemsize
+        self.prefixes = PrefixCache(prefix_budget)
         self._numbers = itertools.count()
         self._changed = threading.Condition()
-        self._waiting = Waiting(most_waiting)
-        self._running: list[Job] = []
-        self._loads = Beside("kvblend-loads", LOADING, self._wake)
-        self._caches = Beside("kvblend-caches", 1, self._wake)
-        self._encodings = Encodings(self._caches, piece_rows)
-        self._schedule = Schedule(
-            self._decoder, self._encodings, self._loads, piece_rows=piece_rows, remember=remember, on_pass=on_pass
+        self._waiting = WaitingQueue(most_waiting)
+        self._running: list[Sequence] = []
+        self._loads = IOPool("kvblend-loads", LOADING, self._wake)
+        self._caches = IOPool("kvblend-caches", 1, self._wake)
+        self._encodings = EncodingQueue(self._caches, piece_rows)
+        self._scheduler = Scheduler(
+            self.decoder, self._encodings, self._loads, piece_rows=piece_rows, remember=remember, on_pass=on_pass
         )
-        self._tidying = Tidying()
+        self._trimmed, self._untrimmed = time.monotonic(), False
         self._open = True
         self._failed = self._idle = self._news = False
         self._threads, self._begun = torch.get_num_threads(), threading.Event()
@@ -116,40 +92,44 @@ class EmbeddedEngine:
         self._thread.start()
         self._begun.wait()
 
-    def submit(self, work: Work, on_event: Callable[[Event], None]) -> Job:
-        """See `Engine.submit`."""
-        if not (work.layout.prefix and work.layout.suffix):
+    def submit(self, request: Request, on_event: OnEvent) -> Sequence:
+        """Accept a prompt; its events go to `on_event`, from the engine's thread.
+
+        Raises `PromptError` if it can never run, `QueueFullError` if too many wait, `EngineFailedError` if the engine has died.
+        """
+        layout = request.layout
+        if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
-        self._decoder.check_length(work.layout.rows + work.sampling.max_tokens)
-        work, blender = self._placed(work)
-        job = Job(work, blender, self._prefixes, next(self._numbers), on_event, least_gain=self._least_gain)
-        if self._bytes(job) > self._kv_budget:
+        self.decoder.check_length(layout.rows + request.sampling.max_tokens)
+        request, blender = self._placed(request)
+        sequence = Sequence(request, blender, self.prefixes, next(self._numbers), on_event, least_gain=self._least_gain)
+        if self._bytes(sequence) > self._kv_budget:
             raise ContextLengthError(
-                f"the prompt and its answer need {self._bytes(job) >> 20} MiB of KV memory, all there is are "
+                f"the prompt and its answer need {self._bytes(sequence) >> 20} MiB of KV memory, all there is are "
                 f"{self._kv_budget >> 20}: use fewer chunks, a shorter answer or a larger budget",
-                self._kv_budget // self._row_bytes - work.sampling.max_tokens,
-                work.layout.rows,
+                self._kv_budget // self._row_bytes - request.sampling.max_tokens,
+                layout.rows,
             )
         with self._changed:
-            self.require_room(work.tenant)
-            self._waiting.add(job)
+            self.require_room(request.tenant)
+            self._waiting.add(sequence)
             self._wake()
-        if not work.full:
-            with suppress(StoreError):  # it is for speed; that the store is away shows when the prompt's turn comes
-                blender.read_ahead(work.layout)
-        return job
+        if request.method != "full":
+            with suppress(StoreError):  # only for speed; an outage shows when the prompt's turn comes
+                blender.read_ahead(layout)
+        return sequence
 
-    def _placed(self, work: Work) -> tuple[Work, Blender]:
-        """A prompt and who computes it. What is not blended needs no store, so it needs no tenant's blender either."""
-        if not work.full:
+    def _placed(self, request: Request) -> tuple[Request, Blender]:
+        """A prompt and the blender of its corpus. Full prefill needs no store, so any blender does."""
+        if request.method != "full":
             try:
-                return work, self._blender_of(work.tenant, work.corpus)
+                return request, self._blender_of(request.tenant, request.corpus)
             except StoreError:  # the tenant's store cannot be opened
-                work = replace(work, full=True, reason=STORE_UNREACHABLE)
-        return work, self._blender
+                request = replace(request, method="full", reason=STORE_UNREACHABLE)
+        return request, self.blender
 
     def require_room(self, tenant: str = "") -> None:
-        """See `Engine.require_room`."""
+        """Raise `QueueFullError` if too many prompts wait, of this tenant or of all; `EngineFailedError` as `submit` does."""
         with self._changed:
             self._require_open()
             self._waiting.require_room(tenant)
@@ -160,101 +140,99 @@ class EmbeddedEngine:
         if not self._open:
             raise QueueFullError(len(self._waiting), 1.0)
 
-    def holding(self) -> Holding:
-        """See `Engine.holding`."""
+    def stats(self) -> EngineStats:
+        """Its load now."""
         with self._changed:
             used = sum(map(self._bytes, self._running))
             counts = len(self._running), len(self._waiting), used, self._kv_budget
-        return Holding(*counts, self._prefixes.nbytes, len(self._encodings), self._prefixes.evictions)
+        return EngineStats(*counts, self.prefixes.nbytes, len(self._encodings), self.prefixes.evictions)
 
     @property
     def alive(self) -> bool:
-        """Whether its thread runs, and no fault has ended its work."""
+        """Whether its thread runs and no fault has ended its work."""
         return not self._failed and self._thread.is_alive()
 
-    def encode(self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone) -> Encoding:
-        """Compute and store these caches in small pieces, beside answers and when there are none; see `Encoding`."""
+    def encode(self, library: ChunkLibrary, variants: Listed[Variant], on_done: OnDone) -> EncodingTask:
+        """Compute and store these caches in small pieces, between the passes of answers."""
         with self._changed:
             self._require_open()
             self._wake()
             return self._encodings.add(library, variants, on_done)
 
     def forget(self, tenant: str) -> None:
-        """Let go of all that is kept in memory of this tenant's prompts."""
-        self._prefixes.forget(tenant)
+        """Remove this tenant's rows from the prefix cache."""
+        self.prefixes.forget(tenant)
 
     def close(self, finish_s: float = 0.0) -> None:
-        """See `Engine.close`."""
+        """Accept nothing more, let what runs finish within `finish_s`, and end the rest."""
         until = time.monotonic() + finish_s
         with self._changed:
-            self._open = self._schedule.remember = False
+            self._open = self._scheduler.remember = False
             self._changed.wait_for(lambda: not (self._running or self._waiting), max(0.0, until - time.monotonic()))
             self._most_running = 0  # the loop ends everything
             self._wake()
         self._thread.join()
 
-    def _bytes(self, job: Job) -> int:
-        return job.capacity * self._row_bytes
+    def _bytes(self, sequence: Sequence) -> int:
+        return sequence.capacity * self._row_bytes
 
     def _wake(self) -> None:
-        """There is something new to look at."""
         with self._changed:
             self._news = True
             self._changed.notify_all()
 
     def _loop(self) -> None:
-        take_threads(self._threads)
+        set_threads(self._threads)
         self._begun.set()
         try:
             while self._turn():
                 pass
-        except BaseException as error:  # a fault of ours: nobody may wait for what never comes
+        except BaseException as error:  # a bug: no client may wait for what never comes
             log_error(error, "engine")
             with self._changed:
                 self._failed = True
         self._end_all()
 
     def _turn(self) -> bool:
-        """One pass, once there is something to do; whether to go on."""
-        self._tidying.tidy(busy=bool(self._running))
+        """Wait for something to do, admit, and run one pass. False ends the loop."""
+        self._trim_memory()
         with self._changed:
             if not (self._waiting or self._running or self._encodings or self._closing):
-                self._changed.wait(self._tidying.due_s)
+                self._changed.wait(TRIM_IDLE_S if self._untrimmed else None)
             elif self._idle and not self._news:
                 self._changed.wait(LOOK_S)
             self._news = False
-            gone = self._waiting.take_given_up()
+            gone = self._waiting.remove_ended()
             self._admit()
-            jobs, closing = list(self._running), self._closing
+            running, closing = list(self._running), self._closing
             if gone:
                 self._changed.notify_all()
-        for job, reason in gone:
-            job.end(reason)
-            job.release()
+        for sequence, reason in gone:
+            sequence.end(reason)
+            sequence.release()
         if closing:
             return False
         with torch.inference_mode():
-            self._idle = not self._schedule.run(jobs)
-        if not self._idle:
-            self._tidying.used()
-        self._leave()
+            self._idle = not self._scheduler.run(running)
+        self._untrimmed = self._untrimmed or not self._idle
+        self._release_ended()
         return True
 
     def _end_all(self) -> None:
-        """End what is left: the server is shut down, or the engine has failed."""
+        """End what is left: the server shuts down, or the engine has failed."""
         with self._changed:
-            jobs, self._running = [*self._running, *self._waiting.empty()], []
+            sequences, self._running = [*self._running, *self._waiting.clear()], []
             self._changed.notify_all()
-        for job in jobs:
+        for sequence in sequences:
             if self._failed:
-                job.fail(EngineFailedError())
+                sequence.fail(EngineFailedError())
             else:
-                job.end("shutdown")
+                sequence.end("shutdown")
         encodings = self._encodings.close()
         self._loads.close()
         self._caches.close()
-        for job in jobs:
-            job.release()
+        for sequence in sequences:
+            sequence.release()
         for encoding in encodings if self._failed else ():
             encoding.abandon(EngineFailedError())
 
@@ -263,28 +241,35 @@ class EmbeddedEngine:
         return self._most_running == 0
 
     def _admit(self) -> None:
-        """Let the next prompt in when it can be begun at once: until then somebody more urgent may come."""
-        job = self._waiting.first(lambda job: not any(_goes_before(one, job) for one in self._running))
-        if job is None:
+        """Admit the next prompt if it can begin at once; until then a more urgent one may come."""
+        sequence = self._waiting.first(lambda one: not any(_goes_before(other, one) for other in self._running))
+        if sequence is None:
             return
         used = sum(map(self._bytes, self._running))
-        if len(self._running) >= self._most_running or used + self._bytes(job) > self._kv_budget:
-            return  # those behind must not overtake it for ever
-        self._waiting.admit(job)
-        self._running.append(job)
+        if len(self._running) >= self._most_running or used + self._bytes(sequence) > self._kv_budget:
+            return  # smaller prompts must not overtake it for ever
+        self._waiting.admit(sequence)
+        self._running.append(sequence)
 
-    def _leave(self) -> None:
-        """Let go of those that have ended."""
+    def _release_ended(self) -> None:
         with self._changed:
-            done = [job for job in self._running if job.ended and not job.waits]
+            done = [sequence for sequence in self._running if sequence.ended and not sequence.waits]
             if done:
                 self._news = True
-                self._running = [job for job in self._running if job not in done]
+                self._running = [sequence for sequence in self._running if sequence not in done]
                 self._changed.notify_all()
-        for job in done:
-            job.release()
+        for sequence in done:
+            sequence.release()
+
+    def _trim_memory(self) -> None:
+        """Give freed memory back to the system from time to time."""
+        due_s = TRIM_BUSY_S if self._running else TRIM_IDLE_S
+        if self._untrimmed and time.monotonic() - self._trimmed >= due_s:
+            cpu.trim_heap()
+            self._trimmed, self._untrimmed = time.monotonic(), False
 
 
-def _goes_before(one: Job, job: Job) -> bool:
-    """Whether a running prompt must be prefilled before this one is begun: it can go on, or leaves rows that serve it."""
-    return one.blend is None and not one.ended and (not one.waits or may_gain_by(job.work, one.work))
+def _goes_before(running: Sequence, waiting: Sequence) -> bool:
+    """Whether a running prompt must be prefilled first: it can go on now, or leaves rows that serve the waiting one."""
+    prefilling = running.blend is None and not running.ended
+    return prefilling and (not running.waits or gains_from(waiting.request, running.request))

@@ -6,7 +6,7 @@ from the engine when Prometheus scrapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import (
@@ -21,7 +21,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, EndReason, Holding, Opened
+from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, EndReason, EngineStats, Started
 from blend.store.backend import MemoryStats, TierHits
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class TierMetrics(Collector):
     def __init__(self) -> None:
         self.hits = 0  # in the store, without a memory tier
         self.stores = StoreFigures()
-        self.holding: Holding | None = None
+        self.stats: EngineStats | None = None
 
     def collect(self) -> Iterator[Metric]:
         """The current values."""
@@ -62,7 +62,7 @@ class TierMetrics(Collector):
         store, held = (self.hits, 0) if memory is None else (memory.misses, memory.hits)
         yield _counted("chunk_hits", "Chunks whose cache was there, by where.", {"store": store, "memory": held})
         gone = {"memory": 0 if memory is None else memory.evictions, "store": evictions}
-        gone["prefixes"] = 0 if self.holding is None else self.holding.prefix_evictions
+        gone["prefixes"] = 0 if self.stats is None else self.stats.prefix_evictions
         yield _counted("evictions", "What had to go for want of room: chunk caches, or how prompts begin.", gone)
         if found is not None:
             where = {"disk": found.local, "hot": found.hot, "far": found.far, "none": found.missing}
@@ -82,14 +82,14 @@ def _counted(name: str, words: str, counts: Mapping[str, int]) -> Metric:
 
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-"""Of `PromptMetrics.page`."""
+"""The media type of `PromptMetrics.page`."""
 WAITS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80, 160, 640)
-"""Buckets of what comes before an answer, in seconds."""
-_MOST_REASONS = 32  # a label with ever new values would grow for ever
+"""Buckets in seconds, for what comes before an answer."""
+_MOST_REASONS = 32  # bounds the label
 
 
 class PromptMetrics:
-    """The metrics of one process that blends, in a registry of their own."""
+    """Metrics of prompts and chunk caches, in a registry of their own, whoever decodes the answers."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -115,42 +115,42 @@ class PromptMetrics:
         self._errors = self.counter("errors", "Requests that failed, by kind of error.", "kind")
         self._reasons: set[str] = set()
 
-    def begun(self, opened: Opened) -> None:
-        """A prompt is prefilled, or it is known why that is left to somebody else."""
-        figures = opened.figures
+    def prefilled(self, started: Started) -> None:
+        """Count a prompt that is prefilled, or left to `handover`'s owner."""
+        figures = started.figures
         self._queue.observe(figures.waited_s)
-        self._prompt.inc(opened.prompt_tokens)
+        self._prompt.inc(figures.rows)
         self._rows.inc(figures.rows)
         self._computed.inc(figures.rows_computed)
         self._reused.inc(figures.rows_reused)
         self._tiers.hits += figures.hits
         self._misses.inc(figures.chunks - figures.hits)
         self._loaded.inc(figures.bytes_loaded)
-        self._damaged.inc(opened.damaged)
+        self._damaged.inc(len(started.problems))
         if figures.reason:
             self.fell_back(figures.reason)
         elif figures.method == "blend":
             self._blended.inc()
 
     def fell_back(self, reason: str) -> None:
-        """Nothing was blended for a prompt, because of this; not counted where that is no loss."""
+        """Count a prompt that was not blended, by reason, unless its KV was in memory."""
         if reason not in (IN_MEMORY, BLENDED_BEFORE):
             self._fallbacks.labels(self._bounded(reason)).inc()
 
     def refused(self, kind: str) -> None:
-        """A request failed. kind: the code of its error."""
+        """Count a failed request by its error code."""
         self._errors.labels(kind).inc()
 
-    def page(self, holding: Holding | None = None, stores: StoreFigures | None = None) -> bytes:
-        """All of it in Prometheus' text format. holding: of the engine, None where there is none yet."""
+    def page(self, stats: EngineStats | None = None, stores: StoreFigures | None = None) -> bytes:
+        """All metrics in Prometheus' text format. stats: of the engine, if there is one yet."""
         stores = stores or StoreFigures()
-        self._tiers.stores, self._tiers.holding = stores, holding
-        if holding is not None:
-            self._running.set(holding.running)
-            self._waiting.set(holding.waiting)
-            self._kv.set(holding.kv_bytes / max(1, holding.kv_budget))
-            self._prefixes.set(holding.prefix_bytes)
-            self._encoding.set(holding.encoding)
+        self._tiers.stores, self._tiers.stats = stores, stats
+        if stats is not None:
+            self._running.set(stats.running)
+            self._waiting.set(stats.waiting)
+            self._kv.set(stats.kv_bytes / max(1, stats.kv_budget))
+            self._prefixes.set(stats.prefix_bytes)
+            self._encoding.set(stats.encoding)
         self._chunks.set(0 if stores.memory is None else stores.memory.nbytes)
         return generate_latest(self.registry)
 
@@ -160,15 +160,15 @@ class PromptMetrics:
         return reason if reason in self._reasons else "other"
 
     def counter(self, name: str, words: str, *labels: str) -> Counter:
-        """A new one; its name ends in `_total` when it is scraped."""
+        """A new counter; scrapes show it as `NAME_total`."""
         return Counter(f"kvblend_{name}", words, labels, registry=self.registry)
 
     def gauge(self, name: str, words: str) -> Gauge:
-        """A new one."""
+        """A new gauge."""
         return Gauge(f"kvblend_{name}", words, registry=self.registry)
 
     def histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
-        """A new one."""
+        """A new histogram."""
         return Histogram(f"kvblend_{name}", words, registry=self.registry, buckets=buckets)
 
 
@@ -177,7 +177,7 @@ _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240
 
 
 class Metrics(PromptMetrics):
-    """The metrics of one server; the door and the service write them."""
+    """The metrics of `blend serve`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,22 +188,21 @@ class Metrics(PromptMetrics):
         self._success = self.counter("request_success", "Answers that ended, by how.", "finished_reason")
         self._http = self.counter("http_requests", "Requests by route and status.", "path", "status")
 
-    def opened(self, opened: Opened, seconds: float) -> None:
-        """The first token of an answer came so many seconds after its request."""
+    def started(self, started: Started, seconds: float) -> None:
+        """The first token came so many seconds after the request."""
         self._ttft.observe(seconds)
-        self.begun(opened)
+        self.prefilled(started)
 
-    def gaps(self, seconds: Iterable[float]) -> None:
-        """Tokens of an answer came, each so many seconds after the one before it."""
-        for one in seconds:
-            self._gap.observe(one)
+    def gap(self, seconds: float) -> None:
+        """A token came so many seconds after the one before it."""
+        self._gap.observe(seconds)
 
-    def closed(self, reason: EndReason, tokens: int, seconds: float) -> None:
-        """An answer ended, so many seconds after its request."""
+    def finished(self, reason: EndReason, tokens: int, seconds: float) -> None:
+        """An answer ended so many seconds after its request."""
         self._generated.inc(tokens)
         self._success.labels(reason).inc()
         self._whole.observe(seconds)
 
     def responded(self, route: str, status: int) -> None:
-        """A response was given. route: as the application knows it, never as a client wrote it."""
+        """Count a response. route: the application's pattern, never the client's path."""
         self._http.labels(route, str(status)).inc()

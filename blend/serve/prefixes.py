@@ -1,9 +1,8 @@
-"""KV of how prompts begin, kept in memory for the next prompt that begins so: system prompts, examples, conversations.
+"""The prefix cache: KV of system prompts, examples and conversations for the next prompt that begins with the same tokens.
 
-Two kinds of rows are kept, and never mixed up. *Exact* rows are what full prefill gives: they are held in a radix tree of token
-ids (as SGLang's RadixAttention, Zheng et al. 2024, has it) and serve every prompt that begins with the same tokens. *Blended*
-rows are those of a prompt some of whose chunks came out of the store: they serve only the conversation that they belong to,
-that is, a prompt that begins with all of that prompt and with all of the answer that was given to it.
+It never mixes two kinds of rows. *Exact* rows equal full prefill. A radix tree of token ids holds them (as in SGLang's
+RadixAttention, Zheng et al. 2024), and they serve every prompt with the same beginning. *Blended* rows come from a prompt with
+chunks out of the store. They serve only their own conversation: a prompt that begins with all of that prompt and its answer.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ Tokens = tuple[int, ...]
 
 
 class Found(NamedTuple):
-    """KV of a prompt's first rows; exact_rows: how many of them, from the first on, are what full prefill gives."""
+    """KV of a prompt's first rows. exact_rows: how many of them, from the first on, equal full prefill."""
 
     known: ChunkCache
     exact_rows: int
 
     def first(self, rows: int) -> Found:
-        """So many rows of it."""
+        """Its first rows."""
         return Found(self.known.rows(0, rows), min(rows, self.exact_rows))
 
 
-class Prefixes:
-    """Of many owners, within `budget` bytes together; what was not used for longest goes. Threads may share it.
+class PrefixCache:
+    """The rows of many owners within `budget` bytes, least recently used evicted first. Threads may share it.
 
-    An owner's rows serve nobody else. evictions: beginnings and conversations that went for want of room.
+    An owner's rows serve only that owner. evictions: nodes and conversations evicted so far.
     """
 
     def __init__(self, budget: int) -> None:
@@ -54,24 +53,24 @@ class Prefixes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
+        """Bytes held."""
         return self._nbytes
 
     def find(self, owner: str, ids: Tokens, *, blended: bool = True) -> Found | None:
-        """The longest beginning of a prompt whose KV is here, short of its last row; None where there is none.
+        """The longest cached beginning of a prompt, without its last row; None if there is none.
 
-        blended: whether it may hold rows that this conversation blended, and not exact ones alone.
+        blended: also return rows that this conversation blended.
         """
         with self._lock:
-            told = self._conversation(owner, ids) if blended else None
+            conversation = self._conversation(owner, ids) if blended else None
             path = self._path(owner, ids[:-1])
             exact = sum(count for _, count in path)
-            if told is not None and told.known.tokens > exact:
-                return Found(told.known, told.exact_rows)
+            if conversation is not None and conversation.known.tokens > exact:
+                return Found(conversation.known, conversation.exact_rows)
             return Found(_joined([node.kv(count) for node, count in path]), exact) if exact else None
 
     def keep(self, owner: str, ids: Sequence[int], cache: BlendedCache) -> None:
-        """Take in the exact KV of these tokens, the first rows of `cache`, unless they are more than the budget."""
+        """Add the exact KV of these tokens, the first rows of `cache`, unless it exceeds the budget."""
         tokens = tuple(ids)
         if self._too_large(cache, len(tokens)):
             return
@@ -86,11 +85,11 @@ class Prefixes:
             parent.children[tokens[done]] = node
             self._nodes[node] = None
             self._nbytes += node.cache.nbytes
-            self._path(owner, tokens)  # those above are now the more recently used
+            self._path(owner, tokens)  # marks the nodes above as used more recently
             self._shrink()
 
     def keep_conversation(self, owner: str, ids: Sequence[int], cache: BlendedCache, exact: int) -> None:
-        """Take in a blended prompt with its answer: KV of all tokens but the last, of which the first `exact` are exact."""
+        """Add a blended prompt with its answer: KV of all tokens except the last; the first `exact` rows are exact."""
         if self._too_large(cache, len(ids) - 1):
             return
         known = _rows(cache, 0, len(ids) - 1)
@@ -101,11 +100,11 @@ class Prefixes:
             self._shrink()
 
     def _too_large(self, cache: BlendedCache, rows: int) -> bool:
-        """Whether so many rows would push out all others and then go themselves: they are not even copied."""
+        """Whether the rows exceed the whole budget: they would evict all others and then themselves."""
         return rows * _row_bytes(cache) > self.budget
 
     def forget(self, owner: str) -> None:
-        """Let go of everything of this owner."""
+        """Remove all rows of this owner."""
         with self._lock:
             for key in [key for key in self._conversations if key[0] == owner]:
                 self._nbytes -= self._drop(key)
@@ -132,7 +131,7 @@ class Prefixes:
         return gone.known.nbytes if gone else 0
 
     def _path(self, owner: str, ids: Tokens) -> list[tuple[_Node, int]]:
-        """The nodes that hold the longest beginning of `ids`, each with how many of its rows; they count as used now."""
+        """The nodes with the longest beginning of `ids`, each with its number of matching rows; marks them as used."""
         node, path, at = self._trees.get(owner), list[tuple[_Node, int]](), 0
         while node is not None and at < len(ids):
             node = node.children.get(ids[at])
@@ -149,13 +148,13 @@ class Prefixes:
         return path
 
     def _split(self, node: _Node, count: int) -> _Node:
-        """The node cut after `count` of its rows; the first part, which is its parent now."""
+        """Split the node after `count` rows; the first part, now its parent."""
         if count == len(node.ids):
             return node
         assert node.cache is not None
         assert node.parent is not None
         upper = _Node(node.ids[:count], node.parent)
-        # Copies: a view would keep the memory of both for as long as one of them lives.
+        # Copies: views would keep the memory of both alive.
         upper.cache, node.cache = _cut(node.cache, 0, count), _cut(node.cache, count, len(node.ids))
         node.parent.children[upper.ids[0]] = upper
         node.ids, node.parent = node.ids[count:], upper
@@ -185,7 +184,7 @@ class _Conversation(NamedTuple):
 
 
 class _Node:
-    """Neighbouring tokens and their KV; the root has none."""
+    """A run of tokens and their KV; the root has none."""
 
     def __init__(self, ids: Tokens, parent: _Node | None) -> None:
         self.ids, self.parent = ids, parent
@@ -199,7 +198,7 @@ class _Node:
         return self.cache.rows(0, count)
 
     def below(self) -> Iterator[_Node]:
-        """Itself, and all nodes below it."""
+        """Itself and all its descendants."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -223,7 +222,7 @@ def _cut(cache: ChunkCache, start: int, stop: int) -> ChunkCache:
 
 
 def _rows(cache: BlendedCache, start: int, stop: int) -> ChunkCache:
-    """Copies: the cache itself has room for an answer of any length."""
+    """Copied: the cache itself is sized for the longest answer."""
     pairs = [cache.view(index) for index in range(len(cache.layers))]
     return _cut(ChunkCache(tuple(k[0] for k, _ in pairs), tuple(v[0] for _, v in pairs), 0), start, stop)
 

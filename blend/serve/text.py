@@ -1,4 +1,4 @@
-"""Tokens of a vocabulary as the bytes that they add to a text, which may be part of a character."""
+"""Detokenization: text from tokens as they come, never half a character, nothing behind a stop text."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from blend.serve.types import Token, TokenText
+from blend.serve.types import Token
 
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how sentencepiece writes a byte that no piece has
-_PLAIN = (
-    *range(0x21, 0x7F),
-    *range(0xA1, 0xAD),
-    *range(0xAE, 0x100),
-)  # bytes that GPT-2's alphabet writes as themselves
-_OTHERS = (byte for byte in range(0x100) if byte not in _PLAIN)
-_ALPHABET = {**{chr(byte): byte for byte in _PLAIN}, **{chr(0x100 + n): byte for n, byte in enumerate(_OTHERS)}}
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are not a character yet
+_LONGEST_WAIT = 8  # tokens: no character has more than four bytes
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how sentencepiece writes a byte without a piece of its own
+# GPT-2's byte alphabet: printable bytes stand for themselves, the others for letters from U+0100 on.
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = (byte for byte in range(0x100) if byte not in _PRINTABLE)
+_ALPHABET = {**{chr(byte): byte for byte in _PRINTABLE}, **{chr(0x100 + n): byte for n, byte in enumerate(_OTHERS)}}
 _NEWLINE = "\u010a"  # in that alphabet
 
 
-class Spelling:
-    """Of a HuggingFace tokenizer."""
+class TokenBytes:
+    """The bytes that each token of a HuggingFace tokenizer adds to a text; they may be part of a character."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def raw(self, token: int, *, first: bool = False) -> bytes:
-        """What it adds to a text that is decoded without control tokens, which add nothing.
+        """The bytes of a token in a text that is decoded without control tokens, which add nothing.
 
-        first: whether the text begins with it; some tokenizers drop a space there.
+        first: the text begins with it; some tokenizers drop a space there.
         """
         piece = self._tokenizer.convert_ids_to_tokens(token)
-        if piece is None or token in self._added:  # the former of ids that a model has and its tokenizer has not
+        if piece is None or token in self._added:  # None: an id of the model that its tokenizer lacks
             return self._decoded([token])
         if self._is_of_bytes and _ALPHABET.keys() >= set(piece):
             return bytes(_ALPHABET[letter] for letter in piece)
@@ -43,93 +42,86 @@ class Spelling:
 
     @cached_property
     def _added(self) -> frozenset[int]:
-        """Those that are written out in the vocabulary, whatever writing the others are in."""
+        """Added tokens: the vocabulary holds their plain text."""
         return frozenset(map(int, getattr(self._tokenizer, "added_tokens_decoder", ())))
 
     @cached_property
     def _is_of_bytes(self) -> bool:
-        """Whether the vocabulary is written in GPT-2's alphabet, a letter a byte."""
+        """Whether the vocabulary is written in GPT-2's byte alphabet."""
         newline = self._tokenizer.convert_tokens_to_ids(_NEWLINE)
         return newline is not None and self._decoded([newline]) == b"\n"
 
     @cached_property
     def _before(self) -> list[int]:
-        """Any word, for what stands behind one."""
+        """Any word, to decode a token behind it."""
         return list(self._tokenizer.encode("a", add_special_tokens=False))
 
     def _decoded(self, ids: list[int]) -> bytes:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True)).encode("utf-8", "replace")
 
 
-# --- From tokens to text as they come: never half a character, and nothing behind a text that ends the answer.
-
-
-_WAITING = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are no character yet
-_LONGEST_WAIT = 8  # tokens: no character has more bytes than four
-
-
-class Said(NamedTuple):
-    """What can be said now. ended: whether a text that ends the answer has come."""
+class CertainText(NamedTuple):
+    """Text that no later token changes. stopped: whether a stop text has come."""
 
     text: str
-    ended: bool
+    stopped: bool
 
 
-class Speaker:
-    """The text of one answer; stop: texts that end it, which are no part of it.
+class Detokenizer:
+    """The text of one answer. stop: texts that end it and are not part of it.
 
-    Text that may be the beginning of such a text is held back until the next token has shown.
+    Text that may be the beginning of a stop text is held back until the next token decides.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(filter(None, stop))
         self._ids: list[int] = []
-        self._begin = self._told = 0  # where the tokens of the window begin, and up to where they are told
+        self._begin = self._emitted = 0  # first token of the decoded window; number of tokens whose text was emitted
         self._held = ""
-        self._spelling, self._first = Spelling(tokenizer), True
-        self.ended = False
+        self._bytes, self._first = TokenBytes(tokenizer), True
+        self.stopped = False
 
-    def hear(self, token: int) -> Said:
-        """The text that this token makes sure of."""
+    def add(self, token: int) -> CertainText:
+        """The text that this token makes certain."""
         self._ids.append(token)
-        window, told = self._decode(self._begin), self._decode(self._begin, self._told)
-        if window.endswith(_WAITING) and len(self._ids) - self._told < _LONGEST_WAIT:
-            return Said("", self.ended)
-        # Decoded together with the word before: some tokenizers drop a space in front of what stands first.
-        self._begin, self._told = self._told, len(self._ids)
-        return self._say(window[len(told) :])
+        window, before = self._decode(self._begin), self._decode(self._begin, self._emitted)
+        if window.endswith(_INCOMPLETE) and len(self._ids) - self._emitted < _LONGEST_WAIT:
+            return CertainText("", self.stopped)
+        # Decoded together with the word before: some tokenizers drop a space at the start of a text.
+        self._begin, self._emitted = self._emitted, len(self._ids)
+        return self._emit(window[len(before) :])
 
     def finish(self) -> str:
-        """What was held back, now that nothing more comes."""
-        rest = self._decode(self._begin)[len(self._decode(self._begin, self._told)) :]
-        said = "" if self.ended else self._say(rest).text + self._held
-        self._held, self._told = "", len(self._ids)
-        return said
+        """The text that was held back, when no token follows."""
+        rest = self._decode(self._begin)[len(self._decode(self._begin, self._emitted)) :]
+        text = "" if self.stopped else self._emit(rest).text + self._held
+        self._held, self._emitted = "", len(self._ids)
+        return text
 
-    def named(self, token: Token) -> TokenText:
-        """The token that is to be heard next, with its log-probability, and the likeliest ones, as text."""
-        top = tuple((*self._spelled(i), logprob) for i, logprob in token.top)
-        text, raw = self._spelled(token.id)
-        self._first = self._first and not self._spelling.raw(token.id)
-        return TokenText(text, raw, token.logprob or 0.0, top)
+    def spelled(self, token: Token) -> Token:
+        """The next token to be added, it and its alternatives with text and bytes."""
+        top = tuple(one._replace(**self._spelling(one.id)) for one in token.top)
+        spelled = token._replace(top=top, **self._spelling(token.id))
+        self._first = self._first and not self._bytes.raw(token.id)
+        return spelled
+
+    def _spelling(self, token: int) -> dict[str, Any]:
+        """Text and bytes that it adds to the answer; a control token adds none and is shown by its name."""
+        raw = self._bytes.raw(token, first=self._first)
+        return {"text": raw.decode("utf-8", "replace") or str(self._tokenizer.decode([token])), "raw": raw}
 
     def _decode(self, start: int, stop: int | None = None) -> str:
         return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True))
 
-    def _spelled(self, token: int) -> tuple[str, bytes]:
-        """What it adds to the answer; a control token adds nothing, and is called by its name."""
-        raw = self._spelling.raw(token, first=self._first)
-        return raw.decode("utf-8", "replace") or str(self._tokenizer.decode([token])), raw
-
-    def _say(self, text: str) -> Said:
-        """Of what was held back and this, all that cannot be the beginning of a text that ends the answer."""
-        if self.ended:
-            return Said("", True)
+    def _emit(self, text: str) -> CertainText:
+        """All of the held and new text that cannot be the beginning of a stop text."""
+        if self.stopped:
+            return CertainText("", True)
         whole, self._held = self._held + text, ""
         found = min((at for stop in self._stop if (at := whole.find(stop)) >= 0), default=-1)
         if found >= 0:
-            self.ended = True
-            return Said(whole[:found], True)
+            self.stopped = True
+            return CertainText(whole[:found], True)
         keep = max((n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n])), default=0)
         self._held = whole[len(whole) - keep :]
-        return Said(whole[: len(whole) - keep], False)
+        return CertainText(whole[: len(whole) - keep], False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blend.model import cpu
-from blend.model.cpu import BY_COLUMNS, MOST_ROWS, FewRows, worth_it
+from blend.model.cpu import BY_COLUMNS, MOST_ROWS, FewRows, few_rows_pay_off
 
 
 class Own(torch.nn.Linear):
@@ -45,11 +45,11 @@ def test_the_model_is_left_as_found_and_what_others_replaced_stays() -> None:
 def test_a_pass_that_records_gradients_is_left_to_torch() -> None:
     place = torch.device("cpu"), torch.float32
     with torch.enable_grad():
-        assert not worth_it(8, *place)
+        assert not few_rows_pay_off(8, *place)
     with torch.no_grad():
-        assert worth_it(8, *place) == torch.backends.mkl.is_available()
-        assert not worth_it(1, *place)
-        assert not worth_it(MOST_ROWS + 1, *place)
+        assert few_rows_pay_off(8, *place) == torch.backends.mkl.is_available()
+        assert not few_rows_pay_off(1, *place)
+        assert not few_rows_pay_off(MOST_ROWS + 1, *place)
 
 
 def test_without_the_private_function_few_rows_are_multiplied_as_many_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +57,6 @@ def test_without_the_private_function_few_rows_are_multiplied_as_many_are(monkey
     x = torch.randn(1, 2 * BY_COLUMNS, 24, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(x)
-        monkeypatch.setattr(cpu, "_LINEAR", "_none_of_this_name")
+        monkeypatch.setattr(cpu, "ONEDNN_LINEAR", "_none_of_this_name")
         with FewRows(model):
             assert torch.equal(model(x), expected)

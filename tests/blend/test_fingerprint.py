@@ -38,8 +38,8 @@ def test_the_same_weights_are_the_same_model_wherever_they_lie(tmp_path: Path) -
 
 def test_files_are_read_once_and_parameters_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, read = saved(tmp_path / "model", max_shard_size="20KB"), []
-    digest = fingerprint._digest
-    monkeypatch.setattr(fingerprint, "_digest", lambda file: read.append(file.name) or digest(file))
+    digest = fingerprint.file_digest
+    monkeypatch.setattr(fingerprint, "file_digest", lambda file: read.append(file.name) or digest(file))
     monkeypatch.setattr(decoder, "parameters_digest", lambda model: pytest.fail("the parameters were passed over"))
     before = load(folder).fingerprint
     assert len(read) > 1

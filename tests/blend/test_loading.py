@@ -186,7 +186,7 @@ def test_whatever_fails_in_a_reading_thread_is_raised_where_its_layer_is_waited_
         raise RuntimeError("no more threads")
 
     blender = filled()
-    monkeypatch.setattr(loader, "compute_alone", fail)
+    monkeypatch.setattr(loader, "use_one_thread", fail)
     with pytest.raises(RuntimeError, match="no more threads"):
         blender.prefill(LAYOUT)
     monkeypatch.undo()

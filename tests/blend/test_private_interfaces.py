@@ -36,7 +36,7 @@ def test_without_the_private_field_attention_is_switched_in_public(
 ) -> None:
     model = build(CORE["llama"], attn_implementation=attention)
     expected = _prefilled(Decoder(model, tokenizer()), "hkvd").logits
-    monkeypatch.setattr(driver, "_FIELD", "_no_such_field")
+    monkeypatch.setattr(driver, "ATTENTION_FIELD", "_no_such_field")
     calls: list[Any] = []
     public = type(model).set_attn_implementation
     monkeypatch.setattr(
@@ -145,8 +145,8 @@ def test_linear_layers_that_keep_their_forward_give_the_same(monkeypatch: pytest
     """As torch might, looking it up in the class: then few rows are multiplied as many are."""
     dec = decoder("llama")
     expected, turned = _prefilled(dec, "none").logits, list[int]()
-    plain = cpu._forward
-    monkeypatch.setattr(cpu, "_forward", lambda layer, x: (turned.append(1), plain(layer, x))[1])
+    plain = cpu.few_rows_linear
+    monkeypatch.setattr(cpu, "few_rows_linear", lambda layer, x: (turned.append(1), plain(layer, x))[1])
     _prefilled(dec, "none")
     assert turned or not torch.backends.mkl.is_available()
     turned.clear()

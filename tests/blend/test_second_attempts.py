@@ -17,7 +17,7 @@ from blend.types import PromptLayout
 
 def most_at_once(blender: Blender, layout: PromptLayout, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Of caches with room for a prompt, how many a prefill fills, and how many of them have their memory at one time."""
-    made, counts, make = list[BlendedLayer](), list[int](), BlendedLayer._buffer
+    made, counts, make = list[BlendedLayer](), list[int](), BlendedLayer.new_buffer
 
     def counting(layer: BlendedLayer, states: torch.Tensor) -> torch.Tensor:
         if layer.capacity >= layout.rows and layer not in made:
@@ -25,7 +25,7 @@ def most_at_once(blender: Blender, layout: PromptLayout, monkeypatch: pytest.Mon
             counts.append(sum(one is layer or one.is_initialized for one in made))
         return make(layer, states)
 
-    monkeypatch.setattr(BlendedLayer, "_buffer", counting)
+    monkeypatch.setattr(BlendedLayer, "new_buffer", counting)
     blender.prefill(layout, config=GUIDED)
     return len(made) // LAYERS, max(counts)
 

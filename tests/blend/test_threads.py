@@ -14,7 +14,7 @@ from models import decoder
 from blend.blender import Blender
 from blend.chunks import assemble as loader
 from blend.config import BlendConfig
-from blend.model.cpu import compute_alone
+from blend.model.cpu import use_one_thread
 from blend.store import open_store
 
 
@@ -78,7 +78,7 @@ def test_without_the_runtimes_doors_torch_is_told_and_told_back(monkeypatch: pyt
         raise OSError(place)
 
     monkeypatch.setattr(ctypes, "CDLL", nothing)
-    assert _numbers(compute_alone) == [1, 3, 3]
+    assert _numbers(use_one_thread) == [1, 3, 3]
     start = threading.Thread.start
 
     def refuse(self: threading.Thread) -> None:
@@ -87,7 +87,7 @@ def test_without_the_runtimes_doors_torch_is_told_and_told_back(monkeypatch: pyt
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert _numbers(compute_alone) == [3, 3, 3]
+    assert _numbers(use_one_thread) == [3, 3, 3]
 
 
 def _numbers(call: Callable[[], None]) -> list[int]:

@@ -9,7 +9,7 @@ import httpx
 
 from _soak_serve import Answer, Ledger, Question, Reference, Visitors
 
-OWN = {"figures": {"method": "blend", "lacking": 0}, "sources": [{"hit": True}] * 2}
+OWN = {"figures": {"method": "blend", "missing": 0}, "sources": [{"hit": True}] * 2}
 
 MADE, OTHERWISE = ("blend", (True, True), 0, 0), ("blend", (True, False), 1, 0)
 

@@ -22,7 +22,7 @@ def test_a_reference_out_of_a_whole_answer() -> None:
         {"token": "The", "top_logprobs": [{"logprob": -0.5}, {"logprob": -2.0}]},
         {"token": " end", "top_logprobs": [{"logprob": -1.0}, {"logprob": -1.0001}]},
     ]
-    own = {"figures": {"method": "blend", "lacking": 1}, "sources": [{"hit": True}, {"hit": False}]}
+    own = {"figures": {"method": "blend", "missing": 1}, "sources": [{"hit": True}, {"hit": False}]}
     found = reference(
         {"choices": [{"message": {"content": "The end"}, "logprobs": {"content": content}}], "kvblend": own}
     )
@@ -151,7 +151,7 @@ def test_how_an_answer_was_made(figures: dict[str, Any], how: str) -> None:
 
 def test_what_is_remembered_whole_is_as_good_as_full_prefill() -> None:
     sources = [{"hit": True}, {"hit": False}]
-    blended = {"method": "blend", "rows": 90, "rows_reused": 5, "lacking": 1}
+    blended = {"method": "blend", "rows": 90, "rows_reused": 5, "missing": 1}
     assert made_of({}) == (None, (), None, 0)
     assert made_of({"figures": blended, "sources": sources}) == ("blend", (True, False), 1, 5)
     assert made_of({"figures": {**blended, "rows_reused": 89}, "sources": sources}) == ("full",)

@@ -11,7 +11,20 @@ from cases import make_layout
 from blend.blender import Blender
 from blend.model.generate import generate
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.types import Ended, Event, Failed, Sampling, Started, Token, Work
+from blend.serve.sequence import Sequence
+from blend.serve.types import (
+    EndReason,
+    Event,
+    Failed,
+    Figures,
+    Finished,
+    Output,
+    Request,
+    Sampling,
+    Source,
+    Started,
+    Token,
+)
 from blend.types import PromptLayout
 
 FEW = Sampling(max_tokens=6)
@@ -19,19 +32,20 @@ LONG = Sampling(max_tokens=300, ignore_eos=True)
 
 
 class Answer:
-    """What came back for one prompt; at_event: called for each event first."""
+    """What came back for one request; at_event: called for each event first."""
 
     def __init__(self, at_event: Callable[[], object] = lambda: None) -> None:
         self.at_event = at_event
         self.events: list[Event] = []
         self.done = threading.Event()
         self.seen: Queue[Event] = Queue()
+        self.sequence: Sequence | None = None  # of the engine
 
     def __call__(self, event: Event) -> None:
         self.at_event()
         self.events.append(event)
         self.seen.put(event)
-        if isinstance(event, Ended | Failed):
+        if isinstance(event, Finished | Failed):
             self.done.set()
 
     def wait(self) -> Answer:
@@ -39,21 +53,42 @@ class Answer:
         return self
 
     @property
+    def outputs(self) -> list[Output]:
+        return [event for event in self.events if isinstance(event, Output)]
+
+    @property
     def tokens(self) -> list[int]:
-        return [event.id for event in self.events if isinstance(event, Token)]
+        return [token.id for output in self.outputs for token in output.tokens]
+
+    @property
+    def text(self) -> str:
+        return "".join(output.text for output in self.outputs)
 
     @property
     def first(self) -> Token:
-        return next(event for event in self.events if isinstance(event, Token))
+        return self.outputs[0].tokens[0]
 
     @property
     def last(self) -> Event:
         return self.events[-1]
 
     @property
+    def end_reason(self) -> EndReason:
+        assert isinstance(self.last, Finished), self.last
+        return self.last.reason
+
+    @property
     def started(self) -> Started:
-        assert isinstance(self.events[0], Started)
+        assert isinstance(self.events[0], Started), self.events[0]
         return self.events[0]
+
+    @property
+    def figures(self) -> Figures:
+        return self.started.figures
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return self.started.sources
 
 
 class Held:
@@ -62,7 +97,7 @@ class Held:
     def __init__(self, engine: EmbeddedEngine, layout: PromptLayout, sampling: Sampling = LONG) -> None:
         self._stands, self._goes_on, self._free = threading.Semaphore(0), threading.Semaphore(0), False
         self.answer = Answer(self._stand)
-        engine.submit(Work(layout, sampling), self.answer)
+        engine.submit(Request(layout=layout, sampling=sampling), self.answer)
         assert self._stands.acquire(timeout=60)
 
     def _stand(self) -> None:
@@ -81,7 +116,7 @@ class Held:
 
 def ask(engine: EmbeddedEngine, layout: PromptLayout, sampling: Sampling = FEW, **more: object) -> Answer:
     answer = Answer()
-    engine.submit(Work(layout, sampling, **more), answer)  # type: ignore[arg-type]
+    answer.sequence = engine.submit(Request(layout=layout, sampling=sampling, **more), answer)  # type: ignore[arg-type]
     return answer
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from engines import Answer
+
 from blend.config import BlendConfig, CorpusConfig, PromptConfig
 from blend.rag import Rag
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.service import Profile, Service
-from blend.serve.types import AnswerRequest, Closed, Delta, Message, Opened, Refused, Reply, Sampling
+from blend.serve.service import PrefillProfile, Service
+from blend.serve.types import Message, Request, Sampling
 from tests.tiny_model import save_tiny_model
 from tests.towns import write_documents
 
@@ -48,7 +49,7 @@ def serving(
 ) -> Iterator[Service]:
     """A service over a store. timing_s: what full prefill of the sample took when it was timed first."""
     rag = make_rag(store, model, instructions, min_score)
-    profile = Profile(rag.decoder)
+    profile = PrefillProfile(rag.decoder)
     if timing_s is not None:
         profile.timed(timing_s)
     service: Service | None = None
@@ -66,44 +67,16 @@ def serving(
         service.close()
 
 
-class Told:
-    """What came back for a question."""
-
-    def __init__(self) -> None:
-        self.replies: list[Reply] = []
-        self.done = threading.Event()
-
-    def __call__(self, reply: Reply) -> None:
-        self.replies.append(reply)
-        if isinstance(reply, Closed | Refused):
-            self.done.set()
-
-    @property
-    def text(self) -> str:
-        return "".join(reply.text for reply in self.replies if isinstance(reply, Delta))
-
-    @property
-    def opened(self) -> Opened:
-        assert isinstance(self.replies[0], Opened), self.replies[0]
-        return self.replies[0]
-
-    @property
-    def closed(self) -> Closed:
-        assert isinstance(self.replies[-1], Closed), self.replies[-1]
-        return self.replies[-1]
-
-
-def ask(service: Service, *messages: str, **more: object) -> Told:
+def ask(service: Service, *messages: str, **more: object) -> Answer:
     """Put a question: messages of user and assistant in turn."""
     roles = ("user", "assistant") * len(messages)
     said = tuple(Message(role, text) for role, text in zip(roles, messages, strict=False))  # type: ignore[arg-type]
-    told = Told()
-    service.submit(AnswerRequest(said, **{"sampling": FEW, **more}), told)  # type: ignore[arg-type]
-    assert told.done.wait(120)
-    return told
+    answer = Answer()
+    service.submit(Request(said, **{"sampling": FEW, **more}), answer)  # type: ignore[arg-type]
+    return answer.wait()
 
 
 def settled(service: Service) -> None:
-    """Wait until what was lacking is computed."""
-    while any(service.engine.holding()[i] for i in (0, 1, 5)):
+    """Wait until the missing caches are computed."""
+    while not service.engine.stats().idle:
         time.sleep(0.01)

@@ -65,10 +65,10 @@ def test_an_answer_is_the_same_alone_and_among_fifteen_others(
 ) -> None:
     blender, prompts = corpus
     alone = list(answers(blender, prompts, 1, rows + TOGETHER))
-    unfit = sum(bool(answer.started.notes) for answer in alone)
+    unfit = sum(bool(answer.figures.notes) for answer in alone)
     assert PROMPTS / 4 < unfit < PROMPTS * 3 / 4
     for mine, theirs in zip(answers(blender, prompts, TOGETHER, rows + TOGETHER), alone, strict=True):
         assert mine.tokens == theirs.tokens
-        assert mine.started.notes == theirs.started.notes
-        assert mine.started.rows_computed == theirs.started.rows_computed
-        assert [computed for computed, _ in mine.started.trace] == [computed for computed, _ in theirs.started.trace]
+        assert mine.figures.notes == theirs.figures.notes
+        assert mine.figures.rows_computed == theirs.figures.rows_computed
+        assert [row.recomputed for row in mine.started.trace] == [row.recomputed for row in theirs.started.trace]

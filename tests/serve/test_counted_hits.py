@@ -40,7 +40,7 @@ def test_prompts_that_lacked_the_same_caches_count_what_they_read(blender: Blend
     engine = EmbeddedEngine(blender, prefix_budget=0, least_gain=-(10**6))
     answers = [ask(engine, make_layout(), Sampling(max_tokens=2)) for _ in range(12)]
     told = sum(sum(answer.wait().started.hits) for answer in answers)
-    while engine.holding().encoding:
+    while engine.stats().encoding:
         time.sleep(0.01)
     engine.close()
     assert counted(blender) == told > 0

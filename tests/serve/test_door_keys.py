@@ -17,7 +17,7 @@ from blend.errors import ConfigError
 from blend.serve.access import ApiKeys, read_keys
 from blend.serve.failures import LOG
 from blend.serve.metrics import Metrics, StoreFigures
-from blend.serve.types import Holding
+from blend.serve.types import EngineStats
 from blend.store.backend import MemoryStats, TierHits
 
 BODY = {"messages": [{"role": "user", "content": "a secret of mine"}], "max_tokens": 2}
@@ -186,7 +186,7 @@ def test_what_was_found_in_the_tiers_of_shared_stores_and_what_had_to_go() -> No
         return SimpleNamespace(tier_hits=hits, evictions=evictions, memory=None)
 
     stores = [store(TierHits(1, 2, 3, 4, 50), 6), store(TierHits(10, 20, 30, 40, 500), 60), store(None, 600)]
-    page = Metrics().page(Holding(0, 0, 0, 1, prefix_evictions=7), StoreFigures.of(stores)).decode()
+    page = Metrics().page(EngineStats(0, 0, 0, 1, prefix_evictions=7), StoreFigures.of(stores)).decode()
     for name, expected in (
         *(
             (f'store_lookups_total{{tier="{tier}"}}', 11 * n)

@@ -30,7 +30,7 @@ def events(lines: Iterator[str]) -> list[Any]:
 
 def until_idle(served: Served) -> None:
     deadline = time.monotonic() + 30
-    while served.state.service.engine.holding()[:2] != (0, 0):
+    while served.state.service.engine.stats()[:2] != (0, 0):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -116,7 +116,7 @@ def test_who_leaves_is_answered_no_further(served: Served, stream: bool) -> None
         if stream:
             while b"content" not in lines.readline():
                 pass
-        while served.state.service.engine.holding().running == 0:
+        while served.state.service.engine.stats().running == 0:
             time.sleep(0.005)
     begun = time.monotonic()
     until_idle(served)
@@ -167,7 +167,7 @@ def test_a_full_queue_tells_when_to_come_again(serve: Callable[..., Served]) -> 
     while b"content" not in lines.readline():
         pass
     waiting, more = long_answer(served.url)
-    while served.state.service.engine.holding().waiting == 0:
+    while served.state.service.engine.stats().waiting == 0:
         time.sleep(0.005)
     with running, lines, waiting, more:
         refused = httpx.post(f"{served.url}{CHAT}", json=body(), timeout=60)

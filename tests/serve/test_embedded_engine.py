@@ -16,49 +16,49 @@ from blend.errors import ConfigError, StoreError
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.types import Ended, Sampling, Token, Work
+from blend.serve.types import Finished, Output, Request, Sampling
 from blend.types import PromptLayout
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gemma2"])
 def test_each_gets_what_it_gets_alone(name: str, make_engine: Callable[..., EmbeddedEngine]) -> None:
     engine = make_engine(name, most_running=5, pass_rows=25)
-    blender, prompts = engine._blender, layouts(9)
+    blender, prompts = engine.blender, layouts(9)
     for layout in prompts[:6]:
         cache_chunks(blender, layout)
     expected = [alone(blender, layout) for layout in prompts]
     answers = [ask(engine, layout) for layout in prompts]
     for answer, tokens, layout in zip(answers, expected, prompts, strict=True):
         assert answer.wait().tokens == tokens
-        assert answer.last == Ended("length" if len(tokens) == FEW.max_tokens else "stop")
-        assert answer.started.rows == layout.rows
+        assert answer.last == Finished("length" if len(tokens) == FEW.max_tokens else "stop")
+        assert answer.figures.rows == layout.rows
     assert answers[0].started.hits == (True,) * len(prompts[0].chunks)
-    assert answers[0].started.rows_computed < prompts[0].rows / 2
+    assert answers[0].figures.rows_computed < prompts[0].rows / 2
     engine.close(finish_s=60)
-    assert engine.holding()[:2] == (0, 0)
+    assert engine.stats()[:2] == (0, 0)
 
 
 def test_an_answer_goes_on_while_another_prompt_is_prefilled(make_engine: Callable[..., EmbeddedEngine]) -> None:
     engine = make_engine(most_running=2, pass_rows=10)
     order: list[str] = []
     short, long = Answer(lambda: order.append("short")), Answer(lambda: order.append("long"))
-    engine.submit(Work(layouts(1)[0], Sampling(max_tokens=60)), short)
-    while not isinstance(short.seen.get(timeout=60), Token):
+    engine.submit(Request(layout=layouts(1)[0], sampling=Sampling(max_tokens=60)), short)
+    while not isinstance(short.seen.get(timeout=60), Output):
         pass
-    engine.submit(Work(layouts(2)[1], FEW), long)
+    engine.submit(Request(layout=layouts(2)[1], sampling=FEW), long)
     begun = len(order)
     long.wait()
     assert order[begun:].index("long") >= 5, "its rows take more than five passes, each with a token of the other"
-    assert short.wait().tokens == alone(engine._blender, layouts(1)[0], Sampling(max_tokens=60))
+    assert short.wait().tokens == alone(engine.blender, layouts(1)[0], Sampling(max_tokens=60))
 
 
 def test_what_the_store_lacked_is_there_for_the_next(make_engine: Callable[..., EmbeddedEngine]) -> None:
     engine, layout = make_engine(remember=True), make_layout()
     first = ask(engine, layout).wait()
     assert first.started.hits == (False,) * 4
-    assert first.started.rows_computed == layout.rows - len(layout.prefix)
+    assert first.figures.rows_computed == layout.rows - len(layout.prefix)
     deadline = threading.Event()
-    while engine._blender.library(layout.prefix).missing(layout.chunks) and not deadline.wait(0.01):
+    while engine.blender.library(layout.prefix).missing(layout.chunks) and not deadline.wait(0.01):
         pass
     assert ask(engine, layout).wait().started.hits == (True,) * 4
 
@@ -70,7 +70,7 @@ def test_what_the_store_lacks_is_computed_though_prompts_always_wait(
     engine = make_engine(most_running=2, pass_rows=12)
     others = [replace(layout, plain=frozenset(range(len(layout.chunks)))) for layout in layouts(3)]
     layout = layouts(1)[0]
-    library = engine._blender.library(layout.prefix)
+    library = engine.blender.library(layout.prefix)
     lacking = library.missing(layout.chunks[:1])
     assert lacking
     asked = [ask(engine, layout) for layout in others * 8]
@@ -92,54 +92,53 @@ def test_a_prompt_without_chunks_is_prefilled_in_full(make_engine: Callable[...,
     engine, ids = make_engine(), make_layout().token_ids
     layout = PromptLayout(ids[:1], (), ids[1:])
     answer = ask(engine, layout).wait()
-    full = full_prefill(engine._decoder, layout)
-    assert answer.tokens == list(generate(engine._decoder, full, ids, max_new_tokens=6).token_ids)
-    assert answer.started.rows_computed == layout.rows - 1
+    full = full_prefill(engine.decoder, layout)
+    assert answer.tokens == list(generate(engine.decoder, full, ids, max_new_tokens=6).token_ids)
+    assert answer.figures.rows_computed == layout.rows - 1
 
 
 def test_a_prompt_whose_chunks_cannot_be_read_is_computed_in_full(
     make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, prompts = make_engine(), layouts(2)
-    cache_chunks(engine._blender, prompts[0])
-    expected, plain = alone(engine._blender, prompts[0]), engine._blender.store.open_many
-    broken = engine._blender.encoder(prompts[1].prefix).identity.key(prompts[1].chunks[0])
+    cache_chunks(engine.blender, prompts[0])
+    expected, plain = alone(engine.blender, prompts[0]), engine.blender.store.open_many
+    broken = engine.blender.encoder(prompts[1].prefix).identity.key(prompts[1].chunks[0])
 
     def down(keys: Sequence[object]) -> object:
         if broken in keys:
             raise StoreError("the store is down")
         return plain(keys)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine._blender.store, "open_many", down)
-    full = ask(engine, prompts[1], full=True).wait()
+    monkeypatch.setattr(engine.blender.store, "open_many", down)
+    full = ask(engine, prompts[1], method="full").wait()
     without, fine = ask(engine, prompts[1]), ask(engine, prompts[0])
     assert without.wait().tokens == full.tokens
-    assert (without.started.reason, sum(without.started.hits)) == ("store_unreachable", 0)
-    assert without.started.rows_computed == full.started.rows_computed
+    assert (without.figures.reason, sum(without.started.hits)) == ("store_unreachable", 0)
+    assert without.figures.rows_computed == full.figures.rows_computed
     assert fine.wait().tokens == expected
-    assert fine.started.reason == ""
+    assert fine.figures.reason == ""
 
 
 def test_sampling(make_engine: Callable[..., EmbeddedEngine]) -> None:
     engine, layout = make_engine(), make_layout()
-    cache_chunks(engine._blender, layout)  # so that all of them read the same
+    cache_chunks(engine.blender, layout)  # so that all of them read the same
     greedy = ask(engine, layout).wait().tokens
     drawn = [Sampling(max_tokens=6, temperature=1.5, seed=seed) for seed in (1, 1, 2)]
     one, same, other = (ask(engine, layout, sampling).wait().tokens for sampling in drawn)
     assert one == same != other
     assert ask(engine, layout, Sampling(max_tokens=6, temperature=1.5, top_p=0.0)).wait().tokens == greedy
-    told = ask(engine, layout, Sampling(max_tokens=1, logprobs=3)).wait().events[1]
-    assert isinstance(told, Token)
+    told = ask(engine, layout, Sampling(max_tokens=1, logprobs=3)).wait().first
     assert told.id == greedy[0]
-    expected = engine._blender.prefill(layout).logits[0].log_softmax(-1)
-    assert torch.allclose(torch.tensor([p for _, p in told.top]), expected.topk(3).values, atol=1e-4)
+    expected = engine.blender.prefill(layout).logits[0].log_softmax(-1)
+    assert torch.allclose(torch.tensor([one.logprob for one in told.top]), expected.topk(3).values, atol=1e-4)
     assert told.logprob == pytest.approx(float(expected[told.id]), abs=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-30, 1e-6, 1.1e-5])
 def test_next_to_no_temperature_is_greedy(temperature: float, make_engine: Callable[..., EmbeddedEngine]) -> None:
     engine, layout = make_engine(), make_layout()
-    cache_chunks(engine._blender, layout)
+    cache_chunks(engine.blender, layout)
     cold = ask(engine, layout, replace(FEW, temperature=temperature, seed=1)).wait()
     assert cold.tokens == ask(engine, layout).wait().tokens
 

@@ -22,7 +22,8 @@ from blend.chunks.assemble import LayerLoader
 from blend.config import BlendConfig
 from blend.model.forward import RowRequest
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.types import Ended, EngineFailedError, Failed, Sampling, Token, Work
+from blend.serve.scheduler import Scheduler
+from blend.serve.types import EngineFailedError, Failed, Finished, Output, Request, Sampling
 from blend.store import open_store
 from blend.types import PromptLayout
 
@@ -32,7 +33,7 @@ LONG = Sampling(max_tokens=300, ignore_eos=True)
 def running(engine: EmbeddedEngine, sampling: Sampling = LONG, number: int = 0) -> Answer:
     """An answer that has begun."""
     answer = ask(engine, layouts(number + 1)[number], sampling)
-    while not isinstance(answer.seen.get(timeout=60), Token):
+    while not isinstance(answer.seen.get(timeout=60), Output):
         pass
     return answer
 
@@ -45,7 +46,7 @@ def test_a_cache_that_cannot_be_taken_out_is_told_and_the_next_is_computed(
     make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, layout = make_engine(), make_layout()
-    library, told, done = engine._blender.library(layout.prefix), list[Exception | None](), threading.Event()
+    library, told, done = engine.blender.library(layout.prefix), list[Exception | None](), threading.Event()
     variants, cut = library.missing(layout.chunks)[:2], encode._cut
 
     def on_done(one: object, error: Exception | None) -> None:
@@ -67,12 +68,12 @@ def test_entries_that_cannot_be_closed_harm_nobody(
     make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, layout, close = make_engine(pass_rows=18), make_layout(chunks=(60, 60), suffix=90), LayerLoader.close
-    cache_chunks(engine._blender, layout)
-    other, begun = running(engine), threading.Event()
-    start = LayerLoader.start
+    cache_chunks(engine.blender, layout)
+    other, begun, submitted, start = running(engine), threading.Event(), threading.Event(), LayerLoader.start
 
     def starting(loader: LayerLoader) -> None:
         start(loader)
+        assert submitted.wait(60)
         handle.cancel()
         begun.set()
 
@@ -83,12 +84,12 @@ def test_entries_that_cannot_be_closed_harm_nobody(
     monkeypatch.setattr(LayerLoader, "start", starting)
     monkeypatch.setattr(LayerLoader, "close", failing)
     answer = Answer()
-    with engine._changed:  # so that it is not begun before there is a handle
-        handle = engine.submit(Work(layout, FEW), answer)
-    assert answer.wait().last == Ended("cancelled")
+    handle = engine.submit(Request(layout=layout, sampling=FEW), answer)
+    submitted.set()
+    assert answer.wait().last == Finished("cancelled")
     assert begun.is_set()
-    assert other.wait().last == Ended("length")
-    until(lambda: not engine.holding().running)
+    assert other.wait().last == Finished("length")
+    until(lambda: not engine.stats().running)
     assert [record.error for record in caplog.records] == ["OSError"]  # type: ignore[attr-defined]
 
 
@@ -98,17 +99,16 @@ def test_a_fault_that_nobody_foresaw_is_told_to_all(
     engine, layout = make_engine(most_running=1), make_layout()
     first = running(engine)
     waits, told = ask(engine, layout), list[Exception | None]()
-    library = engine._blender.library(layout.prefix)
+    library = engine.blender.library(layout.prefix)
     engine.encode(library, library.missing(layout.chunks), lambda one, error: told.append(error))
-    monkeypatch.setattr(engine, "_leave", fails)
+    monkeypatch.setattr(Scheduler, "run", fails)
     for answer in (first, waits):
         assert isinstance(answer.wait().last, Failed)
         assert isinstance(answer.last.error, EngineFailedError)
-    engine._thread.join(60)
-    assert told
+    until(lambda: len(told) >= 3)
     assert all(isinstance(error, EngineFailedError) for error in told[-3:])
     assert not engine.alive
-    assert engine.holding() == engine.holding()._replace(running=0, waiting=0, encoding=0)
+    assert engine.stats() == engine.stats()._replace(running=0, waiting=0, encoding=0)
     for late in (lambda: ask(engine, layout), engine.require_room, lambda: engine.encode(library, (), lambda *_: None)):
         with pytest.raises(EngineFailedError):
             late()
@@ -116,8 +116,8 @@ def test_a_fault_that_nobody_foresaw_is_told_to_all(
 
 def test_an_engine_that_failed_shows_at_the_door(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
     served = serve()
-    engine, body = served.state.service.engine, {"messages": [{"role": "user", "content": "What?"}], "max_tokens": 2}
-    monkeypatch.setattr(engine, "_leave", fails)
+    body = {"messages": [{"role": "user", "content": "What?"}], "max_tokens": 2}
+    monkeypatch.setattr(Scheduler, "run", fails)
     for _ in range(2):
         refused = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
@@ -130,9 +130,9 @@ class Broken:
     """Passes with the rows of these prompts fail; how many rows each pass that failed had of how many prompts."""
 
     def __init__(self, engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._prefill, self.whose = engine._decoder.prefill, list[Callable[[RowRequest], bool]]()
+        self._prefill, self.whose = engine.decoder.prefill, list[Callable[[RowRequest], bool]]()
         self.failed: list[int] = []
-        monkeypatch.setattr(engine._decoder, "prefill", self)
+        monkeypatch.setattr(engine.decoder, "prefill", self)
 
     def __call__(self, requests: Sequence[RowRequest]) -> torch.Tensor:
         if any(mine(request) for mine in self.whose for request in requests):
@@ -142,9 +142,10 @@ class Broken:
         return self._prefill(requests)
 
 
-def decoding(engine: EmbeddedEngine, number: int) -> Callable[[RowRequest], bool]:
+def decoding(answer: Answer) -> Callable[[RowRequest], bool]:
     """The rows of an answer that runs."""
-    blend = engine._running[number].blend
+    assert answer.sequence is not None
+    blend = answer.sequence.blend
     assert blend is not None
     return lambda request: request.cache is blend.cache
 
@@ -153,13 +154,12 @@ def test_only_the_answer_fails_whose_row_cannot_be_computed(
     make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, sampling = make_engine(), Sampling(max_tokens=60, ignore_eos=True)
-    expected = [alone(engine._blender, layout, sampling) for layout in layouts(3)]
-    with engine._changed:
-        answers = [ask(engine, layout, sampling) for layout in layouts(3)]
-    while engine.holding().running < 3 or any(len(answer.tokens) < 2 for answer in answers):
+    expected = [alone(engine.blender, layout, sampling) for layout in layouts(3)]
+    answers = [ask(engine, layout, sampling) for layout in layouts(3)]
+    while engine.stats().running < 3 or any(len(answer.tokens) < 2 for answer in answers):
         pass
     broken = Broken(engine, monkeypatch)
-    broken.whose.append(decoding(engine, 1))
+    broken.whose.append(decoding(answers[1]))
     assert isinstance(answers[1].wait().last, Failed)
     assert [answers[i].wait().tokens for i in (0, 2)] == [expected[0], expected[2]]
     assert broken.failed == [3, 1]
@@ -171,11 +171,11 @@ def test_a_prefill_beside_an_answer_that_fails_begins_anew(
 ) -> None:
     """What the pass left in its cache, and what the selector saw of it, counts for nothing."""
     engine, layout = make_engine(pass_rows=24), layouts(2)[1]
-    cache_chunks(engine._blender, layout)
+    cache_chunks(engine.blender, layout)
     config, sampling = BlendConfig(selector, ratio=0.3), replace(LONG, logprobs=5, max_tokens=2)
     expected = ask(engine, layout, sampling, config=config).wait()
     victim, broken = running(engine), Broken(engine, monkeypatch)
-    mine, begun = decoding(engine, 0), threading.Event()
+    mine, begun = decoding(victim), threading.Event()
 
     def once_it_is_prefilled(request: RowRequest) -> bool:
         if request.positions.shape[0] > 1:
@@ -186,16 +186,16 @@ def test_a_prefill_beside_an_answer_that_fails_begins_anew(
     answer = ask(engine, layout, sampling, config=config).wait()
     assert isinstance(victim.wait().last, Failed)
     assert max(broken.failed) == 2
-    assert [event.id for event in answer.events[1:-1]] == expected.tokens
-    assert answer.started.rows_computed == expected.started.rows_computed
-    assert answer.events[1].logprob == pytest.approx(expected.events[1].logprob, abs=1e-5)
+    assert answer.tokens == expected.tokens
+    assert answer.figures.rows_computed == expected.figures.rows_computed
+    assert answer.first.logprob == pytest.approx(expected.first.logprob, abs=1e-5)
 
 
 def test_a_prefill_that_cannot_be_computed_fails_alone(
     make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, layout = make_engine(pass_rows=24), layouts(2)[1]
-    expected = alone(engine._blender, layouts(1)[0], LONG)
+    expected = alone(engine.blender, layouts(1)[0], LONG)
     other, broken = running(engine), Broken(engine, monkeypatch)
     broken.whose.append(lambda request: request.positions.shape[0] > 1)
     assert isinstance(ask(engine, layout).wait().last, Failed)
@@ -207,7 +207,7 @@ def test_a_cache_that_is_computed_beside_an_answer_that_fails_is_stored(
     make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, layout = make_engine(), make_layout()
-    library, told, done = engine._blender.library(layout.prefix), list[Exception | None](), threading.Event()
+    library, told, done = engine.blender.library(layout.prefix), list[Exception | None](), threading.Event()
     variants = library.missing(layout.chunks)[:1]
 
     def on_done(one: object, error: Exception | None) -> None:
@@ -215,8 +215,8 @@ def test_a_cache_that_is_computed_beside_an_answer_that_fails_is_stored(
         done.set()
 
     victim, broken = running(engine), Broken(engine, monkeypatch)
-    mine = decoding(engine, 0)
-    with_company: list[Callable[[RowRequest], bool]] = [lambda request: mine(request) and engine.holding().encoding > 0]
+    mine = decoding(victim)
+    with_company: list[Callable[[RowRequest], bool]] = [lambda request: mine(request) and engine.stats().encoding > 0]
     broken.whose.extend(with_company)
     engine.encode(library, variants, on_done)
     assert done.wait(60)
@@ -241,5 +241,5 @@ def test_damage_that_shows_while_rows_run_is_computed_again(tmp_path: Path) -> N
     engine = EmbeddedEngine(blender, prefix_budget=0, least_gain=-(10**6), remember=False)
     answer = ask(engine, behind).wait()
     engine.close()
-    assert answer.last == Ended("length")
+    assert answer.last == Finished("length")
     assert answer.started.hits == (False,) * len(layout.chunks)

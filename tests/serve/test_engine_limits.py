@@ -17,25 +17,25 @@ from blend.errors import PromptError
 from blend.model import cpu
 from blend.serve import embedded
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.types import Ended, Event, QueueFullError, Sampling, Token, Work
+from blend.serve.types import Event, Finished, Output, QueueFullError, Request, Sampling
 
 
 def test_who_is_cancelled_leaves_and_the_others_stay(make_engine: Callable[..., EmbeddedEngine]) -> None:
     engine, prompts = make_engine(), layouts(3)
     answers = [Answer() for _ in prompts]
     handles = [
-        engine.submit(Work(layout, Sampling(max_tokens=200)), answer)
+        engine.submit(Request(layout=layout, sampling=Sampling(max_tokens=200)), answer)
         for layout, answer in zip(prompts, answers, strict=True)
     ]
-    while not isinstance(answers[1].seen.get(timeout=60), Token):
+    while not isinstance(answers[1].seen.get(timeout=60), Output):
         pass
     handles[1].cancel()
     handles[1].cancel()
-    assert answers[1].wait().last == Ended("cancelled")
+    assert answers[1].wait().last == Finished("cancelled")
     for index in (0, 2):
-        expected = alone(engine._blender, prompts[index], Sampling(max_tokens=200))
+        expected = alone(engine.blender, prompts[index], Sampling(max_tokens=200))
         assert answers[index].wait().tokens == expected
-    assert sum(isinstance(event, Ended) for event in answers[1].events) == 1
+    assert sum(isinstance(event, Finished) for event in answers[1].events) == 1
 
 
 def test_no_more_wait_than_may(make_engine: Callable[..., EmbeddedEngine]) -> None:
@@ -49,7 +49,7 @@ def test_no_more_wait_than_may(make_engine: Callable[..., EmbeddedEngine]) -> No
     assert refused
     assert all(error.retry_after_s >= 1 for error in refused)
     tokens = {tuple(answer.wait().tokens) for answer in answers}
-    assert tokens == {tuple(alone(engine._blender, layout, Sampling(max_tokens=30)))}
+    assert tokens == {tuple(alone(engine.blender, layout, Sampling(max_tokens=30)))}
 
 
 def test_memory_for_one_at_a_time_is_enough(make_engine: Callable[..., EmbeddedEngine]) -> None:
@@ -57,10 +57,10 @@ def test_memory_for_one_at_a_time_is_enough(make_engine: Callable[..., EmbeddedE
     row_bytes = sum(layer.width for layer in decoder("llama").rotations) * 4
     engine = make_engine(kv_budget=row_bytes * (layout.rows + FEW.max_tokens))
     held: list[int] = []
-    answers = [Answer(lambda: held.append(engine.holding().running)) for _ in range(4)]
+    answers = [Answer(lambda: held.append(engine.stats().running)) for _ in range(4)]
     for answer in answers:
-        engine.submit(Work(layout, FEW), answer)
-    assert {tuple(answer.wait().tokens) for answer in answers} == {tuple(alone(engine._blender, layout))}
+        engine.submit(Request(layout=layout, sampling=FEW), answer)
+    assert {tuple(answer.wait().tokens) for answer in answers} == {tuple(alone(engine.blender, layout))}
     assert max(held) == 1
     with pytest.raises(PromptError, match="MiB of KV memory"):
         ask(engine, layout, replace(FEW, max_tokens=7))
@@ -72,8 +72,8 @@ def test_a_listener_that_fails_harms_only_itself(make_engine: Callable[..., Embe
     def broken(event: Event) -> None:
         raise ValueError("the connection is gone")
 
-    engine.submit(Work(prompts[0], FEW), broken)
-    assert ask(engine, prompts[1]).wait().tokens == alone(engine._blender, prompts[1])
+    engine.submit(Request(layout=prompts[0], sampling=FEW), broken)
+    assert ask(engine, prompts[1]).wait().tokens == alone(engine.blender, prompts[1])
 
 
 def test_closing_finishes_what_runs_or_ends_it(make_engine: Callable[..., EmbeddedEngine]) -> None:
@@ -87,7 +87,7 @@ def test_closing_finishes_what_runs_or_ends_it(make_engine: Callable[..., Embedd
     other = make_engine(most_running=1)
     answers = [ask(other, layout, Sampling(max_tokens=300)) for _ in range(3)]
     other.close()
-    assert [answer.last for answer in answers] == [Ended("shutdown")] * 3
+    assert [answer.last for answer in answers] == [Finished("shutdown")] * 3
 
 
 def test_freed_memory_goes_back_when_nobody_waits_for_a_token(
@@ -95,8 +95,8 @@ def test_freed_memory_goes_back_when_nobody_waits_for_a_token(
 ) -> None:
     running: list[int] = []
     engine = make_engine()
-    monkeypatch.setattr(embedded, "IDLE_S", 0.05)
-    monkeypatch.setattr(cpu, "give_back", lambda: running.append(engine.holding().running))
+    monkeypatch.setattr(embedded, "TRIM_IDLE_S", 0.05)
+    monkeypatch.setattr(cpu, "trim_heap", lambda: running.append(engine.stats().running))
     for _ in range(2):
         answers = [ask(engine, make_layout()) for _ in range(3)]
         before = len(running)
@@ -116,7 +116,7 @@ def test_the_engine_keeps_its_threads_whatever_others_are_told(make_engine: Call
         engine = make_engine()
         torch.set_num_threads(1)  # as the server does for all other threads, before the engine computes anything
         answer = Answer(lambda: seen.append(torch.get_num_threads()))
-        engine.submit(Work(make_layout(), FEW), answer)
+        engine.submit(Request(layout=make_layout(), sampling=FEW), answer)
         answer.wait()
     finally:
         torch.set_num_threads(before)

@@ -13,8 +13,8 @@ from engines import FEW, LONG, Answer, Held
 
 from blend.serve import scheduler
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.scheduler import Waiting
-from blend.serve.types import Ended, QueueFullError, Work
+from blend.serve.scheduler import WaitingQueue
+from blend.serve.types import Finished, QueueFullError, Request
 from blend.types import PromptLayout
 
 
@@ -22,18 +22,18 @@ def test_who_is_given_up_leaves_the_queue_wherever_it_stands(make_engine: Callab
     """Behind a prompt for which there is no room, and long before there is."""
     engine, layout = make_engine(most_running=1, most_waiting=3), make_layout()
     held, (head, late, left) = Held(engine, layout), (Answer(), Answer(), Answer())
-    engine.submit(Work(layout, FEW), head)
-    engine.submit(Work(layout, FEW, deadline_s=0.0), late)
-    engine.submit(Work(layout, FEW), left).cancel()
+    engine.submit(Request(layout=layout, sampling=FEW), head)
+    engine.submit(Request(layout=layout, sampling=FEW, deadline_s=0.0), late)
+    engine.submit(Request(layout=layout, sampling=FEW), left).cancel()
     with pytest.raises(QueueFullError):
         engine.require_room()
     held.let_go()
-    assert late.wait().events == [Ended("deadline")]
-    assert left.wait().events == [Ended("cancelled")]
+    assert late.wait().events == [Finished("deadline")]
+    assert left.wait().events == [Finished("cancelled")]
     engine.require_room()
     assert not head.events
     assert len(held.answer.tokens) < LONG.max_tokens
-    assert head.wait().last == held.answer.wait().last == Ended("length")
+    assert head.wait().last == held.answer.wait().last == Finished("length")
 
 
 def test_the_most_urgent_is_next_though_there_is_room_for_all(make_engine: Callable[..., EmbeddedEngine]) -> None:
@@ -44,12 +44,12 @@ def test_the_most_urgent_is_next_though_there_is_room_for_all(make_engine: Calla
 
     def submit(name: str, layout: PromptLayout, priority: int) -> Answer:
         answer = Answer(partial(order.append, name))
-        engine.submit(Work(layout, FEW, priority=priority), answer)
+        engine.submit(Request(layout=layout, sampling=FEW, priority=priority), answer)
         return answer
 
     answers = [submit("long", long, 1)]
     running.step()
-    assert engine.holding().running == 2
+    assert engine.stats().running == 2
     for name, priority in (("first", 1), ("second", 1), ("urgent", 0)):
         answers.append(submit(name, make_layout(), priority))
         running.step()
@@ -67,7 +67,7 @@ def test_tenants_take_turns(make_engine: Callable[..., EmbeddedEngine]) -> None:
     held, answers = Held(engine, layout, FEW), list[Answer]()
     for tenant in ("ann", "ann", "ann", "bob", "", "bob"):
         answers.append(Answer(partial(order.append, f"{tenant}{len(answers)}")))
-        engine.submit(Work(layout, FEW, tenant=tenant, priority=3), answers[-1])
+        engine.submit(Request(layout=layout, sampling=FEW, tenant=tenant, priority=3), answers[-1])
     held.let_go()
     for answer in answers:
         answer.wait()
@@ -75,7 +75,7 @@ def test_tenants_take_turns(make_engine: Callable[..., EmbeddedEngine]) -> None:
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """Time that the test moves."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -92,26 +92,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def stub(number: int, tenant: str = "", priority: int = 0, age_s: float = 0.0) -> Any:
-    """Of a job what the queue looks at."""
-    work = SimpleNamespace(tenant=tenant, priority=priority)
-    return SimpleNamespace(number=number, given_up=None, age_s=age_s, work=work)
+    """What the queue reads of a sequence."""
+    request = SimpleNamespace(tenant=tenant, priority=priority)
+    return SimpleNamespace(number=number, end_reason=None, age_s=age_s, request=request)
 
 
-def admit(queue: Waiting) -> int:
+def admit(queue: WaitingQueue) -> int:
     first = queue.first()
     assert first is not None
     queue.admit(first)
     return first.number
 
 
-def retry_after(queue: Waiting, tenant: str = "") -> float:
+def retry_after(queue: WaitingQueue, tenant: str = "") -> float:
     with pytest.raises(QueueFullError) as refused:
         queue.require_room(tenant)
     return refused.value.retry_after_s
 
 
 def test_a_tenant_takes_half_of_the_places_at_most(clock: Clock) -> None:
-    queue = Waiting(5)
+    queue = WaitingQueue(5)
     for number in range(2):
         queue.require_room("ann")
         queue.add(stub(number, "ann"))
@@ -124,7 +124,7 @@ def test_a_tenant_takes_half_of_the_places_at_most(clock: Clock) -> None:
 
 
 def test_without_tenants_all_places_are_everybodys(clock: Clock) -> None:
-    queue = Waiting(4)
+    queue = WaitingQueue(4)
     for number in range(4):
         queue.require_room("")
         queue.add(stub(number))
@@ -133,7 +133,7 @@ def test_without_tenants_all_places_are_everybodys(clock: Clock) -> None:
 
 def test_retry_after_is_when_a_place_becomes_free(clock: Clock) -> None:
     """And neither how long somebody waited nor how long all of them take."""
-    queue = Waiting(3)
+    queue = WaitingQueue(3)
     for number in range(3):
         queue.add(stub(number))
     assert retry_after(queue) == 1
@@ -147,7 +147,7 @@ def test_retry_after_is_when_a_place_becomes_free(clock: Clock) -> None:
 
 
 def test_time_in_which_nobody_waits_is_not_counted(clock: Clock) -> None:
-    queue = Waiting(1)
+    queue = WaitingQueue(1)
     for number in range(5):
         clock.now += 100
         queue.add(stub(number))
@@ -157,7 +157,7 @@ def test_time_in_which_nobody_waits_is_not_counted(clock: Clock) -> None:
 
 
 def test_priority_counts_before_turns(clock: Clock) -> None:
-    queue = Waiting(9)
+    queue = WaitingQueue(9)
     for number, (tenant, priority) in enumerate((("ann", 1), ("bob", 1), ("ann", 0), ("ann", 0))):
         queue.add(stub(number, tenant, priority))
     order = []
@@ -169,7 +169,7 @@ def test_priority_counts_before_turns(clock: Clock) -> None:
 
 def test_who_has_waited_for_long_is_as_urgent_as_the_most_urgent(clock: Clock) -> None:
     """One step in `STEP_S` seconds: behind a stream of urgent prompts it comes when its waiting makes up for the steps."""
-    queue, patient = Waiting(9), stub(0, priority=3)
+    queue, patient = WaitingQueue(9), stub(0, priority=3)
     queue.add(patient)
     for number in range(1, 20):
         queue.add(stub(number))
@@ -182,7 +182,7 @@ def test_who_has_waited_for_long_is_as_urgent_as_the_most_urgent(clock: Clock) -
 def test_waiting_brings_nobody_before_others_of_the_same_priority(clock: Clock) -> None:
     """A tenant with many old prompts takes turns with one who has just come, and so it does when they have caught up."""
     for priority in (0, 1):
-        queue = Waiting(9)
+        queue = WaitingQueue(9)
         for number in range(3):
             queue.add(stub(number, "many", priority, age_s=500.0))
         for number in range(3, 5):
@@ -191,10 +191,11 @@ def test_waiting_brings_nobody_before_others_of_the_same_priority(clock: Clock) 
 
 
 def test_any_difference_of_priority_is_made_up_for(clock: Clock) -> None:
-    queue = Waiting(9)
-    queue.add(stub(0, priority=1000, age_s=1999 * scheduler.STEP_S))
+    queue = WaitingQueue(9)
+    patient = stub(0, priority=1000, age_s=1999 * scheduler.STEP_S)
+    queue.add(patient)
     queue.add(stub(1, priority=-1000))
     assert admit(queue) == 1
     queue.add(stub(2, priority=-1000))
-    queue._jobs[0].age_s += scheduler.STEP_S
+    patient.age_s += scheduler.STEP_S
     assert admit(queue) == 0

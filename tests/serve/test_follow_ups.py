@@ -6,14 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rooms import QUESTION, Told, ask, serving
+from rooms import QUESTION, Answer, ask, serving
 
 from blend.rag import NONE_RETRIEVED
 from blend.serve.service import Service
 
 
-def documents(told: Told) -> list[str]:
-    return [source.document for source in told.opened.sources]
+def documents(told: Answer) -> list[str]:
+    return [source.document for source in told.sources]
 
 
 def test_a_follow_up_is_answered_from_what_the_conversation_is_about(service: Service) -> None:
@@ -34,6 +34,6 @@ def test_passages_below_the_least_score_are_left_out(
     filled: tuple[Path, Path], tmp_path: Path, min_score: float, left: int
 ) -> None:
     with serving(shutil.copytree(filled[0], tmp_path / "store"), filled[1], min_score=min_score) as service:
-        opened = ask(service, QUESTION, top_k=4).opened
+        opened = ask(service, QUESTION, top_k=4)
     assert len(opened.sources) == left
     assert (NONE_RETRIEVED in opened.figures.notes) == (left == 0)

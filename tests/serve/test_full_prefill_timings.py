@@ -14,15 +14,15 @@ from blend.serve.service import Service
 
 
 def test_an_estimate_is_called_one_until_full_prefill_of_the_prompt_was_measured(service: Service) -> None:
-    before = ask(service, QUESTION, top_k=3).opened.figures
+    before = ask(service, QUESTION, top_k=3).figures
     assert before.full_measured_s is None
     assert before.full_estimated_s is not None
-    full = ask(service, QUESTION, top_k=3, method="full", cold=True).opened.figures
+    full = ask(service, QUESTION, top_k=3, method="full", cold=True).figures
     assert full.full_measured_s == pytest.approx(full.ttft_s - full.waited_s)
     assert full.full_estimated_s is None
-    again = ask(service, QUESTION, top_k=3).opened.figures
+    again = ask(service, QUESTION, top_k=3).figures
     assert (again.method, again.full_measured_s, again.full_estimated_s) == ("blend", full.full_measured_s, None)
-    other = ask(service, QUESTION, top_k=2).opened.figures
+    other = ask(service, QUESTION, top_k=2).figures
     assert other.full_measured_s is None
     assert other.full_estimated_s is not None
 
@@ -30,8 +30,8 @@ def test_an_estimate_is_called_one_until_full_prefill_of_the_prompt_was_measured
 def test_what_was_measured_for_a_tenant_serves_no_other(service: Service) -> None:
     documents = {"method": "full", "cold": True, "tenant": "one"}
     ask(service, QUESTION, **documents)
-    assert ask(service, QUESTION, tenant="one").opened.figures.full_measured_s is not None
-    assert ask(service, QUESTION, tenant="two").opened.figures.full_measured_s is None
+    assert ask(service, QUESTION, tenant="one").figures.full_measured_s is not None
+    assert ask(service, QUESTION, tenant="two").figures.full_measured_s is None
 
 
 def test_full_prefill_is_timed_again_while_the_server_is_idle(
@@ -41,11 +41,11 @@ def test_full_prefill_is_timed_again_while_the_server_is_idle(
     monkeypatch.setattr(services, "TIMED_EVERY_S", 0.05)
     with serving(shutil.copytree(filled[0], tmp_path / "store"), filled[1], timing_s=1000.0) as service:
         time.sleep(0.5)
-        first = ask(service, QUESTION, top_k=3).opened.figures.full_estimated_s
+        first = ask(service, QUESTION, top_k=3).figures.full_estimated_s
         assert first is not None
         assert first > 100, "nothing is timed before a question has come"
         until, later = time.monotonic() + 60, first
         while later > 10 and time.monotonic() < until:
             time.sleep(0.2)
-            later = ask(service, QUESTION, top_k=3).opened.figures.full_estimated_s or 0.0
+            later = ask(service, QUESTION, top_k=3).figures.full_estimated_s or 0.0
     assert 0 < later < 10

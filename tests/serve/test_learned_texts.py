@@ -36,7 +36,7 @@ def texts(count: int, seed: int = 0) -> list[GivenDocument]:
 
 def settled(service: Service) -> None:
     until = time.monotonic() + 200
-    while any(service.engine.holding()[i] for i in (0, 1, 5)) or not service.learning.quiet:
+    while not service.engine.stats().idle or not service.learning.quiet:
         assert time.monotonic() < until
         time.sleep(0.02)
 

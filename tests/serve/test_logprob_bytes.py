@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from blend.serve.http.replies import TextAnswer
-from blend.serve.text import Speaker
-from blend.serve.types import Delta, Token, TokenText
+from blend.serve.http.replies import TextReply
+from blend.serve.text import Detokenizer, TokenBytes
+from blend.serve.types import Output, Token, TopToken
 
 TEXTS = (
     "Paris is the capital of France.",
@@ -61,12 +61,12 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=KINDS[request.param](), eos_token=END)
 
 
-def said(tokenizer: Any, ids: list[int]) -> tuple[str, list[TokenText]]:
+def said(tokenizer: Any, ids: list[int]) -> tuple[str, list[Token]]:
     """The answer of these tokens, and they as they are told."""
-    speaker, text, told = Speaker(tokenizer), "", []
+    speaker, text, told = Detokenizer(tokenizer), "", []
     for one in ids:
-        told.append(speaker.named(Token(one, -1.0, ((one, -1.0),))))
-        text += speaker.hear(one).text
+        told.append(speaker.spelled(Token(one, -1.0, (TopToken(one, -1.0),))))
+        text += speaker.add(one).text
     return text + speaker.finish(), told
 
 
@@ -77,8 +77,8 @@ def test_bytes_make_up_the_answer_and_offsets_are_places_in_it(tokenizer: Any, t
     assert text.strip() in answer
     assert b"".join(one.raw for one in told) == answer.encode()
     assert (told[-1].text, told[-1].raw) == (END, b"")
-    assert all(one.top[0][:2] == (one.text, one.raw) for one in told)
-    chunk = TextAnswer("m", logprobs=True).delta(Delta(answer, tuple(told)))
+    assert all(one.top[0][2:] == (one.text, one.raw) for one in told)
+    chunk = TextReply("m", logprobs=True).output(Output(tuple(told), answer))
     offsets = chunk["choices"][0]["logprobs"]["text_offset"]
     for one, offset in zip(told[:-1], offsets, strict=False):
         if "\ufffd" not in one.text:
@@ -93,7 +93,7 @@ def test_any_tokens_of_bytes_make_up_what_is_said() -> None:
         ids = [chance.randrange(len(tokenizer)) for _ in range(chance.randrange(1, 20))]
         answer, told = said(tokenizer, ids)
         assert b"".join(one.raw for one in told).decode("utf-8", "replace") == answer
-    assert sorted(Speaker(tokenizer)._spelling.raw(i) for i in range(1, 257)) == [bytes([byte]) for byte in range(256)]
+    assert sorted(TokenBytes(tokenizer).raw(i) for i in range(1, 257)) == [bytes([byte]) for byte in range(256)]
 
 
 def test_ids_that_no_token_has_add_nothing(tokenizer: Any) -> None:

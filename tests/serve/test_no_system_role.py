@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rooms import FEW, QUESTION, Told, ask, make_rag, serving
+from rooms import FEW, QUESTION, Answer, ask, make_rag, serving
 
 from blend.config import PromptConfig
 from blend.prompt import render_chunk
 from blend.serve.service import Service
-from blend.serve.types import AnswerRequest, GivenDocument, Message
+from blend.serve.types import GivenDocument, Message, Request
 
 NO_SYSTEM_ROLE = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
@@ -35,7 +35,7 @@ def test_four_ways_where_the_chat_template_knows_no_system_role(
     make_rag(store, model).precompute(filled[0].parent / "documents")
     with serving(store, model, learn_budget=0, instructions=AS_BLEND_ANSWER) as service:
         _four_ways(service)
-        assert len(ask(service, "Hello.", "Yes?", QUESTION, top_k=2).opened.sources) == 2
+        assert len(ask(service, "Hello.", "Yes?", QUESTION, top_k=2).sources) == 2
 
 
 def test_four_ways_where_there_is_no_chat_template(filled: tuple[Path, Path], tmp_path: Path) -> None:
@@ -46,8 +46,8 @@ def test_four_ways_where_there_is_no_chat_template(filled: tuple[Path, Path], tm
         _four_ways(service)
         _with_a_system_message(service)
         first = ask(service, QUESTION)
-        later = ask(service, QUESTION, first.text, "And how many towers?").opened
-        assert later.figures.rows_reused >= first.opened.prompt_tokens - 1, "the conversation goes on where it was"
+        later = ask(service, QUESTION, first.text, "And how many towers?")
+        assert later.figures.rows_reused >= first.figures.rows - 1, "the conversation goes on where it was"
 
 
 def _with_a_system_message(service: Service) -> None:
@@ -56,11 +56,11 @@ def _with_a_system_message(service: Service) -> None:
     expected, config = rag.answer(QUESTION, top_k=4, max_new_tokens=8), rag.prompt_config
     chunks = "".join(render_chunk(hit.chunk) for hit in expected.chunks)
     user = config.instruction + chunks + config.question.replace("{question}", QUESTION)
-    told = Told()
-    service.submit(AnswerRequest((Message("system", config.system), Message("user", user)), sampling=FEW), told)
+    told = Answer()
+    service.submit(Request((Message("system", config.system), Message("user", user)), sampling=FEW), told)
     assert told.done.wait(60)
     assert told.text.strip() == expected.text
-    assert told.opened.prompt_tokens == expected.blend.layout.rows
+    assert told.figures.rows == expected.blend.layout.rows
 
 
 def _four_ways(service: Service) -> None:
@@ -69,19 +69,19 @@ def _four_ways(service: Service) -> None:
     retrieved = ask(service, QUESTION, top_k=4)
     chunks = [hit.chunk for hit in expected.chunks]
     assert retrieved.text.strip() == expected.text
-    assert [source.id for source in retrieved.opened.sources] == [chunk.id for chunk in chunks]
-    assert all(source.hit and source.kind == "retrieved" for source in retrieved.opened.sources)
-    assert retrieved.opened.figures.rows_computed == expected.blend.rows_recomputed
+    assert [source.id for source in retrieved.sources] == [chunk.id for chunk in chunks]
+    assert all(source.hit and source.kind == "retrieved" for source in retrieved.sources)
+    assert retrieved.figures.rows_computed == expected.blend.rows_recomputed
     given = tuple(GivenDocument(chunk.text, chunk.title) for chunk in chunks)
     documents = ask(service, QUESTION, documents=given)
-    assert [source.hit for source in documents.opened.sources] == [True] * 4
+    assert [source.hit for source in documents.sources] == [True] * 4
     assert documents.text == retrieved.text
     config = rag.prompt_config
     asked = config.question.replace("{question}", QUESTION)
     pasted = config.instruction + "".join(map(render_chunk, chunks)) + asked
-    told = Told()
-    service.submit(AnswerRequest((Message("user", f"{config.system}\n\n{pasted}"),), sampling=FEW), told)
+    told = Answer()
+    service.submit(Request((Message("user", f"{config.system}\n\n{pasted}"),), sampling=FEW), told)
     assert told.done.wait(60)
-    assert [(source.kind, source.id) for source in told.opened.sources] == [("pasted", chunk.id) for chunk in chunks]
+    assert [(source.kind, source.id) for source in told.sources] == [("pasted", chunk.id) for chunk in chunks]
     assert told.text == retrieved.text
-    assert told.opened.prompt_tokens == expected.blend.layout.rows
+    assert told.figures.rows == expected.blend.layout.rows

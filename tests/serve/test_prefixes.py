@@ -20,8 +20,8 @@ from blend.model import cpu
 from blend.model.cache import BlendedCache
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.failures import STORE_UNREACHABLE
-from blend.serve.prefixes import Found, Prefixes
-from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, Sampling, Work
+from blend.serve.prefixes import Found, PrefixCache
+from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, Request, Sampling
 from blend.store import open_store
 from blend.types import ChunkCache, PromptLayout
 
@@ -36,7 +36,7 @@ def cache_of(ids: tuple[int, ...]) -> BlendedCache:
     return cache
 
 
-def check(prefixes: Prefixes, owner: str, ids: tuple[int, ...], rows: int) -> None:
+def check(prefixes: PrefixCache, owner: str, ids: tuple[int, ...], rows: int) -> None:
     found = prefixes.find(owner, ids)
     assert (found.known.tokens if found else 0) == rows
     if found:
@@ -50,7 +50,7 @@ def check(prefixes: Prefixes, owner: str, ids: tuple[int, ...], rows: int) -> No
     st.lists(st.tuples(st.sampled_from(["", "a"]), st.lists(st.integers(1, 2), min_size=1, max_size=7)), max_size=12)
 )
 def test_the_longest_beginning_is_found(prompts: list[tuple[str, list[int]]]) -> None:
-    prefixes, kept = Prefixes(1 << 20), set()
+    prefixes, kept = PrefixCache(1 << 20), set()
     for owner, listed in prompts:
         ids = tuple(listed)
         common = [sum(1 for i in range(1, len(ids)) if ids[:i] == other[:i]) for whose, other in kept if whose == owner]
@@ -64,7 +64,7 @@ def test_the_longest_beginning_is_found(prompts: list[tuple[str, list[int]]]) ->
 
 
 def test_what_was_used_last_stays_within_the_budget() -> None:
-    prefixes = Prefixes(ROW * 10)
+    prefixes = PrefixCache(ROW * 10)
     first, second, third = ((1, 2, 3, 4), (1, 2, 9, 9), (5, 6, 7, 8))
     for ids in (first, second, third):
         prefixes.keep("", ids, cache_of(ids))
@@ -81,7 +81,7 @@ def test_what_was_used_last_stays_within_the_budget() -> None:
 
 
 def test_a_blended_conversation_serves_only_itself() -> None:
-    prefixes, ids = Prefixes(1 << 20), tuple(range(1, 10))
+    prefixes, ids = PrefixCache(1 << 20), tuple(range(1, 10))
     prefixes.keep_conversation("", ids, cache_of(ids), 3)
     for other in (ids, ids[:5], (*ids[:8], 77, 5), (77, *ids)):
         assert prefixes.find("", other) is None
@@ -98,10 +98,10 @@ def test_a_blended_conversation_serves_only_itself() -> None:
 
 
 def test_what_is_larger_than_the_budget_pushes_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefixes, large = Prefixes(ROW * 10), tuple(range(20, 31))
+    prefixes, large = PrefixCache(ROW * 10), tuple(range(20, 31))
     for owner in ("a", "b"):
         prefixes.keep(owner, (1, 2, 3, 4), cache_of((1, 2, 3, 4)))
-    nothing = Prefixes(0)
+    nothing = PrefixCache(0)
     monkeypatch.setattr(cpu, "copies", lambda *_: pytest.fail("what is not kept was copied"))
     prefixes.keep("c", large, cache_of(large))
     prefixes.keep_conversation("c", (*large, 1), cache_of(large), 3)
@@ -113,7 +113,7 @@ def test_what_is_larger_than_the_budget_pushes_nobody_out(monkeypatch: pytest.Mo
 
 
 def test_threads_share_it() -> None:
-    prefixes, wrong = Prefixes(ROW * 60), list[object]()
+    prefixes, wrong = PrefixCache(ROW * 60), list[object]()
 
     def work(seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -147,13 +147,13 @@ def engine_of(name: str = "llama", codec: str = "native", **options: int) -> Emb
 def test_the_next_turn_computes_what_is_new_and_answers_as_full_prefill_does() -> None:
     engine, first = engine_of(), make_layout().token_ids
     begun = ask(engine, plain(first)).wait()
-    assert begun.started.reason == "nothing to reuse"
+    assert begun.figures.reason == "nothing to reuse"
     ids = (*first, *begun.tokens, 9, 8, 7, 6, 5, 4)
     later = ask(engine, plain(ids)).wait()
-    assert later.started.rows_reused == len(first) + len(begun.tokens) - 1
-    assert later.started.rows_computed == len(ids) - later.started.rows_reused
+    assert later.figures.rows_reused == len(first) + len(begun.tokens) - 1
+    assert later.figures.rows_computed == len(ids) - later.figures.rows_reused
     assert later.tokens[0] == int(dense_prefill(eager_model("llama"), ids).logits[-1].argmax())
-    assert ask(engine, plain(ids), tenant="other").wait().started.rows_reused == 0
+    assert ask(engine, plain(ids), tenant="other").wait().figures.rows_reused == 0
     engine.close()
 
 
@@ -162,17 +162,17 @@ def test_what_was_found_is_let_go_once_it_stands_in_the_prompts_own_cache(monkey
     engine, first = engine_of(), make_layout().token_ids
     for ids in (first, (*first, *range(3, 30))):
         ask(engine, plain(ids)).wait()
-    found, find, left = list[weakref.ref[ChunkCache]](), engine._prefixes.find, list[int]()
+    found, find, left = list[weakref.ref[ChunkCache]](), engine.prefixes.find, list[int]()
 
     def finding(owner: str, ids: tuple[int, ...], **more: bool) -> Found | None:
         told = find(owner, ids, **more)
         found.extend([weakref.ref(told.known)] if told else [])
         return told
 
-    monkeypatch.setattr(engine._prefixes, "find", finding)
+    monkeypatch.setattr(engine.prefixes, "find", finding)
     answer = Answer(lambda: left.append(sum(one() is not None for one in found)))
-    engine.submit(Work(plain((*first, *range(3, 40))), FEW), answer)
-    assert answer.wait().started.rows_reused > len(first)
+    engine.submit(Request(layout=plain((*first, *range(3, 40))), sampling=FEW), answer)
+    assert answer.wait().figures.rows_reused > len(first)
     assert len(found) == 1
     assert left[1:] == [0] * FEW.max_tokens + [0]
     engine.close()
@@ -181,41 +181,41 @@ def test_what_was_found_is_let_go_once_it_stands_in_the_prompts_own_cache(monkey
 def test_a_blended_turn_goes_on_in_its_own_conversation_only() -> None:
     engine = engine_of(least_gain=-(10**6))
     layout = layouts(1)[0]
-    library = engine._blender.library(layout.prefix)
+    library = engine.blender.library(layout.prefix)
     library.compute(library.missing(layout.chunks))
     begun = ask(engine, layout).wait()
     question = (9, 8, 7, 6, 5, 4)
     answered = (*layout.suffix, *begun.tokens)
     turn = PromptLayout(layout.prefix, (*layout.chunks, answered), question, frozenset({len(layout.chunks)}))
     later = ask(engine, turn).wait()
-    assert later.started.rows_reused == layout.rows + len(begun.tokens) - 1
+    assert later.figures.rows_reused == layout.rows + len(begun.tokens) - 1
     assert later.started.hits == (True,) * len(layout.chunks)
-    assert later.started.rows_inexact == later.started.rows_reused - layout.chunk_spans[0].stop
-    assert later.started.reason == BLENDED_BEFORE
+    assert later.figures.rows_inexact == later.figures.rows_reused - layout.chunk_spans[0].stop
+    assert later.figures.reason == BLENDED_BEFORE
     # Who begins so, with another answer, is somebody else: what is exact is shared, what was blended is not.
     other = PromptLayout(turn.prefix, (*layout.chunks, (*layout.suffix, 1, 2, 3)), question, turn.plain)
     alien = ask(engine, other).wait()
-    assert alien.started.rows_reused <= layout.chunk_spans[0].stop
+    assert alien.figures.rows_reused <= layout.chunk_spans[0].stop
     engine.close()
 
 
 def test_full_prefill_takes_nothing_over_that_was_blended_before() -> None:
     engine = engine_of(least_gain=-(10**6))
     layout = layouts(1)[0]
-    library = engine._blender.library(layout.prefix)
+    library = engine.blender.library(layout.prefix)
     library.compute(library.missing(layout.chunks))
     begun = ask(engine, layout).wait()
     turn = PromptLayout(
         layout.prefix, (*layout.chunks, (*layout.suffix, *begun.tokens)), (9, 8, 7), frozenset({len(layout.chunks)})
     )
     # Without its store a conversation goes on as it was; only who asks for full prefill has it begun anew.
-    cut_off = ask(engine, turn, full=True, reason=STORE_UNREACHABLE).wait().started
+    cut_off = ask(engine, turn, method="full", reason=STORE_UNREACHABLE).wait().figures
     assert cut_off.rows_reused == layout.rows + len(begun.tokens) - 1
     assert cut_off.rows_inexact > 0
-    full = ask(engine, turn, Sampling(max_tokens=1, logprobs=20), full=True).wait()
-    assert (full.started.rows_reused, full.started.rows_inexact) == (len(layout.prefix), 0)
+    full = ask(engine, turn, Sampling(max_tokens=1, logprobs=20), method="full").wait()
+    assert (full.figures.rows_reused, full.figures.rows_inexact) == (len(layout.prefix), 0)
     _is_dense(full, "llama", turn)
-    again = ask(engine, turn).wait().started
+    again = ask(engine, turn).wait().figures
     assert (again.reason, again.rows_reused, again.rows_inexact) == (IN_MEMORY, turn.rows - 1, 0)
     engine.close()
 
@@ -225,11 +225,11 @@ def test_exact_rows_are_taken_whoever_computed_them_and_others_never(codec: str,
     for name in ("llama", "gemma3"):
         engine = engine_of(name, codec, least_gain=-(10**6))
         layout = layouts(1)[0]
-        library = engine._blender.library(layout.prefix)
+        library = engine.blender.library(layout.prefix)
         library.compute(library.missing(layout.chunks))
-        expected = alone(engine._blender, layout)
+        expected = alone(engine.blender, layout)
         assert ask(engine, layout, FEW).wait().tokens == expected
-        found = engine._prefixes.find("", layout.token_ids)
+        found = engine.prefixes.find("", layout.token_ids)
         assert found is not None
         assert found.known.tokens == found.exact_rows == layout.chunk_spans[0].stop if lossless else len(layout.prefix)
         dense = dense_prefill(eager_model(name), layout.token_ids)
@@ -244,38 +244,38 @@ def test_exact_rows_are_taken_whoever_computed_them_and_others_never(codec: str,
 def _full_is_full(engine: EmbeddedEngine, name: str, begun: PromptLayout) -> None:
     """Another prompt, with the same first chunk and all else computed in full, has the probabilities of full prefill."""
     other = PromptLayout(begun.prefix, (begun.chunks[0], tuple(range(20, 50))), (9, 8, 7), frozenset({0, 1}))
-    _is_dense(ask(engine, other, Sampling(max_tokens=1, logprobs=20), full=True).wait(), name, other)
+    _is_dense(ask(engine, other, Sampling(max_tokens=1, logprobs=20), method="full").wait(), name, other)
 
 
 def _is_dense(asked: Answer, name: str, layout: PromptLayout) -> None:
     dense = dense_prefill(eager_model(name), layout.token_ids).logits[-1].log_softmax(-1)
-    ids, logprobs = zip(*asked.first.top, strict=True)
+    ids, logprobs = zip(*(one[:2] for one in asked.first.top), strict=True)
     assert_close(torch.tensor(logprobs), dense[list(ids)])
 
 
 def test_a_cold_prompt_takes_nothing_and_leaves_nothing() -> None:
     engine, ids = engine_of(), make_layout().token_ids
     ask(engine, plain(ids)).wait()
-    kept = engine._prefixes.nbytes
+    kept = engine.prefixes.nbytes
     for layout in (plain(ids), plain(tuple(reversed(ids)))):
-        assert ask(engine, layout, cold=True).wait().started.rows_reused == 0
-    assert engine._prefixes.nbytes == kept > 0
+        assert ask(engine, layout, cold=True).wait().figures.rows_reused == 0
+    assert engine.prefixes.nbytes == kept > 0
     engine.close()
 
 
 def test_prompts_that_are_not_worth_it_are_computed_in_full() -> None:
     engine = engine_of()
     layout = make_layout(chunks=(9, 8))
-    library = engine._blender.library(layout.prefix)
+    library = engine.blender.library(layout.prefix)
     library.compute(library.missing(layout.chunks))
-    short = ask(engine, layout).wait().started
+    short = ask(engine, layout).wait().figures
     assert (short.reason, short.rows_computed) == ("short", layout.rows - len(layout.prefix))
     chunks = tuple(tuple((7 * i + j) % 60 + 3 for j in range(90)) for i in range(3))
     long = PromptLayout(layout.prefix, chunks, layout.suffix)
-    assert ask(engine, long).wait().started.reason == "cold"
+    assert ask(engine, long).wait().figures.reason == "cold"
     library.compute(library.missing(chunks))
     swapped = PromptLayout(layout.prefix, chunks[::-1], layout.suffix)
-    assert ask(engine, swapped).wait().started.reason == ""
-    asked = ask(engine, swapped, Sampling(max_tokens=2), full=True).wait().started
-    assert (asked.reason, asked.rows_computed) == ("asked for", swapped.rows - asked.rows_reused)
+    assert ask(engine, swapped).wait().figures.reason == ""
+    asked = ask(engine, swapped, Sampling(max_tokens=2), method="full").wait().figures
+    assert (asked.method, asked.reason, asked.rows_computed) == ("full", "", swapped.rows - asked.rows_reused)
     engine.close()

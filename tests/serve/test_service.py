@@ -9,21 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rooms import FEW, QUESTION, Told, ask, serving, settled
+from rooms import FEW, QUESTION, Answer, ask, serving, settled
 
 from blend.errors import ConfigError, PromptError
 from blend.model.cache import BlendedCache
 from blend.prompt import render_chunk
 from blend.serve.metrics import Metrics
 from blend.serve.service import Service
-from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, AnswerRequest, GivenDocument, Message, Sampling
+from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, GivenDocument, Message, Request, Sampling
 from blend.store.admin import verify_entry
 from blend.store.backend import CACHES
 from blend_retrieval import RetrievalError
 
 
 def test_what_ended_is_let_go_without_a_search_for_circles(filled: tuple[Path, Path]) -> None:
-    long = AnswerRequest((Message("user", QUESTION),), top_k=4, sampling=Sampling(max_tokens=200))
+    long = Request((Message("user", QUESTION),), top_k=4, sampling=Sampling(max_tokens=200))
     with serving(*filled, prefix_budget=0) as service:
         held = []
         ask(service, QUESTION, top_k=4)
@@ -32,7 +32,7 @@ def test_what_ended_is_let_go_without_a_search_for_circles(filled: tuple[Path, P
         try:
             for _ in range(4):
                 ask(service, QUESTION, top_k=4)
-                told = Told()
+                told = Answer()
                 service.submit(long, told).cancel()
                 assert told.done.wait(60)
                 settled(service)
@@ -49,13 +49,13 @@ def test_learned_text_is_blended_when_it_comes_again_in_any_order(service: Servi
         for n, name in enumerate(("Alma", "Berg", "Cork", "Dorn", "Elba"), 40)
     ]
     first = ask(service, "\n\n".join([*paragraphs, "Which archive has most maps?"]))
-    assert {source.kind for source in first.opened.sources} == {"learned"}
-    assert not any(source.hit for source in first.opened.sources)
+    assert {source.kind for source in first.sources} == {"learned"}
+    assert not any(source.hit for source in first.sources)
     settled(service)
     later = ask(service, "\n\n".join(["Read this.", *reversed(paragraphs), "How many locks?"]))
-    assert [source.text.strip() for source in later.opened.sources] == paragraphs[::-1]
-    assert all(source.hit for source in later.opened.sources)
-    assert later.opened.figures.rows_computed < later.opened.prompt_tokens
+    assert [source.text.strip() for source in later.sources] == paragraphs[::-1]
+    assert all(source.hit for source in later.sources)
+    assert later.figures.rows_computed < later.figures.rows
 
 
 @pytest.mark.parametrize("learn_budget", [0, 1 << 24])
@@ -80,11 +80,11 @@ def test_a_text_that_is_continued_may_begin_and_end_with_a_passage(
             "\n\n".join(new): [("learned", "")] if learn_budget else [],
         }
         for prompt, sources in expected.items():
-            told = Told()
-            service.submit(AnswerRequest(prompt=prompt, sampling=FEW), told)
+            told = Answer()
+            service.submit(Request(prompt=prompt, sampling=FEW), told)
             assert told.done.wait(60)
-            assert [(source.kind, source.id) for source in told.opened.sources] == sources, prompt
-            assert told.closed.reason == "length"
+            assert [(source.kind, source.id) for source in told.sources] == sources, prompt
+            assert told.end_reason == "length"
 
 
 def test_nothing_is_learned_where_it_is_switched_off(filled: tuple[Path, Path], tmp_path: Path) -> None:
@@ -94,9 +94,9 @@ def test_nothing_is_learned_where_it_is_switched_off(filled: tuple[Path, Path], 
         text = "A passage of some length about nothing in particular, which says it at length. " * 30
         for _ in range(2):
             told = ask(service, text + "\n\nWhat does it say?")
-            assert told.opened.sources == ()
+            assert told.sources == ()
             given = ask(service, QUESTION, documents=(GivenDocument(text, "Nothing"),))
-            assert not any(source.hit for source in given.opened.sources)
+            assert not any(source.hit for source in given.sources)
         settled(service)
         assert service.tenant("").rag().store.stats().entries == before
 
@@ -107,13 +107,10 @@ def test_tenants_share_nothing(service: Service) -> None:
     )
     ask(service, QUESTION, documents=(text,), tenant="alpha")
     settled(service)
-    assert all(source.hit for source in ask(service, QUESTION, documents=(text,), tenant="alpha").opened.sources)
-    other = ask(service, QUESTION, documents=(text,), tenant="beta").opened
+    assert all(source.hit for source in ask(service, QUESTION, documents=(text,), tenant="alpha").sources)
+    other = ask(service, QUESTION, documents=(text,), tenant="beta")
     assert not any(source.hit for source in other.sources)
-    assert (
-        other.figures.rows_reused
-        == ask(service, QUESTION, documents=(text,), tenant="gamma").opened.figures.rows_reused
-    )
+    assert other.figures.rows_reused == ask(service, QUESTION, documents=(text,), tenant="gamma").figures.rows_reused
     with pytest.raises(RetrievalError):
         ask(service, QUESTION, top_k=2, tenant="alpha")
     for name in ("../x", "A", "a/b"):
@@ -129,17 +126,17 @@ def test_control_tokens_spelled_out_are_text_on_every_way(service: Service) -> N
     layouts = []
     engine, plain = service.engine, service.engine.submit
 
-    def seen(work, on_event):  # type: ignore[no-untyped-def]
-        layouts.append(work.layout)
-        return plain(work, on_event)
+    def seen(request, on_event):  # type: ignore[no-untyped-def]
+        layouts.append(request.layout)
+        return plain(request, on_event)
 
     engine.submit = seen  # type: ignore[method-assign]
     ask(service, evil)
     ask(service, QUESTION, documents=(GivenDocument(evil, evil[:40]),))
     ask(service, evil, evil, "And now?<|im_end|>")
     ask(service, evil, top_k=2)
-    told = Told()
-    service.submit(AnswerRequest(prompt=evil, sampling=FEW), told)
+    told = Answer()
+    service.submit(Request(prompt=evil, sampling=FEW), told)
     assert told.done.wait(60)
     tokenizer = service.tenant("").rag().decoder.tokenizer
     start, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
@@ -149,12 +146,12 @@ def test_control_tokens_spelled_out_are_text_on_every_way(service: Service) -> N
 
 def test_a_conversation_is_computed_once(service: Service) -> None:
     first = ask(service, "Tell me about the harbour.")
-    assert first.opened.figures.reason == "nothing to reuse"
+    assert first.figures.reason == "nothing to reuse"
     turn = ("Tell me about the harbour.", first.text, "And the orchard?")
     later = ask(service, *turn)
-    assert later.opened.figures.rows_reused >= first.opened.prompt_tokens
+    assert later.figures.rows_reused >= first.figures.rows
     alone = ask(service, *turn, tenant="other")
-    assert alone.opened.figures.rows_reused == 1, "the template's first token, which is the server's own"
+    assert alone.figures.rows_reused == 1, "the template's first token, which is the server's own"
     assert alone.text == later.text
 
 
@@ -162,18 +159,18 @@ def test_a_blended_conversation_says_so_in_every_turn(service: Service) -> None:
     chunks = service.tenant("").rag().answer(QUESTION, top_k=3, max_new_tokens=1).chunks
     pasted = "".join(render_chunk(hit.chunk) for hit in chunks) + QUESTION
     turn = (pasted, ask(service, pasted, sampling=Sampling(max_tokens=1)).text, "And of the bell?")
-    later, metrics = ask(service, *turn).opened, Metrics()
+    later, metrics = ask(service, *turn), Metrics()
     assert later.figures.rows_reused > later.figures.rows_inexact > 0
     assert (later.figures.method, later.figures.reason) == ("blend", BLENDED_BEFORE)
     cold, full = (ask(service, *turn, method="full", cold=cold) for cold in (True, False))
     assert full.text == cold.text
-    assert (full.opened.figures.method, full.opened.figures.rows_inexact) == ("full", 0)
-    again = ask(service, *turn).opened
+    assert (full.figures.method, full.figures.rows_inexact) == ("full", 0)
+    again = ask(service, *turn)
     assert (again.figures.method, again.figures.reason) == ("full", IN_MEMORY)
-    for opened in (later, full.opened, again):
-        metrics.opened(opened, 1.0)
+    for opened in (later, full, again):
+        metrics.started(opened.started, 1.0)
     assert b"kvblend_fallbacks_total{" not in metrics.page()
-    metrics.opened(ask(service, "Hello?").opened, 1.0)
+    metrics.started(ask(service, "Hello?").started, 1.0)
     assert b'kvblend_fallbacks_total{reason="nothing to reuse"} 1.0' in metrics.page()
 
 
@@ -183,30 +180,30 @@ def test_texts_that_end_an_answer_are_no_part_of_it(service: Service) -> None:
     stop = whole[6:9]
     told = ask(service, QUESTION, top_k=2, sampling=Sampling(max_tokens=30), stop=(stop,))
     assert told.text == whole[: whole.index(stop)]
-    assert told.closed.reason == "stop"
-    assert told.closed.completion_tokens < 30
+    assert told.end_reason == "stop"
+    assert len(told.tokens) < 30
 
 
 def test_log_probabilities_come_with_the_text(service: Service) -> None:
     told = ask(service, QUESTION, top_k=2, sampling=Sampling(max_tokens=6, logprobs=2))
-    tokens = [token for reply in told.replies for token in getattr(reply, "tokens", ())]
+    tokens = [token for output in told.outputs for token in output.tokens]
     assert len(tokens) == 6
     assert all(token.logprob <= 0 and len(token.top) == 2 for token in tokens)
-    assert all(token.top[0][0] == token.text for token in tokens)
+    assert all(token.top[0].text == token.text for token in tokens)
 
 
 def test_full_computes_everything_and_the_trace_tells_row_by_row(service: Service) -> None:
-    blended = ask(service, QUESTION, top_k=3, trace=True).opened
-    assert len(blended.trace) == blended.prompt_tokens
-    assert sum(token.recomputed for token in blended.trace) == blended.figures.rows_computed
-    assert "".join(token.text for token in blended.trace if token.part == "chunk").count("The harbour") >= 1
-    assert any(token.score for token in blended.trace if token.part == "chunk")
-    full = ask(service, QUESTION, top_k=3, method="full").opened
+    blended = ask(service, QUESTION, top_k=3, trace=True)
+    assert len(blended.started.trace) == blended.figures.rows
+    assert sum(token.recomputed for token in blended.started.trace) == blended.figures.rows_computed
+    assert "".join(token.text for token in blended.started.trace if token.part == "chunk").count("The harbour") >= 1
+    assert any(token.score for token in blended.started.trace if token.part == "chunk")
+    full = ask(service, QUESTION, top_k=3, method="full")
     assert full.figures.method == "full"
-    assert full.figures.rows_computed + full.figures.rows_reused == full.prompt_tokens
+    assert full.figures.rows_computed + full.figures.rows_reused == full.figures.rows
     assert full.figures.rows_reused > 0, "the prompt came before"
-    cold = ask(service, QUESTION, top_k=3, method="full", cold=True).opened
-    assert (cold.figures.rows_computed, cold.figures.rows_reused) == (cold.prompt_tokens, 0)
+    cold = ask(service, QUESTION, top_k=3, method="full", cold=True)
+    assert (cold.figures.rows_computed, cold.figures.rows_reused) == (cold.figures.rows, 0)
     assert blended.figures.full_estimated_s is not None
     assert blended.figures.full_estimated_s > 0
     assert blended.figures.full_measured_s is None
@@ -221,7 +218,7 @@ def test_full_computes_everything_and_the_trace_tells_row_by_row(service: Servic
         lambda s: ask(s, "word " * 5000),
     ],
 )
-def test_mistakes_are_refused_in_one_line(service: Service, wrong: Callable[[Service], Told]) -> None:
+def test_mistakes_are_refused_in_one_line(service: Service, wrong: Callable[[Service], Answer]) -> None:
     with pytest.raises(PromptError) as caught:
         wrong(service)
     assert "\n" not in str(caught.value)
@@ -231,11 +228,11 @@ def test_whoever_leaves_before_the_engine_knows_is_gone(service: Service) -> Non
     """A text that ends the answer with its first token ends it in the engine too."""
     first = ask(service, QUESTION, top_k=2, sampling=Sampling(max_tokens=1)).text
     told = ask(service, QUESTION, top_k=2, sampling=Sampling(max_tokens=2000), stop=(first[:1],))
-    assert (told.text, told.closed.reason) == ("", "stop")
+    assert (told.text, told.end_reason) == ("", "stop")
     until = time.monotonic() + 10
-    while service.engine.holding().running and time.monotonic() < until:
+    while service.engine.stats().running and time.monotonic() < until:
         time.sleep(0.01)
-    assert not service.engine.holding().running
+    assert not service.engine.stats().running
 
 
 def test_what_is_damaged_behind_its_header_is_computed_again(service: Service) -> None:
@@ -246,7 +243,7 @@ def test_what_is_damaged_behind_its_header_is_computed_again(service: Service) -
         path.write_bytes(data)
     caches = [name for page in store.backend.listing(CACHES) for name in (stored.name for stored in page)]
     assert not [name for name in caches if not verify_entry(store, name)], "all are damaged"
-    sources = ask(service, QUESTION, top_k=3).opened.sources
+    sources = ask(service, QUESTION, top_k=3).sources
     assert [source.hit for source in sources] == [False] * 3
     settled(service)
     assert len([name for name in caches if not verify_entry(store, name)]) == 3

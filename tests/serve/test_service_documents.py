@@ -10,20 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rooms import FEW, QUESTION, Told, ask, serving, settled
+from rooms import FEW, QUESTION, Answer, ask, serving, settled
 
 from blend.errors import PromptError
-from blend.serve.http.bodies import ChatBody, Offered, read_body, request_of
+from blend.serve.http.bodies import ChatBody, ModelNames, read_body, request_of
 from blend.serve.limits import RequestLimits
 from blend.serve.service import Service
-from blend.serve.types import AnswerRequest, GivenDocument, Message, Opened
+from blend.serve.types import GivenDocument, Message, Request, Started
 
 
 def test_a_document_by_its_id(service: Service) -> None:
     told = ask(service, QUESTION, documents=(GivenDocument(id="orchard.md"),))
-    assert {source.document for source in told.opened.sources} == {"orchard.md"}
-    assert {source.title.split(" > ")[0] for source in told.opened.sources} == {"The orchard"}
-    assert isinstance(told.replies[0], Opened)
+    assert {source.document for source in told.sources} == {"orchard.md"}
+    assert {source.title.split(" > ")[0] for source in told.sources} == {"The orchard"}
+    assert isinstance(told.replies[0], Started)
 
 
 def test_an_id_beside_a_text_names_it_among_the_sources(service: Service) -> None:
@@ -32,12 +32,12 @@ def test_an_id_beside_a_text_names_it_among_the_sources(service: Service) -> Non
         "documents": [{"id": "mine", "text": "The harbour is deep."}],
     }
     request = request_of(
-        read_body(json.dumps(body).encode(), ChatBody, RequestLimits()), Offered("m", "", ("",)), RequestLimits()
+        read_body(json.dumps(body).encode(), ChatBody, RequestLimits()), ModelNames("m", "", ("",)), RequestLimits()
     )
-    told = Told()
+    told = Answer()
     service.submit(replace(request, sampling=FEW), told)
     assert told.done.wait(60)
-    assert [(source.document, source.text) for source in told.opened.sources] == [("mine", "The harbour is deep.")]
+    assert [(source.document, source.text) for source in told.sources] == [("mine", "The harbour is deep.")]
 
 
 def test_documents_that_are_added_are_answered_from(service: Service) -> None:
@@ -46,7 +46,7 @@ def test_documents_that_are_added_are_answered_from(service: Service) -> None:
     documents.add(texts=[GivenDocument(text, "The observatory", "kell")])
     assert documents.wait(60)
     assert service.corpora("alpha") == ("",)
-    told = ask(service, "How many domes has the observatory?", top_k=2, tenant="alpha").opened
+    told = ask(service, "How many domes has the observatory?", top_k=2, tenant="alpha")
     assert {source.title for source in told.sources} == {"The observatory"}
     assert all(source.hit for source in told.sources)
     assert documents.delete("kell")
@@ -66,7 +66,7 @@ def test_documents_that_waited_on_disk_are_taken_up_at_the_start(filled: tuple[P
         while "" not in service.corpora("alpha") and time.monotonic() < until:
             time.sleep(0.05)
         told = ask(service, "Who opens the weir?", top_k=1, tenant="alpha")
-        assert [source.title for source in told.opened.sources] == ["The weir"]
+        assert [source.title for source in told.sources] == ["The weir"]
 
 
 def test_a_deleted_documents_cache_does_not_come_back(service: Service) -> None:
@@ -88,21 +88,19 @@ def test_a_deleted_documents_cache_does_not_come_back(service: Service) -> None:
         return plain(requests, **options)
 
     rag.decoder.prefill = slow  # type: ignore[method-assign]
-    told = Told()
+    told = Answer()
     by_id = (GivenDocument(id="orchard.md"), GivenDocument(id="harbour.md"))
     try:
-        service.submit(AnswerRequest((Message("user", QUESTION),), documents=by_id, sampling=FEW), told)
+        service.submit(Request((Message("user", QUESTION),), documents=by_id, sampling=FEW), told)
         assert prefilling.wait(60)
         assert documents.delete("orchard.md")
     finally:
         go.set()
     assert told.done.wait(60)
-    assert not all(source.hit for source in told.opened.sources)
+    assert not all(source.hit for source in told.sources)
     settled(service)
     assert [key for key in keys if key in rag.store] == []
     text = "\n\n".join(chunk.text for chunk in rag.index.chunks[:1]) * 3
     documents.add(texts=[GivenDocument(text, "The orchard", "orchard.md")])
     assert documents.wait(60)
-    assert all(source.hit for source in ask(service, QUESTION, documents=by_id).opened.sources), (
-        "what comes anew is kept"
-    )
+    assert all(source.hit for source in ask(service, QUESTION, documents=by_id).sources), "what comes anew is kept"

@@ -63,10 +63,10 @@ def test_a_chunk_pasted_without_its_corpus_is_blended_with_that_corpus(service: 
     kell, unnamed = service.tenant("").rag("kell"), service.tenant("").rag()
     chunks = of(kell, "kell3")
     before = held(unnamed, chunks)
-    told = ask(service, pasted(*chunks)).opened
+    told = ask(service, pasted(*chunks))
     assert {source.id for source in told.sources if source.kind == "pasted"} == {chunk.id for chunk in chunks}
     assert all(source.hit for source in told.sources)
-    assert told.figures.lacking == 0
+    assert told.figures.missing == 0
     settled(service)
     assert held(unnamed, chunks) == before
     assert service.documents("", "kell").delete("kell3")
@@ -81,11 +81,11 @@ def test_a_prompt_has_the_corpus_of_which_it_holds_most(service: Service) -> Non
     before = {one.id for one in mine}
     entries = unnamed.store.stats().entries
     for messages in ((pasted(*mine, *others),), (pasted(*others), "Many.", pasted(*mine))):
-        told = ask(service, *messages).opened
+        told = ask(service, *messages)
         assert {(source.kind, source.id) for source in told.sources} == {("pasted", name) for name in before}
     settled(service)
     assert unnamed.store.stats().entries == entries
-    told = ask(service, pasted(*others)).opened
+    told = ask(service, pasted(*others))
     assert [source.id for source in told.sources] == [chunk.id for chunk in others]
 
 

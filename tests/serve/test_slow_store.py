@@ -16,7 +16,7 @@ from blend.errors import EntryDamagedError, StoreError
 from blend.model.forward import RowRequest
 from blend.serve import background
 from blend.serve.embedded import EmbeddedEngine
-from blend.serve.types import Ended, Sampling, Started, Token, Work
+from blend.serve.types import Finished, Output, Request, Sampling, Started
 from blend.store.reader import ChunkReader
 from blend.types import ChunkKey, PromptLayout
 
@@ -63,14 +63,14 @@ class Reader:
 def reading(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> list[Reader]:
     """Every reader that the engine's store opens from now on."""
     opened: list[Reader] = []
-    plain = engine._blender.store.open_many
+    plain = engine.blender.store.open_many
 
     def open_many(keys: Sequence[ChunkKey]) -> list[Reader | EntryDamagedError | None]:
         found = [Reader(one, before) if isinstance(one, ChunkReader) else one for one in plain(keys)]
         opened.extend(one for one in found if isinstance(one, Reader))
         return found
 
-    monkeypatch.setattr(engine._blender.store, "open_many", open_many)
+    monkeypatch.setattr(engine.blender.store, "open_many", open_many)
     return opened
 
 
@@ -79,8 +79,8 @@ def slow(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, call: str, gat
     if call == "read":
         reading(engine, monkeypatch, lambda layer: gate())
         return
-    plain = getattr(engine._blender.store, call)
-    monkeypatch.setattr(engine._blender.store, call, lambda *given: (gate(), plain(*given))[1])
+    plain = getattr(engine.blender.store, call)
+    monkeypatch.setattr(engine.blender.store, call, lambda *given: (gate(), plain(*given))[1])
 
 
 def tokens_meanwhile(answer: Answer, count: int) -> None:
@@ -89,12 +89,12 @@ def tokens_meanwhile(answer: Answer, count: int) -> None:
         answer.seen.get()
     while count:
         event = answer.seen.get(timeout=120)
-        assert isinstance(event, Token | Started)
-        count -= isinstance(event, Token)
+        assert isinstance(event, Output | Started)
+        count -= isinstance(event, Output)
 
 
 def running(engine: EmbeddedEngine) -> Answer:
-    answer = ask(engine, RUNNING, LONG, full=True)
+    answer = ask(engine, RUNNING, LONG, method="full")
     tokens_meanwhile(answer, 2)
     return answer
 
@@ -104,8 +104,8 @@ def test_an_answer_goes_on_while_another_prompts_caches_are_loaded(
     call: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, gate = make_engine(), Gate()
-    cache_chunks(engine._blender, SLOW)
-    expected = alone(engine._blender, SLOW)
+    cache_chunks(engine.blender, SLOW)
+    expected = alone(engine.blender, SLOW)
     answer = running(engine)
     slow(engine, monkeypatch, call, gate)
     other = ask(engine, SLOW)
@@ -115,24 +115,24 @@ def test_an_answer_goes_on_while_another_prompts_caches_are_loaded(
     gate.open()
     assert other.wait().tokens == expected
     assert all(other.started.hits)
-    assert answer.wait().tokens == ask(engine, RUNNING, LONG, full=True).wait().tokens
+    assert answer.wait().tokens == ask(engine, RUNNING, LONG, method="full").wait().tokens
 
 
 def test_a_prompt_that_was_alone_when_it_began_to_load_runs_in_small_pieces_beside_an_answer(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, gate, layout = make_engine(most_running=4, pass_rows=20), Gate(), make_layout(suffix=60)
-    cache_chunks(engine._blender, layout)
+    cache_chunks(engine.blender, layout)
     slow(engine, monkeypatch, "read", gate)
     other = ask(engine, layout)
     gate.wait()
-    answer, passes, run = running(engine), list[int](), engine._decoder.driver.run
+    answer, passes, run = running(engine), list[int](), engine.decoder.driver.run
 
     def counted(requests: Sequence[RowRequest], **more: object) -> object:
         passes.append(sum(request.positions.shape[0] for request in requests))
         return run(requests, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine._decoder.driver, "run", counted)
+    monkeypatch.setattr(engine.decoder.driver, "run", counted)
     gate.open()
     assert other.wait().tokens
     assert not answer.done.is_set()
@@ -144,15 +144,15 @@ def test_an_answer_goes_on_while_caches_that_a_prompt_lacked_are_stored(
     call: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, gate = make_engine(remember=True), Gate()
-    library = engine._blender.library(SLOW.prefix)
+    library = engine.blender.library(SLOW.prefix)
     answer = running(engine)
     slow(engine, monkeypatch, call, gate)
     assert ask(engine, SLOW).wait().started.hits == (False,) * len(SLOW.chunks)
     gate.wait()
     tokens_meanwhile(answer, 40)
-    assert engine.holding().encoding == len(SLOW.chunks)
+    assert engine.stats().encoding == len(SLOW.chunks)
     gate.open()
-    until(lambda: not engine.holding().encoding)
+    until(lambda: not engine.stats().encoding)
     monkeypatch.undo()
     assert not library.missing(SLOW.chunks)
 
@@ -166,7 +166,7 @@ def test_what_many_prompts_lack_is_computed_once(make_engine: MakeEngine, monkey
         assert not any(answer.wait().started.hits)
     gate.wait()
     gate.open()
-    until(lambda: not engine.holding().encoding)
+    until(lambda: not engine.stats().encoding)
     assert not looked, "nothing was there that could have been damaged"
 
 
@@ -179,13 +179,13 @@ def test_a_store_that_fails_half_way_makes_everything_be_computed(
             raise StoreError("the network is down")
 
     engine = make_engine()
-    cache_chunks(engine._blender, SLOW)
-    full = ask(engine, SLOW, full=True).wait()
+    cache_chunks(engine.blender, SLOW)
+    full = ask(engine, SLOW, method="full").wait()
     opened = reading(engine, monkeypatch, fail)
     other = ask(engine, SLOW).wait()
     assert opened
     assert all(one.closed for one in opened)
-    assert (other.started.reason, sum(other.started.hits)) == ("store_unreachable", 0)
+    assert (other.figures.reason, sum(other.started.hits)) == ("store_unreachable", 0)
     assert other.tokens == full.tokens
     assert not [one.name for one in threading.enumerate() if one.name.startswith("kvblend-loader")]
 
@@ -194,7 +194,7 @@ def test_damage_that_shows_while_it_is_loaded_costs_the_damaged_chunk_alone(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, damaged = make_engine(), list[int]()
-    cache_chunks(engine._blender, SLOW)
+    cache_chunks(engine.blender, SLOW)
 
     def fail(index: int) -> None:
         if index == LAYERS - 1 and len(damaged) < 2:
@@ -215,9 +215,9 @@ def test_a_prompt_that_is_given_up_while_it_is_loaded_leaves_nothing(
     how: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, gate = make_engine(), Gate()
-    cache_chunks(engine._blender, SLOW)
+    cache_chunks(engine.blender, SLOW)
     opened, other = reading(engine, monkeypatch, lambda layer: gate()), Answer()
-    handle = engine.submit(Work(SLOW, FEW, deadline_s=0.2 if how == "deadline" else None), other)
+    handle = engine.submit(Request(layout=SLOW, sampling=FEW, deadline_s=0.2 if how == "deadline" else None), other)
     gate.wait()
     if how == "shutdown":
         closing = threading.Thread(target=engine.close)
@@ -225,11 +225,11 @@ def test_a_prompt_that_is_given_up_while_it_is_loaded_leaves_nothing(
     elif how == "cancel":
         handle.cancel()
     reason = {"cancel": "cancelled"}.get(how, how)
-    assert other.wait().events == [Ended(reason)]  # type: ignore[arg-type]
+    assert other.wait().events == [Finished(reason)]  # type: ignore[arg-type]
     if how != "shutdown":
-        assert engine.holding().running == 1, "its memory is not free before nobody writes to it"
+        assert engine.stats().running == 1, "its memory is not free before nobody writes to it"
     gate.open()
-    until(lambda: not engine.holding().running)
+    until(lambda: not engine.stats().running)
     if how == "shutdown":
         closing.join(120)
     assert all(one.closed for one in opened)
@@ -245,7 +245,7 @@ def test_a_prompt_waits_for_one_that_is_loaded_only_where_it_begins_alike(
     engine, gate = make_engine(prefix_budget=1 << 30), Gate()
     first = make_layout()
     second = PromptLayout(first.prefix, (*first.chunks[:3], (9, 8, 7, 6)), first.suffix, frozenset({3}))
-    cache_chunks(engine._blender, first)
+    cache_chunks(engine.blender, first)
     opened = reading(engine, monkeypatch, lambda layer: gate())
     loading, alike = ask(engine, first), ask(engine, second)
     other = ask(engine, replace(RUNNING, plain=frozenset(range(len(RUNNING.chunks)))))

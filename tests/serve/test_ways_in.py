@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
-from rooms import FEW, QUESTION, Told, ask, settled
+from rooms import FEW, QUESTION, Answer, ask, settled
 
 from blend.model.generate import generate
 from blend.prompt import TextChunk, render_chunk
 from blend.rag import Rag
 from blend.serve.service import Service
-from blend.serve.types import AnswerRequest, GivenDocument, Message
+from blend.serve.types import GivenDocument, Message, Request
 
 TOPICS = ("harbour", "orchard", "glacier", "library")
 
@@ -38,7 +38,7 @@ class Way(NamedTuple):
     """kind: of its sources. chunks: that the answer is to be given from."""
 
     kind: str
-    request: AnswerRequest
+    request: Request
     chunks: Sequence[TextChunk]
 
 
@@ -49,11 +49,11 @@ def ways(rag: Rag, question: str) -> dict[str, Way]:
     asked = (Message("system", rag.prompt_config.system), Message("user", question))
     given = tuple(GivenDocument(chunk.text, chunk.title) for chunk in found)
     return {
-        "retrieved": Way("retrieved", AnswerRequest(asked, top_k=3, sampling=FEW), found),
-        "documents": Way("document", AnswerRequest(asked, documents=given, sampling=FEW), found),
-        "ids": Way("document", AnswerRequest(asked, documents=(GivenDocument(id="market.md"),), sampling=FEW), named),
-        "pasted": Way("pasted", AnswerRequest(_pasted(rag, question, found), sampling=FEW), found),
-        "learned": Way("learned", AnswerRequest(_pasted(rag, question, PARAGRAPHS), sampling=FEW), PARAGRAPHS),
+        "retrieved": Way("retrieved", Request(asked, top_k=3, sampling=FEW), found),
+        "documents": Way("document", Request(asked, documents=given, sampling=FEW), found),
+        "ids": Way("document", Request(asked, documents=(GivenDocument(id="market.md"),), sampling=FEW), named),
+        "pasted": Way("pasted", Request(_pasted(rag, question, found), sampling=FEW), found),
+        "learned": Way("learned", Request(_pasted(rag, question, PARAGRAPHS), sampling=FEW), PARAGRAPHS),
     }
 
 
@@ -75,9 +75,7 @@ def answer(rag: Rag, question: str, chunks: Sequence[TextChunk]) -> str:
 @pytest.fixture
 def learned(service: Service) -> Service:
     """One that has heard of the paragraphs, in another order and with another question."""
-    first = ask(
-        service, "\n\n".join([*(one.text for one in reversed(PARAGRAPHS)), "Which archive has most maps?"])
-    ).opened
+    first = ask(service, "\n\n".join([*(one.text for one in reversed(PARAGRAPHS)), "Which archive has most maps?"]))
     assert [(source.kind, source.hit) for source in first.sources] == [("learned", False)] * len(PARAGRAPHS)
     settled(service)
     return service
@@ -87,10 +85,10 @@ def test_the_same_question_in_every_way_is_the_same_answer(learned: Service) -> 
     rag = learned.tenant("").rag()
     expected = rag.answer(QUESTION, top_k=3, max_new_tokens=FEW.max_tokens)
     for name, way in ways(rag, QUESTION).items():
-        told = Told()
+        told = Answer()
         learned.submit(way.request, told)
         assert told.done.wait(60)
-        sources, figures = told.opened.sources, told.opened.figures
+        sources, figures = told.sources, told.figures
         assert [(source.kind, source.hit) for source in sources] == [(way.kind, True)] * len(way.chunks), name
         assert figures.method == "blend", figures.reason
         assert figures.rows == rag.template.layout(QUESTION, way.chunks).rows
@@ -111,7 +109,7 @@ def test_sixteen_at_once_get_what_each_gets_alone(learned: Service) -> None:
     sixteen = [(number % 4, names[number % 5]) for number in range(16)]
     assert len(set(sixteen)) == 16
     expected = [answer(rag, questions[which], every[which][name].chunks) for which, name in sixteen]
-    told = [Told() for _ in sixteen]
+    told = [Answer() for _ in sixteen]
     together = threading.Barrier(16)
 
     def come(number: int) -> None:
@@ -125,6 +123,6 @@ def test_sixteen_at_once_get_what_each_gets_alone(learned: Service) -> None:
     for thread, one in zip(threads, told, strict=True):
         thread.join()
         assert one.done.wait(60)
-    assert {one.opened.figures.method for one in told} == {"blend"}
+    assert {one.figures.method for one in told} == {"blend"}
     got = {place: one.text.strip() for place, one in zip(sixteen, told, strict=True)}
     assert got == dict(zip(sixteen, expected, strict=True))

@@ -22,7 +22,7 @@ os.environ.update(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    lacking = pytest.mark.skip(reason="vLLM is not installed here; test_in_its_environment.py runs this where it is")
+    missing = pytest.mark.skip(reason="vLLM is not installed here; test_in_its_environment.py runs this where it is")
     for item in items:
         if item.get_closest_marker("inside_vllm") and not HAS_VLLM:
-            item.add_marker(lacking)
+            item.add_marker(missing)

@@ -87,7 +87,7 @@ class Process:
 
 
 class Machines:
-    """A store and a model, the prefill process over them, and vLLM's server beside it."""
+    """A store and a model, the prefill process over them, and vLLM's server."""
 
     def __init__(self, folder: Path, store: Path, model: Path) -> None:
         self.folder, self.store, self.model = folder, store, model
@@ -144,7 +144,7 @@ class Machines:
 
     def idle(self) -> bool:
         """Whether it has nothing to do and nothing in its hands."""
-        found = self.holding()
+        found = self.stats()
         return not any(found[name] for name in ("tickets", "bytes", "running", "waiting", "encoding"))
 
     def metrics(self) -> dict[str, float]:

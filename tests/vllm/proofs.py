@@ -11,16 +11,14 @@ from typing import Any
 
 from places import PYTHONPATH
 
-ROOT = Path(__file__).parents[2]
 PATIENCE = 900  # seconds; processes that wait for each other wait for ever
 
 
 def found_by(script: str, folder: Path) -> dict[str, Any]:
-    """What a script beside this file finds; it is given the folder, and leaves found.json there."""
-    paths = PYTHONPATH
+    """What a script of this folder finds; it is given the folder, and leaves found.json there."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name(script)), str(folder)],
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from copied_engine import FAILS, LATE
+from offline import FAILS, LATE
 
 from blend.integrations.vllm.connector import KVBlend
 from blend.integrations.vllm.contract import STAGES, Load, LoadFailedError

@@ -1,4 +1,4 @@
-"""What vLLM's own model gives for rows, beside kvblend's decoder, on a tiny random model; run where vLLM is.
+"""Rows by vLLM's own model compared with kvblend's decoder, on a tiny random model; run where vLLM is.
 
 Usage: rows_proof.py FOLDER, in which it leaves found.json
 """
@@ -8,24 +8,54 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from offline import Engine
 from rows_connector import STAGES
-from rows_engine import LENGTHS, SETTINGS, Engine, far, greedy, prompt
 from tiny import save_model
 
 from blend.blender import Blend, Blender
 from blend.chunks.encode import leave_probe
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
+from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.decoder import Place
 from blend.integrations.vllm.learning import LearnedTexts
 from blend.integrations.vllm.stage import RowBlender, row_blender
 from blend.model.decoder import Decoder
 from blend.store import open_store
 from blend.types import PromptLayout
+
+LENGTHS = (127, 128, 129, 517, 630)
+STEPS = 16
+SETTINGS: dict[str, Any] = {"ratio": 0.15, "correction": False}
+
+
+def prompt(length: int) -> PromptLayout:
+    """A prefix of 20 tokens, four chunks, of which none ends where a block does, and a question of 9."""
+    draw = torch.Generator().manual_seed(length)
+    ids = torch.randint(5, 512, (length,), generator=draw).tolist()
+    shared = torch.randint(5, 512, (20,), generator=torch.Generator().manual_seed(7)).tolist()
+    cuts = [20, *(20 + (length - 29) * part // 9 for part in (2, 4, 7)), length - 9]
+    chunks = tuple(tuple(ids[a:b]) for a, b in pairwise(cuts))
+    return PromptLayout(tuple(shared), chunks, tuple(ids[-9:]))
+
+
+def greedy(decoder: Decoder, blend: Blend) -> list[int]:
+    """By kvblend's own decoding."""
+    found, logits = list[int](), blend.logits[0]
+    for _ in range(STEPS):
+        found.append(int(logits.argmax()))
+        logits = decoder.append(torch.tensor([[found[-1]]]), blend.cache)[0, -1]
+    return found
+
+
+def far(mine: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference, relative to the largest entry."""
+    return float((mine - other).abs().amax() / other.abs().amax())
 
 
 class Proof:
@@ -42,13 +72,14 @@ class Proof:
         for layout in self.layouts:
             library = self.blender.library(layout.prefix)
             library.compute(library.missing(layout.chunks))
-        self.engine = Engine(model, folder / "store", "rows_connector", {"learn": False}, **more)
+        options = {"stage": "rows", "store": str(folder / "store"), "learn": False, **SETTINGS}
+        self.engine = Engine(model, options, "rows_connector", max_num_seqs=8, max_num_batched_tokens=1024, **more)
         self.stage = STAGES[-1]
         self.rows = self.stage.blender
 
     def decoded(self, salt: str, *, tickets: bool = True) -> list[list[int]]:
         """Greedy tokens of every prompt by vLLM, blended or plain."""
-        return self.engine.decoded(self.layouts, salt, tickets=tickets)
+        return self.engine.tokens(asked(self.layouts, salt, tickets=tickets), STEPS)
 
     def configured(self, **changes: Any) -> BlendConfig:
         config = replace(self.blender.config, **changes)
@@ -108,7 +139,7 @@ class Proof:
         return self.tokens(correction=True, ratio=0.2)
 
     def unknown(self) -> dict[str, Any]:
-        """A prompt whose chunks the store lacks: blended at once, and again when what it lacked has been computed."""
+        """A prompt whose chunks the store misses: blended at once, and again when they have been computed."""
         layout = prompt(333)
         config = self.configured()
         rows = self.stage.blender
@@ -119,24 +150,24 @@ class Proof:
             rows.background.run(alone=True)
         mine, again = self.blender.prefill(layout, config=config), rows.blend(layout, spare(layout))
         return {
-            "nothing there": not any(first.placed.hits),
+            "nothing there": not any(first.hits),
             "full": self._apart(full, first.cache),
             "computed": before - self.missing(layout),
-            "hits": all(mine.hits) and all(again.placed.hits),
+            "hits": all(mine.hits) and all(again.hits),
             "then": self._apart(mine, again.cache),
         }
 
     def missing(self, layout: PromptLayout) -> int:
-        """How many caches of a prompt's chunks the store lacks."""
+        """How many caches of a prompt's chunks are missing in the store."""
         return len(self.blender.library(layout.prefix).missing(layout.chunks))
 
     def learnt(self) -> dict[str, Any]:
-        """A prompt of unknown chunks through the engine alone: what it lacks is stored while that is idle."""
+        """A prompt of unknown chunks through the engine: its chunks are stored while the engine is idle."""
         layout = prompt(401)
         self.configured()
         before = self.missing(layout)
         full = greedy(self.decoder, self.blender.prefill(layout, config=BlendConfig(ratio=1.0)))
-        answer = self.engine.decoded([layout], "learnt")[0]
+        answer = self.engine.tokens(asked([layout], "learnt"), STEPS)[0]
         during = self.missing(layout)
         steps = self.engine.idle()
         after, again = self.missing(layout), self.engine.idle()
@@ -150,15 +181,15 @@ class Proof:
         }
 
     def brought(self, folder: Path) -> dict[str, Any]:
-        """Chunks that came with the request: as the engine was told, which is to learn nothing, and within a budget."""
+        """Chunks that came with the request: with learning off, as the engine is configured, and within a budget."""
         layout, found = prompt(417), dict[str, Any]()
         self.stage.blender = self.rows
-        self.engine.decoded([layout], "off", brought=True)
+        self.engine.tokens(asked([layout], "off", brought=True), STEPS)
         self.engine.idle()
         found["before"], found["off"] = len(layout.chunks), self.missing(layout)
         learned = LearnedTexts(self.store, folder / "store", 10**9)
         self.stage.blender = RowBlender(self.rows.decoder, self.store, self.blender.config, learned)
-        self.engine.decoded([layout], "on", brought=True)
+        self.engine.tokens(asked([layout], "on", brought=True), STEPS)
         self.engine.idle()
         found["on"] = self.missing(layout)
         return found
@@ -176,11 +207,10 @@ class Proof:
         connector = self.engine.llm.llm_engine.engine_core.engine_core.scheduler.connector
         counted, take = dict[str, int](), connector.get_kv_connector_stats
         connector.get_kv_connector_stats = lambda: (stats := take()) and (counted.update(stats.data), stats)[1]
-        asked = zip(*self.engine.asked([layout], "damaged"), strict=True)
-        reply = self.engine.llm.generate(*map(list, asked), use_tqdm=False)[0].kv_transfer_params
+        reply = self.engine.outputs(asked([layout], "damaged"), STEPS)[0].kv_transfer_params
         connector.get_kv_connector_stats = take
         return {
-            "told": len(theirs.placed.opened.problems),
+            "problems": len(theirs.problems),
             "kv": self._apart(mine, theirs.cache),
             "counted": counted,
             "reply": reply["kvblend"],
@@ -190,7 +220,7 @@ class Proof:
         """Caches under the worker's own name: prompts until there is a KV correction for them, and one more."""
         own = self.rows.decoder.named("own", "float32")
         rows = RowBlender(own, self.store, BlendConfig(ratio=0.15))
-        prefix, passes, told = self.layouts[0].prefix, list[int](), list[Any]()
+        prefix, passes, fills = self.layouts[0].prefix, list[int](), list[Any]()
         run = own.model.run
         for length in range(800, 900, 12):
             layout = prompt(length)
@@ -199,21 +229,20 @@ class Proof:
             while len(rows.background):
                 rows.background.run(alone=True)
             own.model.run = run
-            told.append(rows.blend(layout, spare(layout)))
+            fills.append(rows.blend(layout, spare(layout)))
             if length == 800:
                 self.stage.blender = rows
-                asked = zip(*self.engine.asked([layout], "figures"), strict=True)
-                figures = self.engine.llm.generate(*map(list, asked), use_tqdm=False)[0].kv_transfer_params
+                figures = self.engine.outputs(asked([layout], "figures"), STEPS)[0].kv_transfer_params
         rows.background.close()
         library, filler = rows.filler().library(prefix), rows.filler()
         return {
             "figures": figures["kvblend"],
-            "uncorrected": [one.uncorrected for one in told],
-            "recomputed": [int(one.selection.rows.shape[0]) for one in told],
+            "uncorrected": [one.uncorrected for one in fills],
+            "recomputed": [int(one.selection.rows.shape[0]) for one in fills],
             "surrogate": sum(map(len, library.surrogate)),
             "maps": [filler.correction(prefix, contextual=kind) is not None for kind in (False, True)],
-            "contextual": [one.contextual for one in told[-1].placed.opened.used],
-            "hits": all(told[-1].placed.hits),
+            "missing": len(fills[-1].missing),
+            "hits": all(fills[-1].hits),
             "most rows": max(passes),
         }
 
@@ -229,6 +258,17 @@ class Proof:
             "with probe": self.rows.decoder.fingerprint == mine,
             "without": empty.decoder.fingerprint == mine,
         }
+
+
+def asked(
+    layouts: list[PromptLayout], salt: str, *, tickets: bool = True, brought: bool = False
+) -> list[tuple[PromptLayout, str | None, str]]:
+    """These prompts with tickets, or plain. brought: by a client, with all their chunks."""
+    found = []
+    for number, layout in enumerate(layouts):
+        ticket = LayoutTicket(layout, "", frozenset(range(len(layout.chunks)) if brought else ())).ticket()
+        found.append((layout, ticket if tickets else None, f"{salt}{number}"))
+    return found
 
 
 def spare(layout: PromptLayout) -> Place:

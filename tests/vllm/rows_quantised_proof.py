@@ -1,4 +1,4 @@
-"""What models that vLLM runs quantised give for rows, beside transformers computing the same; run where vLLM is.
+"""Rows by quantised models in vLLM compared with transformers computing the same; run where vLLM is.
 
 Usage: rows_quantised_proof.py FOLDER, in which it leaves found.json
 """
@@ -34,9 +34,9 @@ class Quantised(Proof):
             self.stage.blender.background.run(alone=True)
         again = [self.stage.blender.blend(layout, spare(layout)) for layout in self.layouts]
         return {
-            "hits before": sum(hit for one in filled for hit in one.placed.hits),
+            "hits before": sum(hit for one in filled for hit in one.hits),
             "full": answers == own,
-            "hits after": all(hit for one in again for hit in one.placed.hits),
+            "hits after": all(hit for one in again for hit in one.hits),
             "own name": self.rows.decoder.fingerprint != self.decoder.fingerprint,
         }
 
@@ -98,15 +98,16 @@ def deep(folder: Path) -> bool:
 
 
 def names(plain: Path) -> list[str]:
-    """Of the caches of one model's files, by what vLLM is told to make of them."""
-    told: tuple[dict[str, Any], ...] = (
+    """Names of the caches of one model's files, by vLLM's options of quantisation."""
+    options: tuple[dict[str, Any], ...] = (
         {},
         {"quantization": "fp8_per_channel"},
         {"quantization": "online", "quantization_config": {"linear": "fp8_per_channel"}},
         {"quantization": "online", "quantization_config": {"linear": "fp8_per_channel", "ignore": ["*.o_proj"]}},
     )
     return [
-        fingerprints(EngineArgs(str(plain), skip_tokenizer_init=True, **one).create_engine_config())[0] for one in told
+        fingerprints(EngineArgs(str(plain), skip_tokenizer_init=True, **one).create_engine_config())[0]
+        for one in options
     ]
 
 

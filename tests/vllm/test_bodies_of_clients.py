@@ -22,7 +22,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 
 
 async def _asked(request: Request) -> Response:
-    """As vLLM's: what it is told, by the parser that vLLM has."""
+    """As vLLM: the body as its parser reads it."""
     raw = await request.body()
     try:
         return JSONResponse(json.loads(raw) if raw else None)

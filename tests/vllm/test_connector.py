@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from copied_engine import COUNT, Engine, salt, started
+from offline import COUNT, Engine, salt, started
 from tiny import Bench, bench, save_model
 
 from blend.integrations.vllm.contract import LoadScheduler, Signer
@@ -30,12 +30,12 @@ def held(model: Path) -> Iterator[Bench]:
 
 @pytest.fixture(scope="module")
 def engine(model: Path, held: Bench) -> Iterator[Engine]:
-    """One for all tests that need no other, in this process: it starts more quickly than others beside it."""
+    """One for all tests that need no other, in this process: it starts more quickly."""
     from vllm import envs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        found = Engine(model, held.socket, {}, {})
+        found = Engine(model, {"socket": held.socket})
     envs.disable_envs_cache()  # or the next engine would be in this process too
     yield found
     found.close()
@@ -57,7 +57,7 @@ def check_all_lengths(held: Bench, engine: Engine) -> None:
     assert engine.tokens(mixed) == expected + full
 
 
-def test_around_block_boundaries_beside_the_batch(held: Bench, engine: Engine) -> None:
+def test_around_block_boundaries_during_the_batch(held: Bench, engine: Engine) -> None:
     check_all_lengths(held, engine)
 
 
@@ -143,9 +143,9 @@ def test_in_bfloat16_within_a_kl(model: Path) -> None:
 
 def divergence(own: Any, theirs: Any) -> float:
     """KL divergence, in nats, of vLLM's next token from kvblend's."""
-    told = theirs.outputs[0].logprobs[0]
+    likeliest = theirs.outputs[0].logprobs[0]
     mine = own.logits[-1].float().log_softmax(-1)
-    other = torch.tensor([told[token].logprob for token in range(mine.shape[-1])])
+    other = torch.tensor([likeliest[token].logprob for token in range(mine.shape[-1])])
     return float((mine.exp() * (mine - other)).sum())
 
 

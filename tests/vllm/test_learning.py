@@ -54,7 +54,7 @@ class Rows:
 
 
 class Bench:
-    """A store, and what is put off over it with so many bytes for clients' texts."""
+    """A store and its background encoder, with so many bytes for clients' texts."""
 
     def __init__(self, decoder: Decoder, folder: Path, budget: int) -> None:
         self.folder, self.store = folder, open_store(folder / "kv")
@@ -124,7 +124,7 @@ def test_a_corpus_is_never_evicted_for_them(decoder: Decoder, tmp_path: Path) ->
     assert bench.held(*map(chunk, range(3, 6))) == [False, False, True]
 
 
-def test_what_is_a_corpus_cannot_be_told_so_nothing_goes_and_nothing_is_learned(
+def test_nothing_is_removed_or_learned_while_the_corpus_is_unknown(
     decoder: Decoder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     size = entry_size(decoder, tmp_path)
@@ -183,11 +183,11 @@ def test_while_nothing_runs_a_step_has_one_piece_and_waits_for_the_store(decoder
     while len(bench.background):
         at = len(bench.rows.passes)
         bench.background.run(alone=True)
-        assert len(bench.rows.passes) - at <= 1, "whoever comes meanwhile waits for no more"
+        assert len(bench.rows.passes) - at <= 1, "a request that comes meanwhile waits for no more"
     assert len(bench.rows.passes) - before == -(-200 // CPU_ROWS)
 
 
-def test_a_pass_that_fails_is_told_once_and_harms_no_other_cache(
+def test_a_pass_that_fails_is_logged_once_and_harms_no_other_cache(
     decoder: Decoder, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(decoder, tmp_path, 10**9)
@@ -204,7 +204,7 @@ def test_a_pass_that_fails_is_told_once_and_harms_no_other_cache(
     assert caplog.text.count("could not be stored") == 1
 
 
-def test_a_store_that_cannot_be_written_ends_what_is_put_off(
+def test_a_store_that_cannot_be_written_ends_the_deferred_work(
     decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(self: ChunkStore, *args: object) -> None:

@@ -47,7 +47,7 @@ class Prefill:
     def idle(self) -> None:
         """Wait until nothing is held or computed."""
         for _ in range(3000):
-            holding = self.service.engine.holding()
+            holding = self.service.engine.stats()
             if not (len(self.pool) or holding.running or holding.waiting or holding.encoding):
                 return
             time.sleep(0.02)
@@ -259,7 +259,7 @@ def test_a_refused_model_is_blended_no_more(
             assert found["kvblend"]["figures"] == REFUSED
             assert [one["text"] for one in found["kvblend"]["sources"]] == [one["text"] for one in sources]
             assert found["asked"]["kv_transfer_params"].keys() == {"prompt_token_ids"}
-    assert prefill.holding()["refused"] == "it differs"
+    assert prefill.stats()["refused"] == "it differs"
     errors = [record.name for record in caplog.records if record.levelname == "ERROR"]
     assert errors == ["vllm.kvblend", "kvblend.serve"], "each process logs it once"
 
@@ -270,14 +270,14 @@ def test_another_dtype_than_vllms_is_refused_with_the_remedy(
     other = Client(application(service, dtype=torch.bfloat16))
     assert other.post(BODY).json()["kvblend"]["figures"] == REFUSED
     assert "start blend vllm with --dtype bfloat16" in caplog.text
-    assert "--dtype bfloat16" in prefill.holding()["refused"]
+    assert "--dtype bfloat16" in prefill.stats()["refused"]
 
 
 def test_models_are_compared_when_a_server_starts_and_again_when_it_starts_anew(
     service: Service, prefill: Prefill, client: Client
 ) -> None:
-    asyncio.run(_started(application(service, "it differs"), lambda: prefill.holding()["refused"] == "it differs"))
-    asyncio.run(_started(application(service), lambda: not prefill.holding()["refused"]))
+    asyncio.run(_started(application(service, "it differs"), lambda: prefill.stats()["refused"] == "it differs"))
+    asyncio.run(_started(application(service), lambda: not prefill.stats()["refused"]))
     prefill.idle()
 
 
@@ -388,7 +388,7 @@ async def _hang_up(app: Starlette) -> None:
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
-        raise AssertionError("nobody hears this")
+        raise AssertionError("no reply is sent")
 
     headers = [(b"authorization", b"Bearer key"), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "query_string": b"", "root_path": ""}

@@ -27,7 +27,7 @@ from blend.integrations.vllm.server import (
     most_connections,
 )
 from blend.integrations.vllm.transport import KVPool, PoolFullError, TransportError, address, connect, receive, send
-from blend.serve.types import Closed, Figures, Holding, Opened, QueueFullError, Refused
+from blend.serve.types import EngineStats, Failed, Figures, Finished, QueueFullError, Started
 
 
 def unused() -> str:
@@ -129,7 +129,7 @@ def service_over(engine: Any = None, prepare: Any = None) -> Any:
     """As much of a service as `PrefillService` looks at before it blends."""
     decoder = SimpleNamespace(rotations=(), dtype=SimpleNamespace(itemsize=4), fingerprint="m")
     room = SimpleNamespace(rag=lambda: SimpleNamespace(decoder=decoder))
-    return SimpleNamespace(room=lambda tenant: room, engine=engine, prepare=prepare, corpora=lambda tenant: ())
+    return SimpleNamespace(tenant=lambda tenant: room, engine=engine, prepare=prepare, corpora=lambda tenant: ())
 
 
 def test_a_full_queue_costs_no_search() -> None:
@@ -152,12 +152,12 @@ def test_a_fault_is_reported_without_its_words() -> None:
     assert "secret" not in str(reports)
 
 
-def opened(reason: str = "", method: Any = "blend") -> Opened:
+def opened(reason: str = "", method: Any = "blend") -> Started:
     rows = {"rows": 100, "rows_computed": 20, "rows_reused": 5, "rows_inexact": 0}
-    found = {"hits": 3, "chunks": 4, "bytes_loaded": 777, "lacking": 1, "notes": ()}
+    found = {"hits": 3, "chunks": 4, "bytes_loaded": 777, "missing": 1, "notes": ()}
     times: dict[str, Any] = {"stages": {}, "waited_s": 0.1, "ttft_s": 0.3}
     times |= {"full_estimated_s": None, "full_measured_s": None}
-    return Opened(100, 80, (), Figures(method=method, reason=reason, **rows, **found, **times), ())
+    return Started(Figures(method=method, reason=reason, **rows, **found, **times))
 
 
 class Pool:
@@ -180,7 +180,7 @@ def test_a_blended_prompt_is_ready_until_it_is_released() -> None:
     mine = PrefillRequest(pool, reports.append)  # type: ignore[arg-type]
     mine.hold(BLEND, "salt")
     mine.on_reply(opened())
-    mine.on_reply(Closed("stop", 0, None, ()))
+    mine.on_reply(Finished("stop"))
     assert [one["ready"] for one in reports] == [{"ticket": "t", "salt": "salt"}]
     assert reports[0]["shown"]["figures"]["rows_computed"] == 20
     mine.release()
@@ -199,11 +199,11 @@ def test_a_prompt_that_was_released_first_is_cancelled_and_not_held() -> None:
 @pytest.mark.parametrize(
     ("replies", "reason"),
     [
-        ([opened("nothing to reuse", "full"), Closed("stop", 0, None, ())], "nothing to reuse"),
-        ([opened(), Closed("stop", 0, None, ())], "busy"),  # the pool was full
-        ([Refused(RuntimeError("a fault"))], "failed"),
-        ([Closed("deadline", 0, None, ())], "deadline"),
-        ([opened("", "full"), Closed("stop", 0, None, ())], ""),  # as was asked for
+        ([opened("nothing to reuse", "full"), Finished("stop")], "nothing to reuse"),
+        ([opened(), Finished("stop")], "busy"),  # the pool was full
+        ([Failed(RuntimeError("a fault"))], "failed"),
+        ([Finished("deadline")], "deadline"),
+        ([opened("", "full"), Finished("stop")], ""),  # as was asked for
     ],
 )
 def test_a_prompt_that_is_left_to_vllm_has_a_reason(replies: list[Any], reason: str) -> None:
@@ -216,7 +216,7 @@ def test_a_prompt_that_is_left_to_vllm_has_a_reason(replies: list[Any], reason: 
 
 def test_status_shows_what_is_held_and_fails_without_a_process() -> None:
     name = unused()
-    holding = Holding(*range(1, len(Holding._fields) + 1))
+    holding = EngineStats(*range(1, len(EngineStats._fields) + 1))
     shown: dict[str, Any] = {"tickets": 0, "refused": "", **holding._asdict()}
     service = SimpleNamespace(holding=lambda: shown)
     with serving(service, KVPool(1 << 20), name):

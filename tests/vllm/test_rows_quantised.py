@@ -1,4 +1,4 @@
-"""Rows recomputed by a model that vLLM runs quantised: the answers are its own, and nobody else's caches are used for it.
+"""Rows recomputed by a model that vLLM runs quantised: the answers are its own, and caches of other models are not used.
 
 `rows_quantised_proof.py` runs in a process of its own, once for this file.
 """
@@ -112,11 +112,11 @@ def test_a_corpus_of_the_model_as_it_was_is_answered_by_the_quantised_one(server
 
     before, questions = files(), ("How many bridges has Bergen?", "Who is the mayor of Delft?")
     own = [ask(question, method="full")[0] for question in questions]
-    first, told = ask(questions[0])
-    assert (first, told["figures"]["reason"]) == (own[0], "cold"), "nothing that it may use is there yet"
+    first, shown = ask(questions[0])
+    assert (first, shown["figures"]["reason"]) == (own[0], "cold"), "nothing that it may use is there yet"
     until(lambda: files() >= before + len(TOWNS))
-    second, told = ask(questions[1])
+    second, shown = ask(questions[1])
     assert second != own[1], "blended"
-    assert told["figures"]["method"] == "rows"
-    assert {one["kind"] for one in told["sources"]} == {"retrieved"}
-    assert len(told["sources"]) == len(TOWNS)
+    assert shown["figures"]["method"] == "rows"
+    assert {one["kind"] for one in shown["sources"]} == {"retrieved"}
+    assert len(shown["sources"]) == len(TOWNS)

@@ -125,22 +125,22 @@ def test_documents_are_blended_by_vllms_own_model(server: Machines) -> None:
     first, second = map(own.layout, QUESTIONS)
     assert own.missing(first) >= len(DOCUMENTS)
     full = own.answer(first)  # none of it is stored yet
-    text, told = ask(server, QUESTIONS[0], documents=DOCUMENTS)
-    assert (text, told["figures"]["reason"]) == (full, "cold")
+    text, shown = ask(server, QUESTIONS[0], documents=DOCUMENTS)
+    assert (text, shown["figures"]["reason"]) == (full, "cold")
 
-    until(lambda: own.missing(second) == 0)  # the engine stores what the prompt lacked, though nobody asks
+    until(lambda: own.missing(second) == 0)  # the idle engine stores what the prompt missed
     assert len(json.loads((server.store / "learned-rows.json").read_bytes())["caches"]) >= len(DOCUMENTS)
     blended = own.answer(second)
     assert own.blender.prefill(second).rows_share < 0.6
     before = server.metrics()
-    text, told = ask(server, QUESTIONS[1], documents=DOCUMENTS)
+    text, shown = ask(server, QUESTIONS[1], documents=DOCUMENTS)
     assert text == blended
-    check_counts(server, before, told["figures"])
+    check_counts(server, before, shown["figures"])
     # vLLM's prefix cache has the blended first blocks: rows are scored over them, so others may be chosen behind them.
     again = [ask(server, QUESTIONS[1], documents=DOCUMENTS) for _ in range(2)]
     assert again[0] == again[1]
     assert again[0][1]["figures"]["method"] == "rows"
-    assert again[0][1]["figures"]["rows_computed"] < told["figures"]["rows_computed"]
+    assert again[0][1]["figures"]["rows_computed"] < shown["figures"]["rows_computed"]
 
 
 def check_counts(server: Machines, before: dict[str, float], figures: dict[str, Any]) -> None:
@@ -194,10 +194,10 @@ def test_a_corpus_is_searched_and_blended(server: Machines, model: str, more: di
     found = own.prompt(question, **{"model": model, **more})
     assert found.asked.corpus == corpus
     assert own.blenders[corpus].prefill(found.asked.layout).rows_share < 0.6
-    text, told = ask(server, question, **{"model": model, **more})
+    text, shown = ask(server, question, **{"model": model, **more})
     assert text == own.answer(found.asked.layout, corpus)
-    assert [one["id"] for one in told["sources"]] == [one["id"] for one in found.sources]
-    assert {one["kind"] for one in told["sources"]} == {"retrieved"}
+    assert [one["id"] for one in shown["sources"]] == [one["id"] for one in found.sources]
+    assert {one["kind"] for one in shown["sources"]} == {"retrieved"}
 
 
 def test_pasted_text_is_found_and_blended(server: Machines) -> None:
@@ -206,10 +206,10 @@ def test_pasted_text_is_found_and_blended(server: Machines) -> None:
     question = f"{text}\n\nWho is the mayor of {town}?"
     found = own.prompt(question)
     assert {one["kind"] for one in found.sources} == {"pasted"}
-    answer, told = ask(server, question)
-    assert (answer, told["figures"]["method"]) == (own.answer(found.asked.layout), "rows")
-    full, told = ask(server, question, kvblend={"method": "full"})
-    assert (full, told["figures"]) == (
+    answer, shown = ask(server, question)
+    assert (answer, shown["figures"]["method"]) == (own.answer(found.asked.layout), "rows")
+    full, shown = ask(server, question, kvblend={"method": "full"})
+    assert (full, shown["figures"]) == (
         own.answer(found.asked.layout, ratio=1.0),
         {"method": "full", "reason": ""},
     )

@@ -1,4 +1,4 @@
-"""vLLM's own server with the middleware, and the prefill process beside it, asked by the clients that people have."""
+"""vLLM's own server with the middleware, and the prefill process, asked by common clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from machines import HEADERS, KEY, Machines, engine_process, fill, rag_over, sha
 
 from blend.serve.embedded import EmbeddedEngine
 from blend.serve.service import Service
-from blend.serve.types import AnswerRequest, Closed, Delta, Message, Opened, Sampling
+from blend.serve.types import Finished, Message, Output, Request, Sampling, Started
 from tests.towns import TOPICS
 
 pytestmark = pytest.mark.inside_vllm
@@ -69,7 +69,7 @@ def whole(text: str) -> str:
     return text.rstrip("\N{REPLACEMENT CHARACTER}")
 
 
-def answered(service: Service, question: str, **more: Any) -> tuple[str, Opened]:
+def answered(service: Service, question: str, **more: Any) -> tuple[str, Started]:
     """What kvblend answers by itself."""
     import threading
 
@@ -77,14 +77,14 @@ def answered(service: Service, question: str, **more: Any) -> tuple[str, Opened]
 
     def on_reply(reply: Any) -> None:
         replies.append(reply)
-        if not isinstance(reply, Opened | Delta):
+        if not isinstance(reply, Started | Output):
             done.set()
 
     sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
-    service.submit(AnswerRequest((Message("user", question),), sampling=sampling, **more), on_reply)
+    service.submit(Request((Message("user", question),), sampling=sampling, **more), on_reply)
     assert done.wait(300)
-    assert isinstance(replies[-1], Closed)
-    return whole("".join(reply.text for reply in replies if isinstance(reply, Delta))), replies[0]
+    assert isinstance(replies[-1], Finished)
+    return whole("".join(reply.text for reply in replies if isinstance(reply, Output))), replies[0]
 
 
 def ask(machines: Machines, question: str, *, stream: bool = False, **more: Any) -> tuple[str, dict[str, Any]]:
@@ -114,11 +114,11 @@ CORPUS = {"kvblend": {"retrieve": {"top_k": 4}}}
 def test_documents_corpus_and_pasted_text(machines: Machines, own: Service) -> None:
     expected, opened = answered(own, QUESTION, top_k=4)
     assert opened.figures.reason == ""
-    text, told = ask(machines, QUESTION, **CORPUS)
+    text, shown = ask(machines, QUESTION, **CORPUS)
     assert text == expected
-    assert told["figures"]["rows_computed"] == opened.figures.rows_computed < told["figures"]["rows"]
-    assert [one["id"] for one in told["sources"]] == [one.id for one in opened.sources]
-    assert all(one["hit"] for one in told["sources"])
+    assert shown["figures"]["rows_computed"] == opened.figures.rows_computed < shown["figures"]["rows"]
+    assert [one["id"] for one in shown["sources"]] == [one.id for one in opened.sources]
+    assert all(one["hit"] for one in shown["sources"])
     assert ask(machines, QUESTION, model="tiny+corpus")[0] == expected
     given = [{"title": one.title, "text": one.text} for one in opened.sources]
     assert ask(machines, QUESTION, documents=given)[0] == expected
@@ -128,9 +128,9 @@ def test_documents_corpus_and_pasted_text(machines: Machines, own: Service) -> N
 
     pasted = f"{config.chat_instructions}\n\n" + "".join(render_chunk(one) for one in opened.sources)  # type: ignore[arg-type]
     messages = [{"role": "user", "content": pasted + QUESTION}]
-    text, told = ask(machines, QUESTION, messages=messages)
+    text, shown = ask(machines, QUESTION, messages=messages)
     assert text == expected
-    assert [one["kind"] for one in told["sources"]] == ["pasted"] * 4
+    assert [one["kind"] for one in shown["sources"]] == ["pasted"] * 4
     full, figures = ask(machines, QUESTION, kvblend={"retrieve": {"top_k": 4}, "method": "full"})
     assert full == answered(own, QUESTION, top_k=4, method="full")[0] != expected
     assert figures["figures"]["rows_computed"] == figures["figures"]["rows"]
@@ -293,12 +293,12 @@ def test_a_killed_prefill_process(machines: Machines, own: Service) -> None:
     assert [ask(machines, QUESTION, documents=given)[0] for _ in range(3)] == [full] * 3
     warnings = [line for line in machines.server.said[said:].splitlines() if "WARNING" in line and "kvblend" in line]
     assert len(warnings) == 1, warnings
-    lacking = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], **CORPUS}
-    response = httpx.post(f"{machines.url}/v1/chat/completions", json=lacking, headers=HEADERS, timeout=60)
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], **CORPUS}
+    response = httpx.post(f"{machines.url}/v1/chat/completions", json=asked, headers=HEADERS, timeout=60)
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     machines.start_prefill(*ALIKE)
-    text, told = ask(machines, QUESTION, documents=given)
-    assert told["figures"]["reason"] == ""
+    text, shown = ask(machines, QUESTION, documents=given)
+    assert shown["figures"]["reason"] == ""
     assert text == expected
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from copied_engine import COUNT, FAILS, LATE, Engine, salt, started
+from offline import COUNT, FAILS, LATE, Engine, salt, started
 from tiny import Bench, bench, save_model
 
 from blend.types import PromptLayout

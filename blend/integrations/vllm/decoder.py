@@ -57,7 +57,8 @@ class PagedLayer(BlendedLayer):
         self.in_blocks = False
         super().write_run(start, keys, values)
 
-    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
+    def new_buffer(self, states: torch.Tensor) -> torch.Tensor:
+        """As its base does, but zeroed."""
         # Zeros: whole layers are written to the blocks, and attention may multiply masked values, so NaN must not be there.
         return states.new_zeros((*states.shape[:2], self.capacity, states.shape[3]))
 

@@ -28,7 +28,7 @@ from blend.limits import check_number
 from blend.model.forward import RowRequest
 from blend.model.outline import ModelOutline
 from blend.plan import entry_bytes
-from blend.serve.background import Beside, Encoding, Encodings
+from blend.serve.background import EncodingQueue, EncodingTask, IOPool
 from blend.serve.learned import SHARE, LearnedCaches, RecentTexts, removed_from
 from blend.serve.limits import LEARN_BUDGET
 from blend.store.addresses import root_of
@@ -195,7 +195,7 @@ class CorrectionFitter:
     def __init__(self, decoder: PagedDecoder, most_rows: int, admitted: Admitted, wake: Callable[[], None]) -> None:
         self._lent = LentDecoder(decoder, most_rows, wake)
         self._admitted = admitted
-        self._thread = Beside("kvblend-fitting", 1, wake)
+        self._thread = IOPool("kvblend-fitting", 1, wake)
         self._seen: dict[tuple[str, Tokens], _SeenChunks] = {}
         self._running = 0
 
@@ -271,8 +271,8 @@ class BackgroundEncoder:
         rows = most_rows or (CPU_ROWS if decoder.device.type == "cpu" else GPU_ROWS)
         self._decoder, self._learned = decoder, learned
         self._news, self._admitting = threading.Event(), threading.Lock()
-        self._thread = Beside("kvblend-rows", 1, self._news.set)
-        self._encodings = Encodings(self._thread, rows, self._on_stored)
+        self._thread = IOPool("kvblend-rows", 1, self._news.set)
+        self._encodings = EncodingQueue(self._thread, rows, self._on_stored)
         self._fitter = CorrectionFitter(decoder, rows, self._all_admitted, self._news.set)
         self._turn, self._warned = 0, False
 
@@ -302,9 +302,9 @@ class BackgroundEncoder:
         self._fitter.close()
         self._thread.close()
 
-    def _run_piece(self, encoding: Encoding) -> None:
+    def _run_piece(self, encoding: EncodingTask) -> None:
         try:
-            self._decoder.run_rows(encoding.request())
+            self._decoder.run_rows(encoding.next_rows())
         except Exception as error:  # of this cache; the next one may be computed
             encoding.fail(error)
         else:

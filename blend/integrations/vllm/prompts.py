@@ -16,9 +16,9 @@ from blend.config import CorpusConfig
 from blend.errors import StoreError
 from blend.integrations.vllm.contract import LayoutTicket, Signer, encoded
 from blend.serve.failures import STORE_UNREACHABLE
-from blend.serve.http.bodies import ChatBody, CompletionBody, Offered, read_body, request_of
+from blend.serve.http.bodies import ChatBody, CompletionBody, ModelNames, read_body, request_of
 from blend.serve.limits import RequestLimits
-from blend.serve.types import ASKED_FOR, AnswerRequest
+from blend.serve.types import ASKED_FOR, Request
 
 if TYPE_CHECKING:
     from blend.serve.tenant import Cited, TenantState
@@ -55,14 +55,14 @@ def wants_context(body: Mapping[str, Any]) -> bool:
     return bool(body.get("documents")) or body.get("kvblend") is not None or CORPUS in str(body.get("model", ""))
 
 
-def answer_request(part: Mapping[str, Any], corpora: tuple[str, ...], limits: RequestLimits) -> AnswerRequest:
+def answer_request(part: Mapping[str, Any], corpora: tuple[str, ...], limits: RequestLimits) -> Request:
     """The request for kvblend's service. corpora: names of those that exist. Raises `ApiError` for a wrong one."""
     values = dict(part)
     template = values.pop("template", {})
     model = str(values.get("model", ""))
     raw = json.dumps(values).encode()
     body = read_body(raw, CompletionBody, limits) if "prompt" in values else read_body(raw, ChatBody, limits)
-    request = request_of(body, Offered(plain_model(model) or model, "", corpora), limits)
+    request = request_of(body, ModelNames(plain_model(model) or model, "", corpora), limits)
     return replace(request, template=template)
 
 
@@ -163,19 +163,22 @@ class LocalPrompts:
 
     def prompt(self, part: Mapping[str, Any]) -> LocalPrompt | None:
         """The prompt of a `part_of` a body; None without passages. Raises `ApiError`, `BlendError`, `RetrievalError`."""
-        from blend.serve.service import put
+        from blend.serve.service import build_prompt
 
         room = self._opened()
         names = () if self._options is None else room.corpora
         request = answer_request(part, names, RequestLimits(top_k=room.rag().corpus_config.top_k))
         reason, generation = self._reason(room)
-        layout, cited, corpus = put(room, request)
+        request = build_prompt(room, request)
+        layout, cited = request.layout, request.cited
         if not cited:
             return None
         places = [place for place in range(len(layout.chunks)) if place not in layout.plain]
         brought = frozenset(place for place, one in zip(places, cited, strict=True) if one.brought)
         reason = ASKED_FOR if request.method == "full" else reason
-        return LocalPrompt(LayoutTicket(layout, corpus, brought), tuple(map(source_of, cited)), generation, reason)
+        return LocalPrompt(
+            LayoutTicket(layout, request.corpus, brought), tuple(map(source_of, cited)), generation, reason
+        )
 
     def _reason(self, room: TenantState) -> tuple[str, str]:
         """Why nothing can be blended now, and otherwise the store's generation, before anything of it is read."""

@@ -35,13 +35,15 @@ from blend.integrations.vllm.transport import (
 )
 from blend.serve.failures import LOG, log_error
 from blend.serve.http.errors import failure_of
-from blend.serve.http.replies import own
+from blend.serve.http.replies import figures_of
 from blend.serve.limits import RequestLimits
-from blend.serve.types import Closed, Handle, Opened, QueueFullError, Refused, Reply, Sampling
+from blend.serve.types import Event, Failed, Finished, Handle, QueueFullError, Request, Sampling, Started
 
 if TYPE_CHECKING:
     from blend.blender import Blend
-    from blend.serve.service import Prepared, Service
+    from blend.rag import Rag
+    from blend.serve.service import Service
+    from blend.types import PromptLayout
 
 CHECKED_ROWS = (33, 150, 190)
 """Lengths of the prompts by which the model is compared with vLLM's."""
@@ -89,7 +91,7 @@ class PrefillService:
             report({"pass": True})
             return request
         sources = [source_of(one) for one in prepared.cited]
-        report({"prompt": list(prepared.work.layout.token_ids), "model": self.model, "sources": sources})
+        report({"prompt": list(prepared.layout.token_ids), "model": self.model, "sources": sources})
         if refused and self.model in refused:
             self.judge(refused[self.model])
             request.give_up("refused")
@@ -110,19 +112,20 @@ class PrefillService:
             return ""
         return f"vLLM computes in {dtype}, blend vllm in {mine}: start blend vllm with --dtype {dtype}"
 
-    def _blend(self, prepared: Prepared, request: PrefillRequest) -> None:
-        need = prepared.work.layout.rows * self._row_bytes
+    def _blend(self, prepared: Request, request: PrefillRequest) -> None:
+        need = prepared.layout.rows * self._row_bytes
         if self.pool.nbytes + need > self.pool.budget:
             request.give_up("busy" if need <= self.pool.budget else TOO_LONG)
             return
         try:
-            generation = prepared.rag.store.generation  # before anything is read, so that no later one is named
+            rag = self.service.rag(prepared)
+            generation = rag.store.generation  # before anything is read, so that no later one is named
 
             def handover(blend: Blend) -> None:
-                request.hold(blend, salt_of(prepared, blend, generation))
+                request.hold(blend, salt_of(prepared.layout, rag, blend, generation))
 
-            work = replace(prepared.work, handover=handover, sampling=Sampling(max_tokens=1))
-            request.follow(self.service.take(prepared._replace(work=work), request.on_reply))
+            handed = replace(prepared, handover=handover, sampling=Sampling(max_tokens=1))
+            request.follow(self.service.take(handed, request.on_reply))
         except QueueFullError:
             request.give_up("busy")
         except PromptError:  # more KV than --kv-budget holds
@@ -159,7 +162,7 @@ class PrefillService:
     def holding(self) -> Message:
         """What is held and computed, for `blend vllm --status`."""
         held = {"tickets": len(self.pool), "bytes": self.pool.nbytes, "model": self.model, "refused": self.refused}
-        return {**held, **self.service.engine.holding()._asdict()}
+        return {**held, **self.service.engine.stats()._asdict()}
 
 
 class PrefillRequest:
@@ -170,7 +173,7 @@ class PrefillRequest:
         self._lock = threading.Lock()
         self._handle: Handle | None = None
         self._ticket, self._salt, self._released, self._ended = "", "", False, False
-        self._opened: Opened | None = None
+        self._opened: Started | None = None
 
     def follow(self, handle: Handle) -> None:
         """The engine has taken it."""
@@ -191,21 +194,21 @@ class PrefillRequest:
                 return
         self._pool.release(ticket)
 
-    def on_reply(self, reply: Reply) -> None:
+    def on_reply(self, reply: Event) -> None:
         """Events of the engine."""
-        if isinstance(reply, Opened):
+        if isinstance(reply, Started):
             self._opened = reply
-        elif isinstance(reply, Refused):
+        elif isinstance(reply, Failed):
             log_error(reply.error, "")
             self.give_up("failed")
-        elif isinstance(reply, Closed):
+        elif isinstance(reply, Finished):
             self._close(reply)
 
-    def _close(self, reply: Closed) -> None:
+    def _close(self, reply: Finished) -> None:
         if self._opened is None:
             self.give_up(reply.reason)
             return
-        shown, figures = own(self._opened), self._opened.figures
+        shown, figures = figures_of(self._opened), self._opened.figures
         if self._ticket:
             self._end({"ready": {"ticket": self._ticket, "salt": self._salt}, "shown": shown})
             return
@@ -234,12 +237,11 @@ class PrefillRequest:
             self._pool.release(ticket)
 
 
-def salt_of(prepared: Prepared, blend: Blend, generation: str) -> str:
+def salt_of(layout: PromptLayout, rag: Rag, blend: Blend, generation: str) -> str:
     """Names everything that a blended prompt's KV depends on: vLLM's prefix cache shares it only with the same blend.
 
     Rows of the prefix are exact, computed or from memory, so they are not counted.
     """
-    layout, rag = prepared.work.layout, prepared.rag
     recomputed = int((blend.selection.rows >= len(layout.prefix)).sum())
     named = [
         (LayoutTicket(layout, rag.corpus_config.name).ticket(), layout.token_ids),

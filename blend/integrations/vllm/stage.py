@@ -48,7 +48,7 @@ from blend.model.cache import KV
 from blend.model.fingerprint import files_fingerprint
 from blend.model.forward import RowRequest
 from blend.rag import Rag
-from blend.serve.background import Beside
+from blend.serve.background import IOPool
 from blend.store.base import ChunkStore
 from blend.timing import Stopwatch
 from blend.types import PromptLayout
@@ -74,7 +74,7 @@ class LoadRunner:
     def __init__(self, stage: Stage, block_size: int, *, apart: bool) -> None:
         self._stage, self._block_size = stage, block_size
         self._lock, self._done, self._warned = threading.Lock(), FinishedLoads(), False
-        self._thread = Beside("kvblend-loads", 1, lambda: None) if apart else None
+        self._thread = IOPool("kvblend-loads", 1, lambda: None) if apart else None
 
     def start(self, load: Load) -> None:
         """Do it now, or in the thread."""

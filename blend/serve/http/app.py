@@ -19,7 +19,7 @@ from starlette.routing import Route
 from blend.limits import shown
 from blend.serve.access import ApiKeys
 from blend.serve.http import completions, documents
-from blend.serve.http.bodies import Offered
+from blend.serve.http.bodies import ModelNames
 from blend.serve.http.errors import ApiError, json_response, refuse
 from blend.serve.http.log import RequestLog
 from blend.serve.http.state import AppState, admitted, require_operator, state_of
@@ -112,7 +112,7 @@ async def _metrics(request: Request) -> Response:
     def page() -> bytes:
         if (service := state.service) is None:
             return state.metrics.page(None, StoreFigures())
-        return state.metrics.page(service.engine.holding(), StoreFigures.of(service.stores))
+        return state.metrics.page(service.engine.stats(), StoreFigures.of(service.stores))
 
     return Response(await run_in_threadpool(page), headers={"content-type": CONTENT_TYPE})
 
@@ -134,7 +134,7 @@ async def _model(request: Request) -> Response:
 
 async def _model_names(request: Request) -> tuple[str, ...]:
     tenant, service = admitted(request), state_of(request).require_service()
-    return (await run_in_threadpool(lambda: Offered(service.model, tenant, service.corpora(tenant)))).names
+    return (await run_in_threadpool(lambda: ModelNames(service.model, tenant, service.corpora(tenant)))).names
 
 
 def _described(name: str, service: Service) -> dict[str, Any]:

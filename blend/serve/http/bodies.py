@@ -1,12 +1,13 @@
-"""The bodies of requests: what OpenAI's clients send, and our own fields beside it.
+"""Bodies of requests as JSON: OpenAI's fields and our own under `kvblend`. A null field counts as absent.
 
-Numbers are numbers and texts are texts: nothing is taken for another kind. A field that holds null is one that is not there.
+Types are strict: "1" is not a number. Messages are those of pydantic. Fields of OpenAI's protocol that cannot change an answer
+are ignored. Those that the server does not support are refused by name, unless their value asks for nothing.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -16,30 +17,69 @@ from blend.corpora import in_words
 from blend.limits import NUMBERS, shown
 from blend.serve.http.errors import ApiError, refuse
 from blend.serve.limits import RequestLimits
-from blend.serve.types import AnswerRequest, GivenDocument, Message, Sampling
+from blend.serve.types import GivenDocument, Message, Request, Sampling
 
+IGNORED = (
+    *("user", "safety_identifier", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+    "parallel_tool_calls",
+)
+"""Fields on which no answer depends."""
+_NOTHING: tuple[Any, ...] = (None,)
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "audio": _NOTHING,
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "logit_bias": (None, {}),
+    "min_p": (None, 0),
+    "modalities": (None, ["text"]),
+    "n": (None, 1),
+    "prediction": _NOTHING,
+    "presence_penalty": (None, 0),
+    "reasoning_effort": (None, "none"),
+    "repetition_penalty": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "store": (None, False),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),  # tools are refused themselves
+    "tools": (None, []),
+    "verbosity": (None, "medium"),
+    "web_search_options": _NOTHING,
+}
+"""Unsupported fields, each with the values that ask for nothing."""
+UNSUPPORTED_IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {
+    "annotations": (None, []),
+    "audio": _NOTHING,
+    "function_call": _NOTHING,
+    "name": _NOTHING,
+    "refusal": _NOTHING,
+    "tool_calls": (None, []),
+    "tool_call_id": _NOTHING,
+}
+_CORPUS = "+corpus"
+_NO_MODEL, _NO_CORPUS = "model_not_found", "corpus_not_found"
+CORPUS_CODES = (_NO_MODEL, _NO_CORPUS)
+"""Codes of refusals that depend on which corpora exist."""
 _LONGEST_NAME = 512
 _MOST_STOPS = 4
 _MOST_LOGPROBS = 20
+_LONGEST_PLACE = 100  # characters of a path in a message
 
 
 def _content(value: Any) -> Any:
-    """Text, or the texts of parts, a line between them."""
+    """Text, or the lines of text parts."""
     if not isinstance(value, list):
         return value
     texts = []
     for number, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise ValueError(f"part {number} is {_kind(part, kind)}; only parts of the type 'text' are supported")
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise ValueError(f"part {number} is {shown(part)}; only parts of the type 'text' are supported")
         if set(part) != {"type", "text"} or not isinstance(part["text"], str):
             raise ValueError(f'part {number} is not {{"type": "text", "text": "..."}}')
         texts.append(part["text"])
     return "\n".join(texts)
-
-
-def _kind(part: Any, kind: Any) -> str:
-    return f"of the type {shown(kind)}" if isinstance(part, dict) else f"{shown(part)}"
 
 
 def _stops(value: Any) -> Any:
@@ -56,16 +96,14 @@ def _prompt(value: Any) -> Any:
 
 
 Name = Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME)]
-Text = Annotated[str, BeforeValidator(_content)]
-Stops = Annotated[
-    list[Annotated[str, Field(max_length=_LONGEST_NAME)]], BeforeValidator(_stops), Field(max_length=_MOST_STOPS)
-]
-Tokens = Annotated[int, Field(ge=1, le=int(NUMBERS["max_new_tokens"].high))]
+Stop = Annotated[str, Field(max_length=_LONGEST_NAME)]
+MaxTokens = Annotated[int, Field(ge=1, le=int(NUMBERS["max_new_tokens"].high))]
 TopK = Annotated[int, Field(ge=int(NUMBERS["top_k"].low), le=int(NUMBERS["top_k"].high))]
+Logprobs = Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)]
 
 
 class Body(BaseModel):
-    """No field but those that are named, of no kind but their own."""
+    """Known fields only, with strict types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -74,11 +112,11 @@ class MessageBody(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text
+    content: Annotated[str, BeforeValidator(_content)]
 
 
 class DocumentBody(Body):
-    """A document that comes with the question: its text, maybe with an id of the client's, or the id of one that is known.
+    """A document: its text, optionally with the client's id; or the id of one in the corpus.
 
     A string is the text. Cohere's {"data": ...} holds the text, or title and text, which may be called snippet.
     """
@@ -113,14 +151,14 @@ class UploadBody(Body):
 
 
 class RetrieveBody(Body):
-    """Chunks of a corpus to be retrieved for the question."""
+    """Retrieve chunks of a corpus for the question."""
 
     top_k: TopK | None = None
     corpus: str | None = None
 
 
 class OwnBody(Body):
-    """What only this server understands. corpus: of the documents that are named by their ids, and of pasted text."""
+    """The field `kvblend`. corpus: of documents that are named by ids, and of pasted text."""
 
     corpus: str | None = None
     documents: list[DocumentBody] | None = None
@@ -133,23 +171,23 @@ class OwnBody(Body):
 
 
 class StreamOptions(Body):
-    """What a stream shows beside the answer."""
+    """Extras of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, the usage so far in every chunk
 
 
-class Common(Body):
-    """What both kinds of completions take. model: the decoder itself where there is none."""
+class CommonBody(Body):
+    """The fields of both kinds of completions. model: default: the decoder itself."""
 
     model: Name | None = None
-    max_tokens: Tokens | None = None
+    max_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stops | None = None
-    ignore_eos: bool | None = None  # vLLM's: an answer of a given length, for measuring
+    stop: Annotated[list[Stop], BeforeValidator(_stops), Field(max_length=_MOST_STOPS)] | None = None
+    ignore_eos: bool | None = None  # vLLM's, for measuring
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     documents: list[DocumentBody] | None = None
@@ -158,25 +196,25 @@ class Common(Body):
     @property
     @abstractmethod
     def wanted_logprobs(self) -> int | None:
-        """How many alternatives come with each token; None for no log-probabilities."""
+        """Alternatives for each token; None gives no log-probabilities."""
 
     @property
     def most_tokens(self) -> int | None:
-        """Of the answer, where it says."""
+        """Tokens of the answer, if given."""
         return self.max_tokens
 
 
-class ChatBody(Common):
+class ChatBody(CommonBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[MessageBody], Field(min_length=1)]
-    max_completion_tokens: Tokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
+    top_logprobs: Logprobs | None = None
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """See `Common`."""
+        """See `CommonBody`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -185,173 +223,23 @@ class ChatBody(Common):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class CompletionBody(Common):
+class CompletionBody(CommonBody):
     """POST /v1/completions."""
 
     prompt: Annotated[str, BeforeValidator(_prompt)]
-    logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
+    logprobs: Logprobs | None = None
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """See `Common`."""
+        """See `CommonBody`."""
         return self.logprobs
 
 
-# --- A request's body as JSON, and the fields of OpenAI's protocol that are known and not supported.
+BodyT = TypeVar("BodyT", bound=Body)
 
 
-_NOTHING: tuple[Any, ...] = (None,)
-IGNORED = (
-    *("user", "safety_identifier", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
-    "parallel_tool_calls",
-)
-"""Fields for bookkeeping, caches and tools elsewhere: no answer depends on them, whatever they hold."""
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "audio": _NOTHING,
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "logit_bias": (None, {}),
-    "min_p": (None, 0),
-    "modalities": (None, ["text"]),
-    "n": (None, 1),
-    "prediction": _NOTHING,
-    "presence_penalty": (None, 0),
-    "reasoning_effort": (None, "none"),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "store": (None, False),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),  # tools are refused themselves
-    "tools": (None, []),
-    "verbosity": (None, "medium"),
-    "web_search_options": _NOTHING,
-}
-"""Each with the values that ask for nothing."""
-IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {
-    "annotations": (None, []),
-    "audio": _NOTHING,
-    "function_call": _NOTHING,
-    "name": _NOTHING,
-    "refusal": _NOTHING,
-    "tool_calls": (None, []),
-    "tool_call_id": _NOTHING,
-}
-"""The same in a message: what clients send along with an earlier answer."""
-
-
-def body_of(raw: bytes) -> dict[str, Any]:
-    """The JSON object that a body is. Raises `ApiError`."""
-    try:
-        body = from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        reason = str(error) if str(error).isascii() else "not UTF-8 text"
-        raise refuse(f"the body is not JSON: {reason}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise refuse("the body is not a JSON object", code="invalid_json")
-    return body
-
-
-def without(values: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], where: str = "") -> dict[str, Any]:
-    """What is left of an object's fields when those that ask for nothing are gone. Raises `ApiError` for one that asks."""
-    kept = {}
-    for name, value in values.items():
-        if name not in unsupported:
-            kept[name] = value
-        elif not any(_same(value, neutral) for neutral in unsupported[name]):
-            found = f"{where}{name}"
-            raise refuse(f"{found} = {shown(value)} is not supported; leave it out", found, "unsupported_parameter")
-    return kept
-
-
-def _same(value: object, neutral: object) -> bool:
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-# --- What is wrong with a body, in one line of the server's own: where, what, and what to send instead.
-
-
-EXAMPLES: Mapping[type[BaseModel], str] = {
-    MessageBody: '{"role": "user", "content": "..."}',
-    DocumentBody: '{"title": "...", "text": "..."}, a text, or {"id": "..."}',
-    RetrieveBody: '{"top_k": 8}, or {} for as many chunks as usual',
-    OwnBody: '{"retrieve": {"top_k": 8}}',
-    StreamOptions: '{"include_usage": true}',
-}
-"""Of each object that may stand in a body."""
-_OF_CLASS = {kind.__name__: example for kind, example in EXAMPLES.items()}
-
-Context = Mapping[str, Any]
-_WORDS: Mapping[str, Callable[[Context], str]] = {
-    "bool_type": lambda _: "is neither true nor false; give one of them",
-    "dict_type": lambda _: 'is no object; give texts under names, such as {"name": "text"}',
-    "finite_number": lambda _: "is not finite; give a number",
-    "float_type": lambda _: "is no number; give one, without quotes",
-    "greater_than": lambda context: f"is too small; give more than {_number(context['gt'])}",
-    "greater_than_equal": lambda context: f"is too small; give {_number(context['ge'])} or more",
-    "int_type": lambda _: "is no whole number; give one, without quotes",
-    "less_than": lambda context: f"is too large; give less than {_number(context['lt'])}",
-    "less_than_equal": lambda context: f"is too large; give {_number(context['le'])} or less",
-    "list_type": lambda _: "is no list; give one, as [...]",
-    "literal_error": lambda context: f"is not supported; give {_choices(context['expected'])}",
-    "model_type": lambda context: f"is no object; give one, such as {_OF_CLASS[context['class_name']]}",
-    "string_too_long": lambda context: f"is longer than {_number(context['max_length'])} characters; shorten it",
-    "string_too_short": lambda _: "is empty; give a text",
-    "string_type": lambda _: 'is no text; give one, as "..."',
-    "string_unicode": lambda _: "is not Unicode text; leave out what is none",
-    "too_long": lambda context: f"has more than {_number(context['max_length'])} entries; leave some out",
-    "too_short": lambda _: "is empty; give one entry at least",
-    "value_error": lambda context: str(context["error"]),
-}
-"""What pydantic may find by its name for it; `value_error` is ours."""
-
-
-def mistake(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a body, by its place in it."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    param = _place(first["loc"])
-    if first["type"] == "extra_forbidden":
-        return refuse(f"unknown field {param}; leave it out", param, "unknown_parameter")
-    if first["type"] == "missing":
-        return refuse(f"{param} is missing", param, "missing_required_parameter")
-    words = _WORDS.get(first["type"], _otherwise)(first.get("ctx", {}))
-    separator = ": " if first["type"] == "value_error" else " "
-    return refuse(f"{param}{separator}{words}", param)
-
-
-def _otherwise(context: Context) -> str:
-    return "cannot be taken as it is; leave it out, or see docs/serving.md"
-
-
-def _place(location: tuple[int | str, ...]) -> str:
-    """messages[0].content: as a path, at most as long as a line."""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
-    text = "".join(parts).removeprefix(".")
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,g}"
-
-
-def _choices(expected: str) -> str:
-    """As JSON has them."""
-    return expected.replace("'", '"').replace("False", "false")
-
-
-# --- From the body of a request to what the service is asked.
-
-
-_CORPUS = "+corpus"
-_NO_MODEL, _NO_CORPUS = "model_not_found", "corpus_not_found"
-OF_A_CORPUS = (_NO_MODEL, _NO_CORPUS)  # codes of refusals that another corpus would mend
-BodyT = TypeVar("BodyT", bound=Common)
-
-
-class Offered(NamedTuple):
-    """What there is to be asked: the name of the model, the tenant and its corpora."""
+class ModelNames(NamedTuple):
+    """What a request may name: the model, and the corpora of its tenant."""
 
     model: str
     tenant: str
@@ -359,13 +247,13 @@ class Offered(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of models that a request may carry: the model, and the model with a corpus that it retrieves from."""
+        """The model, and the model with each corpus to retrieve from."""
         return (self.model, *(f"{self.model}{_CORPUS}{name and ':'}{name}" for name in self.corpora))
 
 
 def read_body(raw: bytes, kind: type[BodyT], limits: RequestLimits) -> BodyT:
-    """A checked body. Raises `ApiError` for whatever is wrong with it."""
-    values = without(body_of(raw), UNSUPPORTED)
+    """A checked body of a completion. Raises `ApiError`."""
+    values = without_unsupported(_json(raw), UNSUPPORTED)
     for name in IGNORED:
         values.pop(name, None)
     own = values.get("kvblend")
@@ -378,24 +266,81 @@ def read_body(raw: bytes, kind: type[BodyT], limits: RequestLimits) -> BodyT:
             raise refuse(f"{len(held):,} {name} are more than {most:,}, all that a request may bring; send fewer", name)
     if isinstance(messages := values.get("messages"), list):
         values["messages"] = [_message(number, one) for number, one in enumerate(messages)]
+    return _validated(values, kind)
+
+
+def read_upload(raw: bytes) -> UploadBody:
+    """A checked body with documents. Raises `ApiError`."""
+    body = _validated(_json(raw), UploadBody)
+    for number, one in enumerate(body.documents):
+        if one.text is None:
+            place = f"documents[{number}].text"
+            raise refuse(f"{place} is missing", place, "missing_required_parameter")
+    return body
+
+
+def _json(raw: bytes) -> dict[str, Any]:
     try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise mistake(error) from None
+        body = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        reason = str(error) if str(error).isascii() else "not UTF-8 text"
+        raise refuse(f"the body is not JSON: {reason}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise refuse("the body is not a JSON object", code="invalid_json")
+    return body
+
+
+def without_unsupported(
+    values: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], where: str = ""
+) -> dict[str, Any]:
+    """The fields without those that ask for nothing. Raises `ApiError` for an unsupported one that asks for something."""
+    kept = {}
+    for name, value in values.items():
+        if name not in unsupported:
+            kept[name] = value
+        elif not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in unsupported[name]):
+            found = f"{where}{name}"
+            raise refuse(f"{found} = {shown(value)} is not supported; leave it out", found, "unsupported_parameter")
+    return kept
 
 
 def _message(number: int, message: Any) -> Any:
-    return without(message, IN_MESSAGES, f"messages[{number}].") if isinstance(message, dict) else message
+    if not isinstance(message, dict):
+        return message
+    return without_unsupported(message, UNSUPPORTED_IN_MESSAGES, f"messages[{number}].")
 
 
-def request_of(body: ChatBody | CompletionBody, offered: Offered, limits: RequestLimits) -> AnswerRequest:
-    """The question in words of no protocol. Raises `ApiError`, or `ConfigError` for a sampling that is none."""
-    _check_together(body)
+def _validated(values: dict[str, Any], kind: type[BodyT]) -> BodyT:
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise _mistake(error) from None
+
+
+def _mistake(error: ValidationError) -> ApiError:
+    """The first mistake, by its place in the body."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
+    param = "".join(parts).removeprefix(".")
+    param = param if len(param) <= _LONGEST_PLACE else f"{param[:_LONGEST_PLACE]}..."
+    if first["type"] == "model_type":  # pydantic would name a class of ours
+        return refuse(f"{param}: Input should be an object", param)
+    codes = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
+    words = first["msg"].removeprefix("Value error, ")
+    return refuse(f"{param}: {words}", param, codes.get(first["type"], "invalid_value"))
+
+
+def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: RequestLimits) -> Request:
+    """The request for the service. Raises `ApiError`, or `ConfigError` for invalid sampling."""
+    _check_combinations(body)
     own = body.kvblend or OwnBody()
     documents = body.documents or own.documents or []
-    top_k, corpus = _retrieval(body.model or offered.model, own, offered, limits.top_k)
+    top_k, corpus = _retrieval(body.model or names.model, own, names, limits.top_k)
     if isinstance(body, CompletionBody):
         _check_no_passages(body, own, retrieving=top_k is not None)
+    if names.tenant and (own.priority or 0) < 0:
+        message = "a key with a tenant may not be more urgent than others; give a priority of 0 or more"
+        raise refuse(message, "kvblend.priority", "forbidden", 403)
     sampling = Sampling(
         max_tokens=body.most_tokens or limits.answer_tokens,
         temperature=Sampling.temperature if body.temperature is None else body.temperature,
@@ -404,10 +349,10 @@ def request_of(body: ChatBody | CompletionBody, offered: Offered, limits: Reques
         logprobs=body.wanted_logprobs,
         ignore_eos=bool(body.ignore_eos),
     )
-    return AnswerRequest(
-        messages=_messages(body),
+    return Request(
+        messages=_messages(body) if isinstance(body, ChatBody) else (),
         prompt=body.prompt if isinstance(body, CompletionBody) else None,
-        tenant=offered.tenant,
+        tenant=names.tenant,
         documents=tuple(_document(number, one) for number, one in enumerate(documents)),
         top_k=top_k,
         corpus=corpus,
@@ -415,22 +360,14 @@ def request_of(body: ChatBody | CompletionBody, offered: Offered, limits: Reques
         stop=tuple(body.stop or ()),
         method=own.method or "blend",
         cold=bool(own.cold),
-        priority=_priority(own, offered.tenant),
+        priority=own.priority or 0,
         deadline_s=own.deadline_s,
         trace=bool(own.trace),
     )
 
 
-def _priority(own: OwnBody, tenant: str) -> int:
-    """ApiKeys share a server: one may stand back, and none may push ahead of all others."""
-    if tenant and own.priority is not None and own.priority < 0:
-        message = "a key with a tenant may not be more urgent than others; give a priority of 0 or more"
-        raise refuse(message, "kvblend.priority", "forbidden", 403)
-    return own.priority or 0
-
-
-def _check_together(body: ChatBody | CompletionBody) -> None:
-    """Fields that say something together only, or contradict each other."""
+def _check_combinations(body: ChatBody | CompletionBody) -> None:
+    """Fields that need or contradict each other."""
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options is for streams; set stream to true or leave it out", "stream_options")
     if body.documents and body.kvblend and body.kvblend.documents:
@@ -444,33 +381,16 @@ def _check_together(body: ChatBody | CompletionBody) -> None:
 
 
 def _check_no_passages(body: CompletionBody, own: OwnBody, *, retrieving: bool) -> None:
-    """A prompt that is to be continued has no place for documents: what brings some is refused by its name."""
+    """Refuse what brings documents to a prompt without a place for them."""
     brought = {"documents": body.documents, "kvblend.documents": own.documents, "kvblend.retrieve": own.retrieve}
     for name, found in (*brought.items(), ("model", retrieving)):
         if found:
-            raise refuse(
-                f"{name} brings documents, and a completion has no place for them; ask /v1/chat/completions", name
-            )
+            message = f"{name} brings documents, and a completion has no place for them; ask /v1/chat/completions"
+            raise refuse(message, name)
 
 
-def _messages(body: ChatBody | CompletionBody) -> tuple[Message, ...]:
-    if isinstance(body, CompletionBody):
-        return ()
+def _messages(body: ChatBody) -> tuple[Message, ...]:
     return tuple(Message("system" if one.role == "developer" else one.role, one.content) for one in body.messages)
-
-
-def uploads_of(raw: bytes) -> UploadBody:
-    """The documents in a body. Raises `ApiError` for whatever is wrong with it."""
-    try:
-        body = UploadBody.model_validate(body_of(raw))
-    except ValidationError as error:
-        raise mistake(error) from None
-    for number, one in enumerate(body.documents):
-        if one.text is None:
-            raise refuse(
-                f"documents[{number}].text is missing", f"documents[{number}].text", "missing_required_parameter"
-            )
-    return body
 
 
 def _document(number: int, document: DocumentBody) -> GivenDocument:
@@ -484,30 +404,28 @@ def _document(number: int, document: DocumentBody) -> GivenDocument:
     return GivenDocument(document.text or "", document.title or "", document.id or "")
 
 
-def _retrieval(model: str, own: OwnBody, offered: Offered, usual: int) -> tuple[int | None, str]:
-    """How many chunks to retrieve, None for none, and which corpus is asked: by the model's name and by our fields."""
-    if model not in offered.names:
-        raise refuse(
-            f"the model {shown(model)} does not exist; there are: {', '.join(offered.names)}",
-            *("model", _NO_MODEL, 404),
-        )
-    named = model.removeprefix(offered.model)
-    told = {
-        "model": named.removeprefix(_CORPUS).removeprefix(":") if named else None,
+def _retrieval(model: str, own: OwnBody, names: ModelNames, default_k: int) -> tuple[int | None, str]:
+    """How many chunks to retrieve, None for none, and the corpus: by the model's name and by our fields."""
+    if model not in names.names:
+        message = f"the model {shown(model)} does not exist; there are: {', '.join(names.names)}"
+        raise refuse(message, "model", _NO_MODEL, 404)
+    suffix = model.removeprefix(names.model)
+    given = {
+        "model": suffix.removeprefix(_CORPUS).removeprefix(":") if suffix else None,
         "kvblend.corpus": own.corpus,
         "kvblend.retrieve.corpus": own.retrieve.corpus if own.retrieve else None,
     }
-    names = {field: name for field, name in told.items() if name is not None}
-    field, corpus = next(iter(names.items()), ("kvblend.retrieve.corpus", ""))
-    for other, name in names.items():
+    named = {field: name for field, name in given.items() if name is not None}
+    field, corpus = next(iter(named.items()), ("kvblend.retrieve.corpus", ""))
+    for other, name in named.items():
         if name != corpus:
             raise refuse(f"{other} names another corpus than {field}", other)
-    if (names or own.retrieve) and corpus not in offered.corpora:
-        held = ", ".join(map(in_words, offered.corpora))
-        if not held:
+    if (named or own.retrieve) and corpus not in names.corpora:
+        known = ", ".join(map(in_words, names.corpora))
+        if not known:
             raise refuse("no document is indexed yet: add some, or ask without retrieval", field, _NO_CORPUS)
-        lacking = f"no corpus {shown(corpus)}" if corpus else "no corpus without a name"
-        raise refuse(f"there is {lacking}; there are: {held}", field, _NO_CORPUS)
+        missing = f"no corpus {shown(corpus)}" if corpus else "no corpus without a name"
+        raise refuse(f"there is {missing}; there are: {known}", field, _NO_CORPUS)
     if own.retrieve is None:
-        return (usual if named else None), corpus
-    return own.retrieve.top_k or usual, corpus
+        return (default_k if suffix else None), corpus
+    return own.retrieve.top_k or default_k, corpus

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from blend.limits import shown
-from blend.serve.http.bodies import uploads_of
+from blend.serve.http.bodies import read_upload
 from blend.serve.http.errors import ApiError, json_response, refuse
 from blend.serve.http.state import AppState, admitted, limited, receive_all, state_of
 from blend.serve.types import GivenDocument
@@ -101,7 +101,7 @@ def _begun(state: AppState, tenant: str, corpus: str) -> Documents:
 
 
 async def _from_json(request: Request, receive: Receive) -> _Addition:
-    body = await run_in_threadpool(uploads_of, await receive_all(receive))
+    body = await run_in_threadpool(read_upload, await receive_all(receive))
     texts = [GivenDocument(one.text or "", one.title or "", one.id or "") for one in body.documents]
     return _Addition(_named_corpus(request, body.corpus), [], texts)
 

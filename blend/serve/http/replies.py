@@ -1,4 +1,4 @@
-"""Replies of the service as OpenAI's objects and chunks."""
+"""Replies in OpenAI's protocol: whole answers and server-sent events, made of the engine's events."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from blend.serve.http.errors import GONE, ApiError, Failure, ended_early, failur
 from blend.serve.http.log import LogEntry
 from blend.serve.http.tracing import RequestTrace
 from blend.serve.metrics import Metrics
-from blend.serve.types import Closed, Delta, Handle, Opened, Refused, Reply, TokenText
+from blend.serve.types import Event, Failed, Finished, Handle, Output, Started, Token
 from blend.visible import json_text
 
-Document = dict[str, Any]
+Json = dict[str, Any]
 _Characters = codecs.getincrementaldecoder("utf-8")
-_LEAST = -9999.0  # what OpenAI gives where a probability is 0; JSON has no infinity
+_LEAST = -9999.0  # OpenAI's value for a probability of 0; JSON has no infinity
+_KEEP_ALIVE = b": keep-alive\n\n"
+_DONE = b"data: [DONE]\n\n"
 
 
-class Answer(ABC):
-    """One answer in the words of a protocol. model: as the client named it. logprobs: whether it wants them."""
+class Reply(ABC):
+    """One answer as JSON. model: as the client named it. logprobs: whether the client wants them."""
 
     prefix: str
     whole_object: str
@@ -36,90 +38,93 @@ class Answer(ABC):
 
     def __init__(self, model: str, *, logprobs: bool) -> None:
         self._common = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time.time()), "model": model}
-        self._logprobs = logprobs
-        self._offset, self._decoder = 0, _Characters("replace")  # characters told so far; bytes that are none yet
+        self.logprobs = logprobs
+        self._offset, self._decoder = 0, _Characters("replace")  # characters so far; bytes of an incomplete one
 
-    def whole(self, opened: Opened, deltas: Sequence[Delta], closed: Closed) -> Document:
+    def whole(self, started: Started, outputs: Sequence[Output], finished: Finished) -> Json:
         """The answer in one piece."""
-        text, tokens = "".join(one.text for one in deltas), [token for one in deltas for token in one.tokens]
-        choice = {**self._content(text), **self._end(closed), "logprobs": self._tokens(tokens)}
+        text, tokens = "".join(one.text for one in outputs), [token for one in outputs for token in one.tokens]
+        choice = {**self._content(text), "finish_reason": finished.reason, "logprobs": self._tokens(tokens)}
         return {
             **self._head(self.whole_object, choice),
-            "usage": usage(opened, closed.completion_tokens),
-            "kvblend": own(opened),
+            "usage": usage(started, len(tokens)),
+            "kvblend": figures_of(started),
         }
 
-    def opening(self, opened: Opened) -> Document:
+    def opening(self, started: Started) -> Json:
         """The first chunk."""
-        return {**self._chunk(self._piece("", first=True)), "kvblend": own(opened)}
+        return {**self._chunk(self._piece("", first=True)), "kvblend": figures_of(started)}
 
-    def delta(self, delta: Delta) -> Document:
-        """More of the text."""
-        return self._chunk({**self._piece(delta.text), "logprobs": self._tokens(delta.tokens)})
+    def output(self, output: Output) -> Json:
+        """A chunk with more of the text."""
+        return self._chunk({**self._piece(output.text), "logprobs": self._tokens(output.tokens)})
 
-    def ending(self, closed: Closed) -> Document:
-        """Why it ends."""
-        return self._chunk({**self._piece(None), **self._end(closed)})
+    def ending(self, finished: Finished) -> Json:
+        """The chunk with the reason of the end."""
+        return self._chunk({**self._piece(None), "finish_reason": finished.reason})
 
-    def last(self, opened: Opened, closed: Closed) -> Document:
-        """The chunk that has the usage and no choice."""
-        return {
-            **self._common,
-            "object": self.chunk_object,
-            "choices": [],
-            "usage": usage(opened, closed.completion_tokens),
-        }
+    def last(self, started: Started, tokens: int) -> Json:
+        """The chunk with the usage and no choice."""
+        return {**self._common, "object": self.chunk_object, "choices": [], "usage": usage(started, tokens)}
 
-    def _chunk(self, choice: Document) -> Document:
+    def _chunk(self, choice: Json) -> Json:
         return self._head(self.chunk_object, {"logprobs": None, "finish_reason": None, **choice})
 
-    def _head(self, kind: str, choice: Document) -> Document:
+    def _head(self, kind: str, choice: Json) -> Json:
         return {**self._common, "object": kind, "choices": [{"index": 0, **choice}]}
 
-    def _end(self, closed: Closed) -> Document:
-        return {"finish_reason": closed.reason}
-
-    def _tokens(self, tokens: Sequence[TokenText]) -> Document | None:
-        return self._told(tokens) if self._logprobs else None
+    def _tokens(self, tokens: Sequence[Token]) -> Json | None:
+        return self._logprobs(tokens) if self.logprobs else None
 
     @abstractmethod
-    def _content(self, text: str) -> Document: ...
+    def _content(self, text: str) -> Json: ...
 
     @abstractmethod
-    def _piece(self, text: str | None, *, first: bool = False) -> Document: ...
+    def _piece(self, text: str | None, *, first: bool = False) -> Json: ...
 
     @abstractmethod
-    def _told(self, tokens: Sequence[TokenText]) -> Document: ...
+    def _logprobs(self, tokens: Sequence[Token]) -> Json: ...
 
 
-class ChatAnswer(Answer):
+class ChatReply(Reply):
     """Of /v1/chat/completions."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _content(self, text: str) -> Document:
+    def _content(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _piece(self, text: str | None, *, first: bool = False) -> Document:
+    def _piece(self, text: str | None, *, first: bool = False) -> Json:
         role = {"role": "assistant"} if first else {}
         return {"delta": role if text is None else {**role, "content": text}}
 
-    def _told(self, tokens: Sequence[TokenText]) -> Document:
-        return {"content": [_token(token) for token in tokens], "refusal": None}
+    def _logprobs(self, tokens: Sequence[Token]) -> Json:
+        content = [
+            {
+                "token": token.text,
+                "logprob": _finite(token.logprob),
+                "bytes": list(token.raw),
+                "top_logprobs": [
+                    {"token": one.text, "logprob": _finite(one.logprob), "bytes": list(one.raw)} for one in token.top
+                ],
+            }
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
 
 
-class TextAnswer(Answer):
+class TextReply(Reply):
     """Of /v1/completions."""
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def _content(self, text: str) -> Document:
+    def _content(self, text: str) -> Json:
         return {"text": text}
 
-    def _piece(self, text: str | None, *, first: bool = False) -> Document:
+    def _piece(self, text: str | None, *, first: bool = False) -> Json:
         return {"text": text or ""}
 
-    def _told(self, tokens: Sequence[TokenText]) -> Document:
+    def _logprobs(self, tokens: Sequence[Token]) -> Json:
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
@@ -127,36 +132,33 @@ class TextAnswer(Answer):
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [{text: _finite(logprob) for text, _, logprob in token.top} for token in tokens],
+            "top_logprobs": [{one.text: _finite(one.logprob) for one in token.top} for token in tokens],
             "text_offset": offsets,
         }
 
 
-def usage(opened: Opened, completion_tokens: int) -> Document:
+def usage(started: Started, completion_tokens: int) -> Json:
     """Tokens of prompt and answer."""
+    figures = started.figures
     return {
-        "prompt_tokens": opened.prompt_tokens,
+        "prompt_tokens": figures.rows,
         "completion_tokens": completion_tokens,
-        "total_tokens": opened.prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": opened.cached_tokens},
+        "total_tokens": figures.rows + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": figures.cached_tokens},
     }
 
 
-def own(opened: Opened) -> Document:
-    """What only this server tells: the sources, what the prefill cost, the prompt's tokens where they were asked for."""
-    figures = {**opened.figures._asdict(), "stages": dict(opened.figures.stages)}
-    told: Document = {"sources": [source._asdict() for source in opened.sources], "figures": figures}
-    if opened.trace:
-        told["trace"] = [token._asdict() for token in opened.trace]
-    return _plain(told)  # type: ignore[no-any-return]
+def figures_of(started: Started) -> Json:
+    """The field `kvblend` of a reply: sources, figures, and the trace if requested."""
+    figures = {**started.figures._asdict(), "stages": dict(started.figures.stages)}
+    found: Json = {"sources": [source._asdict() for source in started.sources], "figures": figures}
+    if started.trace:
+        found["trace"] = [token._asdict() for token in started.trace]
+    return _plain(found)  # type: ignore[no-any-return]
 
 
-def _token(token: TokenText) -> Document:
-    top = [{"token": text, "logprob": _finite(logprob), "bytes": list(raw)} for text, raw, logprob in token.top]
-    return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.raw), "top_logprobs": top}
-
-
-def _finite(logprob: float) -> float:
+def _finite(logprob: float | None) -> float:
+    logprob = logprob or 0.0
     return logprob if math.isfinite(logprob) else _LEAST
 
 
@@ -169,65 +171,73 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# --- From the engine's threads to the event loop, and on to the client as server-sent events.
+class Disconnected(NamedTuple):
+    """The client has closed the connection."""
 
 
-_KEEP_ALIVE = b": keep-alive\n\n"
-_DONE = b"data: [DONE]\n\n"
+class EventChannel:
+    """Carries the events of one request from the engine's threads to the event loop; a disconnect cancels the request.
 
-
-class Gone(NamedTuple):
-    """The client has left."""
-
-
-class Conversation:
-    """The replies to one question on their way to one client; who leaves is not answered further.
-
-    receive: of the connection, its body read. trace: where spans are made. Made in the event loop; `reply` and `took` are for
-    other threads.
+    receive: of the connection, its body read. `send` and `accepted` are for other threads; the rest is for the event loop.
     """
 
     def __init__(self, receive: Receive, metrics: Metrics, entry: LogEntry, trace: RequestTrace | None = None) -> None:
-        self._trace = trace
-        self._loop, self._metrics, self._entry = asyncio.get_running_loop(), metrics, entry
+        self._loop, self._metrics, self._entry, self._trace = asyncio.get_running_loop(), metrics, entry, trace
         self.begun = time.monotonic()  # when the request came
-        self._queue: asyncio.Queue[Reply | Gone] = asyncio.Queue()
+        self._queue: asyncio.Queue[Event | Disconnected] = asyncio.Queue()
         self._handle: Handle | None = None
+        self._tokens, self._token_at = 0, 0.0
         self._left = False
-        self._watch = asyncio.create_task(self._until_gone(receive))
+        self._watch = asyncio.create_task(self._until_disconnected(receive))
 
-    def reply(self, reply: Reply) -> None:
-        """Hand a reply on."""
-        self._count(reply)
+    def send(self, event: Event) -> None:
+        """Pass an event on."""
+        self._count(event)
         if self._trace is not None:
-            self._trace.reply(reply)
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, reply)
+            self._trace.on_event(event)
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
     def require(self, deadline_s: float | None = None) -> None:
-        """Raise `ApiError` where the client has left, or the first token can no longer come in time."""
+        """Raise `ApiError` if the client has left or the deadline has passed."""
         if self._left:
             raise ApiError(ended_early("cancelled"))
         if deadline_s is not None and time.monotonic() - self.begun > deadline_s:
             raise ApiError(ended_early("deadline"))
 
-    def took(self, handle: Handle) -> None:
-        """The service took the question in."""
+    def accepted(self, handle: Handle) -> None:
+        """The service has accepted the request."""
         self._handle = handle
         if self._trace is not None:
-            self._trace.took()
+            self._trace.accepted()
         if self._left:
             handle.cancel()
 
-    async def next(self, seconds: float | None = None) -> Reply | Gone | None:
-        """The next reply; None if none comes for so long."""
+    async def next(self, seconds: float | None = None) -> Event | Disconnected | None:
+        """The next event; None if none comes for so long."""
         try:
             async with asyncio.timeout(seconds):
                 return await self._queue.get()
         except TimeoutError:
             return None
 
+    async def collect(self) -> tuple[Started, list[Output], Finished] | Failure:
+        """All events of an answer, or why it failed."""
+        started, outputs = None, []
+        while True:
+            event = await self.next()
+            assert event is not None
+            if failure := failure_in(event):
+                return failure
+            if isinstance(event, Started):
+                started = event
+            elif isinstance(event, Output):
+                outputs.append(event)
+            elif isinstance(event, Finished):
+                assert started is not None
+                return started, outputs, event
+
     def close(self) -> None:
-        """Give up what has not been answered."""
+        """Cancel what has not been answered."""
         self._left = True
         if self._trace is not None:
             self._trace.end("cancelled" if self._handle is not None else "refused")
@@ -235,42 +245,46 @@ class Conversation:
         if self._handle is not None:
             self._handle.cancel()
 
-    async def _until_gone(self, receive: Receive) -> None:
+    async def _until_disconnected(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._left = True
-        self._queue.put_nowait(Gone())
+        self._queue.put_nowait(Disconnected())
         if self._handle is not None:
             self._handle.cancel()
 
-    def _count(self, reply: Reply) -> None:
+    def _count(self, event: Event) -> None:
         seconds = time.monotonic() - self.begun
-        if isinstance(reply, Opened):
-            self._entry.ttft_s, self._entry.rows = seconds, reply.figures.rows
-            self._metrics.opened(reply, seconds)
-        elif isinstance(reply, Delta):
-            self._metrics.gaps(reply.gaps)
-        elif isinstance(reply, Closed):
-            self._metrics.gaps(reply.gaps)
-            self._metrics.closed(reply.reason, reply.completion_tokens, seconds)
-        elif isinstance(reply, Refused) and failure_of(reply.error).status >= 500:
-            log_error(reply.error, self._entry.id)
+        if isinstance(event, Started):
+            self._entry.ttft_s, self._entry.rows = seconds, event.figures.rows
+            self._metrics.started(event, seconds)
+        elif isinstance(event, Output):
+            for token in event.tokens:
+                if self._tokens:
+                    self._metrics.gap(token.at - self._token_at)
+                self._tokens, self._token_at = self._tokens + 1, token.at
+        elif isinstance(event, Finished):
+            self._metrics.finished(event.reason, self._tokens, seconds)
+        elif failure_of(event.error).status >= 500:
+            log_error(event.error, self._entry.id)
 
 
-def failed(reply: Reply | Gone) -> Failure | None:
-    """What a client is told of a reply that ends an answer before its end; None for every other."""
-    if isinstance(reply, Gone):
+def failure_in(event: Event | Disconnected) -> Failure | None:
+    """What the client is told if this event ends an answer early; else None."""
+    if isinstance(event, Disconnected):
         return ended_early("cancelled")
-    if isinstance(reply, Refused):
-        return failure_of(reply.error)
-    return ended_early(reply.reason) if isinstance(reply, Closed) and reply.reason not in ("stop", "length") else None
+    if isinstance(event, Failed):
+        return failure_of(event.error)
+    if isinstance(event, Finished) and event.reason not in ("stop", "length"):
+        return ended_early(event.reason)
+    return None
 
 
 class EventStream(Response):
     """An answer as server-sent events.
 
     Args:
-        first: the reply that has come already, None if none did for `keep_alive_s`.
+        first: the event that has come already, None if none did for `keep_alive_s`.
         usage: "last" gives it in the last chunk, "every" in all of them.
 
     """
@@ -279,9 +293,9 @@ class EventStream(Response):
 
     def __init__(
         self,
-        conversation: Conversation,
-        first: Reply | Gone | None,
-        answer: Answer,
+        channel: EventChannel,
+        first: Event | Disconnected | None,
+        reply: Reply,
         entry: LogEntry,
         *,
         keep_alive_s: float,
@@ -289,67 +303,51 @@ class EventStream(Response):
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._conversation, self._first, self._answer, self._entry = conversation, first, answer, entry
+        self._channel, self._first, self._reply, self._entry = channel, first, reply, entry
         self._keep_alive_s, self._usage = keep_alive_s, usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the answer ends or the client leaves."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for part in self._events():
+            async for part in self._parts():
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         finally:
-            self._conversation.close()
+            self._channel.close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self) -> AsyncIterator[bytes]:
-        reply, opened, tokens = self._first, None, 0
-        while not isinstance(reply, Closed | Refused | Gone):
-            if reply is None:
+    async def _parts(self) -> AsyncIterator[bytes]:
+        event, started, tokens = self._first, None, 0
+        while not isinstance(event, Finished | Failed | Disconnected):
+            if event is None:
                 yield _KEEP_ALIVE
-            elif isinstance(reply, Opened):
-                opened = reply
-                yield self._event(self._answer.opening(reply), opened)
+            elif isinstance(event, Started):
+                started = event
+                yield self._part(self._reply.opening(event), started)
             else:
-                tokens += len(reply.gaps) + (not tokens)  # the answer's first token has no gap
-                yield self._event(self._answer.delta(reply), opened, tokens)
-            reply = await self._conversation.next(self._keep_alive_s)
-        for part in self._ending(opened, reply):
+                tokens += len(event.tokens)
+                if event.text or self._reply.logprobs:
+                    yield self._part(self._reply.output(event), started, tokens)
+            event = await self._channel.next(self._keep_alive_s)
+        for part in self._ending(started, event, tokens):
             yield part
 
-    def _ending(self, opened: Opened | None, reply: Closed | Refused | Gone) -> list[bytes]:
-        if failure := failed(reply):
+    def _ending(self, started: Started | None, event: Finished | Failed | Disconnected, tokens: int) -> list[bytes]:
+        if failure := failure_in(event):
             self._entry.failed(failure)
-            return [] if failure.status == GONE else [_event(failure.document), _DONE]
-        assert isinstance(reply, Closed)
-        parts = [self._event(self._answer.ending(reply), opened, reply.completion_tokens)]
-        if self._usage and opened is not None:
-            parts.append(_event(self._answer.last(opened, reply)))
+            return [] if failure.status == GONE else [_data(failure.document), _DONE]
+        assert isinstance(event, Finished)
+        parts = [self._part(self._reply.ending(event), started, tokens)]
+        if self._usage and started is not None:
+            parts.append(_data(self._reply.last(started, tokens)))
         return [*parts, _DONE]
 
-    def _event(self, chunk: dict[str, Any], opened: Opened | None, tokens: int = 0) -> bytes:
-        """A chunk of the answer, of which so many tokens have come."""
+    def _part(self, chunk: Json, started: Started | None, tokens: int = 0) -> bytes:
+        """A chunk; tokens: of the answer so far."""
         if self._usage:
-            chunk["usage"] = usage(opened, tokens) if self._usage == "every" and opened is not None else None
-        return _event(chunk)
+            chunk["usage"] = usage(started, tokens) if self._usage == "every" and started is not None else None
+        return _data(chunk)
 
 
-def _event(document: dict[str, Any]) -> bytes:
+def _data(document: Json) -> bytes:
     return f"data: {json_text(document, allow_nan=False)}\n\n".encode()
-
-
-async def collected(conversation: Conversation) -> tuple[Opened, list[Delta], Closed] | Failure:
-    """A whole answer, or why there is none."""
-    opened, deltas = None, []
-    while True:
-        reply = await conversation.next()
-        assert reply is not None
-        if failure := failed(reply):
-            return failure
-        if isinstance(reply, Opened):
-            opened = reply
-        elif isinstance(reply, Delta):
-            deltas.append(reply)
-        elif isinstance(reply, Closed):
-            assert opened is not None
-            return opened, deltas, reply

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from blend.serve.types import Closed, Figures, Opened, Refused, Reply
+from blend.serve.types import Event, Figures, Finished, Output, Started
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _NAMES = ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES")
 _LOADING = ("load", "reposition")
-_COUNTS = ("rows", "rows_computed", "rows_reused", "rows_inexact", "hits", "chunks", "lacking", "bytes_loaded")
+_COUNTS = ("rows", "rows_computed", "rows_reused", "rows_inexact", "hits", "chunks", "missing", "bytes_loaded")
 
 
 def is_wanted(environment: Mapping[str, str]) -> bool:
@@ -69,24 +69,24 @@ class RequestTrace:
     def __init__(self, tracing: Tracing, request: str, headers: Mapping[str, str], begun: float) -> None:
         self._tracing, self._request, self._headers, self._begun = tracing, request, headers, begun
         self._offset = time.time_ns() - time.monotonic_ns()
-        self._taken, self._first = 0.0, 0.0
+        self._taken, self._first, self._tokens = 0.0, 0.0, 0
         self._figures: Figures | None = None
         self._ended = threading.Lock()
 
-    def took(self) -> None:
+    def accepted(self) -> None:
         """The service accepted the request."""
         self._taken = time.monotonic()
 
-    def reply(self, reply: Reply) -> None:
-        """Note a reply of the service."""
-        if isinstance(reply, Opened):
-            self._first, self._figures = time.monotonic(), reply.figures
-        elif isinstance(reply, Closed):
-            self.end(reply.reason, reply.completion_tokens)
-        elif isinstance(reply, Refused):
-            self.end("failed")
+    def on_event(self, event: Event) -> None:
+        """Note an event of the service."""
+        if isinstance(event, Started):
+            self._first, self._figures = time.monotonic(), event.figures
+        elif isinstance(event, Output):
+            self._tokens += len(event.tokens)
+        else:
+            self.end(event.reason if isinstance(event, Finished) else "failed")
 
-    def end(self, outcome: str, tokens: int = 0) -> None:
+    def end(self, outcome: str) -> None:
         """End the trace; later calls do nothing."""
         if not self._ended.acquire(blocking=False):
             return
@@ -95,7 +95,7 @@ class RequestTrace:
 
         now, above = time.monotonic(), TraceContextTextMapPropagator().extract(self._headers)
         attributes: dict[str, AttributeValue] = {"kvblend.request": self._request, "kvblend.outcome": outcome}
-        attributes |= {"kvblend.completion_tokens": tokens, **self._figure_attributes()}
+        attributes |= {"kvblend.completion_tokens": self._tokens, **self._figure_attributes()}
         tracer = self._tracing.tracer
         whole = tracer.start_span("request", above, attributes=attributes, start_time=self._at(self._begun))
         inside, begin = set_span_in_context(whole), self._begun

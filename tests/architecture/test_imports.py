@@ -1,0 +1,84 @@
+"""Layers, cycles and who may import which library; `[tool.importlinter]` in pyproject.toml holds what import-linter can say."""
+
+from __future__ import annotations
+
+import sys
+
+import grimp
+import pytest
+from importlinter.cli import lint_imports
+from places import REPOSITORY
+
+# Who may import a library: modules, or packages with all that is in them.
+IMPORTERS = {
+    "transformers": "blend.model blend.weights blend_retrieval.embedders.sentence",
+    "vllm": "blend.integrations",
+    "faiss": "blend_retrieval.index",
+    "sentence_transformers": "blend_retrieval.embedders.sentence",
+    "py3langid": "blend_retrieval.embedders.sentence",
+    "triton": "blend_kernels",
+    "blend_kernels": "blend_kernels blend.model.forward blend.model.admission blend.select.selectors",
+    "matplotlib": "blend.eval",
+    "rouge_score": "blend.eval",
+    "gguf": "blend.weights",
+    "starlette": "blend.serve blend.integrations",
+    "sse_starlette": "blend.serve",
+    "pydantic": "blend.serve blend.config",
+    "prometheus_client": "blend.serve blend.integrations",
+    "uvicorn": "blend.serve",
+    "opentelemetry": "blend.serve",
+    "ray": "blend.shards",
+    "cachetools": "blend.store blend.serve",
+    "blake3": "blend.store blend.model blend.shards",
+    "click": "blend.cli",
+    "rich": "blend.cli blend.eval",
+    "obstore": "blend.store",
+    "redis": "blend.store",
+}
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph(
+        "blend",
+        "blend_retrieval",
+        "blend_kernels",
+        include_external_packages=True,
+        exclude_type_checking_imports=True,
+        cache_dir=None,
+    )
+
+
+def test_import_linters_contracts_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    broken = lint_imports(str(REPOSITORY / "pyproject.toml"), no_cache=True, no_logo=True)
+    assert not broken, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("library", IMPORTERS)
+def test_a_library_has_few_importers(library: str, graph: grimp.ImportGraph) -> None:
+    ours = (
+        set() if library not in graph.modules or graph.is_module_squashed(library) else graph.find_descendants(library)
+    )
+    parts = {library, *ours} & graph.modules
+    found = {module for part in parts for module in graph.find_modules_that_directly_import(part)}
+    allowed = tuple(f"{name}." for name in IMPORTERS[library].split())
+    assert [module for module in sorted(found) if not f"{module}.".startswith(allowed)] == []
+
+
+def test_the_graph_sees_imports(graph: grimp.ImportGraph) -> None:
+    """The test above could not fail if it found nothing."""
+    assert "blend.cli" in graph.modules
+    assert graph.find_modules_that_directly_import("transformers")
+
+
+@pytest.mark.parametrize(
+    ("package", "libraries"),
+    [
+        ("blend_kernels", {"torch", "triton"}),
+        ("blend.store", {"blend", "torch", "filelock", "numpy", "obstore", "redis", "xxhash", "blake3", "cachetools"}),
+    ],
+)
+def test_a_package_needs_few_libraries(package: str, libraries: set[str], graph: grimp.ImportGraph) -> None:
+    inside = {package, *graph.find_descendants(package)}
+    outside = {name for module in inside for name in graph.find_modules_directly_imported_by(module)} - inside
+    assert {name.partition(".")[0] for name in outside} - set(sys.stdlib_module_names) <= libraries

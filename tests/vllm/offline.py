@@ -1,0 +1,82 @@
+"""An offline vLLM with the connector, asked for greedy answers."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from blend.integrations.vllm.contract import Signer
+from blend.types import PromptLayout
+
+COUNT = 12
+LATE, FAILS = 1, 2  # last tokens of prompts for which the second worker of `ranks_connector` is late, or fails
+MODULE = "blend.integrations.vllm.connector"
+Asked = tuple[PromptLayout, Any, str | None]
+"""A prompt, its ticket or other kv_transfer_params, and its cache salt."""
+
+
+class Engine:
+    """options: of the connector. module: it is loaded from. more: of vLLM."""
+
+    def __init__(self, model: Path, options: dict[str, Any], module: str = MODULE, **more: Any) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        connector = KVTransferConfig(
+            kv_connector="KVBlend",
+            kv_connector_module_path=module,
+            kv_role="kv_consumer",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=options,
+        )
+        settings = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_num_seqs": 16, **more}
+        self.llm = LLM(str(model), max_model_len=1024, kv_transfer_config=connector, **settings)
+        self._signer = Signer.of(self.llm.llm_engine.vllm_config)
+
+    def outputs(self, asked: Sequence[Asked], count: int = COUNT, **sampling: Any) -> list[Any]:
+        """vLLM's outputs of prompts together."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        prompts, parameters = [], []
+        for layout, given, salt in asked:
+            salted = {"cache_salt": salt} if salt else {}
+            prompts.append(TokensPrompt(prompt_token_ids=list(layout.token_ids), **salted))
+            transfer = self._signer.signed(given, salt or "") if isinstance(given, str) else given
+            extra = {"kv_transfer_params": transfer} if transfer else None
+            fixed = {"temperature": 0, "max_tokens": count, "ignore_eos": True, "detokenize": False}
+            parameters.append(SamplingParams(**fixed, extra_args=extra, **sampling))
+        return list(self.llm.generate(prompts, parameters, use_tqdm=False))
+
+    def tokens(self, asked: Sequence[Asked], count: int = COUNT) -> list[list[int]]:
+        """Greedy answers to prompts together."""
+        return [list(output.outputs[0].token_ids) for output in self.outputs(asked, count)]
+
+    def idle(self) -> int:
+        """Run the engine's own loop until it has nothing to do; how many steps. For an engine in this process."""
+        core, steps = self.llm.llm_engine.engine_core.engine_core, 0
+        while core.scheduler.has_requests():
+            core.step_fn()
+            steps += 1
+        return steps
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+
+
+@contextmanager
+def started(model: Path, socket: str, *, load: str = "async", **more: Any) -> Iterator[Engine]:
+    """With stage copied."""
+    engine = Engine(model, {"socket": socket, "load": load}, **more)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def salt() -> str:
+    return secrets.token_hex(8)
