@@ -347,9 +347,7 @@ class Prefetcher:
     opening: opens several names.
     """
 
-    def __init__(
-        self, opening: Callable[[Sequence[str]], list[Found]], pool: FetchPool, most_bytes: int = IN_FLIGHT_BYTES
-    ) -> None:
+    def __init__(self, opening: Callable[[Sequence[str]], list[Found]], pool: FetchPool, most_bytes: int) -> None:
         self._opening, self._pool, self._most_bytes = opening, pool, most_bytes
         self._lock = threading.Lock()
         self._names: deque[tuple[str, int | None]] = deque()

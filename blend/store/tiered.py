@@ -36,7 +36,7 @@ from blend.store.backend import (
     WarnOnce,
     close_all,
 )
-from blend.store.fetch import Download, EntrySource, FetchPool, OpenedTogether, Prefetcher, TieredBlob
+from blend.store.fetch import IN_FLIGHT_BYTES, Download, EntrySource, FetchPool, OpenedTogether, Prefetcher, TieredBlob
 from blend.store.reader import CheckedEntry, check_entry
 from blend.store.seal import Seal, is_as_written
 
@@ -325,9 +325,14 @@ class Tiers(NamedTuple):
 
 
 class TieredBackend(Backend):
-    """`tiers` as one backend. seal: what entries and artifacts are verified with."""
+    """`tiers` as one backend.
 
-    def __init__(self, tiers: Tiers, seal: Seal, timeouts: Timeouts | None = None) -> None:
+    seal: what entries and artifacts are verified with. prefetch_bytes: how much `prefetch` has in flight at most.
+    """
+
+    def __init__(
+        self, tiers: Tiers, seal: Seal, timeouts: Timeouts | None = None, prefetch_bytes: int = IN_FLIGHT_BYTES
+    ) -> None:
         self._seal = seal
         pause_s, warnings = (timeouts or Timeouts()).pause_s, WarnOnce()
         self.tiers, self.place, self._warnings = tiers, tiers.far.place, warnings
@@ -339,7 +344,7 @@ class TieredBackend(Backend):
         if self._nearer:  # a command that ends leaves what it has fetched in them
             atexit.register(self._pool.wait, _LAST_WAIT_S)
         self._search = TierSearch(self._far, self._hot, self._local, seal, self._pool)
-        self._prefetcher = Prefetcher(lambda names: self.open_many(names, 0), self._pool)
+        self._prefetcher = Prefetcher(lambda names: self.open_many(names, 0), self._pool, prefetch_bytes)
         self._generation: tuple[float, bytes | None] = (float("-inf"), None)
 
     @property
