@@ -6,6 +6,7 @@ evicts nothing; `blend store prune` does, and a disk tier in front. Decisions be
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 AT_ONCE = 16
 _HEAD = 64 << 10  # an exchange takes as long for so much as for less
 _PAGE = 1000
-_FULL = ("QuotaExceeded", "InsufficientStorage", "507", "No space left", "StorageFull", "XMinioStorageFull")
+_FULL = re.compile(r"QuotaExceeded|InsufficientStorage|\b507\b|No space left|StorageFull")
 
 
 class ObjectBlob(Blob):
@@ -199,7 +200,7 @@ class ObjectBackend(Backend):
             return _without_bucket(self.place)
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return StoreError(f"{self.place} refuses to be {doing}: see which credentials are in the environment")
-        if any(word in text for word in _FULL):
+        if _FULL.search(text):
             return StoreError(f"{self.place} is full: raise its quota or remove entries with `blend store prune`")
         return StoreUnreachableError(
             f"{self.place} cannot be {doing} ({_cause(text)}): see that it is up and reachable"
