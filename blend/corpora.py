@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -78,7 +79,7 @@ class Sharing:
         self._lock = Lock()
         self._after = float("-inf")
 
-    @property
+    @cached_property
     def shared(self) -> bool:
         """Whether the directory is the replica of a shared store."""
         return root_of(self._root) is not None

@@ -1,6 +1,6 @@
 """What a corpus of caches costs before any is computed: bytes, time and money by codec and tier.
 
-Bytes are exact: the store encodes entries of the right shapes. Time follows from floating-point operations and one measured or
+Bytes are exact: the store encodes entries of the right shapes. Time follows from floating-point operations and a measured or
 given rate. Prices are assumptions that the user replaces.
 """
 
@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,10 +33,9 @@ if TYPE_CHECKING:
     from blend.prompt import PromptTemplate
     from blend_retrieval import LoadedDocuments
 
-PREFIX, QUESTION = 40, 64  # tokens of a prompt before its first chunk, if no tokenizer counts them, and after its last
+PREFIX, QUESTION = 40, 64  # tokens before the first chunk, if no tokenizer counts them, and after the last one
 STORED_SHARE = 0.86  # rate of computing and storing caches over that of a plain forward pass (scripts/bench_precompute)
 SAMPLE_CHUNKS, ROUNDS = 8, 3  # of a measurement
-Clock = Callable[[], float]
 
 
 class Tier(NamedTuple):
@@ -54,10 +52,9 @@ USD_HOUR = 2.0  # of one machine
 
 
 class CorpusSize(NamedTuple):
-    """A corpus by chunk lengths: tokens -> number of chunks.
+    """A corpus by chunk lengths: tokens -> number of chunks, of all, and of those with an isolated or a contextual cache.
 
-    lengths: of all chunks. isolated, contextual: of those with such a cache. prefix, surrogate: tokens before an isolated
-    cache, and additional ones before a contextual cache.
+    prefix, surrogate: tokens before an isolated cache, and additional ones before a contextual cache.
     """
 
     lengths: Mapping[int, int]
@@ -74,12 +71,13 @@ class CorpusSize(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens of all chunks."""
-        return _tokens(self.lengths)
+        return sum(length * number for length, number in self.lengths.items())
 
     @property
-    def caches(self) -> int:
-        """Number of caches."""
-        return sum(self.isolated.values()) + sum(self.contextual.values())
+    def caches(self) -> list[tuple[int, int, int]]:
+        """Length, start and number of caches of the same size."""
+        kinds = ((self.isolated, self.prefix), (self.contextual, self.prefix + self.surrogate))
+        return [(length, start, number) for lengths, start in kinds for length, number in lengths.items()]
 
 
 class PromptSize(NamedTuple):
@@ -97,15 +95,14 @@ class PromptSize(NamedTuple):
 
 
 class CodecRates(NamedTuple):
-    """Tokens a second of computing and storing caches; load: bytes a second of reading and decoding them, None: no limit."""
+    """stored: operations a second of computing and storing. load: bytes a second of reading and decoding, or None: no limit."""
 
-    isolated: float
-    contextual: float
+    stored: float
     load: float | None
 
 
 class Rates(NamedTuple):
-    """operations: a second, in full prefill. codecs: by codec. source: where the rates come from, in words."""
+    """operations: a second, in full prefill. source: where the rates come from, in words."""
 
     operations: float
     codecs: dict[str, CodecRates]
@@ -123,12 +120,10 @@ class Terms(NamedTuple):
     ratio: float
 
 
-@dataclass(frozen=True)
-class TierCost:
-    """One codec in one tier.
+class TierCost(NamedTuple):
+    """One codec in one tier. blended_s: to the first token, at least. gain: full prefill over that.
 
-    load_s: to load a prompt's chunks. blended_s: to the first token, at least. gain: full prefill over that. pays_from: prompts
-    a month whose saved machine time pays for storage; None if nothing is saved.
+    pays_from: prompts a month whose saved machine time pays for storage; None if nothing is saved.
     """
 
     tier: str
@@ -140,13 +135,11 @@ class TierCost:
     pays_from: float | None
 
 
-@dataclass(frozen=True)
-class CodecCost:
-    """One codec.
+class CodecCost(NamedTuple):
+    """One codec. chunk_bytes: of a chunk's caches together. precompute_s: machine time; precompute_hours: elapsed.
 
-    chunk_bytes: of a chunk's caches together, on average. precompute_s: machine time; precompute_hours: elapsed. break_even:
-    bytes a second from which loading beats computing; hidden: from which loading takes no longer than recomputing. Both are
-    None if this machine decodes too slowly for any bandwidth.
+    break_even: bytes a second from which loading beats computing; hidden: from which loading takes no longer than recomputing.
+    Both are None if this machine decodes too slowly for any bandwidth.
     """
 
     codec: str
@@ -161,7 +154,7 @@ class CodecCost:
     tiers: tuple[TierCost, ...]
 
 
-class Plan(NamedTuple):
+class CostPlan(NamedTuple):
     """The whole plan. compute_s: seconds to compute a prompt's chunks; full_s: to its first token after full prefill."""
 
     corpus: CorpusSize
@@ -204,20 +197,13 @@ def given(chunks: int | None, tokens: int | None, config: CorpusConfig) -> Corpu
     return _sized(Counter({mean: count}), contextual, PREFIX, behind, config)
 
 
-def _sized(
-    lengths: Counter[int], contextual: Counter[int], prefix: int, behind: int, config: CorpusConfig
-) -> CorpusSize:
-    return CorpusSize(lengths, lengths - contextual if config.one_copy else lengths, contextual, prefix, behind)
+def _sized(all_: Counter[int], contextual: Counter[int], prefix: int, behind: int, config: CorpusConfig) -> CorpusSize:
+    return CorpusSize(all_, all_, contextual, prefix, behind)
 
 
 def corpus_bytes(corpus: CorpusSize, model: ModelOutline, codec: str, dtype: str) -> int:
     """Bytes of all entries, exactly as `ChunkStore.stats` counts them."""
-    kinds = ((corpus.isolated, corpus.prefix), (corpus.contextual, corpus.prefix + corpus.surrogate))
-    return sum(
-        number * entry_bytes(model, length, start, codec, dtype)
-        for lengths, start in kinds
-        for length, number in lengths.items()
-    )
+    return sum(number * entry_bytes(model, length, start, codec, dtype) for length, start, number in corpus.caches)
 
 
 @lru_cache(maxsize=4096)
@@ -226,87 +212,52 @@ def entry_bytes(model: ModelOutline, tokens: int, start: int, codec: str, dtype:
     import torch
 
     how = get_codec(codec)
-    kind = torch.float32 if how.still else getattr(torch, dtype)  # taking positions out makes float32
+    kind = torch.float32 if how.unrotated else getattr(torch, dtype)  # taking positions out makes float32
     made = {shape: torch.randn(shape[0], tokens, shape[1]).to(kind) for shape in {*model.keys, *model.values}}
-    cache = ChunkCache(
-        tuple(made[one] for one in model.keys), tuple(made[one] for one in model.values), start, still=how.still
-    )
-    key = CacheIdentity(model.name, dtype, (0,)).key((0,))
-    return encode_entry(key, cache, how, make_seal(None)).nbytes
+    keys, values = (tuple(made[one] for one in shapes) for shapes in (model.keys, model.values))
+    cache = ChunkCache(keys, values, start, unrotated=how.unrotated)
+    return encode_entry(CacheIdentity(model.name, dtype, (0,)).key((0,)), cache, how, make_seal(None)).nbytes
 
 
-def rates_of_prefill(
-    tokens_per_s: float, model: ModelOutline, like: PromptSize, codecs: Sequence[str], load: float | None, source: str
-) -> Rates:
-    """Rates that follow from a rate of full prefill."""
-    return _rates(tokens_per_s * model.operations(like.rows) / like.rows, model, like, codecs, load, source)
+def rates_of_prefill(operations: float, codecs: Sequence[str], load: float | None, source: str) -> Rates:
+    """Rates that follow from the operations a second of full prefill."""
+    return Rates(operations, dict.fromkeys(codecs, CodecRates(STORED_SHARE * operations, load)), source)
 
 
-def rates_of_precompute(
-    tokens_per_s: float, model: ModelOutline, like: PromptSize, codecs: Sequence[str], load: float | None, source: str
-) -> Rates:
-    """Rates that follow from the rate of an earlier precompute, isolated and contextual caches together."""
+def operations_of_precompute(tokens_per_s: float, model: ModelOutline, like: PromptSize) -> float:
+    """Operations a second of full prefill, from the tokens a second of an earlier precompute."""
     places = [like.prefix, like.prefix + like.surrogate] if like.surrogate else [like.prefix]
     of_token = sum(model.operations(like.chunk, before) for before in places) / (len(places) * like.chunk)
-    return _rates(tokens_per_s * of_token / STORED_SHARE, model, like, codecs, load, source)
+    return tokens_per_s * of_token / STORED_SHARE
 
 
-def _rates(
-    operations: float, model: ModelOutline, like: PromptSize, codecs: Sequence[str], load: float | None, source: str
-) -> Rates:
-    isolated, contextual = (
-        STORED_SHARE * operations * like.chunk / model.operations(like.chunk, before)
-        for before in (like.prefix, like.prefix + like.surrogate)
-    )
-    return Rates(operations, dict.fromkeys(codecs, CodecRates(isolated, contextual, load)), source)
+def measure(decoder: Decoder, model: ModelOutline, like: PromptSize, codecs: Sequence[str], batch_tokens: int) -> Rates:
+    """Measure here: prefill a prompt of random tokens, then compute, store and load a few chunks with each codec."""
+    random = partial(random_ids, decoder.vocabulary)
+    chunks = tuple(random(like.chunk, seed) for seed in range(like.chunks))
+    layout = PromptLayout(random(like.prefix, -1), chunks, random(QUESTION, -2))
+    seconds = _timed(lambda: full_prefill(decoder, layout), decoder)
 
+    def of_codec(codec: str, folder: str) -> CodecRates:
+        library = ChunkLibrary(decoder, open_store(folder, codec=codec), layout.prefix, batch_tokens)
+        if like.surrogate:
+            library = with_given_surrogate(library, random(like.surrogate, -3))
+        variants = library.variants(chunks[:SAMPLE_CHUNKS])
+        starts = [like.prefix + like.surrogate * one.contextual for one in variants]
+        done = sum(model.operations(like.chunk, start) for start in starts)
+        stored = done / _timed(lambda: library.compute(variants), decoder)
+        library.compute(library.missing(chunks))
+        of_prompt = library.store.stats().nbytes / len(library.variants(chunks)) * len(chunks)
+        return CodecRates(stored, of_prompt / _timed(lambda: _load(library, layout), decoder))
 
-def measure(
-    decoder: Decoder,
-    model: ModelOutline,
-    like: PromptSize,
-    codecs: Sequence[str],
-    batch_tokens: int,
-    *,
-    rounds: int = ROUNDS,
-    clock: Clock = time.perf_counter,
-) -> Rates:
-    """Measure rates here: prefill a prompt, then compute, store and load a few chunks with each codec.
-
-    Token ids are random. clock: `time.process_time` if other programs use the same cores and one thread computes.
-    """
-    context = random_ids(decoder.vocabulary, like.chunk * like.chunks, 2)
-    chunks = tuple(context[at : at + like.chunk] for at in range(0, len(context), like.chunk))
-    prefix, suffix = random_ids(decoder.vocabulary, like.prefix, 0), random_ids(decoder.vocabulary, QUESTION, 1)
-    layout = PromptLayout(prefix, chunks, suffix)
-    seconds = timed(lambda: full_prefill(decoder, layout), decoder, rounds, clock)
-    found = {
-        codec: _measure_codec(decoder, layout, codec, batch_tokens, like.surrogate, (rounds, clock)) for codec in codecs
-    }
+    found = {}
+    for codec in codecs:
+        with tempfile.TemporaryDirectory() as folder:
+            found[codec] = of_codec(codec, folder)
     return Rates(model.operations(layout.rows) / seconds, found, "measured here")
 
 
-def _measure_codec(
-    decoder: Decoder, layout: PromptLayout, codec: str, batch_tokens: int, surrogate: int, timing: tuple[int, Clock]
-) -> CodecRates:
-    chunks, total = layout.chunks[:SAMPLE_CHUNKS], sum(map(len, layout.chunks[:SAMPLE_CHUNKS]))
-    with tempfile.TemporaryDirectory() as folder:
-        library = ChunkLibrary(decoder, open_store(folder, codec=codec), layout.prefix, batch_tokens)
-        if surrogate:
-            library = with_given_surrogate(library, random_ids(decoder.vocabulary, surrogate, 3))
-        variants = library.variants(chunks)
-
-        def rate(*, contextual: bool) -> float:
-            mine = [one for one in variants if one.contextual == contextual]
-            return total / timed(partial(library.compute, mine), decoder, *timing) if mine else 1.0
-
-        isolated, contextual = rate(contextual=False), rate(contextual=True)
-        library.compute(library.missing(layout.chunks))
-        stored = library.store.stats().nbytes / len(library.variants(layout.chunks)) * len(layout.chunks)
-        return CodecRates(isolated, contextual, stored / timed(lambda: load(library, layout), decoder, *timing))
-
-
-def load(library: ChunkLibrary, layout: PromptLayout) -> None:
+def _load(library: ChunkLibrary, layout: PromptLayout) -> None:
     """Read, verify, decode and place a prompt's chunks."""
     opened = library.open(layout.chunks)
     assembled = assemble(library.decoder, layout, library.isolated.prefix, opened.readers)
@@ -314,17 +265,17 @@ def load(library: ChunkLibrary, layout: PromptLayout) -> None:
         assembled.cache.view(index)
 
 
-def timed(run: Callable[[], object], decoder: Decoder, rounds: int, clock: Clock = time.perf_counter) -> float:
+def _timed(run: Callable[[], object], decoder: Decoder) -> float:
     """Median seconds of a few runs, after one to warm up."""
     import torch
 
     found = []
-    for _ in range(rounds + 1):
-        begin = clock()
+    for _ in range(ROUNDS + 1):
+        begin = time.perf_counter()
         run()
         if decoder.device.type == "cuda":
             torch.cuda.synchronize(decoder.device)
-        found.append(clock() - begin)
+        found.append(time.perf_counter() - begin)
     return median(found[1:])
 
 
@@ -335,17 +286,19 @@ def random_ids(vocabulary: int, count: int, seed: int) -> tuple[int, ...]:
     return tuple(torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-def make_plan(corpus: CorpusSize, model: ModelOutline, prompt: PromptSize, rates: Rates, terms: Terms) -> Plan:
+def make_plan(corpus: CorpusSize, model: ModelOutline, prompt: PromptSize, rates: Rates, terms: Terms) -> CostPlan:
     """Work the plan out."""
     compute_s = model.operations(prompt.chunk * prompt.chunks, prompt.prefix) / rates.operations
     full_s = model.operations(prompt.rows) / rates.operations
     blend_s = _recompute_s(model, prompt, rates, terms.ratio)
+    starts = {start for _, start, _ in corpus.caches}
+    once_s = sum(map(model.operations, starts)) / rates.operations  # a machine's KV of prefix and surrogate context
+    work = sum(number * model.operations(length, start) for length, start, number in corpus.caches)
 
     def of_codec(codec: str) -> CodecCost:
         mine, total = rates.codecs[codec], corpus_bytes(corpus, model, codec, terms.dtype)
-        shared_s = _tokens(corpus.isolated) / mine.isolated + _tokens(corpus.contextual) / mine.contextual
-        precompute_s = shared_s + once_s(corpus, model, rates) * terms.machines
-        prompt_bytes = total / corpus.caches * prompt.chunks
+        precompute_s = work / mine.stored + once_s * terms.machines
+        prompt_bytes = total / sum(number for *_, number in corpus.caches) * prompt.chunks
         own_s = prompt_bytes / mine.load if mine.load else 0.0
 
         def in_tier(tier: Tier) -> TierCost:
@@ -368,22 +321,11 @@ def make_plan(corpus: CorpusSize, model: ModelOutline, prompt: PromptSize, rates
             tiers=tuple(map(in_tier, terms.tiers)),
         )
 
-    return Plan(corpus, model, prompt, rates, terms, compute_s, full_s, tuple(map(of_codec, terms.codecs)))
-
-
-def once_s(corpus: CorpusSize, model: ModelOutline, rates: Rates) -> float:
-    """Seconds that every machine spends once on the KV of the prefix and the surrogate context."""
-    rows = [corpus.prefix, corpus.prefix + corpus.surrogate] if corpus.contextual else [corpus.prefix]
-    return sum(map(model.operations, rows)) / rates.operations
+    return CostPlan(corpus, model, prompt, rates, terms, compute_s, full_s, tuple(map(of_codec, terms.codecs)))
 
 
 def _recompute_s(model: ModelOutline, prompt: PromptSize, rates: Rates, ratio: float) -> float:
     """Seconds to recompute a share of a prompt's rows, and its question."""
     context = prompt.chunk * prompt.chunks
-    question = prompt.rows - prompt.prefix - context
     rows = ratio * context * (model.row_operations + model.pair_operations * (prompt.prefix + context / 2))
-    return (rows + model.operations(question, prompt.prefix + context)) / rates.operations
-
-
-def _tokens(lengths: Mapping[int, int]) -> int:
-    return sum(length * number for length, number in lengths.items())
+    return (rows + model.operations(QUESTION, prompt.prefix + context)) / rates.operations

@@ -1,11 +1,14 @@
-"""The one JSON file of benchmark rows that several commands, and commands that were stopped, write to together."""
+"""The one JSON file of benchmark rows: several commands write to it, and one that was stopped resumes."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,8 @@ Row = dict[str, Any]
 class Results:
     """Rows in lists under names, and whatever else the file holds.
 
-    file: read when it exists, and complete again after every `put`; None keeps the rows in memory. Raises SystemExit, with
-    one line, for a file that is none of these.
+    file: read when it exists, and complete again after every `put`; None keeps the rows in memory. Raises SystemExit for a
+    file that is no JSON object.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -41,6 +44,20 @@ class Results:
         else:
             self.rows(table)[self.rows(table).index(old)] = new
         self.save()
+
+    def begin(self, options: argparse.Namespace, free: Collection[str]) -> None:
+        """Note options, machine, command and code. Raises SystemExit where the file's rows had other options.
+
+        free: options that may differ, because each row says them itself or they do not matter.
+        """
+        from blend.eval.machine import describe_machine
+
+        given = {key: value for key, value in vars(options).items() if key not in free}
+        settings = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
+        if self.held.get("options", settings) != settings:
+            raise SystemExit(f"{self.file} was measured with other options: name another file")
+        self.held |= {"options": settings, "machine": asdict(describe_machine()), "command": " ".join(sys.argv)}
+        self.held["code"] = sorted({*self.held.get("code", ()), code_digest()})
 
     def save(self) -> None:
         """Write the file, whole at any moment."""
@@ -69,3 +86,8 @@ def code_digest() -> str:
             if path.is_file() and "__pycache__" not in path.parts and path.suffix in ("", ".py"):
                 digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def say(line: str) -> None:
+    """Print progress; results go to standard output."""
+    print(line, file=sys.stderr, flush=True)

@@ -85,7 +85,7 @@ def _chat_words(way: Way, answer_tokens: int) -> Words:
 
 
 def chat(asked: TimedQuestion, way: Way) -> dict[str, Any]:
-    """A question with its passages as documents beside the message, or pasted into it."""
+    """A question with its passages as documents next to the message, or pasted into it."""
     if way == "documents":
         documents = [{"title": one.title, "text": one.text} for one in asked.passages]
         return {"messages": [{"role": "user", "content": asked.question}], "documents": documents}
@@ -176,7 +176,7 @@ def _layout(model: Path) -> Any:
 
     from blend.config import PromptConfig
     from blend.prompt import PromptTemplate
-    from blend.serve.chat import ChatTemplate, Passage, question_turns
+    from blend.serve.text import ChatTemplate, Passage, question_turns
     from blend.serve.types import Message
 
     tokenizer = AutoTokenizer.from_pretrained(str(model))
@@ -254,7 +254,7 @@ def _get(url: str) -> bytes:
 
 
 def _stop(process: subprocess.Popen[str], output: IO[str]) -> None:
-    """Ask it to end, then kill the whole group, so that no child computes on beside the next server."""
+    """Ask it to end, then kill the whole group, so that no child computes on while the next server runs."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(30)

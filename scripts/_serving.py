@@ -35,7 +35,7 @@ from _load import (
     one_by_one,
     open_loop,
 )
-from _results import Results, Row
+from _results import Results, Row, say
 from _servers import Running, Server, blend_server, project_environment, running, vllm_server
 
 if TYPE_CHECKING:
@@ -44,14 +44,9 @@ if TYPE_CHECKING:
 SHARES = (50, 95, 99)
 DECODE_GOAL, STALL_GOAL, RATE_GOAL = 0.85, 3.0, 3.0
 OURS = "blend"
-MARGIN = 1024  # tokens of a prompt beside its passages and its answer
+MARGIN = 1024  # tokens of a prompt around its passages and its answer
 # Okabe and Ito's palette, which colour-blind readers can tell apart, each with its own marker.
 STYLES = (("#0072B2", "o"), ("#000000", "s"), ("#D55E00", "^"), ("#009E73", "D"))
-
-
-def say(line: str) -> None:
-    """Print progress; results go to standard output."""
-    print(line, file=sys.stderr, flush=True)
 
 
 class Bench:

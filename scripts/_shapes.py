@@ -1,7 +1,7 @@
 """Decoders with random weights at the shapes of real models, for figures on a machine that has no weights.
 
-What a forward pass, a cache or a copy costs depends on the shapes alone. What a model answers, which rows a selector finds and
-what a KV correction is worth do not: nothing of that can be learned here.
+What a forward pass, a cache or a copy costs depends on the shapes alone. Answers, the rows that a selector finds and what a KV
+correction gains do not: random weights say nothing of them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,8 @@ if TYPE_CHECKING:
 
     from blend import Decoder, PromptLayout
 
-STORES = ("memory", "disk", "disk-cold")  # where the caches may lie, in the order in which they are measured
-TIERS = ("disk", "far", "hot", "local")  # where throttled storage stands
-PREFIX, SUFFIX = 40, 64  # tokens before the first chunk, and of the question with what the chat template puts behind it
-
-# Longer than any prompt here: what the position limit of the real model is plays no part in its cost.
-LONGEST = 1 << 18
+LONGEST = 1 << 18  # longer than any prompt here: a model's position limit plays no part in its cost
+PREFIX, SUFFIX = 40, 64  # tokens before the first chunk, and of the question with the end of the chat template
 _LLAMA31 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -30,7 +26,7 @@ _QWEN25 = {"rope_type": "default", "rope_theta": 1e6}
 
 @dataclass(frozen=True)
 class Shape:
-    """What transformers' configuration of a model says about its size. family: the class is `<family>Config`."""
+    """The sizes in transformers' configuration of a model. family: the class is `<family>Config`."""
 
     family: str
     num_hidden_layers: int
@@ -49,14 +45,10 @@ class Shape:
         sizes = {name: value for name, value in asdict(self).items() if name != "family"}
         if self.family == "Qwen2":  # which has no such entry: hidden_size / heads
             sizes.pop("head_dim")
-        return getattr(transformers, f"{self.family}Config")(
-            **sizes,
-            max_position_embeddings=LONGEST,
-            rope_parameters=dict(_LLAMA31 if self.family == "Llama" else _QWEN25),
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
+        rope = dict(_LLAMA31 if self.family == "Llama" else _QWEN25)
+        ordinary = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        made = getattr(transformers, f"{self.family}Config")
+        return made(**sizes, max_position_embeddings=LONGEST, rope_parameters=rope, **ordinary)
 
     @property
     def parameters(self) -> int:
@@ -67,17 +59,26 @@ class Shape:
 
     @property
     def kv_width(self) -> int:
-        """Numbers of a token's keys and values in all layers."""
+        """Numbers in a token's keys and values of all layers."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
-    def device_bytes(self, tokens: int, itemsize: int) -> int:
-        """About what prefilling so many tokens takes beside the stored caches: weights, two caches, one layer's states."""
-        states = tokens * (3 * self.intermediate_size + 8 * self.hidden_size)
-        return itemsize * (self.parameters + 2 * tokens * self.kv_width + states)
+    def why_not(self, tokens: int, device: torch.device, itemsize: int) -> str | None:
+        """Why prompts of so many tokens do not fit the device's memory, or None where they do.
 
-    def store_bytes(self, tokens: int, itemsize: int) -> int:
-        """Of the isolated and the contextual caches of so many tokens."""
-        return 2 * tokens * self.kv_width * itemsize
+        Counted are weights, two caches and one layer's states; on a CPU the stored caches too, isolated and contextual.
+        """
+        import torch
+
+        states = tokens * (3 * self.intermediate_size + 8 * self.hidden_size)
+        needed = itemsize * (self.parameters + 2 * tokens * self.kv_width + states)
+        if device.type == "cuda":
+            where, free = "on the GPU", torch.cuda.mem_get_info(device)[0]
+        else:
+            needed += 2 * tokens * self.kv_width * itemsize
+            where, free = "of memory", free_host_bytes() or needed
+        if needed <= free:
+            return None
+        return f"needs about {needed / 2**30:.1f} GiB {where}, {free / 2**30:.1f} GiB are free"
 
 
 SHAPES = {
@@ -85,17 +86,16 @@ SHAPES = {
     "0.5B": Shape("Qwen2", 24, 896, 14, 2, 64, 4864, 151936, True),  # Qwen2.5-0.5B
     "1.5B": Shape("Qwen2", 28, 1536, 12, 2, 128, 8960, 151936, True),  # Qwen2.5-1.5B
     "8B": Shape("Llama", 32, 4096, 32, 8, 128, 14336, 128256, False),  # Llama-3.1-8B
-    "70B-shard": Shape(
-        "Llama", 80, 8192, 8, 1, 128, 3584, 16032, False
-    ),  # one of 8 tensor-parallel parts of Llama-3.1-70B
+    # One of 8 tensor-parallel parts of Llama-3.1-70B.
+    "70B-shard": Shape("Llama", 80, 8192, 8, 1, 128, 3584, 16032, False),
 }
 
 
 def random_decoder(name: str, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """A decoder of this shape, made where it will compute and in the dtype: there is never a second copy.
+    """A decoder of this shape, made on its device and in its dtype, so that there is never a second copy.
 
-    The weights are transformers' own first ones, normal with a deviation of 0.02: attention is neither even nor on one key,
-    and nothing overflows. Its fingerprint is what they are made from, since no weights were read.
+    The weights are transformers' initial ones, normal with a deviation of 0.02: attention is neither even nor on one key,
+    and nothing overflows.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -103,7 +103,7 @@ def random_decoder(name: str, device: torch.device, dtype: torch.dtype) -> Decod
 
     from blend import Decoder
 
-    logging.set_verbosity_error()  # a machine that has no generation defaults for this model is nothing to warn of
+    logging.set_verbosity_error()  # missing generation defaults are nothing to warn of
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(SHAPES[name].config(), dtype=dtype)
@@ -135,20 +135,3 @@ def free_host_bytes() -> int | None:
         return None
     found = dict(line.split(":", 1) for line in lines)
     return int(found["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in found else None
-
-
-def why_not(name: str, tokens: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why prompts of so many tokens do not fit the device's memory, or None where they do.
-
-    What a GPU machine has of other memory is not asked: some give it out as it is used.
-    """
-    import torch
-
-    shape = SHAPES[name]
-    needed = shape.device_bytes(tokens, dtype.itemsize)
-    if device.type == "cuda":
-        where, free = "on the GPU", torch.cuda.mem_get_info(device)[0]
-    else:
-        needed += shape.store_bytes(tokens, dtype.itemsize)
-        where, free = "of memory", free_host_bytes() or needed
-    return f"needs about {needed / 2**30:.1f} GiB {where}, {free / 2**30:.1f} GiB are free" if needed > free else None

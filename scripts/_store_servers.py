@@ -1,4 +1,10 @@
-"""Real servers on loopback for tests and soaks, started when they are first needed and stopped at the end of the process."""
+"""Real servers on loopback for tests and soaks, started when they are first needed and stopped at the end of the process.
+
+`python _store_servers.py BUCKET...` is the S3 server: it takes one request after another, as conditional puts need. A file
+named in KVBLEND_S3_FAULT says what it does wrong: "stale" answers listings as they were at first, "full" refuses puts, "busy"
+asks to come again, "list" and "read" allow no more than that; "full 1234" does it to requests by that port alone. Each such
+request adds a byte to the file `met` next to it.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +28,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import boto3
-from moto.server import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import WSGIRequestHandler, make_server
-
 _PR_SET_PDEATHSIG = 1
 BUCKET = "kvblend-test"
 
@@ -45,7 +47,7 @@ def given_bucket(folder: Path) -> str | None:
 
 
 class NoServerError(Exception):
-    """What lacks here, and how it is installed."""
+    """A server is not installed here; the message names the remedy."""
 
 
 class S3(NamedTuple):
@@ -133,9 +135,6 @@ def _stop_at_exit(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> N
     atexit.register(stop)
 
 
-# --- An S3 server on loopback, a process of its own: requests one after another, as conditional puts need.
-
-
 _ERROR = b'<?xml version="1.0"?><Error><Code>%s</Code><Message>m</Message></Error>'
 
 _POLICIES: dict[str, Callable[[str, bool], bool]] = {
@@ -199,19 +198,18 @@ def _refused(environ: dict[str, Any], start: Callable[..., Any], status: str, co
 
 
 def main() -> None:
-    """Serve until the process is killed."""
+    """The S3 server in a process of its own: print its port, serve until the process is killed."""
+    import boto3
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
     WSGIRequestHandler.protocol_version = "HTTP/1.1"
     fault = os.environ.get("KVBLEND_S3_FAULT")
     app = OneAtATime(DomainDispatcherApplication(create_backend_app), Path(fault) if fault else None)
     server = make_server("127.0.0.1", 0, app, threaded=True)  # type: ignore[arg-type]
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    client = boto3.client(
-        "s3",
-        endpoint_url=f"http://127.0.0.1:{server.server_port}",
-        aws_access_key_id="a",
-        aws_secret_access_key="b",
-        region_name="us-east-1",
-    )
+    secrets = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
+    client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{server.server_port}", **secrets)
     for bucket in sys.argv[1:]:
         client.create_bucket(Bucket=bucket)
     sys.stdout.write(f"{server.server_port}\n")

@@ -6,12 +6,9 @@ import ctypes
 import mmap
 import os
 import shutil
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,11 +18,7 @@ from blend.chunks.correction import POSITION_FEATURES, Bounds, KVCorrection, Lay
 from blend.chunks.fit import RANK
 from blend.chunks.surrogate import with_surrogate
 from blend.config import CorpusConfig
-from blend.store import Blob, ChunkStore, get_codec
-from blend.store.backend import Range
-from blend.store.disk import DiskBackend
-from blend.store.seal import make_seal
-from blend.store.tiered import TieredBackend, Tiers
+from blend.store import ChunkStore
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, PromptLayout
 
@@ -36,74 +29,13 @@ if TYPE_CHECKING:
 SAMPLE = 256 << 20  # bytes that a bandwidth is measured on, at most
 
 
-class Rate:
-    """So many bytes a second, shared by all who read."""
-
-    def __init__(self, bytes_a_second: float) -> None:
-        self._rate, self._free, self._lock = bytes_a_second, 0.0, Lock()
-
-    @contextmanager
-    def arriving(self, nbytes: int) -> Iterator[None]:
-        """Ends when these bytes would have arrived, behind those that were asked for before. Reading them is done within."""
-        with self._lock:
-            self._free = max(self._free, time.perf_counter()) + nbytes / self._rate
-            due = self._free
-        yield
-        time.sleep(max(0.0, due - time.perf_counter()))
-
-
-class SlowBlob(Blob):
-    """A blob that arrives at a `Rate`."""
-
-    def __init__(self, blob: Blob, rate: Rate) -> None:
-        self._blob, self._rate = blob, rate
-        self.nbytes, self.head = blob.nbytes, blob.head
-        with rate.arriving(len(self.head)):
-            pass
-
-    def read(self, *ranges: Range) -> bool:
-        """Whole ranges, one after another."""
-        with self._rate.arriving(sum(one.into.nbytes for one in ranges)):
-            return self._blob.read(*ranges)
-
-    def close(self) -> None:
-        """The blob."""
-        self._blob.close()
-
-
-class SlowBackend(DiskBackend):
-    """The files of a disk store, read at `bytes_a_second` where the disk, or the memory that holds them, is quicker."""
-
-    def __init__(self, root: Path, bytes_a_second: float) -> None:
-        super().__init__(root)
-        self._rate = Rate(bytes_a_second)
-
-    def open(self, name: str, head: int) -> Blob | None:  # type: ignore[override]  # a blob of its own
-        """Its beginning comes at that rate too."""
-        blob = super().open(name, head)
-        return None if blob is None else SlowBlob(blob, self._rate)
-
-
-def slow_store(root: Path, codec: str, bytes_a_second: float, tier: str = "disk") -> ChunkStore:
-    """What the disk store in `root` holds, read at that rate: from that disk, or from a tier of a shared store."""
-    seal, slow = make_seal(None), SlowBackend(root, bytes_a_second)
-    tiers = {
-        "far": lambda: Tiers(slow),
-        "hot": lambda: Tiers(DiskBackend(root), hot=slow),
-        "local": lambda: Tiers(DiskBackend(root), local=slow),
-    }
-    backend = slow if tier == "disk" else TieredBackend(tiers[tier](), seal)
-    return ChunkStore(backend, get_codec(codec), seal)
-
-
 def fill(
     decoder: Decoder, store: ChunkStore, layout: PromptLayout, others: Sequence[tuple[int, ...]], correction: str
 ) -> None:
-    """Compute every cache of the prompt's chunks, behind a surrogate context out of `others`, and a KV correction.
+    """Compute every cache of the prompt's chunks, with a surrogate context out of `others`, and a KV correction.
 
-    correction: "neutral" is one of the size that is fitted, which adds nothing: random weights have nothing to predict, and
-    one that harms a prompt would be found out and left out, at the cost of another pass. "fitted" measures one on at most
-    `blend.chunks.fit.TOKENS` tokens of the chunks, whatever the prompt's length. "off" has none.
+    correction: "neutral" has the cost of a fitted one and adds nothing, since random weights have nothing to predict.
+    "fitted" fits one on the chunks. "off" has none.
     """
     blender = Blender(decoder, store)
     with_surrogate(blender.library(layout.kept_behind), others, CorpusConfig().surrogate_tokens)

@@ -1,4 +1,4 @@
-"""What `scripts/bench_vllm` measures: vLLM's server with kvblend in it and without, asked the same in turns."""
+"""What `scripts/bench_vllm` measures and shows: vLLM's server with kvblend in it and without, asked the same in turns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,15 +15,15 @@ from statistics import median
 from typing import Any
 
 from _load import Corpus, Sample, TimedQuestion, Traffic, make_corpus, one_by_one, open_loop
-from _results import Results, Row
+from _results import Results, Row, say
 from _servers import Running, Server, blended_vllm_server, chat, running, vllm_server
-from _serving import STYLES, together
+from _serving import MARGIN, STYLES, together
 
 PLAIN, BLENDED = "vllm", "vllm + kvblend"
+TTFT_GOAL, DECODE_GOAL = 3.0, 0.95
 DRAIN_S = 1800.0
 WARM = 2  # questions before the first that counts: vLLM compiles for them
-MARGIN = 1024  # tokens of a prompt beside its passages and its answer
-# `vllm bench serve` by another door: the CPU build's own command does not start for want of metadata.
+# `vllm bench serve` without its own command, which does not start in the CPU build for lack of metadata.
 BENCH_SERVE = """
 from argparse import ArgumentParser
 from vllm.benchmarks.serve import add_cli_args, main
@@ -33,15 +32,11 @@ add_cli_args(parser)
 main(parser.parse_args())
 """
 _FIGURES = {"p50": "median_ttft_ms", "p95": "p95_ttft_ms", "p99": "p99_ttft_ms"}
-
-
-def say(line: str) -> None:
-    """To whoever waits; results go to standard output."""
-    print(line, file=sys.stderr, flush=True)
+_TIMES = ("ttft_s", "tpot_s")
 
 
 class VllmBench:
-    """The parts of one benchmark. model: a directory. folder: for what nobody needs afterwards."""
+    """The parts of one benchmark. model: a directory. folder: temporary."""
 
     def __init__(self, options: argparse.Namespace, results: Results, model: Path, folder: Path) -> None:
         self.options, self.results, self.model, self.folder = options, results, model, folder
@@ -51,37 +46,30 @@ class VllmBench:
     def corpus(self) -> Corpus:
         """Precomputed when it is first asked for."""
         given = self.options
-        return make_corpus(
-            self.model, self.store, questions=None, passages=given.passages, chunk_tokens=given.chunk_tokens,
-            threads=given.threads, dtype=given.dtype,
-        )  # fmt: skip
+        sizes = {"passages": given.passages, "chunk_tokens": given.chunk_tokens, "threads": given.threads}
+        return make_corpus(self.model, self.store, questions=None, dtype=given.dtype, **sizes)
 
     def asked(self, count: int, context: int, *seed: int) -> list[TimedQuestion]:
         """So many questions, each over passages of its own draw, all equally likely."""
         return Traffic(self.corpus, context, 0.0).at_once(count, (self.options.seed, context, *seed))
 
     def servers(self) -> list[Server]:
-        """Both."""
+        """The two servers, without kvblend and with it."""
         given = self.options
-        sizes = {
-            "answer_tokens": given.answer_tokens,
-            "threads": given.threads,
-            "eager": given.tiny,
-            "dtype": given.dtype,
-        }
         longest = max(given.context_tokens) + given.answer_tokens + MARGIN
-        ours = blended_vllm_server(given.vllm, self.store, self.model, longest=longest, ratio=given.ratio, **sizes)
-        return [vllm_server(given.vllm, self.model, longest=longest, **sizes), ours]
+        sizes = {"answer_tokens": given.answer_tokens, "threads": given.threads, "longest": longest}
+        sizes |= {"eager": given.tiny, "dtype": given.dtype}
+        ours = blended_vllm_server(given.vllm, self.store, self.model, ratio=given.ratio, **sizes)
+        return [vllm_server(given.vllm, self.model, **sizes), ours]
 
     def measure(self) -> None:
-        """What was asked for and is not there yet."""
+        """Measure what was asked for and is not in the results yet."""
         only, _ = self.options.only, self.corpus
         with ExitStack() as stack:
             ups: list[Running] = []
             for server in self.servers():
                 say(f"{server.name} starts")
-                log = self.folder / f"{server.name.replace(' ', '')}.log"
-                ups.append(stack.enter_context(running(server, log)))
+                ups.append(stack.enter_context(running(server, self.folder / f"{server.name.replace(' ', '')}.log")))
             for up in ups:
                 say(f"{up.server.name} is warmed up")
                 for context in self.options.context_tokens:
@@ -106,7 +94,8 @@ class VllmBench:
                     [sample] = self._samples(up, [asked])
                     came = "no text" if sample.ttft_s is None else f"{sample.ttft_s:.2f} s"
                     say(f"{up.server.name}, {sample.prompt_tokens} tokens: {sample.error or came}")
-                    self.results.put("first", key, _row(sample))
+                    times = {"ttft_s": sample.ttft_s, "tpot_s": sample.tpot_s}
+                    self.results.put("first", key, {**replace(sample, pieces_s=[]).plain(), **times})
 
     def _together(self, ups: list[Running]) -> None:
         """Answers that run together over one prompt length, in turns."""
@@ -124,9 +113,8 @@ class VllmBench:
 
     def _generator(self, ups: list[Running]) -> None:
         """VLLM's own load generator, which asks both the same texts."""
-        context = self.options.context_tokens[0]
         for turn, rate in enumerate(self.options.rates):
-            plan = self.asked(self.options.prompts, context, 2, turn)
+            plan = self.asked(self.options.prompts, self.options.context_tokens[0], 2, turn)
             file = self.folder / "prompts.jsonl"
             lines = [{"prompt": chat(asked, "pasted")["messages"][0]["content"]} for asked in plan]
             file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
@@ -147,38 +135,24 @@ class VllmBench:
             *("--ignore-eos", "--temperature", "0", "--percentile-metrics", "ttft,tpot,itl,e2el"),
             *("--metric-percentiles", "95,99", "--save-result", "--result-dir", str(out.parent)),
             *("--result-filename", out.name, "--disable-tqdm"),
-        ]  # fmt: skip
-        done = subprocess.run(
-            command, env=dict(up.server.environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        ]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = subprocess.run(command, env=dict(up.server.environment), text=True, check=False, **pipes)
         if done.returncode:
             raise SystemExit(f"vllm bench serve ended with {done.returncode}:\n{done.stdout[-2000:]}")
-        told = json.loads(out.read_text(encoding="utf-8"))
+        found = json.loads(out.read_text(encoding="utf-8"))
         return {
-            "ttft_s": {name: told[key] / 1e3 for name, key in _FIGURES.items()},
-            "tpot_s": {"p50": told["median_tpot_ms"] / 1e3, "p95": told["p95_tpot_ms"] / 1e3},
-            "completed": told["completed"],
+            "ttft_s": {name: found[key] / 1e3 for name, key in _FIGURES.items()},
+            "tpot_s": {"p50": found["median_tpot_ms"] / 1e3, "p95": found["p95_tpot_ms"] / 1e3},
+            "completed": found["completed"],
             "requests": given.prompts,
-            "requests_per_s": told["request_throughput"],
-            "prompt_tokens": told["total_input_tokens"],
+            "requests_per_s": found["request_throughput"],
+            "prompt_tokens": found["total_input_tokens"],
         }
 
 
-def _row(sample: Sample) -> Row:
-    """Of a question and its answer."""
-    kept = replace(sample, pieces_s=[]).plain()
-    return {**kept, "ttft_s": sample.ttft_s, "tpot_s": sample.tpot_s}
-
-
-# --- What `scripts/bench_vllm` prints and draws of its rows.
-
-
-TTFT_GOAL, DECODE_GOAL = 3.0, 0.95
-_TIMES = ("ttft_s", "tpot_s")
-
-
 def _pairs(rows: Sequence[Row], keys: Sequence[str]) -> list[tuple[Row, Row]]:
-    """Rows of the two servers about the same question, without those that failed or have no time to a text."""
+    """Rows of the two servers about the same question, without those that failed or have no times."""
     whole = [row for row in rows if not row.get("error") and all(row.get(key, 0) is not None for key in _TIMES)]
     held = {(row["server"], *(row[key] for key in keys)): row for row in whole}
     plain = {key[1:]: row for key, row in held.items() if key[0] == PLAIN}
@@ -211,7 +185,7 @@ def together_line(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def generator_table(rows: Sequence[Row]) -> Iterator[str]:
-    """What vLLM's load generator said."""
+    """The figures of vLLM's load generator."""
     yield "\nvllm bench serve"
     yield _line(("a second", "", "TTFT p50", "p95", "p99", "a token", "ended/s", "ended"))
     for row in sorted(rows, key=lambda row: float(row["rate"])):
@@ -225,7 +199,7 @@ def _line(cells: Sequence[object]) -> str:
 
 
 def draw(rows: Sequence[Row], held: Mapping[str, Any], file: Path) -> None:
-    """Write the picture of the load generator's figures to a .png, .svg or .pdf file."""
+    """Draw the load generator's figures to a .png, .svg or .pdf file."""
     from matplotlib.figure import Figure
 
     given, figure = held["options"], Figure(figsize=(9.6, 4.2), layout="constrained")
@@ -236,19 +210,14 @@ def draw(rows: Sequence[Row], held: Mapping[str, Any], file: Path) -> None:
         for axes, key in ((first, "ttft_s"), (pace, "tpot_s")):
             axes.plot(rates, [row[key]["p95"] for row in mine], color=colour, marker=marker, label=f"{name}, p95")
             axes.plot(rates, [row[key]["p50"] for row in mine], color=colour, linestyle="--", label=f"{name}, p50")
-    first.set(title="time to first token", ylabel="seconds")
-    pace.set(title="time per token after the first", ylabel="seconds")
-    for axes in (first, pace):
-        axes.set_xlabel("requests offered per second")
+    for axes, title in ((first, "time to first token"), (pace, "time per token after the first")):
+        axes.set(title=title, xlabel="requests offered per second", ylabel="seconds")
         axes.grid(alpha=0.25)
         axes.set_ylim(bottom=0)
         axes.set_xticks(rates := sorted({row["rate"] for row in rows}), [f"{rate:g}" for rate in rates])
     first.legend(fontsize=8)
-    model = "a tiny random model" if given["tiny"] else given["model"]
-    figure.suptitle(
-        f"vllm bench serve: {model}, {given['context_tokens'][0]:,} tokens of context, {given['ratio']:.0%} of the rows",
-        fontsize=11,
-    )
+    what = f"{'a tiny random model' if given['tiny'] else given['model']}, {given['context_tokens'][0]:,} tokens of context"
+    figure.suptitle(f"vllm bench serve: {what}, {given['ratio']:.0%} of the rows", fontsize=11)
     cores = "one thread" if given["threads"] == 1 else f"{given['threads']} threads"
     foot = f"{held['machine']['cpu']}, {cores}, {given.get('dtype', 'float32')}, {given['prompts']} prompts a rate"
     figure.supxlabel(foot, fontsize=7.5, color="#555555")

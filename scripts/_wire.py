@@ -19,7 +19,7 @@ _CHUNK, _DROP = 1 << 16, 64
 
 
 class _Fault:
-    """What is wrong from one `Proxy.set` to the next. met: how often it was done to somebody."""
+    """What is wrong from one `Proxy.set` to the next. met: how many requests met it."""
 
     def __init__(self, kind: str, seed: int) -> None:
         self.kind, self.met, self.draws = kind, 0, random.Random(seed)

@@ -244,17 +244,17 @@ def observe_layer(call: AttentionCall, segments: Segments, *, width: int, head: 
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowAttention:
     """Attention of some rows at one layer, mean over heads: the rows' positions, and `[rows, segments]`."""
 
     positions: np.ndarray
     by_segment: np.ndarray
 
 
-def observe_rows(call: AttentionCall, segments: Segments) -> Rows:
+def observe_rows(call: AttentionCall, segments: Segments) -> RowAttention:
     """Attention by segment of the rows that a call computes."""
     given = [segments.pool(tile.weights).double().mean(0).cpu().numpy() for tile in tiles(call)]
-    return Rows(call.positions.cpu().numpy(), np.concatenate(given))
+    return RowAttention(call.positions.cpu().numpy(), np.concatenate(given))
 
 
 def total_variation(exact: AttentionCall, other: AttentionCall, rows: int) -> np.ndarray:

@@ -31,14 +31,8 @@ if TYPE_CHECKING:
 
 
 FORMAT = 1
-
-
 _DIGITS = 5
-
-
 _PLACEHOLDER = re.compile(r"@([A-Z_]+)@")
-
-
 _SCRIPTS = ("charts.js", "text.js", "page.js")
 
 

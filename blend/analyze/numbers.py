@@ -13,21 +13,11 @@ from blend.analyze.study import KINDS, Deviation, PromptAnalysis
 from blend.types import PromptLayout
 
 QUANTILES = (0.05, 0.25, 0.50, 0.75, 0.95)
-
-
 TOP = (0.05, 0.10, 0.15)
-
-
 # Share of the rows that count as high.
 HIGH = 0.10
-
-
 START_BINS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
-
-
 END_BINS = (0, 1, 2, 4, 8, 16, 32)
-
-
 T = TypeVar("T")
 
 

@@ -35,11 +35,7 @@ if TYPE_CHECKING:
 
 
 KINDS = ("capitalised", "number", "punctuation", "other")
-
-
 _UNFINISHED = "\ufffd"
-
-
 # A character takes at most four bytes, and byte-level tokens hold at least one each.
 _LONGEST_CHARACTER = 4
 
@@ -86,7 +82,7 @@ class RowScores:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ChunkExchange:
     """What flows between chunks under the blend, and what the question reads under each prefill.
 
     cross: share of attention to other chunks of the recomputed rows, `[layers, rows]`, 0 for every other row. question: mean
@@ -118,7 +114,7 @@ class PromptAnalysis:
     rows_share: float
     mapped: bool
     attention: tuple[LayerAttention, ...]
-    exchange: Exchange
+    exchange: ChunkExchange
     before: KVDeviation
     after: KVDeviation
     scores: RowScores
@@ -143,7 +139,7 @@ def analyze_prompt(
     decoder, config = blender.decoder, blender.config
     _check(decoder, layout, config.mask, head)
     library = blender.library(layout.kept_behind)
-    library.compute(library.missing(layout.chunks, isolated=True))
+    library.compute(library.missing(layout.chunks))
     segments, suffix = Segments.of(layout), torch.arange(layout.context.stop, layout.rows, device=decoder.device)
     stored, _ = _stored(blender, layout, contextual=False)
     reuse_calls = _watch(decoder, layout, suffix, stored)
@@ -235,7 +231,7 @@ def _exchange(
     reuse_calls: Sequence[AttentionCall],
     blend_calls: Sequence[AttentionCall],
     variation: np.ndarray,
-) -> Exchange:
+) -> ChunkExchange:
     rows, suffix = segments.spans[-1].stop, segments.spans[-1].length
     cross = np.zeros((len(blend_calls), rows))
     question = np.zeros((3, len(blend_calls), len(segments.spans)))
@@ -245,7 +241,7 @@ def _exchange(
         question[0, layer] = full.by_segment[-1]
         question[1, layer] = observe_rows(reuse, segments).by_segment.mean(0)
         question[2, layer] = seen.by_segment[-suffix:].mean(0)
-    return Exchange(cross, question, variation.transpose(1, 0, 2))
+    return ChunkExchange(cross, question, variation.transpose(1, 0, 2))
 
 
 def row_scores(

@@ -29,15 +29,15 @@ INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
 
 
 class Terminated(BaseException):
-    """SIGTERM came: unwind as after Ctrl-C, so that progress bars and drafts are cleaned up."""
+    """SIGTERM: unwind as after Ctrl-C, so that progress bars and temporary files are cleaned up."""
 
 
 class PipeClosedError(Exception):
-    """The reader of our output is gone; unlike `BrokenPipeError`, click leaves it alone."""
+    """The reader of our output has closed the pipe. Click swallows `BrokenPipeError`, but not this."""
 
 
 def exit_code_of(run: Callable[[], object]) -> int:
-    """Run a command and say in one line what ended it, if anything did; its exit code."""
+    """Run a command, report in one line what ended it, and return its exit code."""
     _open_closed_streams()
     _tolerate_narrow_encodings()
     try:
@@ -83,7 +83,7 @@ def _interrupted(message: str) -> int:
 
 
 def _with_remedy(error: click.ClickException) -> str:
-    """The message of a usage error in one line, with where to look for help."""
+    """The message of a usage error in one line, with the help to read."""
     message = error.format_message().strip()
     if not isinstance(error, click.UsageError) or error.ctx is None:
         return message
@@ -103,21 +103,21 @@ def _sigterm_unwinds() -> Iterator[None]:
 
 
 def _open_closed_streams() -> None:
-    """A command that was started without standard output or standard error does its work and shows nothing."""
+    """Replace a closed stdout or stderr by /dev/null: the command runs and shows nothing."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
 
 
 def _tolerate_narrow_encodings() -> None:
-    """Show what a terminal's encoding lacks as question marks instead of failing in the middle of an answer."""
+    """Show characters that the terminal's encoding lacks as question marks."""
     for stream in (sys.stdout, sys.stderr):
         if (reconfigure := getattr(stream, "reconfigure", None)) is not None:
             reconfigure(errors="replace")
 
 
 def _silence_stdout() -> None:
-    """Python flushes stdout once more when it exits; nobody is there to read it."""
+    """Keep Python's last flush of stdout from failing on the closed pipe."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -170,7 +170,7 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; click would print a line of its own about Ctrl-C and swallow a closed pipe."""
+        """Run the command. Click itself would print a line about Ctrl-C and swallow a closed pipe."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -199,7 +199,7 @@ def main() -> None:
 
 
 def _quiet_libraries() -> None:
-    """Keep the libraries' chatter off the terminal unless somebody asked for it."""
+    """Silence the libraries' notes, unless the environment asks for them."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

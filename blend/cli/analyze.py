@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
+from blend.cli.console import note, say
 from blend.cli.options import OUTPUT, PLACE, TEXT, number
 
 if TYPE_CHECKING:
@@ -129,7 +130,6 @@ def _analyze(
     Raises `PromptError` when none can be.
     """
     from blend.analyze.study import analyze_prompt
-    from blend.cli.console import note
     from blend.errors import PromptError
 
     analyzed: list[Analyzed] = []
@@ -184,7 +184,6 @@ def _document(rag: Rag, analyzed: list[Analyzed], left_out: list[str], dataset: 
 
 def _write(document: dict[str, Any], page: Path | None, json_path: Path | None) -> None:
     from blend.analyze.document import write_json, write_page
-    from blend.cli.console import note, say
 
     for path, write in ((json_path, write_json), (page, write_page)):
         if path is not None:

@@ -1,4 +1,4 @@
-"""The summary behind an answer: where the time went, which chunks were hits, what was recomputed."""
+"""`blend answer`: retrieve, blend, decode, and show where the time went."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blend.cli import opening, options
-from blend.cli.console import ANSWER_KEEPS, counted, seconds
+from blend.cli.console import ANSWER_KEEPS, counted, hushed, note, output, print_json, say, seconds, stream
 from blend.cli.options import TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import PromptError
@@ -21,47 +21,6 @@ from blend.visible import visible
 
 if TYPE_CHECKING:
     from blend.rag import Answer, FullAnswer, Rag
-
-
-def answer_panel(answer: Answer) -> Panel:
-    """One compact panel."""
-    parts: list[RenderableType] = [Text(_time(answer)), Text(_rows(answer)), _chunks(answer)]
-    if answer.full is not None:
-        parts += _comparison(answer, answer.full)
-    return Panel(Group(*parts), title="blended prefill", title_align="left", expand=False)
-
-
-def _time(answer: Answer) -> str:
-    stages = {name.replace("_", " "): value for name, value in answer.stages.items() if name != "retrieve"}
-    parts = " + ".join(f"{name} {seconds(value)}" for name, value in stages.items())
-    before = seconds(answer.stages.get("retrieve", 0.0))
-    return f"first token after {seconds(answer.ttft_s)} = {parts}   (retrieval before that: {before})"
-
-
-def _rows(answer: Answer) -> str:
-    blend = answer.blend
-    missed = sum(not hit for hit in blend.hits)
-    stored = f"; {counted(missed, 'chunk')} computed now" if missed else ""
-    return (
-        f"rows recomputed {blend.rows_recomputed:,} of {blend.layout.rows:,}; "
-        f"compute {blend.rows_share:.0%} of full prefill; {blend.bytes_loaded / 1e6:.0f} MB of stored KV{stored}"
-    )
-
-
-def _chunks(answer: Answer) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for ranked, hit in zip(answer.chunks, answer.blend.hits, strict=True):
-        word = Text("hit" if hit else "miss", style="green" if hit else "yellow")
-        table.add_row(word, f"{ranked.score:.2f}", Text(visible(ranked.chunk.title)))
-    return table
-
-
-def _comparison(answer: Answer, full: FullAnswer) -> list[RenderableType]:
-    longer = full.ttft_s / answer.ttft_s
-    told = f"full prefill: first token after {seconds(full.ttft_s)}, {longer:.1f} times as long; it answers"
-    if full.text == answer.text:
-        return [Text(f"{told} the same")]
-    return [Text(f"{told}:"), Text(visible(full.text, keep=ANSWER_KEEPS), style="dim")]
 
 
 @click.command("answer")
@@ -80,8 +39,6 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
     with hit or miss, rows recomputed. Notes go to standard error.
     """
     question = _asked(question)
-    from blend.cli.console import hushed, output, print_json, say, stream
-
     with hushed(quiet):
         rag = opening.open_corpus(given)
         rag.warm_up(compare=compare)
@@ -89,7 +46,7 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
         answer = rag.answer(question, max_new_tokens=max_new_tokens, compare=compare, on_text=on_text)
         if not as_json:
             say()
-        _tell(answer, rag)
+        _note_problems(answer, rag)
     if as_json:
         print_json(answer_document(answer, rag.model, given["selector"], rag.blend_config.ratio))
     elif not quiet:
@@ -106,9 +63,7 @@ def _asked(question: str) -> str:
 
 
 def _typed() -> str:
-    """What stands on standard input. No more is read than a question may have: a device may never end."""
-    from blend.cli.console import note
-
+    """The text on standard input. Reads no more than a question may have, since a device may never end."""
     if sys.stdin is None:
         raise click.UsageError("there is no standard input to read the question from")
     if sys.stdin.isatty():
@@ -126,17 +81,15 @@ def _typed() -> str:
     return typed
 
 
-def _tell(answer: Answer, rag: Rag) -> None:
-    """Everything about an answer that its reader should know and would not see in it."""
-    from blend.cli.console import note
-
+def _note_problems(answer: Answer, rag: Rag) -> None:
+    """Note problems, a cut answer and why nothing was cached."""
     for problem in answer.problems:
         note(problem)
     if not answer.text:
         note("the model ended its answer at once")
     if answer.cut:
         length = len(answer.generation.token_ids)
-        note(f"the answer was cut after {length} tokens; --max-new-tokens allows more, as far as the context does")
+        note(f"the answer was cut after {length} tokens; --max-new-tokens allows more, up to the context")
     if answer.chunks and not any(answer.blend.hits):
         mine = rag.blender.encoder(rag.template.prefix).identity.namespace
         _explain_misses(rag.store.namespaces(), mine)
@@ -172,9 +125,7 @@ def answer_document(answer: Answer, model: str, selector: str, ratio: float) -> 
 
 
 def _explain_misses(namespaces: dict[str, dict[str, str]], mine: str) -> None:
-    """Why nothing was in the store, where it has caches of this model and dtype; of others a note was written before."""
-    from blend.cli.console import note
-
+    """Note why nothing was cached, if the store has caches of this model and dtype. `open_rag` notes other models."""
     words = namespaces.get(mine, {})
     others = [one for space, one in namespaces.items() if space != mine and "contextual" not in one]
     if any((one.get("model"), one.get("dtype")) == (words["model"], words["dtype"]) for one in others if words):
@@ -182,3 +133,44 @@ def _explain_misses(namespaces: dict[str, dict[str, str]], mine: str) -> None:
             f"no chunk was cached for this prompt: the store's other caches of {words['model']} are of other weights or of "
             "another prompt prefix; the chunks of this answer were computed now, `blend precompute` does it for all"
         )
+
+
+def answer_panel(answer: Answer) -> Panel:
+    """The summary after an answer: times by stage, rows recomputed, chunks with hit or miss."""
+    parts: list[RenderableType] = [Text(_time(answer)), Text(_rows(answer)), _chunks(answer)]
+    if answer.full is not None:
+        parts += _comparison(answer, answer.full)
+    return Panel(Group(*parts), title="blended prefill", title_align="left", expand=False)
+
+
+def _time(answer: Answer) -> str:
+    stages = {name.replace("_", " "): value for name, value in answer.stages.items() if name != "retrieve"}
+    parts = " + ".join(f"{name} {seconds(value)}" for name, value in stages.items())
+    before = seconds(answer.stages.get("retrieve", 0.0))
+    return f"first token after {seconds(answer.ttft_s)} = {parts}   (retrieval before that: {before})"
+
+
+def _rows(answer: Answer) -> str:
+    blend = answer.blend
+    missed = sum(not hit for hit in blend.hits)
+    stored = f"; {counted(missed, 'chunk')} computed now" if missed else ""
+    return (
+        f"rows recomputed {blend.rows_recomputed:,} of {blend.layout.rows:,}; "
+        f"compute {blend.rows_share:.0%} of full prefill; {blend.bytes_loaded / 1e6:.0f} MB of stored KV{stored}"
+    )
+
+
+def _chunks(answer: Answer) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for ranked, hit in zip(answer.chunks, answer.blend.hits, strict=True):
+        word = Text("hit" if hit else "miss", style="green" if hit else "yellow")
+        table.add_row(word, f"{ranked.score:.2f}", Text(visible(ranked.chunk.title)))
+    return table
+
+
+def _comparison(answer: Answer, full: FullAnswer) -> list[RenderableType]:
+    longer = full.ttft_s / answer.ttft_s
+    line = f"full prefill: first token after {seconds(full.ttft_s)}, {longer:.1f} times as long; it answers"
+    if full.text == answer.text:
+        return [Text(f"{line} the same")]
+    return [Text(f"{line}:"), Text(visible(full.text, keep=ANSWER_KEEPS), style="dim")]

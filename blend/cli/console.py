@@ -1,7 +1,7 @@
 """What the commands show: progress and notes on stderr, results on stdout.
 
-All text goes through here and `ending`: titles, file names, ids and answers are other people's, and a terminal must not obey
-what stands in them (`blend.visible`).
+All text is written here or in `blend.cli`. Titles, file names, ids and answers may hold control characters, which
+`blend.visible` makes harmless.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FETCH = {
 
 
 class _Console(Console):
-    """Leaves a closed pipe to `ending`."""
+    """Raises for a closed pipe, as `blend.cli` expects."""
 
     def on_broken_pipe(self) -> None:
         raise  # the BrokenPipeError that rich is handling
@@ -47,23 +47,23 @@ output = _Console(highlight=False)
 
 
 def note(message: str) -> None:
-    """One line of what is going on."""
+    """Print one line to stderr."""
     errors.print(Text(visible(message)), soft_wrap=True)
 
 
 def say(line: str = "") -> None:
-    """One line of a result."""
+    """Print one line of a result to stdout."""
     click.echo(visible(line))
 
 
 def stream(piece: str) -> None:
-    """A piece of an answer, which may have lines and tabs of its own."""
+    """Print a piece of an answer, which may hold line breaks and tabs."""
     click.echo(visible(piece, keep=ANSWER_KEEPS), nl=False)
 
 
 @contextmanager
 def hushed(quiet: bool) -> Iterator[None]:
-    """No notes and no progress inside, if `quiet`; errors are still told."""
+    """Print no notes and no progress inside, if `quiet`; errors are still printed."""
     before, errors.quiet = errors.quiet, quiet
     try:
         yield
@@ -77,7 +77,7 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def print_wide(console: Console, renderable: RenderableType, columns: int) -> None:
-    """Show what needs so many columns whole, also in a narrower terminal or a pipe."""
+    """Print at this width, also to a narrower terminal or a pipe."""
     if console.width >= columns:
         console.print(renderable)
     else:
@@ -102,11 +102,11 @@ def seconds(value: float) -> str:
 
 
 def make_sure(what: str, *, sure: bool) -> None:
-    """Ask before `what` is deleted, unless that is said already. Raises `ConfigError` where nobody can be asked."""
+    """Ask before `what` is deleted, unless `sure`. Raises `ConfigError` without a terminal to ask on."""
     if sure:
         return
     if not sys.stdin.isatty():
-        raise ConfigError(f"say --yes to delete {what}: nobody can be asked here")
+        raise ConfigError(f"say --yes to delete {what}: there is no terminal to ask on")
     click.confirm(f"Delete {what}?", abort=True)
 
 
@@ -162,13 +162,13 @@ def _bars(part: str) -> Iterator[OnProgress]:
 def _lines(part: str) -> Iterator[OnProgress]:
     """A line when a stage has run for a while, then every so often, and when it ends after that."""
     begun: dict[str, float] = {}
-    told: dict[str, float] = {}
+    shown: dict[str, float] = {}
 
     def show(stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        last = told.setdefault(stage, begun.setdefault(stage, now))
+        last = shown.setdefault(stage, begun.setdefault(stage, now))
         if done and (now - last >= LINE_EVERY_S or (done == total and stage == "encode")):
-            told[stage] = now
+            shown[stage] = now
             note(_line(stage, done, total, now - begun[stage], part))
 
     yield show

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from blend.cli.console import counted, say
 from blend.cli.options import FOLDER, NAME
 
 
@@ -16,7 +17,6 @@ from blend.cli.options import FOLDER, NAME
 )
 def command(folder: Path, modules: tuple[str, ...]) -> None:
     """Write Python's own documentation to FOLDER, one Markdown document a module."""
-    from blend.cli.console import counted, say
     from blend_retrieval import write_stdlib_corpus
 
     written = write_stdlib_corpus(folder, modules or None)

@@ -1,4 +1,4 @@
-"""`blend drop`: a whole corpus goes."""
+"""`blend drop`: delete a corpus."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from blend.cli import opening, options
+from blend.cli.console import counted, make_sure, print_json, say
 from blend.corpora import Sharing, corpora, in_words, require_corpus
 from blend.errors import ConfigError, StoreError
 
@@ -23,7 +24,7 @@ _OF_ALL = ("probe",)
 
 
 class Dropped(NamedTuple):
-    """How much went."""
+    """What was deleted."""
 
     corpus: str
     documents: int
@@ -41,8 +42,6 @@ def command(yes: bool, as_json: bool, **given: Any) -> None:
 
     Without --corpus that is the one without a name. Caches that another model made stay until the store's budget evicts them.
     """
-    from blend.cli.console import counted, make_sure, print_json, say
-
     opening.check(given)
     name = given["name"] or ""
     _require_held(given["store"], name)
@@ -64,7 +63,7 @@ def _require_held(store: Path, name: str) -> None:
 
 
 def drop_corpus(rag: Rag) -> Dropped:
-    """The corpus of `rag`: first its index, so that nothing more is retrieved of it. An end in between leaves caches behind.
+    """Delete the corpus of `rag`, its index first, so that nothing more is retrieved. A stopped run leaves caches behind.
 
     Raises `StoreError` for what cannot be deleted, `RetrievalError` for an index that cannot be read.
     """
@@ -75,7 +74,7 @@ def drop_corpus(rag: Rag) -> Dropped:
     before, library = store.stats().entries, rag.blender.library(rag.template.prefix)
     gone = tuple(dict.fromkeys(map(rag.template.chunk_ids, held)))
     spare = OtherCorpora(library, rag.template, others).spare(gone)
-    Sharing(rag.root, lambda: store).withdraw(name)  # where others have it from: they would bring it back
+    Sharing(rag.root, lambda: store).withdraw(name)  # or other machines would bring it back
     _remove_index(rag)
     for key in spare:
         store.delete(key)
@@ -89,16 +88,16 @@ def drop_corpus(rag: Rag) -> Dropped:
 
 
 def _remove_index(rag: Rag) -> None:
-    """With what waits to be indexed."""
+    """Delete the index and the documents that wait to be indexed."""
     from blend.serve.uploads import INCOMING
 
     home = rag.index_dir.parent
     try:
         for folder in (rag.index_dir, home / INCOMING):
-            if folder.is_dir():  # renamed first: who reads it meanwhile finds all of it, or nothing
+            if folder.is_dir():  # renamed first: a reader finds all of it, or nothing
                 shutil.rmtree(folder.rename(home / f".{folder.name}-{os.getpid()}.tmp"))
         if rag.corpus_config.name:
-            with suppress(OSError):  # somebody put something else there
+            with suppress(OSError):  # it holds other files
                 home.rmdir()
     except OSError as error:
         raise StoreError(f"the index in {home} cannot be deleted ({error.strerror or error}); see its rights") from None

@@ -7,13 +7,13 @@ from dataclasses import asdict
 import click
 
 from blend.cli import options
+from blend.cli.console import print_json, say
 
 
 @click.command("env")
 @options.json_option
 def command(as_json: bool) -> None:
     """Describe this machine and the versions in use."""
-    from blend.cli.console import print_json, say
     from blend.eval.machine import describe_machine
 
     facts = asdict(describe_machine())

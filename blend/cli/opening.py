@@ -1,4 +1,4 @@
-"""What can be found wrong in a second, before torch is imported, weights are fetched and models are loaded."""
+"""Opens what commands work on, from their parsed options. Cheap checks come first, before any model is loaded."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blend.cli.console import note, show_fetch
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import index_dir, require_corpus
 from blend.errors import ConfigError, StoreError, StoreUnreachableError
@@ -46,7 +48,11 @@ def check_model(name: str) -> None:
         if not (location / "config.json").is_file():
             raise ConfigError(f"{location} holds no model: it has no config.json; name another one")
     elif not is_cached(location):
-        require_on_hub(location)
+        try:
+            require_on_hub(location)
+        except ConfigError as error:
+            near = get_close_matches(name, CATALOG, n=1)
+            raise ConfigError(f"{error}; did you mean {near[0]!r}?" if near else str(error)) from None
 
 
 def corpus_config(options: dict[str, Any]) -> CorpusConfig:
@@ -56,7 +62,7 @@ def corpus_config(options: dict[str, Any]) -> CorpusConfig:
 
 
 def check(options: dict[str, Any]) -> None:
-    """Raise `ConfigError` or `StoreError` for what is wrong with options and store at first sight."""
+    """Check options and store without loading anything. Raises `ConfigError` or `StoreError`."""
     _pick(BlendConfig, options)
     _pick(CorpusConfig, options)
     check_store(options["store"])
@@ -64,21 +70,19 @@ def check(options: dict[str, Any]) -> None:
 
 
 def fetch_indexes(options: dict[str, Any]) -> None:
-    """Of a store elsewhere, what others have published. Raises `StoreError`."""
+    """Fetch the indexes that others have published to a shared store. Raises `StoreError`."""
     if root_of(options["store"]) is None:
         return
     from blend.corpora import Sharing
     from blend.store import open_store
 
-    with warnings.catch_warnings(action="ignore"):  # `open_rag` tells them
+    with warnings.catch_warnings(action="ignore"):  # `open_rag` shows them
         key = store_key(options)
     Sharing(options["store"], lambda: open_store(options["store"] / "kv", key=key)).refresh(now=True)
 
 
 def open_rag(options: dict[str, Any]) -> Rag:
-    """A `Rag` from parsed options; entries that it does not know are left alone. Loads no model."""
-    from blend.cli.console import note, show_fetch
-
+    """A `Rag` from parsed options; unknown ones are ignored. Loads no model."""
     check(options)
     key, model = store_key(options), model_of(options)
     check_model(model)
@@ -108,8 +112,6 @@ def model_of(options: dict[str, Any]) -> str:
 
     Raises `ConfigError` where several made them, or the one that did is not here.
     """
-    from blend.cli.console import note
-
     if options["model"]:
         return str(options["model"])
     store, corpus = options["store"], (options["name"] or "") if "name" in options else None
@@ -127,8 +129,7 @@ def model_of(options: dict[str, Any]) -> str:
 
 
 def _note_other_caches(options: dict[str, Any], model: str) -> None:
-    """Say before anything is computed that the store's caches are of another model or dtype."""
-    from blend.cli.console import note
+    """Note that the store's caches are of another model or dtype, before anything is computed."""
     from blend.model.decoder import pick_device, pick_dtype
 
     dtype = str(pick_dtype(options["dtype"], pick_device(options["device"]))).removeprefix("torch.")
@@ -179,13 +180,12 @@ def open_all_corpora(options: dict[str, Any]) -> Rag:
 
 def open_for_documents(options: dict[str, Any]) -> Rag:
     """`open_rag` for a corpus that is to hold documents, with the embedder that made its index unless one was named."""
-    from blend.cli.console import note
     from blend_retrieval import RetrievalError
 
     rag = open_rag(options)
     if not options["embedder"]:
         usual = rag.corpus_config.embedder
-        with suppress(RetrievalError):  # what is wrong with the index shows when it is written
+        with suppress(RetrievalError):  # writing the index will raise it again
             rag.take_embedder_of_index()
         if rag.corpus_config.embedder != usual:
             note(f"Embedding with {rag.corpus_config.embedder}, which made the index; --embedder names another")
@@ -202,15 +202,14 @@ def open_for_questions(options: dict[str, Any]) -> Rag:
 
 def store_key(options: dict[str, Any]) -> bytes | None:
     """The key that entries are sealed with, out of the file that --store-key names; None without one."""
-    from blend.cli.console import note
     from blend.store import read_store_key
 
     path = options.get("store_key")
     if path is None:
         return None
-    with warnings.catch_warnings(record=True, action="always") as told:
+    with warnings.catch_warnings(record=True, action="always") as caught:
         key = read_store_key(path)
-    for warning in told:
+    for warning in caught:
         note(str(warning.message))
     return key
 

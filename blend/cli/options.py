@@ -1,4 +1,7 @@
-"""What options and arguments may be: numbers within their limits, text, paths."""
+"""Types of options and arguments, and options that several commands share.
+
+Every default comes from the configuration classes. Values are checked while the command line is parsed, if no model is needed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Number(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
-    """A number within limits."""
+    """A number within limits. Unlike click's ranges, it refuses NaN and says what is allowed."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -36,7 +39,7 @@ class Number(click.ParamType):  # type: ignore[type-arg]  # generic in newer cli
 
 
 class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
-    """Text in UTF-8, whatever the locale: Python holds bytes that are not in the locale's encoding as surrogates."""
+    """UTF-8 text in any locale. Python passes bytes outside the locale's encoding as surrogates."""
 
     name = "text"
 
@@ -59,12 +62,12 @@ class _Name(_Text):
 
 
 class _Selector(_Text):
-    """A spec of a selector, checked as far as it can be without a model."""
+    """A selector's spec, checked without a model."""
 
     name = "spec"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The spec without what is at its default anyway."""
+        """The spec without parameters at their defaults."""
         try:
             return make_selector(super().convert(value, param, ctx)).spec
         except ConfigError as error:
@@ -72,7 +75,7 @@ class _Selector(_Text):
 
 
 class _Place(click.Path):
-    """A path; any bytes will do, as the file system has it."""
+    """A path of any bytes."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """A `Path`."""
@@ -84,7 +87,7 @@ class _Place(click.Path):
 
 
 class _HomePlace(_Place):
-    """A path in which ~ is the home directory, as it may stand in an environment variable."""
+    """A path in which ~ is the home directory, since an environment variable may hold one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """A `Path`."""
@@ -96,7 +99,7 @@ class _HomePlace(_Place):
 
 
 class _StorePlace(_HomePlace):
-    """The same, or an address."""
+    """Such a path, or the address of a shared store."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """A `Path`, or the text of an address."""
@@ -160,7 +163,7 @@ def _text_of(ctx: click.Context, option: click.Parameter, value: Path | None) ->
 
 
 def _shared(name: str, *field: str, **attributes: Any) -> Callable[[F], F]:
-    """An option that can also be given once and for all, as KVBLEND_<NAME>. field: what the commands call it."""
+    """An option that the environment can set too, as KVBLEND_<NAME>. field: its name in commands."""
     variable = f"KVBLEND_{name.removeprefix('--').replace('-', '_').upper()}"
     return click.option(name, *field, envvar=variable, show_envvar=True, **{"show_default": True, **attributes})
 
@@ -182,7 +185,7 @@ def _corpus(name: str, words: str, kind: Any = None) -> Callable[[F], F]:
 
 
 def _replica(ctx: click.Context, option: click.Parameter, value: Path | str) -> Path:
-    """The directory that stands for a store; nothing is asked of one elsewhere yet."""
+    """The store's directory; that of a shared store is a replica, which is not filled yet."""
     cache, hot = ctx.params.pop("store_cache", None), ctx.params.pop("store_hot", None)
     if isinstance(value, Path):
         if cache is not None or hot is not None:
@@ -306,14 +309,7 @@ _CHUNKING = (
         "--surrogate-text",
         type=PLACE,
         callback=_text_of,
-        help="File of text to take those tokens from, one that everybody who may ask may read.  [default: the corpus]",
-    ),
-    click.option(
-        "--one-copy",
-        is_flag=True,
-        default=_CORPUS.one_copy,
-        help="Keep one cache a chunk, the one behind other chunks: half the store, at more error where a chunk stands first. "
-        "A later run without it goes back to two.",
+        help="File to take those tokens from; every user of the corpus must be allowed to read it.  [default: the corpus]",
     ),
 )
 _TOP_K = _corpus("top_k", "Chunks to retrieve.")
@@ -324,7 +320,7 @@ _INSTRUCTIONS = click.option(
     type=TEXT,
     default=PromptConfig.chat_instructions,
     show_default=True,
-    help='What the model is told in front of documents; "" for nothing.',
+    help='Instructions to the model in front of documents; "" for nothing.',
 )
 _BY_INDEX = "the one that made the index"
 
@@ -347,12 +343,12 @@ def blending(function: F) -> F:
 
 
 def dividing(function: F) -> F:
-    """--chunk-tokens, --surrogate-tokens, --surrogate-text, --one-copy: which caches a corpus has."""
+    """--chunk-tokens, --surrogate-tokens, --surrogate-text: which caches a corpus has."""
     return _apply(_CHUNKING, function)
 
 
 def chunking(function: F) -> F:
-    """--chunk-tokens, --surrogate-tokens, --one-copy and --embedder, of a corpus that is being made."""
+    """--chunk-tokens, --surrogate-tokens and --embedder, of a corpus that is being made."""
     return _apply((*_CHUNKING, _embedder(show_default=f"{_BY_INDEX}, or {_CORPUS.embedder}")), function)
 
 

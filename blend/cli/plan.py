@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,116 +21,10 @@ from blend.weights import lasting_name
 
 if TYPE_CHECKING:
     from blend.model.outline import ModelOutline
-    from blend.plan import CodecCost, Plan, PromptSize, Rates, Terms, Tier, TierCost
-
+    from blend.plan import CodecCost, CostPlan, PromptSize, Rates, Terms, Tier, TierCost
 
 _STEPS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 _WIDEST = 1000
-
-
-def plan_document(plan: Plan) -> dict[str, object]:
-    """What `--json` prints: bytes, seconds, USD, bytes a second."""
-    corpus, model = plan.corpus, plan.model
-    return {
-        "corpus": {
-            "chunks": corpus.chunks,
-            "tokens": corpus.tokens,
-            "isolated": sum(corpus.isolated.values()),
-            "contextual": sum(corpus.contextual.values()),
-            "prefix_tokens": corpus.prefix,
-            "surrogate_tokens": corpus.surrogate,
-        },
-        "model": {
-            "name": model.name,
-            "parameters": model.parameters,
-            "layers": len(model.keys),
-            "kv_numbers_per_token": model.kv_numbers,
-        },
-        "dtype": plan.terms.dtype,
-        "machines": plan.terms.machines,
-        "usd_hour": plan.terms.usd_hour,
-        "rates": {**plan.rates._asdict(), "codecs": {name: one._asdict() for name, one in plan.rates.codecs.items()}},
-        "prompt": {"tokens": plan.prompt.rows, "chunks": plan.prompt.chunks, "full_prefill_s": plan.full_s},
-        "compute_s": plan.compute_s,
-        "codecs": [asdict(codec) for codec in plan.codecs],
-    }
-
-
-def show(plan: Plan) -> None:
-    """Sentences, a table a codec and tier, and what all of it rests on."""
-    corpus, prompt, terms = plan.corpus, plan.prompt, plan.terms
-    copies = "one cache a chunk" if not corpus.contextual or not corpus.isolated else "two caches a chunk"
-    say(
-        f"{counted(corpus.chunks, 'chunk')}, {counted(corpus.tokens, 'token')}; {plan.model.name} in {terms.dtype}, {copies}."
-    )
-    first = plan.codecs[0]
-    say(
-        f"Precompute: {duration(first.precompute_s)} of machine time, {duration(first.precompute_hours * 3600)} on "
-        f"{counted(terms.machines, 'machine')}, {money(first.precompute_usd)} once. Indexing comes on top."
-    )
-    say(
-        f"A prompt of {counted(prompt.chunks, 'chunk')}, {prompt.rows:,} tokens: "
-        f"first token after {duration(plan.full_s)} of full prefill."
-    )
-    say()
-    table = _table(plan)
-    whole = output.measure(table, options=output.options.update(max_width=_WIDEST)).maximum
-    print_wide(output, table, whole)
-    say()
-    say("beats computing: from that bandwidth on, loading a prompt's chunks takes less time than computing them.")
-    say("hidden: from that bandwidth on, loading takes no longer than what is recomputed anyway.")
-    say(
-        "first token: at the tier's bandwidth, one reader alone, at least. pays from: prompts a month, see docs/plan.md."
-    )
-    if any(rates.load is None for rates in plan.rates.codecs.values()):
-        say("Decoding is taken to be no limit: give --load-rate, or --measure.")
-    say(f"Prices are assumptions unless you give yours: {money(terms.usd_hour)} an hour; --tier, --hour-price.")
-
-
-def _table(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("codec", "a chunk", "in all", "beats computing", "hidden"):
-        table.add_column(name, justify="left" if name == "codec" else "right", no_wrap=True)
-    for name in ("tier", "a month", "load", "first token", "gain", "pays from"):
-        table.add_column(name, justify="left" if name == "tier" else "right", no_wrap=True)
-    for codec in plan.codecs:
-        for place, tier in enumerate(codec.tiers):
-            table.add_row(*(_codec_cells(codec) if not place else [""] * 5), *_tier_cells(tier))
-    return table
-
-
-def _codec_cells(codec: CodecCost) -> list[str]:
-    edges = [f"{size(edge)}/s" if edge else "never" for edge in (codec.break_even, codec.hidden)]
-    return [codec.codec, size(codec.chunk_bytes), size(codec.total_bytes), *edges]
-
-
-def _tier_cells(tier: TierCost) -> list[str]:
-    pays = "never" if tier.pays_from is None else f"{tier.pays_from:,.0f}"
-    times = [duration(tier.load_s), duration(tier.blended_s), f"{tier.gain:.1f}x"]
-    return [f"{tier.tier}, {tier.bandwidth / 1e6:,.0f} MB/s", money(tier.usd_month), *times, pays]
-
-
-def size(value: float) -> str:
-    """Bytes with three digits: 5.93 MB, 12.0 TB."""
-    step = 0
-    while value >= 999.5 and step < len(_STEPS) - 1:
-        value, step = value / 1000, step + 1
-    return f"{value:.{0 if value >= 99.95 or not step else 1 if value >= 9.995 else 2}f} {_STEPS[step]}"
-
-
-def duration(value: float) -> str:
-    """Seconds in the unit that people would say: 12 ms, 3.4 s, 25 min, 7.1 h, 40 days."""
-    for limit, unit, words in ((1.0, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if value < limit:
-            return f"{value / unit:.{1 if value / unit < 10 else 0}f} {words}"
-    return f"{value / 86_400:,.0f} days"
-
-
-def money(value: float) -> str:
-    """USD, cents only where they matter."""
-    return f"{value:,.2f} USD" if value < 100 else f"{value:,.0f} USD"
-
-
 _TIER = "NAME=MB/S,USD"
 _TIER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.-]{0,31}")
 
@@ -254,7 +147,7 @@ def _rates(
 ) -> Rates:
     """Rates as measured, as given, or as an earlier precompute noted them. weights: their location, and batch tokens."""
     from blend.model.decoder import Decoder
-    from blend.plan import measure, rates_of_precompute, rates_of_prefill
+    from blend.plan import measure, operations_of_precompute, rates_of_prefill
 
     load = given["load_rate"] and given["load_rate"] * 1e6
     if given["measure"]:
@@ -262,16 +155,17 @@ def _rates(
         decoder = Decoder.load(location, name=model.name, device=given["device"], dtype=terms.dtype)
         return measure(decoder, model, prompt, terms.codecs, batch_tokens)
     if given["prefill_rate"]:
+        operations = given["prefill_rate"] * model.operations(prompt.rows) / prompt.rows
         source = f"full prefill at {given['prefill_rate']:,.0f} tokens/s, as given"
-        return rates_of_prefill(given["prefill_rate"], model, prompt, terms.codecs, load, source)
+        return rates_of_prefill(operations, terms.codecs, load, source)
     rate = _noted_rate(given["store"], model.name, terms.dtype)
     source = f"a precompute into {given['store']} at {rate:,.0f} tokens/s"
-    return rates_of_precompute(rate, model, prompt, terms.codecs, load, source)
+    return rates_of_prefill(operations_of_precompute(rate, model, prompt), terms.codecs, load, source)
 
 
 def _noted_rate(store: Path, model: str, dtype: str) -> float:
     """Tokens a second of the last long precompute into a store. Raises `ConfigError` if there was none."""
-    from blend.corpus import RATE
+    from blend.corpus import RATE, RATE_TOKENS
 
     with suppress(StoreError):
         described = read_words(store / "kv").values() if (store / "kv").is_dir() else ()
@@ -281,5 +175,108 @@ def _noted_rate(store: Path, model: str, dtype: str) -> float:
                 return float(words[RATE])
     raise ConfigError(
         "nothing says how fast this model is here: measure it with --measure, give --prefill-rate, "
-        "or name a --store that this model was precomputed into"
+        f"or name a --store into which it precomputed {RATE_TOKENS:,} tokens or more at once"
     )
+
+
+def plan_document(plan: CostPlan) -> dict[str, object]:
+    """What `--json` prints: bytes, seconds, USD, bytes a second."""
+    corpus, model = plan.corpus, plan.model
+    return {
+        "corpus": {
+            "chunks": corpus.chunks,
+            "tokens": corpus.tokens,
+            "isolated": sum(corpus.isolated.values()),
+            "contextual": sum(corpus.contextual.values()),
+            "prefix_tokens": corpus.prefix,
+            "surrogate_tokens": corpus.surrogate,
+        },
+        "model": {
+            "name": model.name,
+            "parameters": model.parameters,
+            "layers": len(model.keys),
+            "kv_numbers_per_token": model.kv_numbers,
+        },
+        "dtype": plan.terms.dtype,
+        "machines": plan.terms.machines,
+        "usd_hour": plan.terms.usd_hour,
+        "rates": {**plan.rates._asdict(), "codecs": {name: one._asdict() for name, one in plan.rates.codecs.items()}},
+        "prompt": {"tokens": plan.prompt.rows, "chunks": plan.prompt.chunks, "full_prefill_s": plan.full_s},
+        "compute_s": plan.compute_s,
+        "codecs": [{**one._asdict(), "tiers": [tier._asdict() for tier in one.tiers]} for one in plan.codecs],
+    }
+
+
+def show(plan: CostPlan) -> None:
+    """Sentences, a table a codec and tier, and what all of it rests on."""
+    corpus, prompt, terms = plan.corpus, plan.prompt, plan.terms
+    copies = "one cache a chunk" if not corpus.contextual or not corpus.isolated else "two caches a chunk"
+    say(
+        f"{counted(corpus.chunks, 'chunk')}, {counted(corpus.tokens, 'token')}; {plan.model.name} in {terms.dtype}, {copies}."
+    )
+    first = plan.codecs[0]
+    say(
+        f"Precompute: {duration(first.precompute_s)} of machine time, {duration(first.precompute_hours * 3600)} on "
+        f"{counted(terms.machines, 'machine')}, {money(first.precompute_usd)} once. Indexing comes on top."
+    )
+    say(
+        f"A prompt of {counted(prompt.chunks, 'chunk')}, {prompt.rows:,} tokens: "
+        f"first token after {duration(plan.full_s)} of full prefill."
+    )
+    say()
+    table = _table(plan)
+    whole = output.measure(table, options=output.options.update(max_width=_WIDEST)).maximum
+    print_wide(output, table, whole)
+    say()
+    say("beats computing: from that bandwidth on, loading a prompt's chunks takes less time than computing them.")
+    say("hidden: from that bandwidth on, loading takes no longer than recomputing.")
+    say(
+        "first token: at the tier's bandwidth, one reader alone, at least. pays from: prompts a month, see docs/plan.md."
+    )
+    if any(rates.load is None for rates in plan.rates.codecs.values()):
+        say("Decoding is taken to be no limit: give --load-rate, or --measure.")
+    say(f"Prices are assumptions unless you give yours: {money(terms.usd_hour)} an hour; --tier, --hour-price.")
+
+
+def _table(plan: CostPlan) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("codec", "a chunk", "in all", "beats computing", "hidden"):
+        table.add_column(name, justify="left" if name == "codec" else "right", no_wrap=True)
+    for name in ("tier", "a month", "load", "first token", "gain", "pays from"):
+        table.add_column(name, justify="left" if name == "tier" else "right", no_wrap=True)
+    for codec in plan.codecs:
+        for place, tier in enumerate(codec.tiers):
+            table.add_row(*(_codec_cells(codec) if not place else [""] * 5), *_tier_cells(tier))
+    return table
+
+
+def _codec_cells(codec: CodecCost) -> list[str]:
+    edges = [f"{size(edge)}/s" if edge else "never" for edge in (codec.break_even, codec.hidden)]
+    return [codec.codec, size(codec.chunk_bytes), size(codec.total_bytes), *edges]
+
+
+def _tier_cells(tier: TierCost) -> list[str]:
+    pays = "never" if tier.pays_from is None else f"{tier.pays_from:,.0f}"
+    times = [duration(tier.load_s), duration(tier.blended_s), f"{tier.gain:.1f}x"]
+    return [f"{tier.tier}, {tier.bandwidth / 1e6:,.0f} MB/s", money(tier.usd_month), *times, pays]
+
+
+def size(value: float) -> str:
+    """Bytes with three digits: 5.93 MB, 12.0 TB."""
+    step = 0
+    while value >= 999.5 and step < len(_STEPS) - 1:
+        value, step = value / 1000, step + 1
+    return f"{value:.{0 if value >= 99.95 or not step else 1 if value >= 9.995 else 2}f} {_STEPS[step]}"
+
+
+def duration(value: float) -> str:
+    """Seconds in the unit that people would say: 12 ms, 3.4 s, 25 min, 7.1 h, 40 days."""
+    for limit, unit, words in ((1.0, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if value < limit:
+            return f"{value / unit:.{1 if value / unit < 10 else 0}f} {words}"
+    return f"{value / 86_400:,.0f} days"
+
+
+def money(value: float) -> str:
+    """USD, cents only where they matter."""
+    return f"{value:,.2f} USD" if value < 100 else f"{value:,.0f} USD"

@@ -1,4 +1,4 @@
-"""Where a report goes: table, JSON, picture. What cannot be written is found before anything is measured."""
+"""`blend report`: full recompute, plain reuse and blended prefill on the same token ids, alternating."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
-from blend.cli.console import stage_progress
+from blend.cli.console import errors, note, output, print_json, print_wide, seconds, stage_progress
 from blend.cli.options import OUTPUT, OUTPUT_OR_STDOUT, PLACE, number
 from blend.config import REPORT_TOKENS
 from blend.errors import ConfigError
@@ -26,109 +26,8 @@ if TYPE_CHECKING:
     from blend.rag import Rag
     from blend_retrieval import Chunk
 
-
 STDOUT = Path("-")
-
-
-def check_outputs(json_path: Path | None, picture: Path | None) -> None:
-    """Raise `ConfigError` for files that could not be written in the end, and for packages that a report lacks."""
-    from blend.eval.report import check_writable
-    from blend.eval.show import SUFFIXES
-
-    if find_spec("rouge_score") is None:
-        raise ConfigError("a report needs rouge-score: pip install 'kvblend[report]'")
-    if picture and picture.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"{picture}: a picture ends in one of {', '.join(SUFFIXES)}")
-    if picture and find_spec("matplotlib") is None:
-        raise ConfigError("the picture needs matplotlib: pip install 'kvblend[report]'")
-    if picture and picture == json_path:
-        raise ConfigError(f"{picture}: --json and --picture name the same file; give each its own")
-    for path in (json_path, picture):
-        if path and path != STDOUT:
-            check_writable(path)
-
-
-def show_report(report: Report, json_path: Path | None, picture: Path | None) -> None:
-    """Print the table and write the files. With JSON on standard output, the table goes to standard error."""
-    from blend.cli.console import errors, note, output, print_json, print_wide
-    from blend.eval.report import report_document, write_json
-    from blend.eval.show import WIDTH, render_report, write_picture
-
-    to_stdout = json_path == STDOUT
-    print_wide(errors if to_stdout else output, render_report(report), WIDTH)
-    if json_path and not to_stdout:
-        write_json(report, json_path)
-        note(f"wrote {json_path}")
-    if picture:
-        write_picture(report, picture)
-        note(f"wrote {picture}")
-    if to_stdout:
-        print_json(json.loads(json.dumps(report_document(report), default=str)))
-
-
 NEEDLE_CHUNKS = 8
-
-
-def load_records(given: dict[str, Any], dataset: Path | None, limit: int | None) -> tuple[Rag, list[Record]]:
-    """The engine with its model loaded, and the questions; what is wrong with these shows before the model is loaded."""
-    if dataset is not None:
-        records = load_dataset(dataset, limit)
-        rag = opening.open_for_questions(given)
-    else:
-        rag = opening.open_corpus(given)
-        records = builtin_records(rag, limit or 1)
-    _ = rag.store, rag.decoder
-    return rag, records
-
-
-def calibrate(rag: Rag, evaluator: Evaluator, records: list[Record]) -> None:
-    """What `blend precompute` does once for documents, for the chunks of these records: a surrogate context and KV corrections.
-
-    Nothing where the store has them, or where the options go without.
-    """
-    if rag.blend_config.correction:
-        with stage_progress() as progress:
-            evaluator.calibrate(records, rag.corpus_config.surrogate_tokens, progress)
-
-
-def builtin_records(rag: Rag, limit: int) -> list[Record]:
-    """Questions about the demo corpus, where the index holds it, in turn with needle questions over its chunks.
-
-    Raises `ConfigError` for a corpus of less than four different chunks.
-    """
-    chunks = rag.index.chunks
-    filler = list(dict.fromkeys(chunk.text.strip() for chunk in chunks))
-    if len(filler) < MIN_CHUNKS:
-        raise ConfigError(
-            f"the corpus has {len(filler)} different chunks, built-in questions need {MIN_CHUNKS}: "
-            "precompute more documents, or bring questions of your own with --dataset"
-        )
-    about = _corpus_questions(rag, {chunk.document_id for chunk in chunks})
-    needles = make_needles(filler, per_kind=limit // 4 + 1, chunks=min(NEEDLE_CHUNKS, len(filler)), seed=0)
-    both = chain.from_iterable(zip_longest(about, needles))
-    return [record for record in both if record is not None][:limit]
-
-
-def _corpus_questions(rag: Rag, documents: set[str]) -> list[Record]:
-    from blend_retrieval.demo_questions import DEMO_QUESTIONS
-
-    return [
-        Record(
-            id=f"corpus-{number:02}",
-            question=asked.question,
-            answers=asked.answers,
-            chunks=tuple(_chunk(hit.chunk) for hit in rag.retriever.search(asked.question, rag.corpus_config.top_k)),
-            task="corpus" if len(asked.modules) == 1 else "corpus-two-modules",
-        )
-        for number, asked in enumerate(DEMO_QUESTIONS)
-        if {f"{module}.md" for module in asked.modules} <= documents
-    ]
-
-
-def _chunk(chunk: Chunk) -> RecordChunk:
-    return RecordChunk(chunk.title, chunk.text)
-
-
 BUILTIN_QUESTIONS = 12
 
 
@@ -173,7 +72,6 @@ def command(
 
 def _measure(rag: Rag, records: list[Record], max_new_tokens: int, repeats: int) -> tuple[list[Measurement], bool]:
     """Measurements of all records, and whether Ctrl-C came before the last."""
-    from blend.cli.console import note, seconds
     from blend.eval.evaluator import Evaluator, standard_methods
 
     measured: list[Measurement] = []
@@ -195,7 +93,6 @@ def _measure(rag: Rag, records: list[Record], max_new_tokens: int, repeats: int)
 
 def _fitting(rag: Rag, records: list[Record], max_new_tokens: int) -> list[Record]:
     """Records whose prompt and answer fit the model's context; the others are named. Raises `PromptError` if none does."""
-    from blend.cli.console import note
     from blend.errors import PromptError
 
     fitting = []
@@ -228,3 +125,95 @@ def _summarise(rag: Rag, measured: list[Measurement], dataset: Path | None) -> R
         machine=describe_machine(),
     )
     return summarise(measured, info=info)
+
+
+def check_outputs(json_path: Path | None, picture: Path | None) -> None:
+    """Raise `ConfigError` for files that cannot be written, and for missing packages."""
+    from blend.eval.report import check_writable
+    from blend.eval.show import SUFFIXES
+
+    if find_spec("rouge_score") is None:
+        raise ConfigError("a report needs rouge-score: pip install 'kvblend[report]'")
+    if picture and picture.suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"{picture}: a picture ends in one of {', '.join(SUFFIXES)}")
+    if picture and find_spec("matplotlib") is None:
+        raise ConfigError("the picture needs matplotlib: pip install 'kvblend[report]'")
+    if picture and picture == json_path:
+        raise ConfigError(f"{picture}: --json and --picture name the same file; give each its own")
+    for path in (json_path, picture):
+        if path and path != STDOUT:
+            check_writable(path)
+
+
+def show_report(report: Report, json_path: Path | None, picture: Path | None) -> None:
+    """Print the table and write the files. With JSON on standard output, the table goes to standard error."""
+    from blend.eval.report import report_document, write_json
+    from blend.eval.show import WIDTH, render_report, write_picture
+
+    to_stdout = json_path == STDOUT
+    print_wide(errors if to_stdout else output, render_report(report), WIDTH)
+    if json_path and not to_stdout:
+        write_json(report, json_path)
+        note(f"wrote {json_path}")
+    if picture:
+        write_picture(report, picture)
+        note(f"wrote {picture}")
+    if to_stdout:
+        print_json(json.loads(json.dumps(report_document(report), default=str)))
+
+
+def load_records(given: dict[str, Any], dataset: Path | None, limit: int | None) -> tuple[Rag, list[Record]]:
+    """The engine with its model loaded, and the questions, which are read first so that mistakes show at once."""
+    if dataset is not None:
+        records = load_dataset(dataset, limit)
+        rag = opening.open_for_questions(given)
+    else:
+        rag = opening.open_corpus(given)
+        records = builtin_records(rag, limit or 1)
+    _ = rag.store, rag.decoder
+    return rag, records
+
+
+def calibrate(rag: Rag, evaluator: Evaluator, records: list[Record]) -> None:
+    """Choose a surrogate context and fit KV corrections on these records' chunks, unless the store or the options have them."""
+    if rag.blend_config.correction:
+        with stage_progress() as progress:
+            evaluator.calibrate(records, rag.corpus_config.surrogate_tokens, progress)
+
+
+def builtin_records(rag: Rag, limit: int) -> list[Record]:
+    """Questions about the demo corpus, where the index holds it, in turn with needle questions over its chunks.
+
+    Raises `ConfigError` for a corpus of less than four different chunks.
+    """
+    chunks = rag.index.chunks
+    filler = list(dict.fromkeys(chunk.text.strip() for chunk in chunks))
+    if len(filler) < MIN_CHUNKS:
+        raise ConfigError(
+            f"the corpus has {len(filler)} different chunks, built-in questions need {MIN_CHUNKS}: "
+            "precompute more documents, or bring questions of your own with --dataset"
+        )
+    about = _corpus_questions(rag, {chunk.document_id for chunk in chunks})
+    needles = make_needles(filler, per_kind=limit // 4 + 1, chunks=min(NEEDLE_CHUNKS, len(filler)), seed=0)
+    both = chain.from_iterable(zip_longest(about, needles))
+    return [record for record in both if record is not None][:limit]
+
+
+def _corpus_questions(rag: Rag, documents: set[str]) -> list[Record]:
+    from blend_retrieval.demo_questions import DEMO_QUESTIONS
+
+    return [
+        Record(
+            id=f"corpus-{number:02}",
+            question=asked.question,
+            answers=asked.answers,
+            chunks=tuple(_chunk(hit.chunk) for hit in rag.retriever.search(asked.question, rag.corpus_config.top_k)),
+            task="corpus" if len(asked.modules) == 1 else "corpus-two-modules",
+        )
+        for number, asked in enumerate(DEMO_QUESTIONS)
+        if {f"{module}.md" for module in asked.modules} <= documents
+    ]
+
+
+def _chunk(chunk: Chunk) -> RecordChunk:
+    return RecordChunk(chunk.title, chunk.text)

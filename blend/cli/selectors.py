@@ -1,10 +1,11 @@
-"""`blend selectors`: who can choose the rows to recompute, and what each can be told."""
+"""`blend selectors`: the selectors and their parameters."""
 
 from __future__ import annotations
 
 import click
 
 from blend.cli import options
+from blend.cli.console import print_json, say
 from blend.config import BlendConfig
 from blend.select import SELECTORS
 from blend.select.base import MEANINGS, allowed, defaults, parameters, summary, written
@@ -16,10 +17,8 @@ def command(as_json: bool) -> None:
     """List the selectors that --selector and BlendConfig take, as NAME or NAME:key=value,key=value.
 
     For example query_guided:layers=4-9,block=8 or mixed:rule=zsum,prefilter=2. A parameter means the same in every
-    selector that has it; what is left out is at its default.
+    selector that has it; a missing one is at its default.
     """
-    from blend.cli.console import print_json, say
-
     if as_json:
         print_json({"default": BlendConfig().plain()["selector"], "selectors": listed()})
         return

@@ -1,4 +1,4 @@
-"""The server of `blend serve` from its start to its end: it listens at once, loads, answers, and finishes what runs."""
+"""`blend serve`: options, and the server, which listens at once, loads, answers, and finishes running requests."""
 
 from __future__ import annotations
 
@@ -35,9 +35,108 @@ if TYPE_CHECKING:
     from blend.serve.http.tracing import Tracing
     from blend.serve.service import Service
 
+F = TypeVar("F", bound=Callable[..., Any])
+_EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart", "pythonjsonlogger")
+
+
+class _Origin(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
+    """The origin of a site."""
+
+    name = "url"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """As browsers write it."""
+        try:
+            return origin_of(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _counted(name: str, words: str, default: float, unit: str | None = None) -> Callable[[F], F]:
+    flag = f"--{name.replace('_', '-')}"
+    return number(flag, name, words, default=default, show_default=True, **({"metavar": unit} if unit else {}))
+
+
+@click.command("serve")
+@click.option("--host", type=NAME, default="127.0.0.1", show_default=True, help="Address to listen at.")
+@_counted("port", "Port to listen at; 0 takes a free one.", 8000)
+@click.option(
+    "--api-key",
+    "api_key",
+    type=TEXT,
+    multiple=True,
+    envvar="KVBLEND_API_KEY",
+    show_envvar=True,
+    help="A key that requests must carry; may be given more than once. Every user of the machine can read "
+    "a command line.",
+)
+@click.option("--api-keys", type=PLACE, help="File of keys, one a line; a name behind a key gives it separate corpora.")
+@click.option("--no-api-key", is_flag=True, help="Answer without a key, also to other machines.")
+@click.option(
+    "--allow-origin",
+    type=_Origin(),
+    multiple=True,
+    metavar="URL",
+    help="A site whose pages may ask from a browser, such as https://rag.example.org; may be given more than once.",
+)
+@click.option("--full", is_flag=True, help="Never blend: full prefill for all, for comparison.")
+@click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")
+@_counted("learn_budget", "Most GB of caches of learned text, for each key.", LEARN_BUDGET / 1e9, "GB")
+@_counted("most_running", "Answers at the same time.", MOST_RUNNING)
+@_counted("most_waiting", "Prompts that may wait; more are refused.", MOST_WAITING)
+@_counted("kv_budget", "Memory for the prompts that run.", KV_BUDGET / 1e9, "GB")
+@_counted("prefix_budget", "Memory for how earlier prompts began.", PREFIX_BUDGET / 1e9, "GB")
+@_counted("memory_budget", "Memory for the chunk caches that are used most; 0 keeps none.", MEMORY_BUDGET / 1e9, "GB")
+@_counted("body_limit", "Largest request.", 16, "MB")
+@_counted("upload_limit", "Largest request that adds documents.", 64, "MB")
+@_counted("body_budget", "Memory for the bodies of all requests that are being received.", BODY_BUDGET / 1e9, "GB")
+@_counted("max_new_tokens", "Longest answer where the request does not say.", ANSWER_TOKENS)
+@_counted("grace", "Time to finish what runs when the server is stopped.", 30, "SECONDS")
+@click.option("-q", "--quiet", is_flag=True, help="Log what fails, not every request.")
+@options.all_corpora
+@options.blending
+def command(**given: Any) -> None:
+    """Answer many at once over HTTP, in the protocol of OpenAI's clients.
+
+    The address is printed when questions are taken. Documents come with the question, out of the store's corpora, or pasted
+    into a message. SIGTERM and Ctrl-C end the server when the answers that run are finished.
+    """
+    _require_extra()
+    tenants = _tenants(given["api_key"], given["api_keys"])
+    _check_host(given["host"], tenants, insisted=given["no_api_key"])
+    opening.check(given)
+
+    serve(given, tenants)
+
+
+def _require_extra() -> None:
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the server needs {', '.join(missing)}: pip install 'kvblend[serve]'")
+
+
+def _tenants(keys: Sequence[str], file: Path | None) -> ApiKeys:
+    """Who may ask. Notes when others can read the file of keys."""
+    from blend.serve.access import ApiKeys, read_keys
+
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        of_file = read_keys(file) if file is not None else []
+    for warning in caught:
+        note(str(warning.message))
+    return ApiKeys([*((key, "") for key in keys), *of_file])
+
+
+def _check_host(host: str, tenants: ApiKeys, *, insisted: bool) -> None:
+    if insisted and tenants.required:
+        raise ConfigError("--no-api-key and API keys exclude each other: leave one of them out")
+    if not (is_loopback(host) or tenants.required or insisted):
+        raise ConfigError(
+            f"at --host {host} other machines can ask: give keys with --api-key or --api-keys, or insist with --no-api-key"
+        )
+
 
 def serve(given: dict[str, Any], tenants: ApiKeys) -> None:
-    """Until a signal ends it. Raises what keeps it from listening or loading."""
+    """Serve until a signal. Raises errors of listening and loading."""
     from blend.serve.http.app import make_app
     from blend.serve.http.log import log_to_stderr
     from blend.serve.http.server import Server, listen, raise_descriptor_limit, url_of
@@ -80,7 +179,7 @@ def _tracing() -> Tracing | None:
 
 
 class _Loading(threading.Thread):
-    """Loads the model beside the server, so that who watches it sees that it lives, and a signal ends it at any time."""
+    """Loads the model in a thread, so that the server answers health checks and signals meanwhile."""
 
     def __init__(self, given: dict[str, Any], state: AppState, url: str) -> None:
         super().__init__(name="kvblend-loading", daemon=True)
@@ -98,12 +197,12 @@ class _Loading(threading.Thread):
             else:
                 say(f"Ready at {self._url}")
                 sys.stdout.flush()
-        except BaseException as error:  # told by the main thread, which ends the process
+        except BaseException as error:  # the main thread raises it
             self._error = error
             self.on_failure()
 
     def finish(self) -> None:
-        """Raise what went wrong; end the process when it is still at it."""
+        """Raise the error of loading; if it is still loading, end the process."""
         if self._error is not None:
             raise self._error
         if self.is_alive():
@@ -116,7 +215,7 @@ def make_service(given: dict[str, Any]) -> Service:
     """The decoder behind a service, from parsed options; "full", "prefix_budget" and so on among them."""
     rag = opening.open_all_corpora(given)
     from blend.model.cpu import set_threads
-    from blend.serve.embedded import EmbeddedEngine
+    from blend.serve.scheduler import EmbeddedEngine
     from blend.serve.service import PrefillProfile, Service
 
     decoder = rag.decoder
@@ -139,114 +238,9 @@ def make_service(given: dict[str, Any]) -> Service:
     learn = 0 if given["no_learn"] else _bytes(given["learn_budget"])
     service = Service(rag, engine, learn_budget=learn, full=given["full"], profile=profile)
     if Path(rag.model).is_dir():
-        service.model = Path(rag.model).resolve().name  # where it lies is nobody's business
+        service.model = Path(rag.model).resolve().name  # clients need not know its path
     return service
 
 
 def _bytes(size: float, unit: float = 1e9) -> int:
     return round(size * unit)
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-_EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart", "pythonjsonlogger")
-
-
-class _Origin(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
-    """The origin of a site."""
-
-    name = "url"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """As browsers write it."""
-        try:
-            return origin_of(value)
-        except ConfigError as error:
-            self.fail(str(error), param, ctx)
-
-
-def _counted(name: str, words: str, default: float, unit: str | None = None) -> Callable[[F], F]:
-    flag = f"--{name.replace('_', '-')}"
-    return number(flag, name, words, default=default, show_default=True, **({"metavar": unit} if unit else {}))
-
-
-@click.command("serve")
-@click.option("--host", type=NAME, default="127.0.0.1", show_default=True, help="Address to listen at.")
-@_counted("port", "Port to listen at; 0 takes a free one.", 8000)
-@click.option(
-    "--api-key",
-    "api_key",
-    type=TEXT,
-    multiple=True,
-    envvar="KVBLEND_API_KEY",
-    show_envvar=True,
-    help="A key that requests must carry; may be given more than once. On a command line everybody on the machine can "
-    "read it.",
-)
-@click.option(
-    "--api-keys", type=PLACE, help="File of keys, one a line; a name behind a key gives it corpora of its own."
-)
-@click.option(
-    "--no-api-key", is_flag=True, help="Let everybody ask who can reach the address, from other machines too."
-)
-@click.option(
-    "--allow-origin",
-    type=_Origin(),
-    multiple=True,
-    metavar="URL",
-    help="A site whose pages may ask from a browser, such as https://rag.example.org; may be given more than once.",
-)
-@click.option("--full", is_flag=True, help="Never blend: full prefill for all, for comparison.")
-@click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")
-@_counted("learn_budget", "Most GB of caches of learned text, for each key.", LEARN_BUDGET / 1e9, "GB")
-@_counted("most_running", "Answers at the same time.", MOST_RUNNING)
-@_counted("most_waiting", "Prompts that may wait; who brings more is told to come again.", MOST_WAITING)
-@_counted("kv_budget", "Memory for the prompts that run.", KV_BUDGET / 1e9, "GB")
-@_counted("prefix_budget", "Memory for how earlier prompts began.", PREFIX_BUDGET / 1e9, "GB")
-@_counted("memory_budget", "Memory for the chunk caches that are used most; 0 keeps none.", MEMORY_BUDGET / 1e9, "GB")
-@_counted("body_limit", "Largest request.", 16, "MB")
-@_counted("upload_limit", "Largest request that adds documents.", 64, "MB")
-@_counted("body_budget", "Memory for the bodies of all requests that are being received.", BODY_BUDGET / 1e9, "GB")
-@_counted("max_new_tokens", "Longest answer where the request does not say.", ANSWER_TOKENS)
-@_counted("grace", "Time to finish what runs when the server is stopped.", 30, "SECONDS")
-@click.option("-q", "--quiet", is_flag=True, help="Log what fails, not every request.")
-@options.all_corpora
-@options.blending
-def command(**given: Any) -> None:
-    """Answer many at once over HTTP, in the protocol of OpenAI's clients.
-
-    The address is printed when questions are taken. Documents come with the question, out of the store's corpora, or pasted
-    into a message. SIGTERM and Ctrl-C end the server when the answers that run are finished.
-    """
-    _require_extra()
-    tenants = _tenants(given["api_key"], given["api_keys"])
-    _check_host(given["host"], tenants, insisted=given["no_api_key"])
-    opening.check(given)
-
-    serve(given, tenants)
-
-
-def _require_extra() -> None:
-    lacking = [name for name in _EXTRA if find_spec(name) is None]
-    if lacking:
-        raise ConfigError(f"the server needs {', '.join(lacking)}: pip install 'kvblend[serve]'")
-
-
-def _tenants(keys: Sequence[str], file: Path | None) -> ApiKeys:
-    """Who may ask. Notes when others can read the file of keys."""
-    from blend.cli.console import note
-    from blend.serve.access import ApiKeys, read_keys
-
-    with warnings.catch_warnings(record=True, action="always") as told:
-        of_file = read_keys(file) if file is not None else []
-    for warning in told:
-        note(str(warning.message))
-    return ApiKeys([*((key, "") for key in keys), *of_file])
-
-
-def _check_host(host: str, tenants: ApiKeys, *, insisted: bool) -> None:
-    if insisted and tenants.required:
-        raise ConfigError("--no-api-key and API keys exclude each other: leave one of them out")
-    if not (is_loopback(host) or tenants.required or insisted):
-        raise ConfigError(
-            f"at --host {host} other machines can ask: give keys with --api-key or --api-keys, or insist with --no-api-key"
-        )

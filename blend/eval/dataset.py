@@ -29,8 +29,6 @@ from typing import Literal, NamedTuple
 from blend.errors import ConfigError, DatasetError
 
 LONGEST_LINE = 100_000_000  # characters
-
-
 MIN_CHUNKS = 4
 
 
@@ -183,73 +181,48 @@ def _kind(value: object) -> str:
 
 
 _MAX_DISTRACTORS = 4
-
-
 _PLACES = (
-    *("Aldmoor", "Brackwater", "Calderwick", "Dunmarrow", "Elverstone", "Farrowgate", "Glenhollow", "Harrowmere"),
-    *("Inverlatch", "Juniper Cross", "Kestrel Bay", "Larkhaven", "Mossbridge", "Netherfold", "Oakhampton", "Pellworth"),
-    *("Quillbury", "Ravensmoor", "Saltmarsh", "Thornaby", "Umberleigh", "Vexford", "Wrenfield", "Yarrowdale"),
+    "Aldmoor, Brackwater, Calderwick, Dunmarrow, Elverstone, Farrowgate, Glenhollow, Harrowmere, Inverlatch, "
+    "Juniper Cross, Kestrel Bay, Larkhaven, Mossbridge, Netherfold, Oakhampton, Pellworth, Quillbury, Ravensmoor, "
+    "Saltmarsh, Thornaby, Umberleigh, Vexford, Wrenfield, Yarrowdale"
 )
-
-
 _PEOPLE = (
-    *("Wanda Pryor", "Yusuf Ivers", "Marta Vogel", "Tobias Quick", "Ingrid Solheim", "Pavel Novotny", "Amara Diallo"),
-    *(
-        "Hugo Lindqvist",
-        "Priya Raman",
-        "Connor Blythe",
-        "Lucia Ferrante",
-        "Emeka Okafor",
-        "Saskia Bloem",
-        "Dario Conti",
-    ),
-    *("Freya Halvorsen", "Kenji Morita", "Noemi Szabo", "Gareth Penrose", "Leila Haddad", "Rufus Tennant"),
+    "Wanda Pryor, Yusuf Ivers, Marta Vogel, Tobias Quick, Ingrid Solheim, Pavel Novotny, Amara Diallo, Hugo Lindqvist, "
+    "Priya Raman, Connor Blythe, Lucia Ferrante, Emeka Okafor, Saskia Bloem, Dario Conti, Freya Halvorsen, Kenji Morita, "
+    "Noemi Szabo, Gareth Penrose, Leila Haddad, Rufus Tennant"
 )
 
 
 class _Form(NamedTuple):
-    """How one kind of fact is told and asked for; `first` and `second` are the two parts of a fact that has two."""
+    """How one kind of fact is written and asked for; `first` and `second` are the two parts of a fact that has two."""
 
-    first: str
-    second: str
     question: str
+    first: str
+    second: str = ""
 
 
-_SINGLE_FORMS = (
-    _Form("The access code of the {place} archive is {value}.", "", "What is the access code of the {place} archive?"),
-    _Form("The order number of the {place} bell is {value}.", "", "What is the order number of the {place} bell?"),
-    _Form(
-        "The radio call number of the {place} ferry is {value}.",
-        "",
-        "What is the radio call number of the {place} ferry?",
-    ),
+_SINGLE_FORMS = tuple(
+    _Form(f"What is the {number} of the {{place}} {thing}?", f"The {number} of the {{place}} {thing} is {{value}}.")
+    for number, thing in (("access code", "archive"), ("order number", "bell"), ("radio call number", "ferry"))
 )
-
-
 _TWO_HOP_FORMS = (
     _Form(
-        "{person} works at the {place} observatory.",
-        "The door code of the {place} observatory is {value}.",
         "What is the door code of the observatory where {person} works?",
+        *("{person} works at the {place} observatory.", "The door code of the {place} observatory is {value}."),
     ),
     _Form(
-        "{person} is the captain of the ship {place}.",
-        "The registration number of the ship {place} is {value}.",
         "What is the registration number of the ship whose captain is {person}?",
+        *("{person} is the captain of the ship {place}.", "The registration number of the ship {place} is {value}."),
     ),
 )
-
-
 _SPLIT_FORMS = (
     _Form(
-        "The next keeper of the {place} lighthouse was {person}.",
-        "The badge number of this keeper was {value}.",
         "What was the badge number of {person}?",
+        *("The next keeper of the {place} lighthouse was {person}.", "The badge number of this keeper was {value}."),
     ),
     _Form(
-        "The head gardener of {place} Park is {person}.",
-        "The locker of this gardener has the number {value}.",
         "What is the number of the locker of {person}?",
+        *("The head gardener of {place} Park is {person}.", "The locker of this gardener has the number {value}."),
     ),
 )
 
@@ -322,8 +295,8 @@ class _Supply:
             raise ConfigError("the filler already holds the names that needles are made of; give other text")
         return {"place": self._places.pop(), "person": self._people.pop(), "value": self._number()}
 
-    def _unused(self, names: Sequence[str]) -> list[str]:
-        free = [name for name in names if name.casefold() not in self._filler]
+    def _unused(self, names: str) -> list[str]:
+        free = [name for name in names.split(", ") if name.casefold() not in self._filler]
         return self.rng.sample(free, len(free))
 
     def _number(self) -> str:
@@ -359,13 +332,13 @@ def _split(supply: _Supply, chunks: int) -> _Needle:
 
 def _paired(supply: _Supply, form: _Form, pairs: list[tuple[int, int]], *, across: bool = False) -> _Needle:
     """Facts of two parts in the given pairs of chunks, the first pair asked for; `across` puts them at the boundary."""
-    told = [supply.fields() for _ in pairs]
+    drawn = [supply.fields() for _ in pairs]
     parts = [
         _Fact(chunk, text.format(**fields), place)
-        for (first, second), fields in zip(pairs, told, strict=True)
+        for (first, second), fields in zip(pairs, drawn, strict=True)
         for chunk, text, place in _parts(form, first, second, across)
     ]
-    return _Needle(form.question.format(**told[0]), told[0]["value"], parts[:2], parts[2:])
+    return _Needle(form.question.format(**drawn[0]), drawn[0]["value"], parts[:2], parts[2:])
 
 
 def _parts(

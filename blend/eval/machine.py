@@ -1,7 +1,6 @@
 """The machine and the versions that a measurement was made with.
 
-Nothing heavy is imported for it: versions come from package metadata, and torch is asked only when it is loaded
-already.
+Nothing heavy is imported: versions come from package metadata, and torch is asked only when it is already loaded.
 """
 
 from __future__ import annotations
@@ -32,11 +31,10 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What a number depends on.
+    """What a measured number depends on.
 
-    cpu: model name. cores: those this process may run on. ram_bytes: of the machine; None where it cannot be told. gpu:
-    model names of the GPUs that are in sight, None without one. threads: torch's, or OMP_NUM_THREADS while torch is not
-    loaded, or None. versions: package -> version, None for one that is not installed.
+    cpu: model name. cores: that this process may use. ram_bytes, gpu: None where unknown or missing. threads: torch's, or
+    OMP_NUM_THREADS while torch is not loaded. versions: package -> version, None for one that is not installed.
     """
 
     cpu: str
@@ -50,19 +48,15 @@ class Machine:
 
     def summary(self) -> str:
         """One line for the foot of a table or picture."""
-        parts = [self.cpu, f"{self.cores} cores" if self.cores > 1 else "1 core"]
-        parts += (
-            [f"{self.threads} thread{'' if self.threads == 1 else 's'}"]
-            if self.threads and self.threads != self.cores
-            else []
-        )
-        parts += [f"{self.ram_bytes / 2**30:.0f} GiB"] if self.ram_bytes else []
-        parts += [self.gpu] if self.gpu else []
-        parts += [f"{name} {version}" for name, version in self._main_versions() if version]
-        return ", ".join(parts)
-
-    def _main_versions(self) -> list[tuple[str, str | None]]:
-        return [(name, self.versions.get(name)) for name in ("kvblend", "torch", "transformers")]
+        threads = self.threads if self.threads != self.cores else None
+        versions = [(name, self.versions.get(name)) for name in ("kvblend", "torch", "transformers")]
+        parts = [
+            *(self.cpu, f"{self.cores} cores" if self.cores > 1 else "1 core"),
+            f"{threads} thread{'' if threads == 1 else 's'}" if threads else "",
+            f"{self.ram_bytes / 2**30:.0f} GiB" if self.ram_bytes else "",
+            *(self.gpu or "", *(f"{name} {version}" for name, version in versions if version)),
+        ]
+        return ", ".join(filter(None, parts))
 
 
 def describe_machine() -> Machine:
@@ -119,13 +113,14 @@ def _ram_bytes() -> int | None:
 def _gpu_names() -> str | None:
     torch = sys.modules.get("torch")
     if torch is None:
-        return _nvidia_names()
+        return nvidia_names()
     if not torch.cuda.is_available():
         return None
     return _joined([torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())])
 
 
-def _nvidia_names() -> str | None:
+def nvidia_names() -> str | None:
+    """Models of the GPUs that nvidia-smi lists, or None without it."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None

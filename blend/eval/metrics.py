@@ -170,7 +170,7 @@ _Values = NDArray[np.float64]
 RESAMPLED_AT_ONCE = 1 << 22
 
 
-class Bounds(NamedTuple):
+class IntervalEnds(NamedTuple):
     """Ends of a confidence interval."""
 
     low: float
@@ -214,22 +214,24 @@ def mean_interval(values: Sequence[float], *, level: float = 0.95, resamples: in
     return Interval(float(np.mean(values)), low, high)
 
 
-def median_bounds(values: Sequence[float], *, level: float = 0.95, resamples: int = 10_000, seed: int = 0) -> Bounds:
+def median_bounds(
+    values: Sequence[float], *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> IntervalEnds:
     """Percentile bootstrap interval of the median; arguments and errors as in `mean_interval`."""
     return _bounds(values, np.median, level, resamples, seed)
 
 
 def _bounds(
     values: Sequence[float], statistic: Callable[..., _Values], level: float, resamples: int, seed: int
-) -> Bounds:
+) -> IntervalEnds:
     sample = np.asarray(values, dtype=np.float64)
     _check_sample(sample, level, resamples)
     if np.ptp(sample) == 0:
         value = float(np.mean(values))
-        return Bounds(value, value)
+        return IntervalEnds(value, value)
     tail = (1 - level) / 2
     low, high = np.quantile(_resampled(sample, statistic, resamples, seed), [tail, 1 - tail])
-    return Bounds(float(low), float(high))
+    return IntervalEnds(float(low), float(high))
 
 
 def _resampled(sample: _Values, statistic: Callable[..., _Values], resamples: int, seed: int) -> _Values:

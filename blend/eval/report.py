@@ -13,7 +13,7 @@ from pathlib import Path
 
 from blend.errors import ConfigError
 from blend.eval.machine import Machine
-from blend.eval.metrics import Bounds, Interval, mean_interval, median_bounds, paired_interval
+from blend.eval.metrics import Interval, IntervalEnds, mean_interval, median_bounds, paired_interval
 from blend.files import check_creatable, write_atomically
 from blend.visible import json_text
 
@@ -25,12 +25,10 @@ QUALITY_METRICS = ("f1", "em", "rouge_l", "recall", "kl", "top1")
 class Measurement:
     """One method on one record.
 
-    ttft_s: seconds from the query to the first token's id, retrieval apart. stages: seconds by stage, in order.
-    rows_total: rows of the prompt. rows_computed: rows computed summed over layers, over the number of layers, so that
-    `rows_computed / rows_total` is the computed share. floor_s: the least time this method could take, None when
-    unknown. f1, em, rouge_l: against gold answers, 0 to 1. recall: share of all wanted values. kl: mean KL to the
-    reference in nats per answer token. top1: share of answer tokens where both have the same most likely token. None
-    means undefined. task: label of the record, to report by.
+    ttft_s: seconds from the query to the first token, without retrieval. stages: seconds by stage. rows_total: of the prompt.
+    rows_computed: mean over layers. floor_s: the least time this method could take. f1, em, rouge_l: against gold answers.
+    recall: share of all wanted values. kl: mean KL to the reference, nats per answer token. top1: share of answer tokens with
+    the same most likely token. task: label to report by. None means undefined.
 
     Raises `ValueError` for a time that is not positive and finite, a share outside [0, 1], or NaN.
     """
@@ -77,10 +75,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What the numbers were made with: shown by every form of the report.
-
-    config holds JSON values; command is the line that makes the report again.
-    """
+    """What the numbers were made with. config: JSON values. command: the line that makes the report again."""
 
     model: str = ""
     workload: str = ""
@@ -91,19 +86,18 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """One method over all records. Times are medians in seconds; None is a value that is undefined.
+    """One method over all records. Times are medians in seconds; None means undefined.
 
-    speedup: median over records of reference time / this time, speedup_bounds its interval. floor_ratio: median of time
-    over floor. floor_share: median of this method's floor over the reference's time. rows_share: mean share of rows
-    computed. quality: metric -> mean with its own interval. differences: metric, and "ttft" in seconds -> mean of this
-    method minus reference on the same record, with the paired interval.
+    speedup: median of reference time / this time. floor_ratio: median of time / floor. floor_share: median of floor /
+    reference time. rows_share: mean share of rows computed. quality: metric -> mean and interval. differences: metric, and
+    "ttft" in seconds -> mean of method minus reference on the same record, with the paired interval.
     """
 
     method: str
     records: int
     ttft_s: float
     speedup: float
-    speedup_bounds: Bounds
+    speedup_bounds: IntervalEnds
     floor_ratio: float | None
     floor_share: float | None
     rows_share: float | None
@@ -119,10 +113,10 @@ class MethodSummary:
 
 @dataclass(frozen=True)
 class Report:
-    """All methods side by side, `reference` first, over the records that every method has.
+    """All methods, `reference` first, over the records that every method has.
 
-    incomplete: ids of the records left out because a method lacks them. tasks: task label -> summaries of its records
-    alone, empty when there is but one task. measurements: the ones counted.
+    incomplete: ids of records left out because a method lacks them. tasks: task label -> summaries of its records, empty
+    when there is one task. measurements: the ones counted.
     """
 
     reference: str
@@ -171,7 +165,7 @@ class _Bootstrap:
         own, other = zip(*pairs, strict=True)
         return paired_interval(own, other, level=self.level, resamples=self.resamples, seed=self.seed)
 
-    def median(self, values: Sequence[float]) -> Bounds:
+    def median(self, values: Sequence[float]) -> IntervalEnds:
         return median_bounds(values, level=self.level, resamples=self.resamples, seed=self.seed)
 
 
@@ -184,11 +178,9 @@ def summarise(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> Report:
-    """Compare every method with `reference` on the records that all have; an interrupted run loses only its last.
+    """Compare every method with `reference` on the records that all have; intervals are bootstrap percentiles at `level`.
 
-    Intervals are bootstrap percentiles at `level`. Raises `ConfigError` when nothing can be compared (no measurements,
-    none of the reference, no record that all methods have) and `ValueError` when a method has two measurements of one
-    record.
+    Raises `ConfigError` when nothing can be compared and `ValueError` for two measurements of one method and record.
     """
     table = _by_method(measurements)
     shared = _shared_records(table, reference)
@@ -302,9 +294,8 @@ FORMAT = 1
 def report_document(report: Report) -> dict[str, object]:
     """JSON value of a report, without NaN or infinity.
 
-    `methods` maps each method to its numbers, each metric with `<metric>_interval` (of its mean: low, high) and
-    `<metric>_diff` (of method minus reference on the same record: mean, low, high); `tasks` holds the same by task,
-    `records` one object a measurement.
+    `methods` maps each method to its numbers; each metric has `<metric>_interval` (low, high) and `<metric>_diff` (method
+    minus reference: mean, low, high). `tasks` holds the same by task, `records` one object a measurement.
     """
     info = report.info
     machine = {} if info.machine is None else asdict(info.machine)
@@ -365,7 +356,7 @@ def _interval(interval: Interval | None) -> dict[str, float] | None:
     return None if interval is None else {"mean": interval.mean, "low": interval.low, "high": interval.high}
 
 
-def _bounds(bounds: Bounds | Interval | None) -> dict[str, float] | None:
+def _bounds(bounds: IntervalEnds | Interval | None) -> dict[str, float] | None:
     return None if bounds is None else {"low": bounds.low, "high": bounds.high}
 
 

@@ -9,7 +9,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
-from blend.chunks.surrogate import remove_spare
 from blend.corpora import corpora, index_dir
 from blend.corpus import Corpus, CorpusChange, PreparedCorpus, plan_change, prepare
 from blend.errors import ConfigError, StoreError
@@ -128,7 +127,7 @@ class CorpusUpdater:
         self._known = {chunk.id: change.corpus.token_ids(chunk) for chunk in change.chunks}
         if before := removed_from(self._rag.store):
             library = prepared.library
-            before.allow(map(library.key, library.variants(change.ids, isolated=True)))
+            before.allow(map(library.key, library.variants(change.ids)))
         self._rag.store.advance()
         chunks: dict[str, set[Tokens]] = {}
         for chunk in change.chunks:
@@ -149,10 +148,6 @@ class CorpusUpdater:
         self._uploads.write_gone(gone)
         self._free(CorpusChange(self._corpus(), library, (), (), gone))
         self._uploads.write_gone(())
-
-    def remove_spare(self, library: ChunkLibrary, current: Sequence[Tokens]) -> None:
-        """Delete the second caches of a corpus that keeps one."""
-        remove_spare(library, current, CorpusChange(self._corpus(), library, (), (), ()).keep)
 
     def _free(self, change: CorpusChange) -> None:
         removed_from(self._rag.store).add(change.spare)
@@ -182,8 +177,8 @@ class CacheProgress(NamedTuple):
     reason: str = ""
 
 
-class MissingCaches:
-    """The caches of a corpus, and which are missing. The owner's lock guards it.
+class CacheTable:
+    """The caches of a corpus: stored, missing, being computed or failed. The owner's lock guards it.
 
     A ready document stays ready while its chunks stay, even if they get further caches.
     """
@@ -304,7 +299,7 @@ class CacheBuilder:
     """Has the missing caches of a corpus computed piece by piece, then calibrates.
 
     The corpus's thread calls `change`, `forget` and `step`; `changed` guards what it shares with others.
-    interrupted: whether that thread has more urgent work than calibration.
+    interrupted: whether that thread has more urgent work than calibration. table: what is missing.
     """
 
     def __init__(
@@ -317,7 +312,7 @@ class CacheBuilder:
     ) -> None:
         self._updater, self._compute, self._calibrate, self._changed = updater, compute, calibrate, changed
         self._interrupted, self._anew = interrupted, False
-        self._caches = MissingCaches()
+        self.table = CacheTable()
         self._handle: Computing = Finished()
         self._strays: list[Tokens] = []  # chunks whose caches were stored after they had left
         self._computed, self._settled = 0, True
@@ -325,24 +320,12 @@ class CacheBuilder:
     @property
     def due(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self._strays) or (self._caches.idle and not (self._caches.complete and self._settled))
+        return bool(self._strays) or (self.table.idle and not (self.table.complete and self._settled))
 
     @property
     def quiet(self) -> bool:
         """Whether everything possible is computed and nothing is left to delete."""
-        return not self._strays and self._caches.complete and self._settled
-
-    def progress(self, document: str) -> CacheProgress | None:
-        """The progress of a document; None for an unknown one."""
-        return self._caches.progress(document)
-
-    def knows(self, documents: Collection[str]) -> bool:
-        """Whether these are the documents."""
-        return self._caches.knows(documents)
-
-    def retry(self) -> None:
-        """Try again to compute failed caches."""
-        self._caches.retry()
+        return not self._strays and self.table.complete and self._settled
 
     def cancel(self) -> None:
         """Stop computing."""
@@ -354,7 +337,7 @@ class CacheBuilder:
         """The corpus changed."""
         chunks, prepared = applied
         with self._changed:
-            stale = self._caches.replace(prepared.library, chunks, prepared.variants, prepared.missing)
+            stale = self.table.replace(prepared.library, chunks, prepared.variants, prepared.missing)
             self._settled = False
         if stale:  # outside the lock: a computing thread may wait for it
             self.cancel()
@@ -365,11 +348,11 @@ class CacheBuilder:
             self.forget()
             return
         with self._changed:
-            piece, library = self._caches.piece(), self._caches.library
+            piece, library = self.table.piece(), self.table.library
         if library is None:
             return
         if not piece:
-            self._settle(library)
+            self._settle()
             return
         try:
             handle = self._compute(library, piece, self._on_done)
@@ -384,26 +367,25 @@ class CacheBuilder:
         """Delete the caches of chunks that left, including those stored since. Raises `StoreError`."""
         with self._changed:
             strays, self._strays = self._strays, []
-            library, current = self._caches.library, self._caches.chunks
+            library, current = self.table.library, self.table.chunks
         if library is not None:
             self._updater.forget(strays, library, current)
 
     def _on_done(self, one: Variant, error: Exception | None) -> None:
         with self._changed:
-            if error is not None and not self._caches.failed:  # once: a full store fails thousands
+            if error is not None and not self.table.failed:  # once: a full store fails thousands
                 log_failure(error)
             self._computed += error is None
-            if not self._caches.done(one, error):
+            if not self.table.done(one, error):
                 self._strays.append(one.chunk)
             self._changed.notify_all()
 
-    def _settle(self, library: ChunkLibrary) -> None:
+    def _settle(self) -> None:
         with self._changed:
-            current = self._caches.chunks
-            self._anew = self._anew or 2 * self._computed > self._caches.count
+            current = self.table.chunks
+            self._anew = self._anew or 2 * self._computed > self.table.count
             self._computed, done = 0, True
         try:
-            self._updater.remove_spare(library, current)
             if self._calibrate is not None:
                 done = self._calibrate(current, self._anew, self._interrupted)
         finally:

@@ -10,12 +10,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from blend_retrieval.isolated import ApartReader, StoppedError
+
 from blend.errors import ConfigError, StoreError, first_line
 from blend.serve.corpus_caches import CacheBuilder, CalibrateCorpus, Compute, CorpusUpdater, DocumentState
 from blend.serve.failures import CLIENT_ERRORS, is_transient, log_failure, reason_of
 from blend.serve.uploads import DocumentLimits, GivenUpError, Upload, UploadQueue, part_of, read
 from blend_retrieval import Document
-from blend_retrieval.apart import ApartReader, StoppedError
 from blend_retrieval.errors import DocumentsError
 
 MOST_AT_ONCE, MOST_BYTES_AT_ONCE = 16, 64 << 20  # uploads that are indexed together
@@ -74,7 +75,7 @@ class CorpusWorker:
         self._reader = ApartReader(limits.reading)
         self._look, self._busy, self._closed = True, False, False
         self.changed = threading.Condition()
-        self.caches = CacheBuilder(updater, compute, calibrate, self.changed, lambda: bool(self.tasks) or self._closed)
+        self.builder = CacheBuilder(updater, compute, calibrate, self.changed, lambda: bool(self.tasks) or self._closed)
         self.tasks = deque(UploadTask(one, *uploads.head(one), uploads.alone(one)) for one in uploads.numbers())
         self.failed = {upload.id: (number, upload) for number, upload in uploads.failed().items()}
         self.problem = ""
@@ -103,7 +104,7 @@ class CorpusWorker:
     def saw(self, documents: Collection[str]) -> None:
         """The index holds these documents. Looks at it again if another process changed it."""
         with self.changed:
-            if not self.tasks and not self.caches.knows(documents):
+            if not self.tasks and not self.builder.table.knows(documents):
                 self._look = True
                 self.changed.notify_all()
 
@@ -116,14 +117,14 @@ class CorpusWorker:
     @property
     def quiet(self) -> bool:
         """Whether everything possible is indexed and computed."""
-        return self.caches.quiet and not (self.tasks or self._look or self._busy)
+        return self.builder.quiet and not (self.tasks or self._look or self._busy)
 
     def close(self) -> None:
         """Stop the thread, waiting at most `LAST_S`; what is not done waits on disk."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()
-        self.caches.cancel()
+        self.builder.cancel()
         self._reader.close()
         self._thread.join(LAST_S)
 
@@ -135,7 +136,7 @@ class CorpusWorker:
                 return
             with self.changed:
                 if not on_time:
-                    self.caches.retry()
+                    self.builder.table.retry()
                     self._look = self._look or bool(self.problem)
                 batch, looking = list(self._batch()), self._look
                 for task in batch:
@@ -180,7 +181,7 @@ class CorpusWorker:
         return line
 
     def _due(self) -> bool:
-        return bool(self.tasks and not self._pausing) or self._look or self._closed or self.caches.due
+        return bool(self.tasks and not self._pausing) or self._look or self._closed or self.builder.due
 
     @property
     def _pausing(self) -> bool:
@@ -197,7 +198,7 @@ class CorpusWorker:
             if self._updater.documents() or self._uploads.gone():
                 self._apply((), ())
         else:
-            self.caches.step()
+            self.builder.step()
 
     def _batch(self) -> Iterator[UploadTask]:
         """The first tasks that may be indexed together."""
@@ -286,9 +287,9 @@ class CorpusWorker:
 
     def _apply(self, documents: Sequence[Document], removed: Sequence[str]) -> None:
         applied = self._updater.apply(documents, removed, self._on_progress)
-        self.caches.change(applied)
+        self.builder.change(applied)
         try:
-            self.caches.forget()
+            self.builder.forget()
             self.problem = ""
         except StoreError as error:  # the index is right, and the upload folder names the caches to delete
             self.problem = self._log_once(error)

@@ -223,7 +223,7 @@ class Documents:
 
     def _status(self, name: str, indexed: _Indexed) -> DocumentStatus:
         """The status of a document in the index."""
-        progress = self._worker.caches.progress(name)
+        progress = self._worker.builder.table.progress(name)
         if progress is None:
             if self._worker.problem:
                 return DocumentStatus(name, indexed.title, "failed", indexed.chunks, reason=CORPUS_FAILS)

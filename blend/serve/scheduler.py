@@ -1,29 +1,43 @@
-"""Whose turn it is, and what each forward pass computes.
+"""The engine: who is admitted, and what each forward pass computes.
 
 A pass takes the next row of every running answer and a piece of one prompt's prefill, so answers go on while prompts are
 blended. A pass over few rows takes as long as reading the weights, so answers share that cost. Now and then a piece of a
-chunk's cache takes the place of the prompt's.
+chunk's cache takes the place of the prompt's. What may wait for a store runs in I/O pools.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Listed
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from blend.serve.sequence import Sequence
-from blend.serve.types import EndReason, QueueFullError
+import torch
+
+from blend.errors import ContextLengthError, PromptError, StoreError
+from blend.model import cpu
+from blend.model.cpu import set_threads
+from blend.serve.background import EncodingQueue, EncodingTask, IOPool
+from blend.serve.corpus_caches import OnDone
+from blend.serve.failures import STORE_UNREACHABLE, log_error
+from blend.serve.limits import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
+from blend.serve.prefixes import PrefixCache
+from blend.serve.sequence import LEAST_GAIN, Sequence, gains_from
+from blend.serve.types import EndReason, EngineFailedError, EngineStats, OnEvent, QueueFullError, Request
 from blend.timing import Stopwatch
 
 if TYPE_CHECKING:
-    import torch
-
+    from blend.blender import Blender
+    from blend.chunks.library import ChunkLibrary, Variant
     from blend.model.decoder import Decoder
     from blend.model.forward import RowRequest
-    from blend.serve.background import EncodingQueue, IOPool
+
 
 STEP_S = 30.0
 """Seconds of waiting that count as one step of priority: long for a prompt, short for a client."""
@@ -32,9 +46,248 @@ TURN = 4  # while answers run, one pass in so many computes a piece of a chunk's
 # The same while prompts are prefilled. Without it a server with a full queue would compute what its store lost in every prompt,
 # never store it, and slow down with each cache that it loses.
 TURN_AMONG_PROMPTS = 8
+LOADING = 2  # prompts whose caches are loaded at a time
+LOOK_S = 0.05  # how often cancelled prompts are looked for while everything waits for the store
+CPU_ROWS = 80  # five times as long as a pass of one row; more would only make answers wait
+GPU_ROWS = 1024
+# Seconds between two times that freed memory is given back to the system: .2 s a gigabyte, in which no token is computed.
+TRIM_IDLE_S, TRIM_BUSY_S = 60.0, 600.0
 
 OnPass = Callable[[int, int, float], None]
 """Called after a pass with its rows, the keys that they attended to in total, and seconds."""
+
+
+class EmbeddedEngine:
+    """Answers prompts over a blender's decoder and store, many at once. Threads may share it.
+
+    blender_of: the blender of a tenant's corpus, on the same decoder; default: `blender` for all. most_running, most_waiting:
+    prompts. pass_rows: of one pass, decoding and prefill together. kv_budget: bytes for the KV caches of running prompts; a
+    prompt waits until there is room. prefix_budget: bytes of the prefix cache. least_gain: rows that blending must save.
+    remember: compute and store what the store lacked for a prompt, when idle. on_pass: called after passes like those of a
+    full prefill.
+    """
+
+    def __init__(
+        self,
+        blender: Blender,
+        *,
+        blender_of: Callable[[str, str], Blender] | None = None,
+        most_running: int = MOST_RUNNING,
+        most_waiting: int = MOST_WAITING,
+        pass_rows: int | None = None,
+        kv_budget: int = KV_BUDGET,
+        prefix_budget: int = PREFIX_BUDGET,
+        least_gain: int = LEAST_GAIN,
+        remember: bool = True,
+        on_pass: OnPass | None = None,
+    ) -> None:
+        self.blender, self.decoder, self._least_gain = blender, blender.decoder, least_gain
+        self._blender_of = blender_of or (lambda tenant, corpus: blender)
+        self._most_running = most_running
+        if pass_rows is None:
+            pass_rows = CPU_ROWS if self.decoder.device.type == "cpu" else GPU_ROWS
+        piece_rows, self._kv_budget = max(1, pass_rows - most_running), kv_budget
+        self._row_bytes = sum(layer.width for layer in self.decoder.rotations) * self.decoder.dtype.itemsize
+        self.prefixes = PrefixCache(prefix_budget)
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._waiting = WaitingQueue(most_waiting)
+        self._running: list[Sequence] = []
+        self._loads = IOPool("kvblend-loads", LOADING, self._wake)
+        self._caches = IOPool("kvblend-caches", 1, self._wake)
+        self._encodings = EncodingQueue(self._caches, piece_rows)
+        self._scheduler = Scheduler(
+            self.decoder, self._encodings, self._loads, piece_rows=piece_rows, remember=remember, on_pass=on_pass
+        )
+        self._trimmed, self._untrimmed = time.monotonic(), False
+        self._open = True
+        self._failed = self._idle = self._news = False
+        self._threads, self._begun = torch.get_num_threads(), threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="kvblend-engine", daemon=True)
+        self._thread.start()
+        self._begun.wait()
+
+    def submit(self, request: Request, on_event: OnEvent) -> Sequence:
+        """Accept a prompt; its events go to `on_event`, from the engine's thread.
+
+        Raises `PromptError` if it can never run, `QueueFullError` if too many wait, `EngineFailedError` if the engine has died.
+        """
+        layout = request.layout
+        if not (layout.prefix and layout.suffix):
+            raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
+        self.decoder.check_length(layout.rows + request.sampling.max_tokens)
+        request, blender = self._placed(request)
+        sequence = Sequence(request, blender, self.prefixes, next(self._numbers), on_event, least_gain=self._least_gain)
+        if self._bytes(sequence) > self._kv_budget:
+            raise ContextLengthError(
+                f"the prompt and its answer need {self._bytes(sequence) >> 20} MiB of KV memory, all there is are "
+                f"{self._kv_budget >> 20}: use fewer chunks, a shorter answer or a larger budget",
+                self._kv_budget // self._row_bytes - request.sampling.max_tokens,
+                layout.rows,
+            )
+        with self._changed:
+            self.require_room(request.tenant)
+            self._waiting.add(sequence)
+            self._wake()
+        if request.method != "full":
+            with suppress(StoreError):  # only for speed; an outage shows when the prompt's turn comes
+                blender.read_ahead(layout)
+        return sequence
+
+    def _placed(self, request: Request) -> tuple[Request, Blender]:
+        """A prompt and the blender of its corpus. Full prefill needs no store, so any blender does."""
+        if request.method != "full":
+            try:
+                return request, self._blender_of(request.tenant, request.corpus)
+            except StoreError:  # the tenant's store cannot be opened
+                request = replace(request, method="full", reason=STORE_UNREACHABLE)
+        return request, self.blender
+
+    def require_room(self, tenant: str = "") -> None:
+        """Raise `QueueFullError` if too many prompts wait, of this tenant or of all; `EngineFailedError` as `submit` does."""
+        with self._changed:
+            self._require_open()
+            self._waiting.require_room(tenant)
+
+    def _require_open(self) -> None:
+        if self._failed:
+            raise EngineFailedError
+        if not self._open:
+            raise QueueFullError(len(self._waiting), 1.0)
+
+    def stats(self) -> EngineStats:
+        """Its load now."""
+        with self._changed:
+            used = sum(map(self._bytes, self._running))
+            counts = len(self._running), len(self._waiting), used, self._kv_budget
+        return EngineStats(*counts, self.prefixes.nbytes, len(self._encodings), self.prefixes.evictions)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs and no fault has ended its work."""
+        return not self._failed and self._thread.is_alive()
+
+    def encode(self, library: ChunkLibrary, variants: Listed[Variant], on_done: OnDone) -> EncodingTask:
+        """Compute and store these caches in small pieces, between the passes of answers."""
+        with self._changed:
+            self._require_open()
+            self._wake()
+            return self._encodings.add(library, variants, on_done)
+
+    def forget(self, tenant: str) -> None:
+        """Remove this tenant's rows from the prefix cache."""
+        self.prefixes.forget(tenant)
+
+    def close(self, finish_s: float = 0.0) -> None:
+        """Accept nothing more, let what runs finish within `finish_s`, and end the rest."""
+        until = time.monotonic() + finish_s
+        with self._changed:
+            self._open = self._scheduler.remember = False
+            self._changed.wait_for(lambda: not (self._running or self._waiting), max(0.0, until - time.monotonic()))
+            self._most_running = 0  # the loop ends everything
+            self._wake()
+        self._thread.join()
+
+    def _bytes(self, sequence: Sequence) -> int:
+        return sequence.capacity * self._row_bytes
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._news = True
+            self._changed.notify_all()
+
+    def _loop(self) -> None:
+        set_threads(self._threads)
+        self._begun.set()
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # a bug: no client may wait for what never comes
+            log_error(error, "engine")
+            with self._changed:
+                self._failed = True
+        self._end_all()
+
+    def _turn(self) -> bool:
+        """Wait for something to do, admit, and run one pass. False ends the loop."""
+        self._trim_memory()
+        with self._changed:
+            if not (self._waiting or self._running or self._encodings or self._closing):
+                self._changed.wait(TRIM_IDLE_S if self._untrimmed else None)
+            elif self._idle and not self._news:
+                self._changed.wait(LOOK_S)
+            self._news = False
+            gone = self._waiting.remove_ended()
+            self._admit()
+            running, closing = list(self._running), self._closing
+            if gone:
+                self._changed.notify_all()
+        for sequence, reason in gone:
+            sequence.end(reason)
+            sequence.release()
+        if closing:
+            return False
+        with torch.inference_mode():
+            self._idle = not self._scheduler.run(running)
+        self._untrimmed = self._untrimmed or not self._idle
+        self._release_ended()
+        return True
+
+    def _end_all(self) -> None:
+        """End what is left: the server shuts down, or the engine has failed."""
+        with self._changed:
+            sequences, self._running = [*self._running, *self._waiting.clear()], []
+            self._changed.notify_all()
+        for sequence in sequences:
+            if self._failed:
+                sequence.fail(EngineFailedError())
+            else:
+                sequence.end("shutdown")
+        encodings = self._encodings.close()
+        self._loads.close()
+        self._caches.close()
+        for sequence in sequences:
+            sequence.release()
+        for encoding in encodings if self._failed else ():
+            encoding.abandon(EngineFailedError())
+
+    @property
+    def _closing(self) -> bool:
+        return self._most_running == 0
+
+    def _admit(self) -> None:
+        """Admit the next prompt if it can begin at once; until then a more urgent one may come."""
+        sequence = self._waiting.first(lambda one: not any(_goes_before(other, one) for other in self._running))
+        if sequence is None:
+            return
+        used = sum(map(self._bytes, self._running))
+        if len(self._running) >= self._most_running or used + self._bytes(sequence) > self._kv_budget:
+            return  # smaller prompts must not overtake it for ever
+        self._waiting.admit(sequence)
+        self._running.append(sequence)
+
+    def _release_ended(self) -> None:
+        with self._changed:
+            done = [sequence for sequence in self._running if sequence.ended and not sequence.waits]
+            if done:
+                self._news = True
+                self._running = [sequence for sequence in self._running if sequence not in done]
+                self._changed.notify_all()
+        for sequence in done:
+            sequence.release()
+
+    def _trim_memory(self) -> None:
+        """Give freed memory back to the system from time to time."""
+        due_s = TRIM_BUSY_S if self._running else TRIM_IDLE_S
+        if self._untrimmed and time.monotonic() - self._trimmed >= due_s:
+            cpu.trim_heap()
+            self._trimmed, self._untrimmed = time.monotonic(), False
+
+
+def _goes_before(running: Sequence, waiting: Sequence) -> bool:
+    """Whether a running prompt must be prefilled first: it can go on now, or leaves rows that serve the waiting one."""
+    prefilling = running.blend is None and not running.ended
+    return prefilling and (not running.waits or gains_from(waiting.request, running.request))
 
 
 class WaitingQueue:

@@ -16,12 +16,11 @@ from cachetools import LRUCache
 from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model.decoder import full_prefill
 from blend.rag import NONE_RETRIEVED
-from blend.serve.chat import DIRECT, question_turns
 from blend.serve.documents import Documents
 from blend.serve.failures import LOG, STORE_UNREACHABLE, StoreWatch
 from blend.serve.limits import LEARN_BUDGET
 from blend.serve.tenant import Learning, TenantState, begun_corpora, kept_corpora, require_length, tenant_root
-from blend.serve.text import Detokenizer
+from blend.serve.text import DIRECT, Detokenizer, question_turns
 from blend.serve.types import (
     ASKED_FOR,
     EndReason,
@@ -46,7 +45,7 @@ from blend.types import PromptLayout
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
     from blend.rag import Rag
-    from blend.serve.embedded import EmbeddedEngine
+    from blend.serve.scheduler import EmbeddedEngine
     from blend.store import ChunkStore
 
 TIMED_EVERY_S = 120.0  # how often an idle server times full prefill again, at most

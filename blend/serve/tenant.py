@@ -15,13 +15,13 @@ from blend.corpus import TitledText
 from blend.errors import ConfigError, ContextLengthError, PromptError, StoreError
 from blend.limits import check_corpus_name, is_corpus_name
 from blend.prompt import render_chunk
-from blend.serve.chat import ChatTemplate, Passage, Turn
 from blend.serve.corpus_caches import Compute, current_index
 from blend.serve.failures import LOG, StoreWatch
 from blend.serve.learned import SHARE, LearnedCaches, RecentTexts, Tokens, removed_from
 from blend.serve.passages.known import KnownTexts
 from blend.serve.passages.rendered import Renderer
 from blend.serve.passages.segments import Segment, cut, with_text_around
+from blend.serve.text import ChatTemplate, Passage, Turn
 from blend.serve.types import GivenDocument, Message, SourceKind
 from blend.serve.uploads import INCOMING, part_of, spellings
 from blend.types import Part

@@ -1,14 +1,23 @@
-"""Detokenization: text from tokens as they come, never half a character, nothing behind a stop text."""
+"""From messages to token ids and back: the model's chat template around passages, and the detokenizer of answers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from blend.serve.types import Token
+from blend.errors import PromptError
+from blend.prompt import Parts, TextTokenizer, apply_chat_template
+from blend.serve.types import Message, Role, Token
+from blend.types import Part, PromptLayout
 
+# Private-use characters stand for the users' texts while the template is applied; no template contains or changes them.
+_MARK = 0xE100
+_MOST_MESSAGES = 4096
+_PROBE = "\ue000"
+DIRECT: Mapping[str, Any] = {"enable_thinking": False}
+"""Template arguments with which reasoning models answer directly."""
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are not a character yet
 _LONGEST_WAIT = 8  # tokens: no character has more than four bytes
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how sentencepiece writes a byte without a piece of its own
@@ -17,6 +26,133 @@ _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (byte for byte in range(0x100) if byte not in _PRINTABLE)
 _ALPHABET = {**{chr(byte): byte for byte in _PRINTABLE}, **{chr(0x100 + n): byte for n, byte in enumerate(_OTHERS)}}
 _NEWLINE = "\u010a"  # in that alphabet
+
+
+class Passage(NamedTuple):
+    """Text with a cache of its own. ids: in the prompt. part: set if these are only some rows of a stored chunk."""
+
+    ids: tuple[int, ...]
+    part: Part | None = None
+
+
+Written = Sequence[str | Passage]
+"""The content of a message: text and passages in order."""
+
+
+class Turn(NamedTuple):
+    """One message as it stands in the prompt."""
+
+    role: Role
+    content: Written
+
+
+class ChatTemplate:
+    """Tokenizes conversations. canonical_prefix: the prefix behind which the caches of passages were computed.
+
+    Raises `PromptError` if `tokenizer` is None.
+    """
+
+    def __init__(self, tokenizer: Any, canonical_prefix: tuple[int, ...]) -> None:
+        if tokenizer is None:
+            raise PromptError("this decoder has no tokenizer, so it cannot be asked in words")
+        self._tokenizer, self._text, self._canonical_prefix = tokenizer, TextTokenizer(tokenizer), canonical_prefix
+
+    def layout(self, turns: Sequence[Turn], arguments: Mapping[str, Any] = DIRECT) -> PromptLayout:
+        """The prompt of a conversation. Raises `PromptError` if the template refuses it. arguments: for the template."""
+        return self._laid(list(self._items(turns, arguments)))
+
+    def continued(self, content: Written) -> PromptLayout:
+        """The prompt of a plain text to be continued."""
+        texts = [one if isinstance(one, Passage) else (one, False) for one in content]
+        return self._laid([(self.opening, True), *texts])
+
+    @property
+    def opening(self) -> str:
+        """What the model expects at the start of every text, or ""."""
+        bos = self._tokenizer.bos_token if getattr(self._tokenizer, "add_bos_token", False) else ""
+        return bos or ""
+
+    def _items(self, turns: Sequence[Turn], arguments: Mapping[str, Any]) -> Iterator[tuple[str, bool] | Passage]:
+        """The prompt in order: text, each with whether it is the template's own, and passages."""
+        marks = {chr(_MARK + number): turn for number, turn in enumerate(turns)}
+        text = self._apply([{"role": turn.role, "content": mark} for mark, turn in marks.items()], arguments)
+        missing = [turn.role for mark, turn in marks.items() if mark not in text]
+        if missing:
+            raise PromptError(f"the model's chat template has no place for a message of the role {missing[0]!r}")
+        own = ""
+        for character in text:
+            if character not in marks:
+                own += character
+                continue
+            yield own, True
+            own = ""
+            yield from self._written(marks[character])
+        yield own, True
+
+    def _written(self, turn: Turn) -> Iterator[tuple[str, bool] | Passage]:
+        last = len(turn.content) - 1
+        for number, one in enumerate(turn.content):
+            if isinstance(one, Passage):
+                yield one
+                continue
+            if self._trims:
+                one = one.lstrip() if number == 0 else one
+                one = one.rstrip() if number == last else one
+            yield one, False
+
+    @cached_property
+    def _trims(self) -> bool:
+        """Whether the template trims messages, as Llama 3's does."""
+        return f" {_PROBE} " not in self._apply([{"role": "user", "content": f" {_PROBE} "}])
+
+    def _apply(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] = DIRECT) -> str:
+        if len(messages) > _MOST_MESSAGES:
+            raise PromptError(f"the conversation has {len(messages)} messages; shorten it to {_MOST_MESSAGES}")
+        try:
+            return apply_chat_template(self._tokenizer, messages, **arguments)
+        except Exception as error:  # whatever the template's author raises
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise PromptError(f"the model's chat template refuses these messages: {why}") from None
+
+    def _laid(self, items: Sequence[tuple[str, bool] | Passage]) -> PromptLayout:
+        """The layout: prefix before the first passage, suffix behind the last one."""
+        runs: list[Parts] = [[]]
+        passages: list[Passage] = []
+        for item in items:
+            if isinstance(item, Passage):
+                passages.append(item)
+                runs.append([])
+            elif item[0]:
+                runs[-1].append(item)
+        texts = [tuple(self._text.join(run)) if run else () for run in runs]
+        if not passages:
+            return self._plain(texts[0])
+        if not texts[0] or not texts[-1]:
+            raise PromptError("the prompt needs text in front of its passages and behind them")
+        return self._between(texts, passages)
+
+    def _between(self, texts: Sequence[tuple[int, ...]], passages: Sequence[Passage]) -> PromptLayout:
+        chunks, plain, parts = list[tuple[int, ...]](), set[int](), dict[int, Part]()
+        for passage, behind in zip(passages, (*texts[1:-1], ()), strict=True):
+            if passage.part is not None:
+                parts[len(chunks)] = passage.part
+            chunks.append(passage.ids)
+            if behind:
+                plain.add(len(chunks))
+                chunks.append(behind)
+        return PromptLayout(texts[0], tuple(chunks), texts[-1], frozenset(plain), parts, self._canonical_prefix)
+
+    def _plain(self, ids: tuple[int, ...]) -> PromptLayout:
+        if len(ids) < 2:
+            raise PromptError("the prompt is empty; ask something")
+        return PromptLayout(ids[:-1], (), ids[-1:], canonical_prefix=self._canonical_prefix)
+
+
+def question_turns(messages: Sequence[Message], passages: Sequence[Passage], instructions: str) -> list[Turn]:
+    """The conversation with `instructions` and passages before the last message."""
+    *before, last = messages
+    opening = f"{instructions.strip()}\n\n" if instructions.strip() else ""
+    return [*(Turn(one.role, (one.content,)) for one in before), Turn("user", (opening, *passages, last.content))]
 
 
 class TokenBytes:

@@ -22,14 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
+from blend_retrieval.isolated import ApartReader, ReadingLimits
+
 from blend.chunks.library import Tokens
 from blend.errors import ConfigError, StoreError
 from blend.files import make_private_folder, sweep, write_atomically
 from blend.limits import shown
 from blend.serve.types import GivenDocument, QueueFullError
 from blend_retrieval import Document, LoadedDocuments
-from blend_retrieval.apart import ApartReader, ReadingLimits
-from blend_retrieval.cleaning import clean, clean_title
+from blend_retrieval.document import clean, clean_title
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.readers import SUFFIXES
 

@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from blend_retrieval.cleaning import valid_name
-from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument
+from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument, valid_name
 from blend_retrieval.loading import OUT_OF_MEMORY, load_bytes
 
 _AT_ONCE = threading.BoundedSemaphore(
@@ -99,7 +98,7 @@ def _start() -> subprocess.Popen[bytes]:
     """The process, in a group of its own: Ctrl-C is for who started it."""
     places = os.pathsep.join(str(Path(place).absolute()) for place in sys.path)
     return subprocess.Popen(
-        [sys.executable, "-P", "-X", "utf8", "-m", "blend_retrieval.apart"],
+        [sys.executable, "-P", "-X", "utf8", "-m", "blend_retrieval.isolated"],
         env={**os.environ, "PYTHONPATH": places},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

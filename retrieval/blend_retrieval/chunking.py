@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from blend_retrieval.chunking import Passage, PassageComposer, Region
 from blend_retrieval.document import Document
 from blend_retrieval.errors import ChunkingError
-from blend_retrieval.passages import Passage, PassageComposer, Region
 
 LEAST_MAX_TOKENS = 16
 LEAST_WINDOW = 1 << 14  # characters

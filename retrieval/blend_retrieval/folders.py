@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from blend_retrieval.cleaning import valid_name
-from blend_retrieval.document import SkippedDocument
+from blend_retrieval.document import SkippedDocument, valid_name
 
 
 class _Listing(NamedTuple):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from blend_retrieval.errors import ChunkIndexError, IndexBusyError, IndexDamagedError, IndexMissingError
-from blend_retrieval.privacy import PRIVATE_FILE, make_private, make_private_folder
+from blend_retrieval.generations import PRIVATE_FILE, make_private, make_private_folder
 
 FORMAT_VERSION = 1
 MANIFEST, LOCK = "manifest.json", ".lock"

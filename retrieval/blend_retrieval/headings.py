@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from blend_retrieval.document import Heading, Markup
-from blend_retrieval.markdown_headings import markdown_headings
-from blend_retrieval.plain_headings import plain_headings
+from blend_retrieval.headings import markdown_headings, plain_headings
 
 
 def find_headings(text: str, markup: Markup = "markdown") -> tuple[Heading, ...]:

@@ -9,10 +9,9 @@ from functools import partial
 from itertools import chain, count
 from pathlib import Path, PurePath, PurePosixPath
 
-from blend_retrieval.cleaning import clean, clean_title, valid_name
-from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument
+from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument, clean, clean_title, valid_name
 from blend_retrieval.errors import DocumentsError
-from blend_retrieval.folders import files_below
+from blend_retrieval.loading import files_below
 from blend_retrieval.readers import SUFFIXES, Fault, Part, UnreadableError, reader_for
 
 OUT_OF_MEMORY = "needs more memory to be read than it may have: divide it"

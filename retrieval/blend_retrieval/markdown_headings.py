@@ -8,8 +8,7 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from blend_retrieval.cleaning import clean_title
-from blend_retrieval.document import MAX_HEADING, Heading
+from blend_retrieval.document import MAX_HEADING, Heading, clean_title
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt

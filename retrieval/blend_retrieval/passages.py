@@ -8,8 +8,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
-from blend_retrieval.cleaning import clean_title
-from blend_retrieval.document import Document, Heading
+from blend_retrieval.document import Document, Heading, clean_title
 from blend_retrieval.headings import find_headings
 
 TINY_SHARE = 8  # a passage below an eighth of the limit is put to any neighbour it fits with

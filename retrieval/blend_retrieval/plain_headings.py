@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from unicodedata import east_asian_width
 
-from blend_retrieval.cleaning import clean_title
-from blend_retrieval.document import MAX_HEADING, Heading
-from blend_retrieval.prose import PROMPT, like_code, like_heading, like_prose
+from blend_retrieval.document import MAX_HEADING, Heading, clean_title
+from blend_retrieval.headings import PROMPT, like_code, like_heading, like_prose
 
 _RULE = re.compile(r"^(?:={3,}|-{3,})[ \t]*$", re.MULTILINE)
 _HASH = re.compile(r"^[ \t]*#.*$", re.MULTILINE)

@@ -7,7 +7,7 @@ the KV corrections of one store that rounds nothing, so that whatever differs be
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from blend.types import PromptLayout
 
 
-BESIDE = "bfloat16"
+BASE = "bfloat16"
 _RUNS = 50
 
 
@@ -46,21 +46,6 @@ class Measured(NamedTuple):
     top1: float
     nbytes: int
     tokens: int
-
-
-class AtPositions(Codec):
-    """Another codec, given keys as the model has them, at their positions."""
-
-    def __init__(self, codec: Codec) -> None:
-        self.name, self.parts, self._codec = f"{codec.name}-at-positions", codec.parts, codec
-
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """As the other."""
-        return self._codec.encode(keys, values)
-
-    def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the other."""
-        return self._codec.decode(parts, dtype)
 
 
 class Comparison:
@@ -101,14 +86,9 @@ class Comparison:
                 mine.keep(one, cache)
             logits = self._logits(blender, layout, answer)
             held = {mine.key(one): len(one.chunk) for one in opened.used}
-            yield Measured(
-                record.id,
-                blender.store.codec.name,
-                float(kl_divergence(true, logits).mean()),
-                top1_agreement(true, logits) or 0.0,
-                blender.store.stats().nbytes,
-                sum(held.values()),
-            )
+            kl, top1 = float(kl_divergence(true, logits).mean()), top1_agreement(true, logits) or 0.0
+            name, nbytes = blender.store.codec.name, blender.store.stats().nbytes
+            yield Measured(record.id, name, kl, top1, nbytes, sum(held.values()))
             for key in held:
                 blender.store.delete(key)
 
@@ -137,48 +117,32 @@ def read(path: Path) -> list[Measured]:
 
 
 def table(found: Sequence[Measured], taken: Iterable[Speed] = ()) -> Iterator[str]:
-    """A line a codec as Markdown, on the records that all codecs have, beside bfloat16. taken: what `speeds` has measured."""
+    """A line a codec as Markdown, on the records that all codecs have, against bfloat16. taken: of `speeds`."""
     speed = {one.codec: one for one in taken}
     by_codec: dict[str, dict[str, Measured]] = {}
     for one in found:
         by_codec.setdefault(one.codec, {})[one.record] = one
     records = sorted(set.intersection(*(set(mine) for mine in by_codec.values())))
-    beside = [by_codec[BESIDE][record] for record in records]
-    names = [
-        "codec",
-        "bytes a token",
-        "of bfloat16",
-        "mean KL",
-        "of bfloat16",
-        "difference",
-        "median KL",
-        "top-1",
-        "difference",
-    ]
-    names += ["encode GB/s", "decode GB/s"] if speed else []
+    base = [by_codec[BASE][record] for record in records]
+    names = ["codec", "bytes a token", "of bfloat16", "mean KL", "of bfloat16", "difference", "median KL", "top-1"]
+    names += ["difference", *(["encode GB/s", "decode GB/s"] if speed else [])]
     yield _cells(names)
     yield f"|---|{'--:|' * (len(names) - 1)}"
     for codec, mine in by_codec.items():
         rates = [] if not speed else _rates(speed[codec]) if codec in speed else ["", ""]
-        yield _cells([*_figures(codec, [mine[record] for record in records], beside), *rates])
+        yield _cells([*_figures(codec, [mine[record] for record in records], base), *rates])
     yield f"\n{len(records)} records"
 
 
-def _figures(codec: str, mine: Sequence[Measured], beside: Sequence[Measured]) -> list[str]:
-    kl, other = [one.kl for one in mine], [one.kl for one in beside]
-    size, least = (sum(one.nbytes for one in rows) / sum(one.tokens for one in rows) for rows in (mine, beside))
+def _figures(codec: str, mine: Sequence[Measured], base: Sequence[Measured]) -> list[str]:
+    kl, other = [one.kl for one in mine], [one.kl for one in base]
+    size, least = (sum(one.nbytes for one in rows) / sum(one.tokens for one in rows) for rows in (mine, base))
     more = paired_interval(kl, other)
-    agree = paired_interval([one.top1 for one in mine], [one.top1 for one in beside])
+    agree = paired_interval([one.top1 for one in mine], [one.top1 for one in base])
     return [
-        codec,
-        f"{size:,.0f}",
-        f"{size / least:.3f}",
-        f"{mean(kl):.4f}",
-        f"{mean(kl) / mean(other):.3f}",
-        f"{more.mean:+.4f} [{more.low:+.4f}, {more.high:+.4f}]",
-        f"{median(kl):.4f}",
-        f"{mean(one.top1 for one in mine):.3f}",
-        f"{agree.mean:+.3f} [{agree.low:+.3f}, {agree.high:+.3f}]",
+        *(codec, f"{size:,.0f}", f"{size / least:.3f}", f"{mean(kl):.4f}", f"{mean(kl) / mean(other):.3f}"),
+        *(f"{more.mean:+.4f} [{more.low:+.4f}, {more.high:+.4f}]", f"{median(kl):.4f}"),
+        *(f"{mean(one.top1 for one in mine):.3f}", f"{agree.mean:+.3f} [{agree.low:+.3f}, {agree.high:+.3f}]"),
     ]
 
 

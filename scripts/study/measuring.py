@@ -1,26 +1,21 @@
-"""Measure methods on sets of questions, resumably; profile the layers that a selector reads."""
+"""Measure methods on sets of questions, resumably."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import mean
 from typing import TYPE_CHECKING
 
 from blend.blender import Blender
-from blend.chunks.assemble import assemble, place
 from blend.config import CorpusConfig
 from blend.errors import ConfigError, DatasetError, PromptError
 from blend.eval.dataset import Record, load_dataset
 from blend.eval.evaluator import Evaluator, Method
 from blend.eval.metrics import word_f1
 from blend.prompt import PromptTemplate
-from blend.recompute import make_plan
-from blend.select import Nothing, QueryScore
-from blend.select.evidence import query_attention, true_weight
 from blend.store import open_store
 from blend.weights import resolve_model
 from study.methods import FULL, Methods, methods
@@ -131,10 +126,10 @@ def run(setting: Setting, out: Path, *, group: str, records: int, shard: Shard) 
         for workload in (*workloads[first:], *workloads[:first]):
             for index in range(start, min(start + ROUND, records, len(workload.records))):
                 if index % shard.count == shard.index:
-                    yield from _measure(workload, index, _lacking(workload, index, wanted, done), out)
+                    yield from _measure(workload, index, _missing(workload, index, wanted, done), out)
 
 
-def _lacking(workload: Workload, index: int, wanted: Methods, done: Collection[Key]) -> Methods:
+def _missing(workload: Workload, index: int, wanted: Methods, done: Collection[Key]) -> Methods:
     """The methods that were not measured on a record."""
     record = workload.records[index]
     return {
@@ -142,13 +137,13 @@ def _lacking(workload: Workload, index: int, wanted: Methods, done: Collection[K
     }
 
 
-def _measure(workload: Workload, index: int, lacking: Methods, out: Path) -> Iterator[str]:
-    """These methods on one record, beside full recompute."""
+def _measure(workload: Workload, index: int, missing: Methods, out: Path) -> Iterator[str]:
+    """Measure these methods on one record, after full recompute."""
     record = workload.records[index]
-    if not lacking:
+    if not missing:
         return
     try:
-        rows = measured_rows(workload, record, lacking)
+        rows = measured_rows(workload, record, missing)
     except PromptError as error:
         yield f"{record.id} left out: {error}"
         return
@@ -163,53 +158,3 @@ def measured_rows(workload: Workload, record: Record, wanted: Methods) -> list[R
     full, *others = workload.evaluator.measure(record, compared)
     model, name = workload.model, workload.name
     return [row_of(model, name, each, full, word_f1(each.answer, (full.answer,))) for each in (full, *others)]
-
-
-BUDGET = 0.15  # share of the stale rows
-
-
-def profile(setting: Setting, records: int) -> Iterator[str]:
-    """A line of shares a set, their mean, and the best third of the layers as an option.
-
-    records: of each set, taken from those that `run` does not measure.
-    """
-    shares = []
-    for workload in load_workloads(setting, load_decoder(setting)):
-        several = [record for record in workload.apart if len(record.chunks) > 1]  # alone, a chunk costs nothing
-        shares.append(_means([layer_shares(workload, record) for record in several[:records]]))
-        yield _line(workload.name, shares[-1])
-    overall = _means(shares)
-    yield _line("mean", overall)
-    yield f"--selector query_guided:layers={'+'.join(map(str, best_layers(overall)))}"
-
-
-def best_layers(shares: Sequence[float]) -> list[int]:
-    """The third of the layers with the highest shares, at least one, in order."""
-    return sorted(sorted(range(len(shares)), key=shares.__getitem__)[-max(1, len(shares) // 3) :])
-
-
-def layer_shares(workload: Workload, record: Record) -> list[float]:
-    """Of the cost that a budget of rows can hold, the share that rows chosen by each layer alone hold, `[layers]`."""
-    evaluator = workload.evaluator
-    blender, decoder = evaluator.blender, evaluator.decoder
-    layout = evaluator.template.layout(record.question, record.chunks)
-    evaluator.cache_chunks(layout)
-    library = blender.library(layout.kept_behind)
-    placed = place(layout, library.open_sound, contextual=True)
-    of_chunks = blender.corrections(placed).of_chunks
-    cache = assemble(decoder, layout, blender.encoder(layout.prefix).prefix, placed.readers, of_chunks).cache
-    plan = make_plan(layout, placed.hits, Nothing(), 0.0, decoder.device, first_exact=placed.first_exact)
-    cost = true_weight(decoder, cache, layout)[plan.stale]
-    scores = query_attention(decoder, cache, layout, QueryScore("all"))[:, plan.stale]
-    budget = max(1, round(BUDGET * len(cost)))
-    held = cost[scores.topk(budget).indices].sum(1) / cost.topk(budget).values.sum()
-    return [float(share) for share in held]
-
-
-def _means(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Mean of each column."""
-    return [mean(column) for column in zip(*rows, strict=True)]
-
-
-def _line(name: str, shares: Sequence[float]) -> str:
-    return f"{name:<18}" + " ".join(f"{share:.2f}" for share in shares)

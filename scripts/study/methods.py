@@ -101,47 +101,33 @@ def _by_layers(layers: int) -> Methods:
 
 def _screen(layers: int) -> Methods:
     """Every selector, and the options of each."""
-    return {**_parts(layers), **_screened_deviation(), **_screened_query(), **_screened_mixed()}
+    stored = {f"{name}, as stored": _config(name, **_AS_STORED) for name in ("hkvd", "oracle")}
+    return {**_parts(layers), **{name: _config(selector) for name, selector in _SCREENED.items()}, **stored}
 
 
-def _screened_deviation() -> Methods:
-    return {
-        "hkvd, as stored": _config("hkvd", **_AS_STORED),
-        "hkvd": _config("hkvd"),
-        "hkvd floor": _config("hkvd:floor=0.5"),
-        "hkvd blocks 16": _config("hkvd:block=16"),
-        "hkvd K layer 3": _config("hkvd:check_layer=3,of=k"),
-        "gradual": _config("gradual"),
-        "first_k": _config("first_k"),
-        "random": _config("random"),
-    }
-
-
-def _screened_query() -> Methods:
-    return {
-        "query all layers": _query(selector="query_guided:layers=all"),
-        "query upper layers": _query(selector="query_guided:layers=upper"),
-        "query x |v|": _query(selector="query_guided:value_norm=true"),
-        "query floor": _query(selector="query_guided:floor=0.3"),
-        "query sum": _query(selector="query_guided:rows=sum"),
-        "query blocks 16": _query(selector="query_guided:block=16"),
-        "query blocks 32": _query(selector="query_guided:block=32"),
-    }
-
-
-def _screened_mixed() -> Methods:
-    return {
-        "mixed 1": _config("mixed"),
-        "mixed 1 z": _config("mixed:rule=zsum"),
-        "mixed 3": _config("mixed:check_layer=3"),
-        "mixed 3 heads": _config("mixed:check_layer=3,lead=6"),
-        "mixed 3 floor": _config("mixed:check_layer=3,floor=0.3"),
-        "mixed 3 prefilter": _config("mixed:check_layer=3,prefilter=2.5"),
-        "oracle": _config("oracle"),
-        "oracle, as stored": _config("oracle", **_AS_STORED),
-    }
-
-
+_SCREENED = {
+    "hkvd": "hkvd",
+    "hkvd floor": "hkvd:floor=0.5",
+    "hkvd blocks 16": "hkvd:block=16",
+    "hkvd K layer 3": "hkvd:check_layer=3,of=k",
+    "gradual": "gradual",
+    "first_k": "first_k",
+    "random": "random",
+    "query all layers": "query_guided:layers=all",
+    "query upper layers": "query_guided:layers=upper",
+    "query x |v|": "query_guided:value_norm=true",
+    "query floor": "query_guided:floor=0.3",
+    "query sum": "query_guided:rows=sum",
+    "query blocks 16": "query_guided:block=16",
+    "query blocks 32": "query_guided:block=32",
+    "mixed 1": "mixed",
+    "mixed 1 z": "mixed:rule=zsum",
+    "mixed 3": "mixed:check_layer=3",
+    "mixed 3 heads": "mixed:check_layer=3,lead=6",
+    "mixed 3 floor": "mixed:check_layer=3,floor=0.3",
+    "mixed 3 prefilter": "mixed:check_layer=3,prefilter=2.5",
+    "oracle": "oracle",
+}
 _GROUPS: dict[str, Callable[[int], Methods]] = {
     "base": _base,
     "finalists": _finalists,

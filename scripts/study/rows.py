@@ -69,7 +69,7 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def row_of(model: str, name: str, measured: Measurement, full: Measurement, f1_full: float | None) -> Row:
-    """The row of a measurement on the set `name`, beside full recompute of the same record."""
+    """The row of a measurement on the set `name`, next to full recompute of the same record."""
     itself = measured is full
     return Row(
         model=model,
@@ -92,9 +92,9 @@ def row_of(model: str, name: str, measured: Measurement, full: Measurement, f1_f
 
 
 def _row(path: Path, line: Mapping[str, Any]) -> Row:
-    lacking = [name for name in _REQUIRED if name not in line]
-    if lacking:
-        raise DatasetError(f"{path}: a line lacks {', '.join(lacking)}; name a file that bench_selection wrote")
+    missing = [name for name in _REQUIRED if name not in line]
+    if missing:
+        raise DatasetError(f"{path}: a line lacks {', '.join(missing)}; name a file that bench_selection wrote")
     return Row(**{field.name: line[field.name] for field in fields(Row) if field.name in line})
 
 

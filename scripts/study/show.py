@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.errors import ConfigError, DatasetError
 from blend.eval.metrics import Interval
@@ -16,7 +16,7 @@ from blend.eval.report import write_whole
 from blend.eval.show import SUFFIXES, place_labels
 from study.methods import BASELINE, FULL, ratio_of
 from study.rows import Row, read_rows
-from study.stats import Gap, Summary, gaps, kl_interval, paired, sets_of, summaries
+from study.stats import Summary, kl_interval, paired, sets_of, summaries
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,15 +39,6 @@ def text_table(rows: Sequence[Row]) -> Iterator[str]:
     heads = "".join(f"{one.name[:12]:>13}" for one in ranked[0].sets) if ranked else ""
     yield f"{'method':<18}{heads}{_COLUMNS}"
     yield from map(_text_line, ranked)
-
-
-def gap_lines(rows: Iterable[Row]) -> Iterator[str]:
-    """A line a task and method: agreement with gold, and how much of the gap from plain reuse to full is closed."""
-    for gap in gaps(rows):
-        yield (
-            f"{gap.task:<18} {gap.method:<22} n={gap.records:<4} full {gap.full:.2f}  reuse {gap.reuse:.2f}  "
-            f"it {gap.mine:.2f}  {_closed(gap)}"
-        )
 
 
 def markdown_tables(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
@@ -91,10 +82,6 @@ def _markdown_cells(summary: Summary) -> list[str]:
         *(_difference(summary.difference), f"{summary.share:.0%}", f"{summary.speedup:.1f}x"),
         f"{summary.selecting:.1%}",
     ]
-
-
-def _closed(gap: Gap) -> str:
-    return "no gap to close" if gap.closed is None else f"{gap.closed:>6.0%} of the gap"
 
 
 def _ratio(interval: Interval | None) -> str:
@@ -177,29 +164,12 @@ def _line(axes: Axes, family: str, points: Sequence[Point], x: Sequence[float], 
     colour, marker = style
     spread = [[point.kl - point.low for point in points], [point.high - point.kl for point in points]]
     kl = [point.kl for point in points]
-    axes.errorbar(
-        x,
-        kl,
-        spread,
-        marker=marker,
-        color=colour,
-        capsize=2,
-        elinewidth=0.8,
-        lw=1.4,
-        label=_AS_IN_TABLES.get(family, family),
-    )
-    if len(points) > 1:
-        for place, point in zip(x, points, strict=True):
-            text, at = f"{point.percent} %", (place, point.kl)
-            axes.annotate(
-                text,
-                at,
-                (0, 0),
-                textcoords="offset points",
-                fontsize=8,
-                color=colour,
-                arrowprops={"arrowstyle": "-", "lw": 0.4},
-            )
+    form: dict[str, Any] = {"marker": marker, "color": colour, "capsize": 2, "elinewidth": 0.8, "lw": 1.4}
+    axes.errorbar(x, kl, spread, label=_AS_IN_TABLES.get(family, family), **form)
+    leader = {"arrowstyle": "-", "lw": 0.4}
+    for place, point in zip(x, points, strict=True) if len(points) > 1 else ():
+        at, text = (place, point.kl), f"{point.percent} %"
+        axes.annotate(text, at, (0, 0), textcoords="offset points", fontsize=8, color=colour, arrowprops=leader)
 
 
 def _label(by_rows: Axes, by_ttft: Axes) -> None:
@@ -231,7 +201,7 @@ def show(
     for row in _ttft(path, sets):
         by_model[row.model].append(row)
     for model, rows in by_model.items():
-        yield from ("", model, *text_table(rows), *gap_lines(rows))
+        yield from ("", model, *text_table(rows))
         if methods:
             together = paired(rows, methods)
             yield from markdown_tables(together, methods)

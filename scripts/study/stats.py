@@ -7,7 +7,7 @@ does not drown a small one. The draws depend on the order of sets and records al
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from blend.errors import ConfigError
 from blend.eval.metrics import Interval, paired_interval
-from study.methods import BASELINE, FULL, REUSE
+from study.methods import BASELINE, FULL
 from study.rows import Row
 
 BySet = Mapping[str, Mapping[str, Row]]  # set -> id of a record -> row
@@ -52,7 +52,7 @@ def paired(rows: Iterable[Row], methods: Sequence[str]) -> list[Row]:
         by_record[row.set, row.id][row.method] = row
     kept = [(name, found) for (name, _), found in by_record.items() if names <= found.keys()]
     if not kept:
-        raise ConfigError(f"no record has {FULL}, {BASELINE} and all of {', '.join(methods)}; measure what is lacking")
+        raise ConfigError(f"no record has {FULL}, {BASELINE} and all of {', '.join(methods)}; measure what is missing")
     kept.sort(key=lambda record: record[0])
     return [row for _, found in kept for method, row in found.items() if method in names]
 
@@ -129,10 +129,6 @@ def _bootstrapped(
     return Interval(statistic(samples), float(low), float(high))
 
 
-# A gap in agreement with gold that is narrower says nothing of how much of it is closed.
-LEAST_GAP = 0.02
-
-
 @dataclass(frozen=True)
 class SetSummary:
     """A method on one set: records, mean KL, agreement with gold less that of full recompute."""
@@ -165,24 +161,6 @@ class Summary:
     selecting: float
 
 
-@dataclass(frozen=True)
-class Gap:
-    """Agreement with gold on the records of a task that the method, full recompute and plain reuse all have."""
-
-    task: str
-    method: str
-    records: int
-    full: float
-    reuse: float
-    mine: float
-
-    @property
-    def closed(self) -> float | None:
-        """Share of the way from plain reuse to full recompute; None where there is no gap to close."""
-        gap = self.full - self.reuse
-        return (self.mine - self.reuse) / gap if gap > LEAST_GAP else None
-
-
 def summaries(rows: Sequence[Row]) -> list[Summary]:
     """A summary of every method, in the order in which the methods first appear."""
     cells, sets = by_method(rows), sets_of(rows)
@@ -211,18 +189,3 @@ def _summary(method: str, cells: Mapping[str, BySet], sets: Sequence[str]) -> Su
 def _set_summary(name: str, mine: BySet, full: BySet) -> SetSummary:
     rows = rows_of(mine, [name])
     return SetSummary(name, len(rows), mean_kl(rows), gold_interval(rows, full))
-
-
-def gaps(rows: Iterable[Row]) -> Iterator[Gap]:
-    """A gap for each task that the sets name and each method between plain reuse and full recompute."""
-    by_task: defaultdict[str, defaultdict[str, dict[tuple[str, str], float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in rows:
-        if row.task and row.gold is not None:
-            by_task[row.task][row.method][row.set, row.id] = row.gold
-    for task, found in sorted(by_task.items()):
-        full, reuse = found.pop(FULL, {}), found.pop(REUSE, {})
-        for method, mine in found.items():
-            shared = [record for record in mine if record in full and record in reuse]
-            if shared:
-                means = (mean(source[record] for record in shared) for source in (full, reuse, mine))
-                yield Gap(task, method, len(shared), *means)

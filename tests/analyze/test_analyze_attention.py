@@ -13,7 +13,6 @@ from blend.analyze.attention import (
     MASSES,
     THRESHOLDS,
     HeadMap,
-    MapMaker,
     Segments,
     SparsityMeter,
     cell_width,
@@ -115,19 +114,6 @@ def _pooled(weights: np.ndarray, width: int) -> np.ndarray:
         for j in range(len(weights)):
             found[i // width, j // width] = max(found[i // width, j // width], weights[i, j])
     return found
-
-
-@pytest.mark.parametrize("width", [3, 8])
-def test_pictures_do_not_depend_on_the_tiles(width: int) -> None:
-    pictures = []
-    for most in (1, 5000, 1 << 30):
-        call = calls_of("qwen3")[2]
-        maker = MapMaker(4, LAYOUT.rows, width)
-        for tile in tiles(call, most=most, multiple=width):
-            maker.add(tile)
-        pictures.append(maker.result(2, 3).cells)
-    np.testing.assert_allclose(pictures[0], pictures[2], atol=1e-6)
-    np.testing.assert_allclose(pictures[1], pictures[2], atol=1e-6)
 
 
 def test_cells_as_bytes() -> None:

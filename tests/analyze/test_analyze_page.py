@@ -24,7 +24,6 @@ from blend.analyze.document import (
     RunFacts,
     analysis_document,
     page_text,
-    plain,
     prompt_document,
     write_json,
     write_page,
@@ -33,8 +32,6 @@ from blend.analyze.numbers import summarize
 from blend.config import BlendConfig
 from blend.errors import ConfigError
 from blend.types import PromptLayout
-
-HOSTILE = "</script><img src=http://example.org/x.png> @DATA@ @SCRIPT@ <!-- "
 
 
 def _document(*layouts: PromptLayout, config: BlendConfig = FIRST_K, question: str = "why?") -> dict[str, Any]:
@@ -84,23 +81,6 @@ def test_what_is_in_the_document() -> None:
     assert first["shown"] in [score["name"] for score in first["scores"]]
 
 
-def test_undefined_numbers_are_null_and_numbers_are_short() -> None:
-    assert plain({"a": [math.nan, math.inf, 1 / 3, 123456.78, 3, True, None]}) == {
-        "a": [None, None, 0.33333, 123460.0, 3, True, None]
-    }
-
-
-def test_the_page_loads_nothing_and_holds_the_document() -> None:
-    document = _document(question=HOSTILE)
-    document["prompts"][0]["tokens"][0] = HOSTILE
-    page = _Page()
-    page.feed(page_text(document))
-    assert page.scripts == [{"type": "application/json", "id": "data"}, {}]
-    assert json.loads(page.bodies[0]) == document
-    assert "default-src 'none'" in page.policy
-    assert not page.links
-
-
 BREAKOUT = (
     "</script></title><script>alert(1)</script><!--<script><img src=x onerror=alert(1)>\" onload='x' ]]> --> &lt;b&gt; "
     "\u2028\u2029\x00\x1b]0;t\x07\x9b2J\u202e @TITLE@ @STYLE@ @DATA@ @SCRIPT@ @SCRIPT_HASH@"
@@ -136,6 +116,7 @@ def test_the_page_runs_its_own_script_alone() -> None:
     """Were markup to slip through, its scripts and handlers would not run: the policy names the hash of the page's own."""
     page = _Page()
     page.feed(page_text(_document(question=BREAKOUT)))
+    assert "default-src 'none'" in page.policy
     (rule,) = (part.strip() for part in page.policy.split(";") if part.strip().startswith("script-src"))
     digest = base64.b64encode(hashlib.sha256(page.bodies[1].encode()).digest()).decode()
     assert rule == f"script-src 'sha256-{digest}'"

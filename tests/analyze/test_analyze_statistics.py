@@ -10,15 +10,11 @@ import pytest
 from models import tokenizer
 
 from blend.analyze.numbers import (
-    END_BINS,
-    START_BINS,
     Deviation,
-    bin_names,
     find_places,
     mean_numbers,
     quantiles,
     rank_correlation,
-    row_score,
     summarize,
     top_shares,
 )
@@ -67,16 +63,6 @@ def test_places() -> None:
     assert places.by_end[:, 0].tolist() == [2, 2, 4, 8, 4, 0, 0]
     assert places.by_end[:, 1].tolist() == [0, 0, 0, 0, 2, 0, 0]
     assert places.by_kind.tolist() == [[1, 1], [19, 1], [0, 0], [0, 0]]
-
-
-def test_row_score_gives_every_layer_the_same_say() -> None:
-    squared = np.array([[1.0, 3.0], [3000.0, 1000.0], [0.0, 0.0]])
-    np.testing.assert_allclose(row_score(squared), [0.5 + 1.5, 1.5 + 0.5])
-
-
-def test_bins_have_names() -> None:
-    assert bin_names(START_BINS) == ("0", "1", "2–3", "4–7", "8–15", "16–31", "32–63", "64–127", "128+")
-    assert len(bin_names(END_BINS)) == len(END_BINS)
 
 
 def test_kinds_of_words() -> None:

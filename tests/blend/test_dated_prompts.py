@@ -18,7 +18,7 @@ from blend.analyze.study import analyze_prompt
 from blend.blender import Blender
 from blend.config import BlendConfig, CorpusConfig
 from blend.rag import Rag
-from blend.serve.chat import ChatTemplate, Passage, question_turns
+from blend.serve.text import ChatTemplate, Passage, question_turns
 from blend.serve.types import Message
 from blend.store import open_store
 

@@ -206,36 +206,6 @@ def test_layers_that_overlap_are_scored_once_however_often_they_are_named() -> N
     assert scoring_layers("7+2-3+3-4+0", 8) == (0, 2, 3, 4, 7)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (
-            ("--selector", "query_guided:layers=0-9999999999"),
-            "'--selector': query_guided: layers is '0-9999999999'; choose all, middle, upper, or layers",
-        ),
-        (("--selector", "mixed:prefilter=nan"), "mixed: prefilter: nan is not 0 or a number from 1 to 1,000"),
-        (("--store-budget", "1e300"), "'--store-budget': 1e+300 is not a number from 0.000001 to 1,000,000"),
-        (
-            ("--selector", f"hkvd:block={10**30}"),
-            "hkvd: block: 1000000000000000000000000000000 is not a whole number from 1 to 1,000,000",
-        ),
-        (("--selector", f"first_k:k={2**63}"), "k: 9223372036854775808 is not a whole number from 1 to 1,000,000"),
-        (("--selector", "random:seed=-1"), "seed: -1 is not a whole number from 0 to 4,294,967,295"),
-        (
-            ("--max-new-tokens", str(10**12)),
-            "'--max-new-tokens': 1000000000000 is not a whole number from 1 to 1,000,000",
-        ),
-        (("--device", "cuda:١"), "is none of auto, cpu, cuda or cuda:N"),
-    ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
-)
-def test_the_real_command_line(filled: Blend, arguments: tuple[str, ...], told: str) -> None:
-    result = filled("answer", "x", *arguments)
-    assert (result.code, result.out) == (2, "")
-    assert told in one_line(result.err)
-    assert "Loading" not in result.err
-
-
 def test_the_largest_values_answer(filled: Blend) -> None:
     """What parses at the upper bound does not blow up later."""
     most = {"top-k": 10_000, "store-budget": 1_000_000}

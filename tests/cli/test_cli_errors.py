@@ -27,6 +27,14 @@ UNKNOWN = [
     (("analyze", "x", "--selector", "query_guided:layers=3,7"), "layers are joined by +"),
     (("analyze", "x", "--selector", "mixed:rule=sum"), "choose one of product, zsum"),
     (("answer", "x", "--selector", "all:k=3"), "all takes no parameters"),
+    (
+        ("answer", "x", "--selector", "mixed:prefilter=nan"),
+        "mixed: prefilter: nan is not 0 or a number from 1 to 1,000",
+    ),
+    (("answer", "x", "--selector", f"first_k:k={2**63}"), "is not a whole number from 1 to 1,000,000"),
+    (("answer", "x", "--selector", "random:seed=-1"), "-1 is not a whole number from 0 to 4,294,967,295"),
+    (("answer", "x", "--store-budget", "1e300"), "1e+300 is not a number from 0.000001 to 1,000,000"),
+    (("answer", "x", "--device", "cuda:١"), "is none of auto, cpu, cuda or cuda:N"),
     (("answer", "x", "--check-layer", "2"), "No such option '--check-layer'"),
     (("answer", "x", "--mask", "upper-left"), "'exact', 'bottom-right'"),
     (("answer", "x", "--codec", "int3"), "'bfloat16', "),
@@ -71,6 +79,7 @@ def test_models_that_are_not_there(filled: Blend, tmp_path: Path) -> None:
         ("./file", 5, "no model directory"),
         ("./folder", 2, "no config.json"),
         ("nobody/nothing", 2, "HF_HUB_OFFLINE"),
+        ("smollm", 2, "did you mean 'smollm2-135m'?"),
         ("not a / valid // id", 2, "blend models"),
     ):
         result = filled("answer", "x", "--model", model)

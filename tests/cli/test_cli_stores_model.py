@@ -137,19 +137,3 @@ def test_documents_are_added_with_the_embedder_of_the_index(filled: Blend, docum
     assert again.json["added"] == 0
     assert "Embedding with" in again.err
     assert str(tmp_path / "embedder") in again.err
-
-
-def test_a_local_archive_says_that_it_has_no_index_and_how_to_make_it(
-    filled: Blend, documents: Path, tmp_path: Path
-) -> None:
-    packed = filled("store", "export", "s.tar")
-    assert (packed.code, "holds no index" in packed.err) == (0, True)
-    other = filled.at(tmp_path / "other")
-    taken = other("store", "import", "s.tar")
-    assert taken.code == 0
-    (line,) = _notes_on(taken.err, "has no index yet")
-    assert f"`blend precompute PATH --store {other.store}`" in line
-    made = other("precompute", documents, *CHUNKS, "--json", env=NONE_NAMED)
-    assert made.json["computed"] == 0, made.err
-    assert other(*ASK, env=NONE_NAMED).code == 0
-    assert _notes_on(other("store", "import", "s.tar").err, "index") == []

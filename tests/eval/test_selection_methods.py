@@ -7,9 +7,7 @@ import pytest
 from blend.errors import ConfigError
 from blend.eval.evaluator import FULL as EVALUATORS_FULL
 from blend.eval.evaluator import PLAIN_REUSE
-from blend.select import QueryGuided, make_selector
-from blend.select.base import scoring_layers
-from study.methods import BASELINE, FULL, GROUPS, RATIOS, REUSE, methods, named, ratio_of
+from study.methods import BASELINE, FULL, GROUPS, REUSE, methods, named, ratio_of
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -32,21 +30,6 @@ def test_every_group_has_what_the_tables_compare_with(group: str) -> None:
     )
     assert FULL == EVALUATORS_FULL
     assert FULL not in found
-
-
-@pytest.mark.parametrize("layers", [12, 24, 30, 32])
-def test_bands_are_layers_of_the_model(layers: int) -> None:
-    chosen = [make_selector(config.selector) for config in methods("layers", layers).values()]
-    found = [selector for selector in chosen if isinstance(selector, QueryGuided)]
-    assert len(found) > 8
-    for selector in found:
-        assert len(scoring_layers(selector.layers, layers)) >= layers // 6
-
-
-def test_the_frontier_has_every_ratio_of_both_lines() -> None:
-    found = [ratio_of(name) for name in methods("frontier", 24)]
-    for family in ("query", BASELINE):
-        assert {percent for name, percent in found if name == family} >= {round(ratio * 100) for ratio in RATIOS}
 
 
 @pytest.mark.parametrize(

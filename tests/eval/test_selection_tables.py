@@ -10,8 +10,7 @@ from selection_rows import row
 
 from blend.errors import ConfigError, DatasetError
 from study.rows import append_rows, read_rows
-from study.show import draw_frontier, families, gap_lines, markdown_tables, show, text_table, write_frontier
-from study.stats import gaps
+from study.show import draw_frontier, families, markdown_tables, show, text_table, write_frontier
 
 FULL = [row("full", str(n), 0.0, top1=1.0, f1=0.6, ttft_s=8.0, select_s=0.0, share=1.0, f1_full=1.0) for n in (1, 2)]
 BASE = [row("published", str(n), 0.4, f1=0.3) for n in (1, 2)]
@@ -33,28 +32,6 @@ def test_the_text_table_begins_with_the_lowest_kl() -> None:
     assert words(lines[1]) == expected
 
 
-def test_a_set_that_a_method_lacks_is_a_dash() -> None:
-    *_, reuse = text_table([*ROWS, row("query", "1", 0.2, set="t"), row("full", "1", 0.0, set="t")])
-    assert reuse.split()[:5] == ["reuse", "0.800", "n=2", "-", "n=0"]
-
-
-def test_the_gap_between_reuse_and_full_is_closed_by_a_share() -> None:
-    """From 0.2 to 0.6: 0.5 closes three quarters, 0.3 one quarter."""
-    assert {gap.method: gap.closed for gap in gaps(ROWS)} == pytest.approx({"published": 0.25, "query": 0.75})
-    lines = list(gap_lines(ROWS))
-    assert words(lines[1]) == "qa query n=2 full 0.60 reuse 0.20 it 0.50 75% of the gap"
-    narrow = [row(one.method, one.id, one.kl, f1=0.5) for one in ROWS]
-    assert [line[-15:] for line in gap_lines(narrow)] == ["no gap to close"] * 2
-
-
-def test_records_of_one_name_in_two_sets_are_two_records() -> None:
-    """Both sets count from 1 and name the same task; full recompute and plain reuse differ between them."""
-    other = [row(one.method, one.id, one.kl, set="t", f1=0.0 if one.method == "reuse" else 1.0) for one in ROWS]
-    found = {gap.method: gap for gap in gaps([*ROWS, *other])}
-    assert found["query"].records == 4
-    assert (found["query"].full, found["query"].reuse, found["query"].mine) == pytest.approx((0.8, 0.1, 0.75))
-
-
 def test_markdown_has_the_methods_asked_for() -> None:
     lines = list(markdown_tables([*FULL, *BASE, *QUERY], ["query"]))
     assert lines[:4] == ["", "| KL | s (2) |", "|---|--:|", "| query | 0.100 |"]
@@ -66,12 +43,6 @@ def test_markdown_has_the_methods_asked_for() -> None:
         "| query | 0.100 | 0.25 [0.25,0.25] | 0.100 | 0.50 | 0.75 | 0.50 | -0.100 [-0.10, -0.10] | 25% | 4.0x | 5.0% |"
     )
     assert lines[11:] == [full, query]
-
-
-def test_a_record_without_full_recompute_is_in_no_difference() -> None:
-    _, *lines = text_table([*ROWS, row("query", "3", 0.1, f1=0.9)])
-    assert "n=3" in lines[1]
-    assert "-0.100 [-0.10, -0.10]" in lines[1]
 
 
 def test_a_record_without_answer_tokens_has_no_part_in_kl() -> None:

@@ -5,9 +5,8 @@ import torch
 
 from blend_kernels import attention_kernel, attention_launch
 from blend_kernels.attention_launch import launch_attention, split_count
-from blend_kernels.checks import Packed, Rule
+from blend_kernels.checks import Packed, Rule, Work
 from blend_kernels.tiles import Tile
-from blend_kernels.work import Work
 from tests.kernels.dense import close, dense_attention
 from tests.kernels.test_selective_attention import make, scattered
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from blend_kernels import attention_choice, attention_launch, tuning
-from blend_kernels.checks import Rule
+from blend_kernels.checks import Rule, Work
 from blend_kernels.tiles import Shape, Tile, candidates, chunks
-from blend_kernels.work import Work
 
 TILES = [Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)]
 

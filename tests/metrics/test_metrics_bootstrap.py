@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blend.eval import metrics
-from blend.eval.metrics import Bounds, Interval, mean_interval, median_bounds, paired_interval
+from blend.eval.metrics import Interval, IntervalEnds, mean_interval, median_bounds, paired_interval
 
 
 def exact_quantile(values: list[float], share: float, statistic) -> float:
@@ -61,7 +61,7 @@ def test_one_value_and_equal_values_give_a_point():
     assert paired_interval([0.3], [0.1]) == Interval(*[pytest.approx(0.2)] * 3)
     found = paired_interval([0.1] * 7, [0.0] * 7)
     assert found.low == found.mean == found.high == pytest.approx(0.1)
-    assert median_bounds([2.0, 2.0]) == Bounds(2.0, 2.0)
+    assert median_bounds([2.0, 2.0]) == IntervalEnds(2.0, 2.0)
 
 
 def test_blocks_do_not_change_the_result(monkeypatch):

@@ -55,9 +55,9 @@ def test_without_torch_nvidia_smi_is_asked(monkeypatch, tmp_path):
     tool.write_text("#!/bin/sh\necho 'NVIDIA H200'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert machine._nvidia_names() == "NVIDIA H200"
+    assert machine.nvidia_names() == "NVIDIA H200"
     tool.write_text("#!/bin/sh\nexit 9\n")
-    assert machine._nvidia_names() is None
+    assert machine.nvidia_names() is None
 
 
 def test_summary_is_one_line():

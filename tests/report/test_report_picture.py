@@ -59,12 +59,6 @@ def test_every_method_is_labelled_in_both_panels(report):
         assert axes.get_xscale() == "log"
 
 
-def test_the_level_of_full_is_a_band(report):
-    (band,) = panels(report)[0].patches
-    interval = report.methods[0].quality["f1"]
-    assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((interval.low, interval.high))
-
-
 def test_labels_of_a_cloud_of_methods_overlap_neither_each_other_nor_points(measurements):
     from matplotlib.text import Text
 
@@ -98,22 +92,11 @@ def test_png_and_svg_by_suffix(report, tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "p.SVG"]
 
 
-def test_the_same_report_gives_the_same_file(report, tmp_path):
-    for name in ("a.svg", "b.svg"):
-        write_picture(report, tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-
-
 def test_undefined_metrics_are_said_and_another_takes_the_place_of_f1(undefined_report, measurements, tmp_path):
     assert [axes.texts[0].get_text() for axes in panels(undefined_report)] == ["no gold answers", "KL was not measured"]
     write_picture(undefined_report, tmp_path / "p.png")
     quality, _ = panels(summarise(measurements(3, f1=None)))
     assert quality.get_ylabel().startswith("ROUGE-L")
-
-
-def test_one_record_and_one_method(measurements, tmp_path):
-    write_picture(summarise(measurements(1)), tmp_path / "p.png")
-    write_picture(summarise([m for m in measurements(2) if m.method == "full"]), tmp_path / "p.png")
 
 
 def test_bad_places(report, tmp_path):

@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from blend_retrieval.isolated import ApartReader, ReadingLimits, StoppedError
 from pdfs import minimal_pdf
 
-from blend_retrieval.apart import ApartReader, ReadingLimits, StoppedError
 from blend_retrieval.document import LoadedDocuments, SkippedDocument
 from blend_retrieval.loading import load_bytes
 
@@ -66,7 +66,7 @@ def test_what_goes_beyond_the_limits_is_left_out(limits: ReadingLimits, file: tu
 
 
 def test_a_process_that_waits_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blend_retrieval.apart._PATIENCE", 0.02)
+    monkeypatch.setattr("blend_retrieval.isolated._PATIENCE", 0.02)
     assert reasons(ApartReader(ReadingLimits(seconds=10)).read(*SLOW)) == ["takes more than 10 s to be read: divide it"]
 
 
@@ -99,7 +99,7 @@ def test_closing_ends_what_is_read_and_blames_no_file() -> None:
 
 
 def test_who_waits_for_a_turn_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blend_retrieval.apart._AT_ONCE", turns := threading.BoundedSemaphore(1))
+    monkeypatch.setattr("blend_retrieval.isolated._AT_ONCE", turns := threading.BoundedSemaphore(1))
     reader = ApartReader(ReadingLimits())
     with turns, ThreadPoolExecutor(1) as pool:
         found = pool.submit(reader.read, "a.md", b"A bell.")

@@ -30,22 +30,21 @@ def test_a_run_measures_every_codec_once_and_shows_them_beside_each_other(tmp_pa
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "results.jsonl"
     run = ("run", tmp_path / "questions.jsonl", "--model", tmp_path / "tiny", "--out", out, "--records", "2")
-    more = ("--stores", tmp_path / "stores", "--apart", "2", "--tokens", "4", "--at-positions", "int4")
+    more = ("--stores", tmp_path / "stores", "--apart", "2", "--tokens", "4")
     for _ in range(2):
         done = script(*run, *more)
         assert done.returncode == 0, done.stderr
-        assert len(read(out)) == 2 * 4
+        assert len(read(out)) == 2 * 3
     by_codec = {one.codec: one for one in read(out)}
-    assert set(by_codec) == {"bfloat16", "int8", "int4", "int4-at-positions"}
+    assert set(by_codec) == {"bfloat16", "int8", "int4"}
     assert by_codec["int4"].nbytes < by_codec["int8"].nbytes < by_codec["bfloat16"].nbytes
     assert all(one.kl >= 0 and 0 <= one.top1 <= 1 for one in by_codec.values())
     shown = script("show", out).stdout
     assert "2 records" in shown
     assert all(f"| {codec} |" in shown for codec in by_codec)
     quick = [line.split("|")[-3:-1] for line in script("show", out, "--shape", "2,256,64").stdout.splitlines()[2:-2]]
-    assert len(quick) == 4
-    assert all(float(cell) > 0 for cells in quick[:3] for cell in cells)
-    assert [cell.strip() for cell in quick[3]] == ["", ""]  # a codec of the comparison alone
+    assert len(quick) == 3
+    assert all(float(cell) > 0 for cells in quick for cell in cells)
 
 
 def test_the_table_takes_the_records_that_all_codecs_have() -> None:

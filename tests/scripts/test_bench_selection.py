@@ -130,15 +130,3 @@ def test_a_mistake_ends_in_one_line(measured: Path, more: tuple[str, str], code:
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (measured / "x.jsonl").exists()
-
-
-def test_profile_names_the_layers_that_find_the_rows(measured: Path) -> None:
-    sets = [measured / "questions.jsonl", measured / "meetings.jsonl"]
-    found = script("profile", *sets, "--model", measured / "tiny", "--stores", measured / "stores", "--records", "2")
-    assert found.returncode == 0, found.stderr
-    *table, option = found.stdout.splitlines()
-    shares = [[float(share) for share in line.split()[1:]] for line in table]
-    assert [line.split()[0] for line in table] == ["questions", "meetings", "mean"]
-    assert all(0.0 < share <= 1.0 for line in shares for share in line)
-    chosen = [int(layer) for layer in option.removeprefix("--selector query_guided:layers=").split("+")]
-    assert sorted(shares[-1][layer] for layer in chosen) == sorted(shares[-1])[-len(chosen) :]

@@ -93,12 +93,6 @@ def test_the_neutral_correction_is_applied_in_every_layer_and_changes_nothing(be
     torch.testing.assert_close(found["neutral"].logits, found["off"].logits, rtol=0, atol=0)
 
 
-def test_a_fitted_correction_and_none_are_measured_too(bench: Any, parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(parts, monkeypatch, "query_guided 15 %")
-    for correction in ("fitted", "off"):
-        assert [row["wrong"] for row in bench(correction=correction).run([64])] == [None] * 2
-
-
 def test_every_store_holds_the_same_caches_one_after_another(bench: Any, parts: Any, tmp_path: Path) -> None:
     """The logits from each store are those from the first, and a store is empty when the next one is full."""
     from blend import Blender, open_store

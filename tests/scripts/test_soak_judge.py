@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -119,34 +118,6 @@ def test_a_source_that_was_removed_before_is_found_out() -> None:
     someone.removed = {"3"}
     asyncio.run(someone.retrieve())
     assert "removed before" in someone.ledger.off[0]
-
-
-def test_documents_come_and_go() -> None:
-    asked: list[tuple[str, str]] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.append((request.method, request.url.path))
-        return httpx.Response(202 if request.method == "POST" else 200, json={})
-
-    someone = visitors(answer)
-    for _ in range(6):
-        asyncio.run(someone.change())
-    assert [method for method, _ in asked] == ["POST"] * 4 + ["DELETE", "POST"]
-    assert asked[4][1] == "/v1/documents/notice-1"
-    assert (someone.removed, list(someone.documents)) == ({"1"}, ["2", "3", "4", "5"])
-
-
-@pytest.mark.parametrize(
-    ("figures", "how"),
-    [
-        ({"method": "blend", "reason": "", "rows": 90, "rows_reused": 30}, "blended"),
-        ({"method": "full", "reason": "short", "rows": 90, "rows_reused": 30}, "computed"),
-        ({"method": "full", "reason": "store_unreachable", "rows": 90, "rows_reused": 89}, "remembered"),
-        ({"method": "full", "reason": "in memory already", "rows": 90, "rows_reused": 60}, "remembered"),
-    ],
-)
-def test_how_an_answer_was_made(figures: dict[str, Any], how: str) -> None:
-    assert Answer.of("", {"figures": figures}).how == how
 
 
 def test_what_is_remembered_whole_is_as_good_as_full_prefill() -> None:

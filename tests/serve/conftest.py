@@ -17,7 +17,7 @@ from served import Served, listening
 
 from blend.blender import Blender
 from blend.config import BlendConfig
-from blend.serve.embedded import EmbeddedEngine
+from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.service import Service
 from blend.store import open_store
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from changing import room
 
 from blend import Rag
-from blend.serve.documents import Documents
+from blend.serve.documents import Documents, DocumentStatus, UploadedFile
+from blend.serve.types import GivenDocument
 from tests.tiny_model import save_tiny_model
 
 TEXT = "The harbour mill quarry orchard number opened in. Its bell weighs kilograms."
@@ -37,6 +38,18 @@ def make(rag: Rag) -> Iterator[Callable[..., Documents]]:
     yield new
     for one in made:
         one.close()
+
+
+def add(documents: Documents, files: Sequence[UploadedFile] = (), texts: Sequence[GivenDocument] = ()) -> None:
+    """Add documents and wait until everything is computed."""
+    documents.add(files, texts)
+    assert documents.wait(LAST_S)
+
+
+def status_of(documents: Documents, name: str) -> DocumentStatus:
+    found = documents.get(name)
+    assert found is not None
+    return found
 
 
 def left(rag: Rag) -> list[str]:

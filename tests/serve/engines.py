@@ -10,7 +10,7 @@ from cases import make_layout
 
 from blend.blender import Blender
 from blend.model.generate import generate
-from blend.serve.embedded import EmbeddedEngine
+from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.sequence import Sequence
 from blend.serve.types import (
     EndReason,
@@ -27,6 +27,7 @@ from blend.serve.types import (
 )
 from blend.types import PromptLayout
 
+MakeEngine = Callable[..., EmbeddedEngine]
 FEW = Sampling(max_tokens=6)
 LONG = Sampling(max_tokens=300, ignore_eos=True)
 

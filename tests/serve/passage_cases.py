@@ -13,7 +13,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from blend.prompt import PromptTemplate
-from blend.serve.passages.known import KnownTexts
+from blend.serve.passages.known import HeadFilter, KnownTexts
 from blend.serve.passages.rendered import Renderer
 
 WORDS = re.findall(
@@ -94,8 +94,8 @@ KINDS = ("byte-level", "normalised", "sentencepiece")
 WHOLE_ONLY = ("words", "python")  # whose tokens do not spell the text, or lie nobody knows where
 
 
-def known(made: Any, *chunks: Given) -> KnownTexts:
+def known(made: Any, *chunks: Given, heads: HeadFilter | None = None) -> KnownTexts:
     """These chunks, as prompts of this tokenizer have them."""
-    texts = KnownTexts(Renderer(PromptTemplate(made), made))
+    texts = KnownTexts(Renderer(PromptTemplate(made), made), heads)
     texts.update(chunks)
     return texts

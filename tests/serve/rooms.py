@@ -11,7 +11,7 @@ from engines import Answer
 
 from blend.config import BlendConfig, CorpusConfig, PromptConfig
 from blend.rag import Rag
-from blend.serve.embedded import EmbeddedEngine
+from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.service import PrefillProfile, Service
 from blend.serve.types import Message, Request, Sampling
 from tests.tiny_model import save_tiny_model

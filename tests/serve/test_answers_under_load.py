@@ -14,7 +14,7 @@ from models import VOCABULARY, decoder
 from blend.blender import Blender
 from blend.chunks.correction import Bounds, KVCorrection
 from blend.config import BlendConfig
-from blend.serve.embedded import EmbeddedEngine
+from blend.serve.scheduler import EmbeddedEngine
 from blend.store import open_store
 from blend.types import PromptLayout
 

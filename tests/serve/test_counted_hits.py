@@ -13,7 +13,7 @@ from models import decoder
 from blend.blender import Blender
 from blend.chunks.correction import CorrectionCheck
 from blend.config import BlendConfig
-from blend.serve.embedded import EmbeddedEngine
+from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.types import Sampling
 from blend.store import MemoryCache, open_store
 from blend.store.admin import verify_entry

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from changing import Engine, page, states, until
-from documents_made import LAST_S, caches, ids, left, make, model, rag
+from documents_made import LAST_S, add, caches, ids, left, make, model, rag
 from places import PYTHONPATH
 
 from blend import Rag
@@ -51,15 +51,15 @@ documents.wait(120)
 """
 
 
+def started(program: str, rag: Rag, model: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": f"{PYTHONPATH}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program, str(rag.root), str(model)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+
+
 def test_a_killed_process_goes_on_where_it_was(rag: Rag, model: Path, make: Callable[..., Documents]) -> None:
     """Two documents are in the index and some of their caches are there, a third one waits."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": f"{PYTHONPATH}:{Path(__file__).parent}",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-c", _PROGRAM, str(rag.root), str(model)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+    with started(_PROGRAM, rag, model) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "taken\n"
         process.send_signal(signal.SIGKILL)
@@ -97,8 +97,7 @@ def test_caches_of_what_went_go_even_if_the_process_ends_before(
     rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = make()
-    documents.add([page("harbour", 4), page("mill", 4)])
-    assert documents.wait(LAST_S)
+    add(documents, [page("harbour", 4), page("mill", 4)])
     before = caches(rag)
 
     def down(*arguments: object) -> None:
@@ -142,7 +141,7 @@ import sys, time
 from pathlib import Path
 from changing import WordCounts, room
 from served import listening
-from blend.serve.embedded import EmbeddedEngine
+from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.service import Service
 
 class Deadly(WordCounts):
@@ -168,13 +167,7 @@ def server(rag: Rag, model: Path) -> Iterator[tuple[Callable[[], None], httpx.Cl
 
     The first of what it gives waits until it is at one.
     """
-    env = {
-        **os.environ,
-        "PYTHONPATH": f"{PYTHONPATH}:{Path(__file__).parent}",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-c", _SERVER, str(rag.root), str(model)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+    with started(_SERVER, rag, model) as process:
         output, url, stuck = process.stdout, "", False
         assert output is not None
 
@@ -224,11 +217,8 @@ def test_what_kills_the_server_again_and_again_takes_no_innocent_document_along(
         with server(rag, model) as (_, http):
             until(lambda: all(one[0] in ("ready", "failed") for one in listed(http, corpus).values()))
             found = listed(http, corpus)
-            assert {name: one[0] for name, one in found.items()} == {
-                "harbour": "ready",
-                "mill": "ready",
-                "deadly": "failed",
-            }
+            states = {name: state for name, (state, _) in found.items()}
+            assert states == {"harbour": "ready", "mill": "ready", "deadly": "failed"}
             assert "given up" in str(found["deadly"][1])
             assert http.delete("/v1/documents/none", params=place).status_code == 404
     with server(rag, model) as (_, http):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from changing import WordCounts, page, room, states, until
-from documents_made import LAST_S, caches, ids, left, make, model, rag
+from documents_made import LAST_S, add, caches, ids, left, make, model, rag, status_of
 
 from blend import Rag
 from blend.errors import StoreError
@@ -39,8 +39,7 @@ def on_disk(disk: Path, model: Path) -> Rag:
     """A corpus on that file system, of two documents with all their caches."""
     made = room(disk / "store", model)
     documents = Documents(made)
-    documents.add([page("harbour"), page("mill")])
-    assert documents.wait(LAST_S)
+    add(documents, [page("harbour"), page("mill")])
     documents.close()
     return made
 
@@ -75,8 +74,7 @@ def test_a_document_waits_while_the_disk_is_full(disk: Path, on_disk: Rag, make:
     until(lambda: bool(documents.problem))
     documents = same_after_restart(on_disk, documents, make)
     until(lambda: bool(documents.problem))
-    held = documents.get("quarry.md")
-    assert held is not None
+    held = status_of(documents, "quarry.md")
     assert held.state in ("queued", "reading", "indexing")
     assert ids(on_disk) == {"harbour.md", "mill.md"}
     filler.unlink()
@@ -157,8 +155,7 @@ def test_a_document_that_itself_is_at_fault_fails_at_once_and_is_told_after_a_re
     rag: Rag, make: Callable[..., Documents]
 ) -> None:
     documents = make()
-    documents.add([page("harbour", 2), page("broken")._replace(name="broken.pdf")])
-    assert documents.wait(LAST_S)
+    add(documents, [page("harbour", 2), page("broken")._replace(name="broken.pdf")])
     before = documents.get("broken.pdf")
     documents = same_after_restart(rag, documents, make)
     assert before == documents.get("broken.pdf")
@@ -180,8 +177,7 @@ def test_a_document_is_deleted_on_a_full_disk_and_makes_room(
     assert documents.delete("mill.md", wait_s=LAST_S)
     assert ids(on_disk) == {"harbour.md"}
     assert caches(on_disk) < before
-    documents.add([page("quarry", 2)])
-    assert documents.wait(LAST_S)
+    add(documents, [page("quarry", 2)])
     documents = same_after_restart(on_disk, documents, make)
     assert set(states(documents.listing())) == {"harbour.md", "quarry.md"}
 

@@ -1,15 +1,19 @@
-"""What is no document, has a hostile name, is damaged or too much: refused in a line, and no other is harmed."""
+"""Hostile names, damaged, oversized and slow documents fail alone, with a reason."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
+from blend_retrieval.isolated import ReadingLimits
 from changing import Engine, page, states, until
-from documents_made import LAST_S, ids, left, make, model, rag
+from documents_made import LAST_S, add, ids, left, make, model, rag, status_of
 
 from blend import Rag
 from blend.errors import ConfigError, StoreError
+from blend.prompt import PromptTemplate
 from blend.serve.corpus_caches import CorpusUpdater
 from blend.serve.documents import DocumentLimits, Documents, UploadedFile
 from blend.serve.failures import CORPUS_FAILS
@@ -40,8 +44,7 @@ def test_hostile_names(rag: Rag, make: Callable[..., Documents], name: str, expe
     assert documents.wait(LAST_S)
     assert states(documents.listing()) == {expected: "ready"}
     for one in (name, expected):
-        held = documents.get(one)
-        assert held is not None
+        held = status_of(documents, one)
         assert held.id == expected
     assert documents.delete(name)
     assert {path for path in rag.root.parent.rglob("*") if rag.root not in path.parents} <= around | {rag.root}
@@ -78,10 +81,8 @@ def test_a_damaged_file_fails_with_a_reason_and_harms_no_other(
     rag: Rag, make: Callable[..., Documents], file: UploadedFile, reason: str
 ) -> None:
     documents = make()
-    documents.add([file, page("harbour")])
-    assert documents.wait(LAST_S)
-    held = documents.get(file.name)
-    assert held is not None
+    add(documents, [file, page("harbour")])
+    held = status_of(documents, file.name)
     if reason:
         assert held.state == "failed"
         assert reason in held.reason
@@ -94,13 +95,10 @@ def test_a_damaged_file_fails_with_a_reason_and_harms_no_other(
 
 def test_a_failed_new_version_leaves_the_old_one(rag: Rag, make: Callable[..., Documents]) -> None:
     documents = make()
-    documents.add([UploadedFile("a.jsonl", b'{"id": "x", "text": "The harbour."}')])
-    assert documents.wait(LAST_S)
-    documents.add([UploadedFile("a.jsonl", b"nonsense")])
-    assert documents.wait(LAST_S)
+    add(documents, [UploadedFile("a.jsonl", b'{"id": "x", "text": "The harbour."}')])
+    add(documents, [UploadedFile("a.jsonl", b"nonsense")])
     assert ids(rag) == {"a.jsonl#x"}
-    documents.add([UploadedFile("a.jsonl", b'{"id": "x", "text": "The mill."}')])
-    assert documents.wait(LAST_S)
+    add(documents, [UploadedFile("a.jsonl", b'{"id": "x", "text": "The mill."}')])
     assert states(documents.listing()) == {"a.jsonl#x": "ready"}
 
 
@@ -124,10 +122,8 @@ def test_limits_have_one_clear_line_each(make: Callable[..., Documents]) -> None
     engine.go.set()
     assert documents.wait(LAST_S)
     many = b'{"text": "One harbour."}\n{"text": "Two mills."}\n'
-    documents.add([UploadedFile("many.jsonl", many)])
-    assert documents.wait(LAST_S)
-    held = documents.get("many.jsonl")
-    assert held is not None
+    add(documents, [UploadedFile("many.jsonl", many)])
+    held = status_of(documents, "many.jsonl")
     assert (held.state, "at most 3" in held.reason) == ("failed", True)
 
 
@@ -148,8 +144,7 @@ def test_what_fails_in_the_background_is_told_without_its_place(
     rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = make()
-    documents.add([page("harbour", 2)])
-    assert documents.wait(LAST_S)
+    add(documents, [page("harbour", 2)])
     documents.close()
 
     def down(*arguments: object) -> None:
@@ -160,3 +155,48 @@ def test_what_fails_in_the_background_is_told_without_its_place(
     until(lambda: "secret" in again.problem)
     (held,) = again.listing()
     assert (held.state, held.reason) == ("failed", CORPUS_FAILS)
+
+
+SLOW = UploadedFile("slow.html", b"<p>a <b>word</b></p>\n" * 600_000)
+
+
+def test_a_file_that_takes_long_to_read_fails_alone(make: Callable[..., Documents]) -> None:
+    documents = make(limits=DocumentLimits(reading=ReadingLimits(seconds=1)))
+    add(documents, [SLOW, page("harbour")])
+    assert states(documents.listing()) == {"slow.html": "failed", "harbour.md": "ready"}
+    held = status_of(documents, "slow.html")
+    assert held.reason == "slow.html takes more than 1 s to be read: divide it"
+
+
+def test_closing_does_not_wait_for_a_file_that_is_read(rag: Rag, make: Callable[..., Documents]) -> None:
+    documents = make()
+    documents.add([page("harbour", 2), SLOW, page("mill", 2)])
+    until(lambda: states(documents.listing())["slow.html"] == "reading")
+    closed_quickly(documents)
+    assert [name[-9:] for name in left(rag)] == ["-0.upload"] * 3, "none of them has failed"
+    again = make(limits=DocumentLimits(reading=ReadingLimits(seconds=1)))
+    assert again.wait(LAST_S)
+    assert states(again.listing()) == {"harbour.md": "ready", "mill.md": "ready", "slow.html": "failed"}
+
+
+def test_closing_does_not_wait_for_a_text_that_is_divided(
+    rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents, texts, plan = make(), list[str](), PromptTemplate.encode
+
+    def encode(template: PromptTemplate, text: str) -> list[int]:
+        texts.append(text)
+        return plan(template, text)
+
+    monkeypatch.setattr(PromptTemplate, "encode", encode)
+    documents.add(texts=[GivenDocument("The mill of Orr grinds rye on Mondays.\n\n" * 50_000, "Orr", "orr")])
+    until(lambda: bool(texts))
+    closed_quickly(documents)
+    assert [name[-9:] for name in left(rag)] == ["-0.upload"]
+
+
+def closed_quickly(documents: Documents) -> None:
+    begin = time.monotonic()
+    documents.close()
+    assert not any(thread.name == "kvblend-documents" for thread in threading.enumerate())
+    assert time.monotonic() - begin < 8

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import cache_chunks, make_layout
 from changing import until
-from engines import FEW, Answer, alone, ask, layouts
+from engines import FEW, Answer, MakeEngine, alone, ask, layouts
 from models import decoder
 from served import Served
 
@@ -21,8 +21,7 @@ from blend.chunks import encode
 from blend.chunks.assemble import LayerLoader
 from blend.config import BlendConfig
 from blend.model.forward import RowRequest
-from blend.serve.embedded import EmbeddedEngine
-from blend.serve.scheduler import Scheduler
+from blend.serve.scheduler import EmbeddedEngine, Scheduler
 from blend.serve.types import EngineFailedError, Failed, Finished, Output, Request, Sampling
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -43,7 +42,7 @@ def fails(*_: object) -> Iterator[None]:
 
 
 def test_a_cache_that_cannot_be_taken_out_is_told_and_the_next_is_computed(
-    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, layout = make_engine(), make_layout()
     library, told, done = engine.blender.library(layout.prefix), list[Exception | None](), threading.Event()
@@ -65,7 +64,7 @@ def test_a_cache_that_cannot_be_taken_out_is_told_and_the_next_is_computed(
 
 
 def test_entries_that_cannot_be_closed_harm_nobody(
-    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, layout, close = make_engine(pass_rows=18), make_layout(chunks=(60, 60), suffix=90), LayerLoader.close
     cache_chunks(engine.blender, layout)
@@ -93,9 +92,7 @@ def test_entries_that_cannot_be_closed_harm_nobody(
     assert [record.error for record in caplog.records] == ["OSError"]  # type: ignore[attr-defined]
 
 
-def test_a_fault_that_nobody_foresaw_is_told_to_all(
-    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_that_nobody_foresaw_is_told_to_all(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, layout = make_engine(most_running=1), make_layout()
     first = running(engine)
     waits, told = ask(engine, layout), list[Exception | None]()
@@ -151,7 +148,7 @@ def decoding(answer: Answer) -> Callable[[RowRequest], bool]:
 
 
 def test_only_the_answer_fails_whose_row_cannot_be_computed(
-    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, sampling = make_engine(), Sampling(max_tokens=60, ignore_eos=True)
     expected = [alone(engine.blender, layout, sampling) for layout in layouts(3)]
@@ -167,7 +164,7 @@ def test_only_the_answer_fails_whose_row_cannot_be_computed(
 
 @pytest.mark.parametrize("selector", ["query_guided", "hkvd", "mixed"])
 def test_a_prefill_beside_an_answer_that_fails_begins_anew(
-    selector: str, make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+    selector: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the pass left in its cache, and what the selector saw of it, counts for nothing."""
     engine, layout = make_engine(pass_rows=24), layouts(2)[1]
@@ -192,7 +189,7 @@ def test_a_prefill_beside_an_answer_that_fails_begins_anew(
 
 
 def test_a_prefill_that_cannot_be_computed_fails_alone(
-    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, layout = make_engine(pass_rows=24), layouts(2)[1]
     expected = alone(engine.blender, layouts(1)[0], LONG)
@@ -204,7 +201,7 @@ def test_a_prefill_that_cannot_be_computed_fails_alone(
 
 
 def test_a_cache_that_is_computed_beside_an_answer_that_fails_is_stored(
-    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, layout = make_engine(), make_layout()
     library, told, done = engine.blender.library(layout.prefix), list[Exception | None](), threading.Event()

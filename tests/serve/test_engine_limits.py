@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from cases import make_layout
 from changing import until
-from engines import FEW, Answer, alone, ask, layouts
+from engines import FEW, Answer, MakeEngine, alone, ask, layouts
 from models import decoder
 
 from blend.errors import PromptError
 from blend.model import cpu
-from blend.serve import embedded
-from blend.serve.embedded import EmbeddedEngine
+from blend.serve import scheduler
 from blend.serve.types import Event, Finished, Output, QueueFullError, Request, Sampling
 
 
-def test_who_is_cancelled_leaves_and_the_others_stay(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_who_is_cancelled_leaves_and_the_others_stay(make_engine: MakeEngine) -> None:
     engine, prompts = make_engine(), layouts(3)
     answers = [Answer() for _ in prompts]
     handles = [
@@ -38,7 +36,7 @@ def test_who_is_cancelled_leaves_and_the_others_stay(make_engine: Callable[..., 
     assert sum(isinstance(event, Finished) for event in answers[1].events) == 1
 
 
-def test_no_more_wait_than_may(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_no_more_wait_than_may(make_engine: MakeEngine) -> None:
     engine, layout = make_engine(most_running=1, most_waiting=2), make_layout()
     answers, refused = [], []
     for _ in range(12):
@@ -52,7 +50,7 @@ def test_no_more_wait_than_may(make_engine: Callable[..., EmbeddedEngine]) -> No
     assert tokens == {tuple(alone(engine.blender, layout, Sampling(max_tokens=30)))}
 
 
-def test_memory_for_one_at_a_time_is_enough(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_memory_for_one_at_a_time_is_enough(make_engine: MakeEngine) -> None:
     layout = make_layout()
     row_bytes = sum(layer.width for layer in decoder("llama").rotations) * 4
     engine = make_engine(kv_budget=row_bytes * (layout.rows + FEW.max_tokens))
@@ -66,7 +64,7 @@ def test_memory_for_one_at_a_time_is_enough(make_engine: Callable[..., EmbeddedE
         ask(engine, layout, replace(FEW, max_tokens=7))
 
 
-def test_a_listener_that_fails_harms_only_itself(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_a_listener_that_fails_harms_only_itself(make_engine: MakeEngine) -> None:
     engine, prompts = make_engine(), layouts(2)
 
     def broken(event: Event) -> None:
@@ -76,7 +74,7 @@ def test_a_listener_that_fails_harms_only_itself(make_engine: Callable[..., Embe
     assert ask(engine, prompts[1]).wait().tokens == alone(engine.blender, prompts[1])
 
 
-def test_closing_finishes_what_runs_or_ends_it(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_closing_finishes_what_runs_or_ends_it(make_engine: MakeEngine) -> None:
     engine, layout = make_engine(), make_layout()
     answer = ask(engine, layout)
     engine.close(finish_s=60)
@@ -91,11 +89,11 @@ def test_closing_finishes_what_runs_or_ends_it(make_engine: Callable[..., Embedd
 
 
 def test_freed_memory_goes_back_when_nobody_waits_for_a_token(
-    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running: list[int] = []
     engine = make_engine()
-    monkeypatch.setattr(embedded, "TRIM_IDLE_S", 0.05)
+    monkeypatch.setattr(scheduler, "TRIM_IDLE_S", 0.05)
     monkeypatch.setattr(cpu, "trim_heap", lambda: running.append(engine.stats().running))
     for _ in range(2):
         answers = [ask(engine, make_layout()) for _ in range(3)]
@@ -109,7 +107,7 @@ def test_freed_memory_goes_back_when_nobody_waits_for_a_token(
     assert len(running) == seen, "once is enough where nothing ran since"
 
 
-def test_the_engine_keeps_its_threads_whatever_others_are_told(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_the_engine_keeps_its_threads_whatever_others_are_told(make_engine: MakeEngine) -> None:
     before, seen = torch.get_num_threads(), list[int]()
     torch.set_num_threads(3)
     try:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from cases import cache_chunks, make_layout
-from engines import FEW, ask
+from engines import FEW, MakeEngine, ask
 from models import decoder
 
 from blend.model.forward import RowRequest
 from blend.serve import scheduler
-from blend.serve.embedded import EmbeddedEngine
+from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.service import PrefillProfile
 from blend.serve.types import Output, Sampling
 from blend.types import PromptLayout
@@ -35,7 +33,7 @@ def long(rows: int) -> PromptLayout:
 
 
 def test_pieces_of_a_prompt_in_full_and_alone_are_told_and_no_others(
-    make_engine: Callable[..., EmbeddedEngine],
+    make_engine: MakeEngine,
 ) -> None:
     told = Told()
     engine = make_engine(on_pass=lambda *told_of: told.append(told_of), most_running=4, pass_rows=40)
@@ -80,7 +78,7 @@ class Operations:
 
 
 def test_what_full_prefill_takes_stays_true_under_blended_prompts(
-    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = PrefillProfile(decoder("llama"))
     engine = make_engine(on_pass=profile.saw, most_running=4, pass_rows=40)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cases import make_layout
-from engines import FEW, LONG, Answer, Held
+from engines import FEW, LONG, Answer, Held, MakeEngine
 
 from blend.serve import scheduler
-from blend.serve.embedded import EmbeddedEngine
 from blend.serve.scheduler import WaitingQueue
 from blend.serve.types import Finished, QueueFullError, Request
 from blend.types import PromptLayout
 
 
-def test_who_is_given_up_leaves_the_queue_wherever_it_stands(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_who_is_given_up_leaves_the_queue_wherever_it_stands(make_engine: MakeEngine) -> None:
     """Behind a prompt for which there is no room, and long before there is."""
     engine, layout = make_engine(most_running=1, most_waiting=3), make_layout()
     held, (head, late, left) = Held(engine, layout), (Answer(), Answer(), Answer())
@@ -36,7 +34,7 @@ def test_who_is_given_up_leaves_the_queue_wherever_it_stands(make_engine: Callab
     assert head.wait().last == held.answer.wait().last == Finished("length")
 
 
-def test_the_most_urgent_is_next_though_there_is_room_for_all(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_the_most_urgent_is_next_though_there_is_room_for_all(make_engine: MakeEngine) -> None:
     """Also before those that came while another prompt is prefilled, but for one that may be loading already."""
     engine, order = make_engine(most_running=8, pass_rows=18), list[str]()
     running = Held(engine, make_layout())
@@ -62,7 +60,7 @@ def test_the_most_urgent_is_next_though_there_is_room_for_all(make_engine: Calla
     assert found.index("first") < found.index("second")
 
 
-def test_tenants_take_turns(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_tenants_take_turns(make_engine: MakeEngine) -> None:
     engine, layout, order = make_engine(most_running=1), make_layout(), list[str]()
     held, answers = Held(engine, layout, FEW), list[Answer]()
     for tenant in ("ann", "ann", "ann", "bob", "", "bob"):

@@ -1,4 +1,4 @@
-"""A server without documents: learned text gets a surrogate context and corrections of its own, tenant by tenant."""
+"""Learned text gets a surrogate context and corrections, tenant by tenant; removed caches stay removed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from rooms import QUESTION, ask, serving
 from blend.blender import Blender
 from blend.model.decoder import full_prefill
 from blend.rag import Rag
+from blend.serve.learned import KEEP_S, RemovedKeys
 from blend.serve.service import Service
 from blend.serve.types import GivenDocument
 from blend.store import open_store
-from blend.types import PromptLayout
+from blend.types import ChunkKey, PromptLayout
 from tests.tiny_model import save_tiny_model
 from tests.towns import TOPICS, document
 
@@ -160,3 +161,21 @@ def test_texts_that_are_larger_than_the_budget_leave_nothing(tmp_path: Path, mod
         tell(service, texts(3))
         assert room.token_bytes * 100 > 20_000, "a text needs more"
         assert service.tenant("").rag().store.stats().entries == 0
+
+
+def test_a_removed_cache_stays_removed_and_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed, now, kept = RemovedKeys(), [1000.0], list[str]()
+    monkeypatch.setattr("blend.serve.learned.monotonic", lambda: now[0])
+    first, *others = (ChunkKey("space", f"{number:032x}") for number in range(100))
+    removed.add([first])
+    began = now[0] - 1
+    for other in others:
+        now[0] += KEEP_S / 2
+        removed.unless_removed(other, now[0], lambda: kept.append("never removed"))
+        removed.add([other])
+        assert len(removed) <= 4
+        removed.unless_removed(other, now[0], lambda: pytest.fail("it was removed just now"))
+        removed.unless_removed(first, began, lambda: pytest.fail("this prompt began before it was removed"))
+    assert kept == ["never removed"] * len(others)
+    removed.unless_removed(first, now[0], lambda: kept.append("brought anew"))
+    assert kept[-1] == "brought anew"

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from blend.serve.http.replies import TextReply
+from blend.serve.http.completions import TextReply
 from blend.serve.text import Detokenizer, TokenBytes
 from blend.serve.types import Output, Token, TopToken
 

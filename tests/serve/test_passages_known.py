@@ -146,11 +146,12 @@ def test_an_update_adds_drops_and_changes() -> None:
 
 def test_the_filter_grows_and_forgets() -> None:
     """Of a corpus that is exchanged again and again no more stays than of one that was always the same."""
-    texts = known(tokenizer("byte-level"))
+    heads = HeadFilter()
+    texts = known(tokenizer("byte-level"), heads=heads)
     for turn in range(12):
         mine = [Given(str(n), "", prose(1000 * turn + n, 30)) for n in range(200)]
         texts.update(mine)
-    places = list(texts._heads.places(prose(5, 20_000)))
+    places = list(heads.places(prose(5, 20_000)))
     assert len(places) < 20_000  # of some 120,000 characters
     message = "\n".join(chunk.text for chunk in mine)
     assert names(pasted(message, texts)) == [str(n) for n in range(200)]

@@ -19,8 +19,7 @@ from transformers import AutoTokenizer
 from blend.errors import StoreError
 from blend.prompt import PromptTemplate
 from blend.serve.learned import LearnedCaches
-from blend.serve.passages.divide import LEAST_PASSAGE, MOST_PASSAGE
-from blend.serve.passages.segments import Segment, segments
+from blend.serve.passages.segments import LEAST_PASSAGE, MOST_PASSAGE, Segment, segments
 from blend.types import ChunkKey
 from blend.weights import resolve_model
 

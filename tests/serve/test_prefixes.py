@@ -18,9 +18,9 @@ from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.model import cpu
 from blend.model.cache import BlendedCache
-from blend.serve.embedded import EmbeddedEngine
 from blend.serve.failures import STORE_UNREACHABLE
 from blend.serve.prefixes import Found, PrefixCache
+from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, Request, Sampling
 from blend.store import open_store
 from blend.types import ChunkCache, PromptLayout

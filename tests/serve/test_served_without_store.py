@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -111,9 +111,8 @@ def _full(more: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_pasted(client: httpx.Client) -> str:
-    rag = client.served.state.service.tenant("").rag()  # type: ignore[attr-defined]
-    chunks = rag._index._held[1].chunks
-    return "".join(map(render_chunk, chunks[:2])) + "\n\nHow many gates?"
+    tenant = client.served.state.service.tenant("")  # type: ignore[attr-defined]
+    return "".join(map(render_chunk, tenant.retrieved("", ["How many gates?"], 2))) + "\n\nHow many gates?"
 
 
 def test_what_needs_the_store_is_told_to_come_again(store: Path, model: Path) -> None:
@@ -208,19 +207,18 @@ def test_a_store_that_goes_while_its_caches_are_loaded(
 @contextmanager
 def _gone_after(served: Served, kv: Path, looks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The folder is moved away before one of the store's files is opened."""
-    files = served.state.service.tenant("").rag().store.backend._files
-    plain: Callable[[Path], int | None] = files.open
-    left = looks
+    backend = served.state.service.tenant("").rag().store.backend
+    plain, left = backend.open, looks
 
-    def opening(path: Path) -> int | None:
+    def opening(name: str, head: int) -> Any:
         nonlocal left
         left -= 1
         if left == 0:
             kv.rename(kv.with_name("kv.away"))
-        return plain(path)
+        return plain(name, head)
 
     with monkeypatch.context() as patched:
-        patched.setattr(files, "open", opening)
+        patched.setattr(backend, "open", opening)
         yield
     if left <= 0:
         kv.with_name("kv.away").rename(kv)

@@ -9,20 +9,19 @@ from dataclasses import replace
 import pytest
 from cases import cache_chunks, make_layout
 from changing import until
-from engines import FEW, Answer, alone, ask, layouts
+from engines import FEW, Answer, MakeEngine, alone, ask, layouts
 from models import LAYERS
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.model.forward import RowRequest
 from blend.serve import background
-from blend.serve.embedded import EmbeddedEngine
+from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.types import Finished, Output, Request, Sampling, Started
 from blend.store.reader import ChunkReader
 from blend.types import ChunkKey, PromptLayout
 
 RUNNING, SLOW = layouts(2)
 LONG = Sampling(max_tokens=200, ignore_eos=True)
-MakeEngine = Callable[..., EmbeddedEngine]
 
 
 class Gate:

@@ -34,8 +34,8 @@ from blend.integrations.vllm.transport import (
     send,
 )
 from blend.serve.failures import LOG, log_error
+from blend.serve.http.completions import figures_of
 from blend.serve.http.errors import failure_of
-from blend.serve.http.replies import figures_of
 from blend.serve.limits import RequestLimits
 from blend.serve.types import Event, Failed, Finished, Handle, QueueFullError, Request, Sampling, Started
 

@@ -6,7 +6,6 @@ are ignored. Those that the server does not support are refused by name, unless 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -24,39 +23,24 @@ IGNORED = (
     "parallel_tool_calls",
 )
 """Fields on which no answer depends."""
-_NOTHING: tuple[Any, ...] = (None,)
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "audio": _NOTHING,
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0),
-    "function_call": (None, "none"),
-    "functions": (None, []),
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), (None,)),
+    **dict.fromkeys(("frequency_penalty", "min_p", "presence_penalty"), (None, 0)),
+    **dict.fromkeys(("best_of", "n", "repetition_penalty"), (None, 1)),
+    **dict.fromkeys(("functions", "tools"), (None, [])),
+    **dict.fromkeys(("echo", "store"), (None, False)),
+    **dict.fromkeys(("function_call", "reasoning_effort"), (None, "none")),
     "logit_bias": (None, {}),
-    "min_p": (None, 0),
     "modalities": (None, ["text"]),
-    "n": (None, 1),
-    "prediction": _NOTHING,
-    "presence_penalty": (None, 0),
-    "reasoning_effort": (None, "none"),
-    "repetition_penalty": (None, 1),
     "response_format": (None, {"type": "text"}),
-    "store": (None, False),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),  # tools are refused themselves
-    "tools": (None, []),
     "verbosity": (None, "medium"),
-    "web_search_options": _NOTHING,
 }
 """Unsupported fields, each with the values that ask for nothing."""
 UNSUPPORTED_IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {
-    "annotations": (None, []),
-    "audio": _NOTHING,
-    "function_call": _NOTHING,
-    "name": _NOTHING,
-    "refusal": _NOTHING,
-    "tool_calls": (None, []),
-    "tool_call_id": _NOTHING,
+    **dict.fromkeys(("annotations", "tool_calls"), (None, [])),
+    **dict.fromkeys(("audio", "function_call", "name", "refusal", "tool_call_id"), (None,)),
 }
 _CORPUS = "+corpus"
 _NO_MODEL, _NO_CORPUS = "model_not_found", "corpus_not_found"
@@ -193,16 +177,6 @@ class CommonBody(Body):
     documents: list[DocumentBody] | None = None
     kvblend: OwnBody | None = None
 
-    @property
-    @abstractmethod
-    def wanted_logprobs(self) -> int | None:
-        """Alternatives for each token; None gives no log-probabilities."""
-
-    @property
-    def most_tokens(self) -> int | None:
-        """Tokens of the answer, if given."""
-        return self.max_tokens
-
 
 class ChatBody(CommonBody):
     """POST /v1/chat/completions."""
@@ -214,13 +188,8 @@ class ChatBody(CommonBody):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """See `CommonBody`."""
+        """Alternatives for each token; None gives no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def most_tokens(self) -> int | None:
-        """The newer name counts."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionBody(CommonBody):
@@ -231,7 +200,7 @@ class CompletionBody(CommonBody):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """See `CommonBody`."""
+        """Alternatives for each token; None gives no log-probabilities."""
         return self.logprobs
 
 
@@ -341,8 +310,9 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
     if names.tenant and (own.priority or 0) < 0:
         message = "a key with a tenant may not be more urgent than others; give a priority of 0 or more"
         raise refuse(message, "kvblend.priority", "forbidden", 403)
+    max_tokens = body.max_completion_tokens if isinstance(body, ChatBody) else None
     sampling = Sampling(
-        max_tokens=body.most_tokens or limits.answer_tokens,
+        max_tokens=max_tokens or body.max_tokens or limits.answer_tokens,
         temperature=Sampling.temperature if body.temperature is None else body.temperature,
         top_p=Sampling.top_p if body.top_p is None else body.top_p,
         seed=body.seed,

@@ -1,7 +1,7 @@
-// One answer: its text as it comes, and beneath it what the server says of its prefill.
+// One answer: its text as it streams, and below it the figures of its prefill.
 
 import { failureOf } from "./api.js";
-import { announce, count, el, seconds, tell, term } from "./dom.js";
+import { announce, count, el, seconds, showLine, term } from "./dom.js";
 import { Prose } from "./prose.js";
 import { sourcesView } from "./sources.js";
 import { timeView } from "./times.js";
@@ -16,7 +16,7 @@ const REUSED = "This prompt begins as an earlier one did. The KV of that beginni
 const INEXACT = " A part of it was blended, so it is near what full prefill gives, but not the same.";
 
 export class AnswerView {
-  // shared: where sources and tokens go; null for the second of two that stand side by side. onAgain: asks once more, or null.
+  // shared: the element for sources and tokens; null for the second answer of a comparison. onAgain: regenerates, or null.
   constructor(method, compared, shared, onAgain) {
     Object.assign(this, { method, compared, shared, text: "", error: null, opened: null, usage: null, reason: null, took: 0, complete: false });
     this.prose = new Prose();
@@ -25,13 +25,13 @@ export class AnswerView {
     this.facts = el("p", { class: "facts" });
     this.times = el("div");
     this.actions = el("p", { class: "actions", hidden: true }, copier(this), onAgain && el("button", { type: "button", class: "quiet again", onclick: onAgain, title: AGAIN }, compared ? "Regenerate both" : "Regenerate"));
-    // Spoken once it is whole: a voice cannot follow tokens.
+    // A screen reader reads it when it is complete, not token by token.
     this.spoken = el("div", { class: "spoken", "aria-live": "polite", "aria-busy": "true" }, this.prose.element);
     const name = compared && el("h3", { class: "method" }, NAMES[method]);
     this.element = el("div", { class: "answer", role: "group", "aria-label": compared ? `Answer, ${NAMES[method]}` : "Answer" }, name, this.wait, this.spoken, this.note, this.actions, this.facts, this.times);
   }
 
-  // The request is sent: from now on the time that passes is shown.
+  // Show the time since the request was sent.
   start() {
     const sent = performance.now();
     this.clock = setInterval(() => {
@@ -66,7 +66,7 @@ export class AnswerView {
     this.wait.remove();
   }
 
-  // measured: seconds of full prefill that a comparison measured; a comparison shows no estimate, not even before.
+  // measured: seconds of full prefill in a comparison, which never shows an estimate.
   showTimes(measured) {
     const view = timeView(this.opened.figures, this.compared ? { measured } : null);
     view.open = this.times.open;
@@ -108,13 +108,13 @@ export class AnswerView {
 
   fail(error) {
     this.error = error;
-    tell(this.note, error.message);
+    showLine(this.note, error.message);
     this.finish();
   }
 
   remark(line) {
     this.note.classList.replace("trouble", "remark");
-    tell(this.note, line);
+    showLine(this.note, line);
   }
 
   finish() {
@@ -127,7 +127,7 @@ export class AnswerView {
     this.spoken.setAttribute("aria-busy", "false");
   }
 
-  // As plain values, for a reload; one that is under way ends with the page. The trace is left out: it is large.
+  // Plain values for a reload; a running answer counts as stopped. Without the trace, which is large.
   record() {
     const { method, text, usage, reason, took, complete } = this;
     const kvblend = this.opened && { ...this.opened, trace: [] };
@@ -157,7 +157,7 @@ function copier(view) {
   return button;
 }
 
-// A page without HTTPS, or without the permission, has no clipboard; the browser still copies a selection.
+// Without HTTPS or permission there is no clipboard, but the browser copies a selection.
 async function copy(text, element) {
   try {
     await navigator.clipboard.writeText(text);

@@ -1,4 +1,4 @@
-// The server's documented endpoints, its API key, and its refusals as one line that says what to do.
+// Calls of the HTTP API, the API key, and errors as one line that says what to do.
 
 const KEY = "kvblend.key";
 
@@ -17,20 +17,20 @@ export class ServerError extends Error {
 
 const UNREACHED = "The server cannot be reached. See whether `blend serve` is running, then try again.";
 
-// "no such corpus; add documents" -> one sentence. The server's own lines say what to do.
+// Turns an error message of the server into a sentence.
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
 
-// error: what stands under that name in a body of OpenAI's shape.
+// error: the `error` object of OpenAI's shape.
 export const failureOf = (error, status = 0) => new ServerError(sentence(error.message), status, error.code);
 
 async function refusal(response) {
-  // Something in between may have answered, such as a proxy, whose words are no line for a person.
+  // A proxy may have answered; its body is not shown.
   const body = await response.json().catch(() => null);
   if (body?.error?.message) return failureOf(body.error, response.status);
   return new ServerError(`The server answered ${response.status} ${response.statusText}. See whether \`blend serve\` is running.`, response.status);
 }
 
-// Raises ServerError, and AbortError when `signal` fired.
+// Throws ServerError, and AbortError after `signal`.
 export async function request(path, { headers = {}, ...options } = {}) {
   const asked = key.get() ? { ...headers, Authorization: `Bearer ${key.get()}` } : headers;
   let response;
@@ -48,7 +48,7 @@ export const getJson = async (path) => (await request(path)).json();
 export const postJson = (path, body, signal) =>
   request(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
 
-// The JSON values of a stream of server-sent events, one by one, to its [DONE].
+// Yields the JSON values of a stream of server-sent events up to [DONE].
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,9 +1,9 @@
-// Puts the page together: the question, the options, the key, and who hears of what.
+// Assembles the page: question, options, API key, and the events between them.
 
 import { getJson, key } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { Documents } from "./documents.js";
-import { announce, byId, tell } from "./dom.js";
+import { announce, byId, showLine } from "./dom.js";
 import { Options } from "./options.js";
 
 const RELOAD_MS = 2000;
@@ -23,8 +23,8 @@ async function load() {
   try {
     await loadModels();
     await documents.refresh();
-    tell(byId("trouble"), "");
-    tell(byId("note"), "");
+    showLine(byId("trouble"), "");
+    showLine(byId("note"), "");
   } catch (error) {
     failed(error, byId("trouble"));
     if (error.status === 503) loadLater();
@@ -36,13 +36,13 @@ function loadLater() {
   loading = setTimeout(load, RELOAD_MS);
 }
 
-// A key is asked for wherever the server wants one; all else is told where it happened. The page is there before the model: no error.
+// Asks for a key when the server requires one; shows other errors where they happened. A loading model is no error.
 function failed(error, place) {
   const early = error.code === "loading";
-  tell(byId("note"), early ? "The model is loading. You can ask in a moment." : "");
+  showLine(byId("note"), early ? "The model is loading. You can ask in a moment." : "");
   if (early) loadLater();
-  if (error.status !== 401) return tell(place, early ? "" : error.message);
-  tell(byId("key-trouble"), key.get() ? "This server does not know the key. Enter another." : "");
+  if (error.status !== 401) return showLine(place, early ? "" : error.message);
+  showLine(byId("key-trouble"), key.get() ? "This server does not know the key. Enter another." : "");
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
   byId("key").select();
 }
@@ -54,7 +54,7 @@ function busy(running) {
   if (!running) announce("Answer complete");
 }
 
-// replaced: the turn whose answer is asked for once more. Returns whether an answer came.
+// replaced: the turn to regenerate. Returns whether an answer came.
 async function ask(question, replaced = null) {
   if (!question || conversation.running) return false;
   const wrong = options.wrong();
@@ -64,7 +64,7 @@ async function ask(question, replaced = null) {
     announce(wrong.validationMessage);
     return false;
   }
-  tell(byId("trouble"), "");
+  showLine(byId("trouble"), "");
   return conversation.ask(question, replaced);
 }
 
@@ -80,13 +80,13 @@ async function send() {
   grow();
 }
 
-// On a small screen one part of the side, or none, stands in the conversation's place; a style sheet says so.
+// On a small screen one part of the side, or none, replaces the conversation (see the style sheet).
 function unfold(part) {
   document.body.dataset.part = part;
   for (const name of ["documents", "options"]) byId(`show-${name}`).setAttribute("aria-expanded", String(name === part));
 }
 
-// As tall as what is written in it; the style sheet says how tall at most.
+// Grows with its text up to the style sheet's maximum.
 function grow() {
   const box = byId("question");
   box.style.height = "auto";
@@ -104,7 +104,7 @@ byId("ask").addEventListener("submit", (event) => {
 });
 byId("question").addEventListener("input", grow);
 byId("question").addEventListener("keydown", (event) => {
-  // An Enter that ends a composed character (Japanese, Chinese) is no Enter.
+  // Enter that ends a composition (Japanese, Chinese) does not send.
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
   send();
@@ -114,7 +114,7 @@ document.addEventListener("keydown", (event) => event.key === "Escape" && conver
 byId("renew").addEventListener("click", () => {
   conversation.clear();
   unfold("");
-  tell(byId("trouble"), "");
+  showLine(byId("trouble"), "");
   byId("question").focus();
 });
 for (const part of ["documents", "options"]) {
@@ -134,14 +134,14 @@ byId("key-form").addEventListener("submit", () => {
 });
 byId("key-cancel").addEventListener("click", () => {
   byId("key-dialog").close();
-  tell(byId("trouble"), "This server answers only with an API key: send a question, and you are asked for it again.");
+  showLine(byId("trouble"), "This server answers only with an API key: send a question, and you are asked for it again.");
 });
 byId("forget").addEventListener("click", () => {
   key.forget();
   conversation.clear();
   load();
 });
-// Before the browser breaks it off, which would look like a server that is gone.
+// Before the browser aborts it, which would look like a lost server.
 addEventListener("beforeunload", () => conversation.stop());
 addEventListener("pagehide", () => {
   options.keep();

@@ -1,4 +1,4 @@
-// The conversation: its turns, the one that runs, and what of it goes with the next question.
+// The conversation: its turns, the running one, and the messages for the next question.
 
 import { AnswerView } from "./answer.js";
 import { events, postJson } from "./api.js";
@@ -7,11 +7,10 @@ import { announce, byId, el, keep, kept } from "./dom.js";
 
 const LONG = { characters: 1000, lines: 15 };
 const SHOWN = { characters: 200, lines: 2 };
-const SAMPLED = 0.7; // the temperature of an answer that is to differ from the one before it
+const SAMPLED = 0.7; // temperature of a regenerated answer
 
 export class Conversation {
-  // onBusy(running); onError(error): the question got no answer and is no part of the conversation; onAgain(turn): its answer is to be
-  // asked for once more.
+  // onBusy(running); onError(error): the question got no answer and leaves the conversation; onAgain(turn): regenerate its answer.
   constructor({ options, onBusy, onError, onAgain }) {
     Object.assign(this, { options, onBusy, onError, onAgain });
     this.turns = [];
@@ -19,7 +18,7 @@ export class Conversation {
     try {
       for (const record of kept("conversation") ?? []) this.add(Turn.of(record, onAgain));
     } catch {
-      // Another version of the page kept it.
+      // Stored by another version of the page.
       this.clear();
     }
     this.turns.at(-1)?.element.scrollIntoView({ behavior: "instant" });
@@ -48,14 +47,14 @@ export class Conversation {
   }
 
   show(turns) {
-    // Turns that stay are not touched: what is selected or in focus there stays so.
+    // Unchanged turns are not touched: they keep selection and focus.
     this.turns.filter((turn) => !turns.includes(turn)).forEach((turn) => turn.element.remove());
     byId("turns").append(...turns.filter((turn) => !turn.element.isConnected).map((turn) => turn.element));
     byId("welcome").hidden = turns.length > 0;
     this.turns = turns;
   }
 
-  // replaced: the last turn, whose answer is asked for once more, or null. Returns whether an answer, or a part of one, came.
+  // replaced: the last turn, to regenerate its answer, or null. Returns whether any part of an answer came.
   async ask(question, replaced = null) {
     const before = this.turns.filter((turn) => turn !== replaced);
     const messages = [...before.flatMap((turn) => turn.messages()), { role: "user", content: question }];
@@ -74,7 +73,7 @@ export class Conversation {
     this.onBusy(false);
     const [first] = turn.views;
     const lost = !first.text && (first.error || (replaced && signal.aborted));
-    // A conversation that was begun anew meanwhile stays new.
+    // A conversation that was started meanwhile stays.
     if (lost && this.turns === shown) this.show(replaced ? [...before, replaced] : before);
     this.keep();
     if (lost && first.error) this.onError(first.error);
@@ -102,7 +101,7 @@ class Turn {
     return { question: this.question, compared: this.compared, answers: this.views.map((view) => view.record()) };
   }
 
-  // What of it goes with the next question.
+  // The messages for the next question.
   messages() {
     const said = this.views[0]?.text;
     return said ? [{ role: "user", content: this.question }, { role: "assistant", content: said }] : [];
@@ -116,7 +115,7 @@ class Turn {
     return view;
   }
 
-  // One after the other: side by side they would slow each other down, and no time would be true.
+  // One after the other: in parallel they would slow each other down.
   async answer(body, signal) {
     for (const method of this.compared ? ["blend", "full"] : ["blend"]) {
       const view = this.add(method);
@@ -130,7 +129,7 @@ class Turn {
   compare() {
     const [blended, full] = this.views;
     if (!full?.complete) return;
-    this.verdict.tell(blended, full);
+    this.verdict.show(blended, full);
     if (blended.opened && full.opened) blended.showTimes(full.opened.figures.ttft_s);
   }
 }
@@ -145,7 +144,7 @@ async function stream(view, body, signal) {
   }
 }
 
-// A long one, such as a pasted prompt, is shown by its beginning and its end.
+// Shows the beginning and the end of a long question, such as a pasted prompt.
 function questionView(question) {
   const text = el("span", {}, question);
   const heading = el("h2", { class: "question" }, el("span", { class: "unseen" }, "You asked: "), text);

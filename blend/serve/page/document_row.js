@@ -1,4 +1,4 @@
-// One document of the corpus: its name, how far it is prepared, and the button that deletes it.
+// One document of the corpus: its name, its progress, and the button that deletes it.
 
 import { announce, count, el } from "./dom.js";
 
@@ -29,7 +29,7 @@ function stateOf(item) {
   return [el("span", { class: "soft" }, label), el("progress", { "aria-label": `${nameOf(item)} is ${label}`, max: String(total), value: String(done) })];
 }
 
-// Pressed twice: there is no way back.
+// Needs two presses: a deletion is final.
 function deleter(id, name, onDelete) {
   const button = el("button", { type: "button", class: "quiet delete", "aria-label": `Delete ${name}` }, "Delete");
   button.addEventListener("blur", () => {

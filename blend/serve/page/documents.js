@@ -1,15 +1,15 @@
-// The corpus's documents: added by dropping files, watched while they are prepared, deleted.
+// The documents of a corpus: drop files to add them, watch their progress, delete them.
 
 import { getJson, request } from "./api.js";
 import { DocumentRow, nameOf, working } from "./document_row.js";
-import { announce, byId, count, el, tell } from "./dom.js";
+import { announce, byId, count, el, showLine } from "./dom.js";
 
 const POLL_MS = 2000;
 const SHOWN = 200;
 const FILTER_FROM = 12;
 
 export class Documents {
-  // corpus(): the chosen corpus's name, or null; onChange: the list of corpora may have grown; onError(error, place).
+  // corpus(): the chosen corpus's name, or null; onChange(): there may be new corpora; onError(error, place).
   constructor({ corpus, onChange, onError }) {
     Object.assign(this, { corpus, onChange, onError });
     this.listed = [];
@@ -34,7 +34,7 @@ export class Documents {
     try {
       if (!(await this.look())) return;
     } catch (error) {
-      // Another time the server may answer. Who lacks a key is asked for it, once.
+      // The next poll may succeed. A missing key is asked for once.
       if (error.status !== 401) this.lookAgain();
       throw error;
     }
@@ -42,7 +42,7 @@ export class Documents {
     await this.onChange();
   }
 
-  // Returns whether something was under way before and nothing is now.
+  // Returns whether documents were in progress before and none is now.
   async look() {
     const corpus = this.corpus();
     const { data } = await getJson(`v1/documents${this.query()}`);
@@ -62,7 +62,7 @@ export class Documents {
   async attempt(work) {
     try {
       await work();
-      tell(byId("document-trouble"), "");
+      showLine(byId("document-trouble"), "");
     } catch (error) {
       this.onError(error, byId("document-trouble"));
     }
@@ -79,12 +79,12 @@ export class Documents {
     });
   }
 
-  // Shown until the server has them all.
+  // Shown until the server has all files.
   async uploading(files, sent) {
     const show = (uploads) => {
       this.uploads = uploads;
       const names = uploads.flat();
-      tell(byId("document-note"), names.length ? `Uploading ${names.length === 1 ? names[0].name : count(names.length, "file")}…` : "");
+      showLine(byId("document-note"), names.length ? `Uploading ${names.length === 1 ? names[0].name : count(names.length, "file")}…` : "");
     };
     show([...this.uploads, files]);
     try {
@@ -121,14 +121,14 @@ export class Documents {
   }
 }
 
-// Rows that stay are not touched: the one in focus keeps it.
+// Unchanged rows are not touched: they keep the focus.
 function place(list, rows) {
   const wanted = new Set(rows);
   [...list.children].filter((child) => !wanted.has(child)).forEach((child) => child.remove());
   rows.forEach((row, i) => list.children[i] === row || list.insertBefore(row, list.children[i] ?? null));
 }
 
-// Files only: a text that is dragged into the question goes where it was dragged.
+// Files only: dragged text goes where it is dropped.
 function catchDrops(onFiles) {
   const holdsFiles = (event) => event.dataTransfer?.types.includes("Files");
   addEventListener("dragover", (event) => {

@@ -1,8 +1,8 @@
-// Elements without markup: whatever a document or an answer holds becomes a text node and nothing else. And this tab's storage.
+// Builds elements from text nodes only, so that no document or answer becomes markup; and this tab's storage.
 
 export const byId = (id) => document.getElementById(id);
 
-// el("p", { class: "note", onclick: f }, "text", child): null, undefined and false are left out, of attributes and of children.
+// el("p", { class: "note", onclick: f }, "text", child): null, undefined and false are skipped.
 export function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -15,20 +15,20 @@ export function el(tag, attributes = {}, ...children) {
 }
 
 // One line in a paragraph of class "trouble"; an empty one hides it.
-export function tell(paragraph, line) {
+export function showLine(paragraph, line) {
   paragraph.textContent = line;
   paragraph.hidden = !line;
 }
 
-// Said by a screen reader when it has nothing else to say; seen by nobody.
+// For screen readers only.
 export function announce(line) {
   byId("status").textContent = line;
 }
 
-// A word with its explanation, for the pointer as a title and for the keyboard as text below it.
+// A word with an explanation: a title for the pointer, text below it for the keyboard.
 export const term = (word, meaning) => el("span", { class: "term", tabindex: "0", title: meaning }, word);
 
-// What a reload keeps, in this tab alone; null where there is nothing that can be read.
+// Storage of this tab that survives a reload; null if nothing can be read.
 export function kept(name) {
   try {
     return JSON.parse(sessionStorage.getItem(`kvblend.${name}`));
@@ -41,7 +41,7 @@ export function keep(name, value) {
   try {
     sessionStorage.setItem(`kvblend.${name}`, JSON.stringify(value));
   } catch {
-    // Too much for the browser's quota: better nothing than an earlier state.
+    // Beyond the browser's quota: keep nothing rather than an old state.
     sessionStorage.removeItem(`kvblend.${name}`);
   }
 }

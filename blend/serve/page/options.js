@@ -1,4 +1,4 @@
-// What is asked for besides the question.
+// The options of a question.
 
 import { byId, el, keep, kept } from "./dom.js";
 
@@ -26,7 +26,7 @@ export class Options {
     this.lock();
   }
 
-  // ids: of /v1/models. A name that ends in "+corpus" or "+corpus:NAME" is the same model answering from a corpus.
+  // ids: of /v1/models. "+corpus" or "+corpus:NAME" at the end names a corpus to retrieve from.
   showModels(ids) {
     this.model = ids.find((id) => !id.includes(CORPUS)) ?? ids[0];
     byId("model").textContent = this.model;
@@ -44,7 +44,7 @@ export class Options {
     byId("top-k").disabled = this.corpus() === null;
   }
 
-  // The corpus's name, "" for the one without a name, null for none.
+  // The corpus's name: "" for the one without a name, null for none.
   corpus() {
     const value = byId("corpus").value;
     return value.startsWith("corpus:") ? value.slice("corpus:".length) : null;
@@ -54,7 +54,7 @@ export class Options {
     return byId("compare").checked;
   }
 
-  // The first number that cannot be sent, or undefined.
+  // The first invalid number field, or undefined.
   wrong() {
     return NUMBERS.map(byId).find((field) => !field.disabled && !field.checkValidity());
   }
@@ -69,7 +69,7 @@ export class Options {
       temperature,
       stream: true,
       stream_options: { include_usage: true },
-      // What an earlier prompt left in memory would make full prefill look faster than it is.
+      // The prefix cache would make full prefill look faster.
       kvblend: { ...retrieve, method, cold: method === "full", trace: method === "blend" && byId("trace").checked },
     };
   }

@@ -1,4 +1,4 @@
-// An answer's text with the few marks that models write: paragraphs, headings, lists, code, bold. Everything else is as it came.
+// Renders the marks that models write: paragraphs, headings, lists, code, bold. Everything else stays text.
 
 import { el } from "./dom.js";
 
@@ -10,7 +10,7 @@ export class Prose {
     this.planned = false;
   }
 
-  // At most once a frame, and only blocks that changed: a selection in an earlier one stays.
+  // At most once a frame, and only changed blocks: selections in others stay.
   show(text) {
     this.text = text;
     if (this.planned) return;
@@ -39,7 +39,7 @@ export class Prose {
 const FENCE = /^\s*```/;
 const ITEM = /^\s*(?:[-*+]|\d+[.)])\s+/;
 
-// Sources of the blocks: a fence with all within, or lines up to an empty one.
+// Splits into blocks: a fence with its content, or lines up to an empty one.
 function split(text) {
   const blocks = [];
   let open = [];
@@ -84,7 +84,7 @@ function list(lines) {
   return el(ordered ? "ol" : "ul", { start: ordered ? parseInt(lines[0], 10) : null }, items.map((item) => el("li", {}, inline(item))));
 }
 
-// `code` and **bold**; an unpaired mark stays a mark.
+// `code` and **bold**; an unpaired mark stays text.
 function inline(text) {
   return text.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*)/).map((part) => {
     if (/^`[^`]+`$/.test(part)) return el("code", {}, part.slice(1, -1));

@@ -1,4 +1,4 @@
-// What an answer was given from. Nothing here is made up by the model: the server says what stood in the prompt.
+// The passages of the prompt, as the server reports them; nothing comes from the model.
 
 import { count, el, term } from "./dom.js";
 
@@ -12,7 +12,7 @@ const KINDS = {
 const HIT = "Hit: the store held this passage’s KV cache, so the model did not read the passage again.";
 const MISS = "Miss: the store held no KV cache of this passage, so the model computed it for this answer.";
 
-// Nothing where there are no sources.
+// Empty without sources.
 export function sourcesView(sources) {
   if (!sources.length) return [];
   const hits = sources.filter((source) => source.hit).length;

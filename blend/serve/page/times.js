@@ -1,4 +1,4 @@
-// Where the time to the first token went, and what full prefill of the same prompt took or would take.
+// The stages of the time to the first token, and the time of full prefill, measured or estimated.
 
 import { el, seconds, term } from "./dom.js";
 
@@ -16,7 +16,7 @@ const STAGES = {
 const ROWS = "A row is the KV of one token in one layer. The selector chooses the rows of the stored caches that are computed again.";
 const COLOURS = 8;
 
-// Folded to one line. compared: {measured}, the seconds of full prefill in a comparison or null; null outside of one.
+// Folded to one line. compared: {measured} with the seconds of full prefill, or null; null without a comparison.
 export function timeView(figures, compared = null) {
   const full = fullOf(figures, compared);
   const parts = stagesOf(figures);
@@ -37,7 +37,7 @@ function stagesOf(figures) {
   const found = [["waited", figures.waited_s ?? 0], ...Object.entries(figures.stages ?? {})];
   const said = found.reduce((sum, [, took]) => sum + took, 0);
   found.push(["other", figures.ttft_s - said]);
-  // What is too short to be seen is told with the rest.
+  // Stages too short to be seen join the rest.
   const short = found.filter(([name, took]) => name !== "other" && took < 0.005 * figures.ttft_s);
   const parts = found.filter(([, took]) => took >= 0.005 * figures.ttft_s && took > 0).map(([name, took], i) => ({ name, label: STAGES[name] ?? name, took, colour: i % COLOURS }));
   const rest = short.reduce((sum, [, took]) => sum + took, 0);
@@ -46,7 +46,7 @@ function stagesOf(figures) {
   return parts;
 }
 
-// Full prefill of this prompt as {name, label, took, measured}, or null. A measurement goes before an estimate; a comparison shows no estimate.
+// Full prefill of this prompt as {name, label, took, measured}, or null. Prefers a measurement; a comparison shows no estimate.
 function fullOf(figures, compared) {
   if (figures.method === "full") return null;
   const measured = compared ? compared.measured : figures.full_measured_s;
@@ -63,12 +63,12 @@ function comparison(figures, full, compared) {
 }
 
 function notes(figures) {
-  // What earlier turns of the conversation blended is part of this prompt, whether or not anything was added to it.
+  // Rows that earlier turns blended are part of this prompt, even if it added none.
   const nothing = figures.reason && figures.method !== "full" ? [`Nothing more was blended: ${figures.reason}.`.replace(/\.\.$/, ".")] : [];
   return [...nothing, ...(figures.notes ?? [])];
 }
 
-// Widths are set on the element's own style: a style attribute would break the policy that keeps foreign styles out.
+// Widths are set through the DOM: the content security policy forbids style attributes.
 function row(name, took, parts, longest) {
   const bar = el("div", { class: "bar", "aria-hidden": "true" }, parts.map(piece));
   bar.style.width = `${(100 * took) / longest}%`;
@@ -77,7 +77,7 @@ function row(name, took, parts, longest) {
 
 function piece(part) {
   const node = el("span", { class: part.name === "full" ? "piece full" : `piece stage${part.colour}`, title: `${part.label} ${seconds(part.took)}` });
-  // Shares below 1 in all would leave a part of the bar empty.
+  // Shares that sum to less than 1 would leave a gap.
   node.style.flexGrow = String(1000 * part.took);
   return node;
 }

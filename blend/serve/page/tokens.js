@@ -1,4 +1,4 @@
-// The prompt, token by token: coloured by the selector's score, underlined where it was recomputed.
+// The prompt by tokens: coloured by the selector's score, recomputed ones underlined.
 
 import { count, el } from "./dom.js";
 
@@ -6,7 +6,7 @@ const STEPS = 12; // .heat1 to .heat12 in answer.css
 const SLICE = 1500;
 const PARTS = { prefix: "Before the passages", chunk: "Passage", text: "Text between", suffix: "The question" };
 
-// Drawn when it is opened, not before: a prompt has thousands of tokens.
+// Drawn when opened: a prompt has thousands of tokens.
 export function tokensView(trace, sources) {
   if (!trace.length) return [];
   const recomputed = trace.filter((token) => token.recomputed).length;
@@ -32,14 +32,14 @@ function drawn(trace, sources) {
   return [legend(trace), text, told];
 }
 
-// How many parts are drawn in one frame.
+// Parts drawn in one frame.
 function pieces(parts, at) {
   let tokens = 0;
   const last = parts.findIndex((part, i) => i >= at && (tokens += part.stop - part.start) >= SLICE);
   return last < 0 ? parts.length - at : last - at + 1;
 }
 
-// Runs of one part; a run of passages is cut into them where the sources' lengths say how.
+// Groups tokens by part, and splits passages by the sources' lengths.
 function partsOf(trace, sources) {
   const parts = [];
   trace.forEach((token, i) => {
@@ -80,10 +80,10 @@ function partView(part, trace, share, spans) {
   return el("div", { class: "part" }, el("h4", {}, name.filter(Boolean).join(" · ")), nodes);
 }
 
-// Only rows of passages are chosen by their scores; what stands before them is read by every question and would outshine them.
+// Only rows of passages are selected by score; the scores of what precedes them would outshine theirs.
 const scored = (token) => token.part === "chunk" && token.score !== null;
 
-// A score's place between the least (0, or below it for sums of z-scores) and the 98th percentile; square roots show the small.
+// Position of a score between the minimum (at most 0) and the 98th percentile; the square root shows small ones.
 function scale(trace) {
   const scores = trace.filter(scored).map((token) => token.score).sort((a, b) => a - b);
   const floor = Math.min(0, scores[0] ?? 0);

@@ -1,1 +1,1 @@
-"""Passages in messages: known chunks found where they were pasted, new long ones cut so that they are found again."""
+"""Finds passages in messages: pasted chunks of a corpus, and long new texts to learn."""

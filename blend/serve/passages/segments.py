@@ -1,16 +1,177 @@
-"""A message as ordinary text and passages that may have caches of their own."""
+"""Splits messages into ordinary text, pasted chunks of one corpus, and long new passages worth a cache.
+
+A passage to learn depends on its own text alone, wherever it is pasted.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from blend.serve.passages.divide import is_long, passages
 from blend.serve.passages.known import FoundChunk, KnownChunk, KnownTexts
 from blend.serve.passages.rendered import Renderer
 from blend.serve.types import Message
 
-_MOST_CHARACTERS = 1 << 22  # what is longer fits into no model's context
+_MOST_OF_A_FENCE = 2048  # characters; longer code is divided at its blank lines
+_MOST_OF_A_HEADING = 80
+_HEADINGS = 2  # that may stand over a paragraph
+_MOST_BETWEEN = 8  # characters between a heading and what it stands over
+
+_GAP = re.compile(
+    r"""(?:^|(?<=\n))  # at the start of a line:
+    (?:
+        # lines that are blank, a ruler, a tag or quotation marks; nothing is tried twice, lines may be long
+        (?:[^\S\n]*+(?:(?:([-=*_])\1{2,}+|</?[A-Za-z][^<>\n]{0,80}+>|"{3}|'{3})[^\S\n]*+)?(?:\n|\Z))++
+        | (?=\#{2,6}\ )  # or nothing, before a Markdown heading; a single # may as well open a comment
+    )""",
+    re.VERBOSE,
+)
+_FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})([^`\n]*)$", re.MULTILINE)
+_NAMES = "document|doc|passage|source|context|chunk|text|reference|result|snippet|excerpt|article"
+_LABEL = re.compile(
+    rf"(?:[-*+>]\s+)?(?:(?:{_NAMES})\s*[#(\[]?\d{{1,4}}[)\]]?[.:)]?|[(\[]\d{{1,4}}[)\]][.:]?|\d{{1,4}}[.:)])(?:\s+|\Z)",
+    re.IGNORECASE,
+)
+_MARKDOWN_HEADING = re.compile(r"#{1,6}\s")
+_ENDS = ".!?:;,…。！？：；，)]}>\"'`|"
+
+
+class Block(NamedTuple):
+    """Characters `start` to `stop - 1` of a text, blanks around them left out."""
+
+    start: int
+    stop: int
+
+
+def paragraphs(text: str, start: int, stop: int) -> Iterator[Block]:
+    """The paragraphs between two places of a text, in order, each with the headings over it.
+
+    Blank lines, rulers, tags and Markdown headings divide; a short fence of code is not divided. A number in front, as chains
+    give to what they paste ("[1] ", "Document 2:"), belongs to none, for it changes with the order.
+    """
+    above: deque[Block] = deque(maxlen=_HEADINGS)
+    for block in _unlabelled(text, start, stop):
+        if above and block.start - above[-1].stop > _MOST_BETWEEN:
+            above.clear()
+        if _is_heading(text, block):
+            above.append(block)
+            continue
+        yield Block(above[0].start if above else block.start, block.stop)
+        above.clear()
+
+
+def _unlabelled(text: str, start: int, stop: int) -> Iterator[Block]:
+    for block in _blocks(text, start, stop):
+        label = _LABEL.match(text, block.start, block.stop)
+        bare = stripped(text, label.end() if label else block.start, block.stop)
+        if bare.stop > bare.start:
+            yield bare
+
+
+def _blocks(text: str, start: int, stop: int) -> Iterator[Block]:
+    """What stands between the gaps, those in short fences of code apart."""
+    fences, fence, begin = _fences(text, start, stop), Block(start, start), start
+    for gap in _GAP.finditer(text, start, stop):
+        while fence.stop <= gap.start() and fence.stop < stop:
+            fence = next(fences, Block(stop, stop))
+        if gap.start() <= fence.start:
+            yield stripped(text, begin, gap.start())
+            begin = gap.end()
+    yield stripped(text, begin, stop)
+
+
+def _fences(text: str, start: int, stop: int) -> Iterator[Block]:
+    """Code between two lines of the same marks, as far as it is short: an opening line without an end spoils little."""
+    opening: re.Match[str] | None = None
+    for line in _FENCE.finditer(text, start, stop):
+        if opening is None or line.end() - opening.start() > _MOST_OF_A_FENCE:
+            opening = line
+        elif line[1] == opening[1] and not line[2].strip():
+            yield Block(opening.start(), line.end())
+            opening = None
+
+
+def stripped(text: str, start: int, stop: int) -> Block:
+    """A stretch of a text without blanks at its ends; it copies its characters once."""
+    inside = text[start:stop]
+    bare = inside.lstrip()
+    start += len(inside) - len(bare)
+    return Block(start, start + len(bare.rstrip()))
+
+
+def _is_heading(text: str, block: Block) -> bool:
+    """Whether it is one short line that opens as a Markdown heading or does not end as a sentence does."""
+    if block.stop - block.start > _MOST_OF_A_HEADING:
+        return False
+    line = text[block.start : block.stop]
+    return "\n" not in line and (_MARKDOWN_HEADING.match(line) is not None or line[-1] not in _ENDS)
+
+
+LONG_TOKENS = 256  # shorter messages are talk, of which nothing is learned
+LEAST_PASSAGE = 48  # tokens
+MOST_PASSAGE = 512
+_FILLED = 448  # tokens that a piece of a long paragraph aims at
+_GLANCE = 2048  # characters by which the density of a long paragraph is judged
+_LONG_CHARACTERS = 8 * MOST_PASSAGE  # a paragraph beyond is not tokenised in one piece
+_WINDOW = 16  # pieces that the splitter is shown at a time: for each it reads all that it is shown
+_LONGEST_LEARNED = 1 << 20  # of a message; what is longer takes more time to divide than it is worth
+
+
+def is_long(text: str, renderer: Renderer) -> bool:
+    """Whether passages of a message are to be learned: it is neither talk nor out of all proportion."""
+    if not LONG_TOKENS // 4 < len(text) <= _LONGEST_LEARNED:
+        return False
+    glance = text[: 16 * LONG_TOKENS]
+    return len(glance) < len(text) or renderer.template.count(glance) > LONG_TOKENS
+
+
+def passages(text: str, start: int, stop: int, renderer: Renderer) -> Iterator[Block]:
+    """Stretches of a text between two places that are passages, in order; all else is too short to be one.
+
+    Each is a paragraph or, of one longer than `MOST_PASSAGE` tokens, a piece of it; where it starts and ends depends on nothing
+    outside of the paragraph.
+    """
+    for block in paragraphs(text, start, stop):
+        yield from _fitting(text, block, renderer)
+
+
+def _fitting(text: str, block: Block, renderer: Renderer) -> Iterator[Block]:
+    """The block, or its pieces, piece by piece until they fit."""
+    waiting = [block]
+    while waiting:
+        one = waiting.pop()
+        inside = text[one.start : one.stop]
+        if len(inside.encode(errors="replace")) < LEAST_PASSAGE:  # no token is less than a byte
+            continue
+        glance = inside if len(inside) <= _LONG_CHARACTERS else inside[:_GLANCE]
+        tokens = len(renderer.render("", glance).ids)
+        if len(glance) < len(inside) or tokens > MOST_PASSAGE:
+            capacity = min(_GLANCE, len(glance) * _FILLED // max(tokens, 1), len(inside) - 1)
+            waiting.extend(reversed(list(_pieces(text, one, max(capacity, 1)))))
+        elif tokens >= LEAST_PASSAGE:
+            yield one
+
+
+def _pieces(text: str, block: Block, capacity: int) -> Iterator[Block]:
+    """Cut at the ends of lines and sentences, from the block's own start on."""
+    from semantic_text_splitter import MarkdownSplitter
+
+    split, start, window = MarkdownSplitter(capacity).chunk_indices, block.start, _WINDOW * capacity
+    while start < block.stop:
+        found = split(text[start : min(start + window, block.stop)])
+        if start + window < block.stop:  # the last piece may go on behind the window; there the next one begins
+            found, rest = found[:-1], found[-1:]
+            following = start + rest[0][0] if found else start + window
+        else:
+            following = block.stop
+        # What Python calls blank, such as a unit separator, the splitter need not; a chunk's text has none at its ends.
+        yield from (stripped(text, start + at, start + at + len(piece)) for at, piece in found)
+        start = following
+
+
+_LONGEST_MESSAGE = 1 << 22  # what is longer fits into no model's context
 
 Kind = Literal["text", "pasted", "learned"]
 
@@ -31,7 +192,7 @@ class Segment(NamedTuple):
     chunk: KnownChunk | None = None
 
 
-class _Piece(NamedTuple):
+class _Placed(NamedTuple):
     """A segment that is no ordinary text, and where it stands."""
 
     start: int
@@ -45,7 +206,7 @@ def segments(text: str, known: KnownTexts, *, learned_on: bool) -> list[Segment]
     The segments' texts, one after another, are the message. A passage to be learned is kept as a chunk without a title is, so
     that it is the same one when it comes as a document. Takes time linear in the message's length, whatever it holds.
     """
-    if len(text) > _MOST_CHARACTERS:
+    if len(text) > _LONGEST_MESSAGE:
         return [Segment(text)]
     found = list(_filled(text, [_pasted(text, one) for one in known.find(text)]))
     return with_learned(text, found, known.renderer) if learned_on else found
@@ -55,9 +216,9 @@ def with_learned(text: str, parts: Sequence[Segment], renderer: Renderer) -> lis
     """The segments of a message, where it is a long one with passages to be learned out of its ordinary text."""
     if not is_long(text, renderer):
         return list(parts)
-    pieces = list[_Piece]()
+    pieces = list[_Placed]()
     for start, stop, part in placed(parts):
-        pieces.extend(_learned(text, start, stop, renderer) if part.kind == "text" else [_Piece(start, stop, part)])
+        pieces.extend(_learned(text, start, stop, renderer) if part.kind == "text" else [_Placed(start, stop, part)])
     return list(_filled(text, pieces))
 
 
@@ -69,13 +230,13 @@ def placed(parts: Sequence[Segment]) -> Iterator[tuple[int, int, Segment]]:
         start += len(part.text)
 
 
-def _pasted(text: str, found: FoundChunk) -> _Piece:
+def _pasted(text: str, found: FoundChunk) -> _Placed:
     part = found.part
     segment = Segment(text[found.start : found.stop], part.ids, "pasted", part.whole, part.first, found.chunk)
-    return _Piece(found.start, found.stop, segment)
+    return _Placed(found.start, found.stop, segment)
 
 
-def _learned(text: str, start: int, stop: int, renderer: Renderer) -> Iterator[_Piece]:
+def _learned(text: str, start: int, stop: int, renderer: Renderer) -> Iterator[_Placed]:
     """The passages of a run of ordinary text, each with as much of a chunk's closing blank line as follows it."""
     for block in passages(text, start, stop, renderer):
         inside, end = text[block.start : block.stop], block.stop
@@ -85,10 +246,10 @@ def _learned(text: str, start: int, stop: int, renderer: Renderer) -> Iterator[_
         if part is not None:
             end = block.start + part.stop
             segment = Segment(text[block.start : end], part.ids, "learned", part.whole, part.first)
-            yield _Piece(block.start, end, segment)
+            yield _Placed(block.start, end, segment)
 
 
-def _filled(text: str, pieces: list[_Piece]) -> Iterator[Segment]:
+def _filled(text: str, pieces: list[_Placed]) -> Iterator[Segment]:
     """With the ordinary text between them."""
     reached = 0
     for piece in pieces:
@@ -98,9 +259,6 @@ def _filled(text: str, pieces: list[_Piece]) -> Iterator[Segment]:
         reached = piece.stop
     if reached < len(text):
         yield Segment(text[reached:])
-
-
-# --- The messages of one prompt cut at the chunks of one corpus: whose surrogate context and KV corrections it is blended with.
 
 
 class CutMessages(NamedTuple):

@@ -99,10 +99,8 @@ def test_a_corpus_begins_with_its_first_document(mine: httpx.Client) -> None:
     assert names[-1].endswith("+corpus:kell")
     assert {one["title"] for one in sources(mine, "How many domes?", corpus="kell")} == {"Domes"}
     text = {"text": DOMES}
-    assert (
-        mine.post(DOCUMENTS, params={"corpus": "third"}, files={"file": ("a.txt", b"A sentence. " * 9)}).status_code
-        == 202
-    )
+    third = mine.post(DOCUMENTS, params={"corpus": "third"}, files={"file": ("a.txt", b"A sentence. " * 9)})
+    assert third.status_code == 202
     refused = mine.post(DOCUMENTS, json={"documents": [text], "corpus": "fourth"})
     assert error(refused) == (400, "invalid_value")
     assert "3 corpora" in refused.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""Documents come, change and go while they are asked about: no error, no wrong cache, nothing lost, nothing left over."""
+"""Documents are added, replaced and deleted while questions are asked: nothing is lost, nothing left over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from changing import Engine, page, room, states, until, words
-from documents_made import LAST_S, caches, ids, left, make, model, rag
+from documents_made import LAST_S, add, caches, ids, left, make, model, rag, status_of
 from served import logged
 
 from blend import Rag
@@ -21,6 +21,7 @@ from blend.serve.documents import Documents, DocumentStatus, UploadedFile
 from blend.serve.failures import STORE_FAILS
 from blend.serve.tenant import TenantState
 from blend.serve.types import GivenDocument, Message
+from blend.serve.uploads import part_of
 
 __all__ = ["make", "model", "rag"]  # fixtures
 
@@ -31,8 +32,7 @@ def test_a_document_is_taken_read_indexed_and_computed(rag: Rag, make: Callable[
     (given,) = documents.add([page("harbour")])
     assert (given.id, given.state) == ("harbour.md", "queued")
     assert documents.wait(LAST_S)
-    held = documents.get("harbour.md")
-    assert held is not None
+    held = status_of(documents, "harbour.md")
     assert (held.title, held.state, held.reason) == ("The harbour", "ready", "")
     assert held.chunks == len(rag.index.chunks) > 1
     assert held.tokens_done == held.tokens_total > 0
@@ -78,8 +78,7 @@ def test_progress_only_grows(make: Callable[..., Documents]) -> None:
 def test_the_corpus_changes_under_four_who_ask(rag: Rag, make: Callable[..., Documents]) -> None:
     """Every answer is what full prefill gives, from chunks that are or were in the corpus as a whole."""
     documents, done = make(), threading.Event()
-    documents.add([page("harbour"), page("mill")])
-    assert documents.wait(LAST_S)
+    add(documents, [page("harbour"), page("mill")])
     rag.warm_up(compare=True)
     removed = threading.Event()
 
@@ -103,12 +102,10 @@ def test_the_corpus_changes_under_four_who_ask(rag: Rag, make: Callable[..., Doc
         asking = [pool.submit(ask, number) for number in range(4)]
         try:
             documents.add([page("quarry", 12)], [GivenDocument(words("orchard"), "Orchard", "orchard")])
-            documents.add([page("mill", 14)])
-            assert documents.wait(LAST_S)
+            add(documents, [page("mill", 14)])
             assert documents.delete("harbour.md")
             removed.set()
-            documents.add([page("quarry", 4)])
-            assert documents.wait(LAST_S)
+            add(documents, [page("quarry", 4)])
         finally:
             done.set()
         assert all(one.result() for one in asking)
@@ -156,13 +153,10 @@ def test_a_document_that_goes_while_it_is_computed_leaves_nothing(rag: Rag, make
 
 def test_a_new_version_takes_the_place_of_the_old(rag: Rag, make: Callable[..., Documents]) -> None:
     documents = make()
-    documents.add([page("harbour", 12)])
-    assert documents.wait(LAST_S)
+    add(documents, [page("harbour", 12)])
     before = caches(rag)
-    documents.add([page("harbour", 4)])
-    assert documents.wait(LAST_S)
-    held = documents.get("harbour.md")
-    assert held is not None
+    add(documents, [page("harbour", 4)])
+    held = status_of(documents, "harbour.md")
     assert held.chunks == len(rag.index.chunks) == caches(rag) < before
     again = documents.add([page("harbour", 4)])
     assert again[0].state == "queued"
@@ -173,11 +167,9 @@ def test_a_new_version_takes_the_place_of_the_old(rag: Rag, make: Callable[..., 
 def test_a_file_of_many_documents_is_asked_for_and_deleted_as_one(make: Callable[..., Documents]) -> None:
     documents = make()
     lines = '{"id": "a", "title": "A", "text": "The harbour."}\n{"id": "b", "text": "The mill."}\nnonsense\n'
-    documents.add([UploadedFile("set.jsonl", lines.encode())])
-    assert documents.wait(LAST_S)
+    add(documents, [UploadedFile("set.jsonl", lines.encode())])
     assert states(documents.listing()) == {"set.jsonl": "failed", "set.jsonl#a": "ready", "set.jsonl#b": "ready"}
-    whole = documents.get("set.jsonl")
-    assert whole is not None
+    whole = status_of(documents, "set.jsonl")
     assert "1 left out" in whole.reason
     assert whole.chunks == 2
     assert documents.delete("set.jsonl#a")
@@ -207,8 +199,7 @@ def test_a_cache_that_cannot_be_stored_fails_its_document_alone(
 ) -> None:
     """Its client is not told where the store lies; the log is, once for all of its caches."""
     documents = make()
-    documents.add([page("harbour", 4)])
-    assert documents.wait(LAST_S)
+    add(documents, [page("harbour", 4)])
     put = type(rag.store).put
 
     def down(*arguments: object) -> None:
@@ -216,18 +207,15 @@ def test_a_cache_that_cannot_be_stored_fails_its_document_alone(
 
     monkeypatch.setattr(type(rag.store), "put", down)
     caplog.clear()
-    documents.add([page("mill", 4)])
-    assert documents.wait(LAST_S)
+    add(documents, [page("mill", 4)])
     assert states(documents.listing()) == {"harbour.md": "ready", "mill.md": "failed"}
-    held = documents.get("mill.md")
-    assert held is not None
+    held = status_of(documents, "mill.md")
     assert held.reason == STORE_FAILS
     told = [logged(record) for record in caplog.records if record.getMessage() == "documents_failed"]
     assert [(one["error"], one["why"]) for one in told] == [("StoreError", "the store /secret/place is down")]
     assert "mill.md" in ids(rag)  # it can be asked for all the same
     monkeypatch.setattr(type(rag.store), "put", put)
-    documents.add([page("quarry", 4)])
-    assert documents.wait(LAST_S)
+    add(documents, [page("quarry", 4)])
     assert set(states(documents.listing()).values()) == {"ready"}
 
 
@@ -239,10 +227,8 @@ def test_corrections_are_measured_when_everything_is_computed(make: Callable[...
         return True
 
     documents = make(calibrate=calibrate)
-    documents.add([page("harbour")])
-    assert documents.wait(LAST_S)
-    documents.add([UploadedFile("mill.md", b"One more.")])
-    assert documents.wait(LAST_S)
+    add(documents, [page("harbour")])
+    add(documents, [UploadedFile("mill.md", b"One more.")])
     assert [anew for _, anew in measured][:2] == [True, False]
     assert measured[0][0] < measured[-1][0]
 
@@ -278,8 +264,7 @@ def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
 ) -> None:
     documents, room, apply, go_on = make(), TenantState(rag, 0), CorpusUpdater.apply, threading.Event()
     room.hide("", lambda: documents.leaving)
-    documents.add([page("harbour"), page("mill", 4)])
-    assert documents.wait(LAST_S)
+    add(documents, [page("harbour"), page("mill", 4)])
     question, pasted = "Which mill opened in 1801?", words("mill", 4)
 
     def sources() -> set[str]:
@@ -306,14 +291,12 @@ def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
 
 def test_what_another_process_precomputed_is_taken_up(rag: Rag, tmp_path: Path, make: Callable[..., Documents]) -> None:
     documents = make()
-    documents.add([page("harbour", 4)])
-    assert documents.wait(LAST_S)
+    add(documents, [page("harbour", 4)])
     (tmp_path / "mill.md").write_text(words("mill", 4))
     rag.precompute([tmp_path / "mill.md"], quick=True)
     assert set(states(documents.listing())) == {"mill.md"}
     until(lambda: states(documents.listing()) == {"mill.md": "ready"})
-    documents.add([page("harbour", 4)])
-    assert documents.wait(LAST_S)
+    add(documents, [page("harbour", 4)])
     assert ids(rag) == {"mill.md", "harbour.md"}
 
 
@@ -326,3 +309,58 @@ def test_a_closed_room_has_no_thread_left(make: Callable[..., Documents]) -> Non
     again = make()
     assert again.wait(LAST_S)
     assert states(again.listing()) == {"harbour.md": "ready"}
+
+
+GUIDE, INSTALL = "https://example.com/guide", "https://example.com/guide#install"
+
+
+def texts(*names: str) -> list[GivenDocument]:
+    return [GivenDocument(words(f"harbour{n}", 2), f"Title {n}", name) for n, name in enumerate(names)]
+
+
+def test_a_text_with_a_fragment_in_its_id_is_a_document_of_its_own(make: Callable[..., Documents]) -> None:
+    documents = make()
+    add(documents, texts=texts(GUIDE, INSTALL))
+    held = status_of(documents, INSTALL)
+    assert held.title == "Title 1"
+    assert documents.delete(GUIDE)
+    assert [one.title for one in documents.listing()] == ["Title 1"]
+    assert documents.get(GUIDE) is None
+    assert documents.delete(INSTALL)
+    assert documents.listing() == ()
+
+
+def test_a_text_never_looks_like_a_record_of_a_file(make: Callable[..., Documents]) -> None:
+    documents = make()
+    add(documents, [UploadedFile("set.jsonl", b'{"id": "a", "text": "The harbour."}')], texts("set.jsonl#b"))
+    assert set(states(documents.listing())) == {"set.jsonl#a", "set.jsonl_b"}
+    assert documents.delete("set.jsonl")
+    assert set(states(documents.listing())) == {"set.jsonl_b"}
+
+
+def test_only_files_have_records() -> None:
+    """Stores may hold texts whose ids have a # in them, of earlier versions and of `blend precompute`."""
+    assert part_of("set.jsonl#a", "set.jsonl")
+    assert part_of("a/set.JSONL#b#c", "a/set.JSONL")
+    assert part_of(INSTALL, INSTALL)
+    assert not part_of(INSTALL, GUIDE)
+    assert not part_of("set.jsonl#a", "set")
+
+
+def test_a_question_names_a_document_as_it_was_called_or_as_it_is(rag: Rag, make: Callable[..., Documents]) -> None:
+    documents, room = make(), TenantState(rag, 0)
+    names = (GUIDE, INSTALL, "a//b", "two  blanks", "C:\\c.txt")
+    documents.add(
+        [UploadedFile("set.jsonl", b'{"id": "a", "text": "The mill."}\n{"text": "The quarry."}')], texts(*names)
+    )
+    assert documents.wait(LAST_S)
+    for number, name in enumerate(names):
+        held = status_of(documents, name)
+        for spelling in (name, held.id):
+            found = room.given("", [GivenDocument(id=spelling)])
+            assert {one.title for one in found} == {f"Title {number}"}
+    assert [one.text for one in room.given("", [GivenDocument(id="set.jsonl#a")])] == ["The mill."]
+    assert len(room.given("", [GivenDocument(id="set.jsonl")])) == 2, "all records of the file"
+    for name in ("set", "a", "https://example.com"):
+        with pytest.raises(PromptError, match="no document of the corpus has the id"):
+            room.given("", [GivenDocument(id=name)])

@@ -1,9 +1,10 @@
-"""Who may come in, what is told of it, and what the log keeps to itself."""
+"""API keys, tenants, origins, the log, and the files of the page."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
+from changing import until
 from served import Served, listening, logged
 
 from blend.errors import ConfigError
-from blend.serve.access import ApiKeys, read_keys
+from blend.serve.access import ApiKeys, is_loopback, origin_of, read_keys
 from blend.serve.failures import LOG
 from blend.serve.metrics import Metrics, StoreFigures
 from blend.serve.types import EngineStats
@@ -52,9 +54,8 @@ def test_tenants_may_stand_back_and_not_push_ahead(locked: Served) -> None:
         body = {**BODY, "kvblend": {"priority": priority}}
         return httpx.post(f"{locked.url}{CHAT}", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
 
-    assert [asked(key, priority).status_code for key, priority in (("anns", 0), ("anns", 5), ("common", -5))] == [
-        200
-    ] * 3
+    for key, priority in (("anns", 0), ("anns", 5), ("common", -5)):
+        assert asked(key, priority).status_code == 200
     refused = asked("anns", -1)
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "kvblend.priority")
 
@@ -70,13 +71,9 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# who may\nfirst\n\nsecond ann # hers\n  third\tbob\n")
     file.chmod(0o600)
-    tenants = ApiKeys(read_keys(file))
-    assert [tenants.tenant_of(key) for key in ("first", "second", "third", "fourth", "", None)] == [
-        "",
-        "ann",
-        "bob",
-        *[None] * 3,
-    ]
+    keys = ApiKeys(read_keys(file))
+    expected = {"first": "", "second": "ann", "third": "bob", "fourth": None, "": None, None: None}
+    assert {key: keys.tenant_of(key) for key in expected} == expected
     assert ApiKeys().tenant_of(None) == ApiKeys().tenant_of("any") == ""
     file.chmod(0o644)
     with pytest.warns(UserWarning, match="chmod 600"):
@@ -136,19 +133,19 @@ def test_what_is_counted(served: Served) -> None:
     def grown(name: str) -> float:
         return after.get(f"kvblend_{name}", 0) - before.get(f"kvblend_{name}", 0)
 
-    assert grown("time_to_first_token_seconds_count") == 1
-    assert grown("e2e_request_latency_seconds_count") == 1
-    assert grown("request_queue_time_seconds_count") == 1
+    once = (
+        "time_to_first_token_seconds_count",
+        "e2e_request_latency_seconds_count",
+        "request_queue_time_seconds_count",
+    )
+    routes = (f'path="{CHAT}",status="200"', f'path="{CHAT}",status="400"', 'path="other",status="404"')
+    labelled = ('request_success_total{finished_reason="length"}', 'errors_total{kind="unsupported_parameter"}')
+    for name in (*once, *labelled, *(f"http_requests_total{{{route}}}" for route in routes)):
+        assert grown(name) == 1, name
     assert grown("generation_tokens_total") == 2
-    assert grown('request_success_total{finished_reason="length"}') == 1
     assert grown("prompt_tokens_total") == grown("rows_prompt_total") > 0
-    assert grown(f'http_requests_total{{path="{CHAT}",status="200"}}') == 1
-    assert grown(f'http_requests_total{{path="{CHAT}",status="400"}}') == 1
-    assert grown('http_requests_total{path="other",status="404"}') == 1
-    assert grown('errors_total{kind="unsupported_parameter"}') == 1
-    assert {
-        after[f"kvblend_{name}"] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    } == {0}
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert after[f"kvblend_{name}"] == 0
     assert after["kvblend_prefix_bytes"] > 0, "the prompt is kept for those that begin like it"
     assert after["process_resident_memory_bytes"] > 1e8
 
@@ -174,11 +171,10 @@ def test_hits_by_tier_and_what_was_loaded(served: Served) -> None:
 
 def test_a_tier_of_memory_counts_for_itself() -> None:
     page = Metrics().page(None, StoreFigures(MemoryStats(5, 2, 1, 3, 100, 1000))).decode()
-    assert 'kvblend_chunk_hits_total{tier="memory"} 5.0' in page
-    assert 'kvblend_chunk_hits_total{tier="store"} 2.0' in page
-    assert 'kvblend_evictions_total{tier="memory"} 1.0' in page
-    assert "kvblend_chunk_memory_bytes 100.0" in page
-    assert "store_lookups" not in page, "there is one place alone"
+    hits = ('chunk_hits_total{tier="memory"} 5', 'chunk_hits_total{tier="store"} 2')
+    for line in (*hits, 'evictions_total{tier="memory"} 1', "chunk_memory_bytes 100"):
+        assert f"kvblend_{line}.0" in page
+    assert "store_lookups" not in page, "the store has one tier"
 
 
 def test_what_was_found_in_the_tiers_of_shared_stores_and_what_had_to_go() -> None:
@@ -187,16 +183,12 @@ def test_what_was_found_in_the_tiers_of_shared_stores_and_what_had_to_go() -> No
 
     stores = [store(TierHits(1, 2, 3, 4, 50), 6), store(TierHits(10, 20, 30, 40, 500), 60), store(None, 600)]
     page = Metrics().page(EngineStats(0, 0, 0, 1, prefix_evictions=7), StoreFigures.of(stores)).decode()
-    for name, expected in (
-        *(
-            (f'store_lookups_total{{tier="{tier}"}}', 11 * n)
-            for n, tier in enumerate(("disk", "hot", "far", "none"), 1)
-        ),
-        ("store_fetched_bytes_total", 550),
-        ('evictions_total{tier="store"}', 666),
-        ('evictions_total{tier="prefixes"}', 7),
-    ):
-        assert f"kvblend_{name} {expected}.0" in page
+    lookups = [
+        f'store_lookups_total{{tier="{tier}"}} {11 * n}' for n, tier in enumerate(("disk", "hot", "far", "none"), 1)
+    ]
+    evictions = ('evictions_total{tier="store"} 666', 'evictions_total{tier="prefixes"} 7')
+    for line in (*lookups, "store_fetched_bytes_total 550", *evictions):
+        assert f"kvblend_{line}.0" in page
 
 
 def counted(served: Served) -> dict[str, float]:
@@ -211,6 +203,7 @@ def test_the_log_has_nobodys_text(served: Served, caplog: pytest.LogCaptureFixtu
         other = post(served, **{"x-request-id": "not {allowed}"})
     assert answered.headers["x-request-id"] == "mine-1"
     assert len(other.headers["x-request-id"]) == 32
+    until(lambda: len([one for one in caplog.records if one.name == LOG.name]) == 2)
     told = [logged(record) for record in caplog.records if record.name == LOG.name]
     assert told[0]["id"] == "mine-1"
     assert (told[0]["method"], told[0]["path"], told[0]["status"]) == ("POST", CHAT, 200)
@@ -247,5 +240,123 @@ def test_a_bug_is_told_without_words_of_anybody(
     assert "secret" not in response.text
     (told,) = [logged(record) for record in caplog.records if record.levelname == "ERROR"]
     assert told["error"] == "KeyError"
-    assert any("test_door_keys.py" in place for place in told["at"])
+    assert any("test_http_access.py" in place for place in told["at"])
     assert "secret" not in json.dumps(told)
+
+
+MODELS, SITE = "/v1/models", "https://rag.example.org"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "https://evil.example", "sec-fetch-site": "cross-site"}, 403),
+        ({"origin": SITE, "sec-fetch-site": "same-site"}, 403),
+        ({"origin": SITE, "sec-fetch-site": "same-origin"}, 200),  # a proxy rewrote Host
+        ({"host": "evil.example"}, 403),
+        ({"host": "127.0.0.1.evil.example:80"}, 403),
+        ({"host": "evil.example", "origin": "http://evil.example", "sec-fetch-site": "same-origin"}, 403),
+        ({"host": "localhost:80"}, 200),
+        ({"host": "[::1]:80"}, 200),
+        ({"host": "127.0.0.2:80", "origin": "http://127.0.0.2:80"}, 200),
+    ],
+)
+def test_pages_of_other_sites_do_not_come_in(http: httpx.Client, headers: dict[str, str], status: int) -> None:
+    assert http.get(MODELS, headers=headers).status_code == status
+    assert http.get(MODELS, headers={"origin": str(http.base_url).rstrip("/")}).status_code == 200
+
+
+def test_names_of_others_do_not_come_in_whatever_address_it_listens_at(served: Served) -> None:
+    with listening(served.state.service, host="127.0.0.2") as elsewhere:
+        assert httpx.get(f"{elsewhere.url}{MODELS}").status_code == 200
+        foreign = {"host": "evil.example", "origin": "http://evil.example"}
+        response = httpx.get(f"{elsewhere.url}{MODELS}", headers=foreign)
+        assert response.status_code == 403
+        assert "--api-key" in response.json()["error"]["message"]
+        elsewhere.state.service = None  # the other server's
+
+
+def test_a_site_that_is_permitted_may_ask_and_no_other(served: Served) -> None:
+    with listening(served.state.service, ApiKeys([("anns", "ann")]), origins=(SITE,)) as open_to_one:
+
+        def call(method: str, origin: str, **headers: str) -> httpx.Response:
+            return httpx.request(method, f"{open_to_one.url}{MODELS}", headers={"origin": origin, **headers})
+
+        wish = {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,x-stainless-os",
+        }
+        asked = call("OPTIONS", SITE, **wish)
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == SITE
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        assert asked.headers["access-control-allow-headers"] == wish["access-control-request-headers"]
+        answered, refused = call("GET", SITE, authorization="Bearer anns"), call("GET", SITE)
+        assert (answered.status_code, refused.status_code) == (200, 401)
+        for response in (answered, refused):  # a script is to read why, too
+            assert response.headers["access-control-allow-origin"] == SITE
+        for other in ("https://evil.example", "https://rag.example.org.evil.example", "http://rag.example.org", "null"):
+            for response in (call("OPTIONS", other, **wish), call("GET", other, authorization="Bearer anns")):
+                assert response.status_code in (400, 403)
+                assert "access-control-allow-origin" not in response.headers
+            told = response.json()["error"]["message"]
+            assert told.startswith(f"pages of '{other}' may not ask this server, not with a key either")
+            assert "--allow-origin" in told
+            assert "\n" not in told
+        open_to_one.state.service = None  # the other server's
+
+
+def test_nothing_is_said_of_origins_where_none_is_permitted(http: httpx.Client) -> None:
+    response = http.get(MODELS, headers={"origin": str(http.base_url).rstrip("/")})
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    ("given", "origin"),
+    [
+        ("https://rag.example.org", SITE),
+        ("HTTPS://Rag.Example.ORG:443/", SITE),
+        ("http://localhost:3000", "http://localhost:3000"),
+        ("http://[::1]:80", "http://[::1]"),
+        ("tauri://localhost", "tauri://localhost"),
+    ],
+)
+def test_origins_are_written_as_browsers_write_them(given: str, origin: str) -> None:
+    assert origin_of(given) == origin
+
+
+@pytest.mark.parametrize(
+    "given", ["*", "null", "", "rag.example.org", "https://*.a.org", "https://a.org/b", "https://u@a.org"]
+)
+def test_what_is_no_origin(given: str) -> None:
+    with pytest.raises(ConfigError, match="is no origin: give scheme and host alone"):
+        origin_of(given)
+
+
+def test_what_is_this_machines_own() -> None:
+    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.0.0.2", "127.255.0.1", "::1")))
+    assert not any(map(is_loopback, ("", "localhost.evil.example", "0.0.0.0", "10.0.0.1", "::", "128.0.0.1", "127.1")))
+
+
+def test_the_page_and_all_that_it_names(http: httpx.Client) -> None:
+    page = http.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    names = re.findall(r'(?:src|href)="page/([^"]+)"', page.text)
+    assert {"app.js", "frame.css"} <= set(names)
+    for name in names:
+        kind = http.get(f"/page/{name}").headers["content-type"]
+        assert kind.partition(";")[0] in ("text/javascript", "text/css", "image/svg+xml")
+    assert not re.search(r"<script(?![^>]*src=)|<style|\son[a-z]+=", page.text), "nothing inline"
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self';")
+    assert "unsafe" not in policy
+    assert page.headers["x-content-type-options"] == "nosniff"
+
+
+def test_nothing_else_is_given_out(http: httpx.Client) -> None:
+    for path in ("", "none.js", "../http/app.py", "%2e%2e/service.py", "__init__.py", "../docs"):
+        response = http.get(f"/page/{path}")
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "not_found"

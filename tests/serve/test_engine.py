@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from cases import cache_chunks, make_layout
-from engines import FEW, Answer, alone, ask, layouts
+from engines import FEW, Answer, MakeEngine, alone, ask, layouts
 from models import decoder
 
 from blend.errors import ConfigError, StoreError
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate
-from blend.serve.embedded import EmbeddedEngine
 from blend.serve.types import Finished, Output, Request, Sampling
 from blend.types import PromptLayout
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gemma2"])
-def test_each_gets_what_it_gets_alone(name: str, make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_each_gets_what_it_gets_alone(name: str, make_engine: MakeEngine) -> None:
     engine = make_engine(name, most_running=5, pass_rows=25)
     blender, prompts = engine.blender, layouts(9)
     for layout in prompts[:6]:
@@ -38,7 +37,7 @@ def test_each_gets_what_it_gets_alone(name: str, make_engine: Callable[..., Embe
     assert engine.stats()[:2] == (0, 0)
 
 
-def test_an_answer_goes_on_while_another_prompt_is_prefilled(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_an_answer_goes_on_while_another_prompt_is_prefilled(make_engine: MakeEngine) -> None:
     engine = make_engine(most_running=2, pass_rows=10)
     order: list[str] = []
     short, long = Answer(lambda: order.append("short")), Answer(lambda: order.append("long"))
@@ -52,7 +51,7 @@ def test_an_answer_goes_on_while_another_prompt_is_prefilled(make_engine: Callab
     assert short.wait().tokens == alone(engine.blender, layouts(1)[0], Sampling(max_tokens=60))
 
 
-def test_what_the_store_lacked_is_there_for_the_next(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_what_the_store_lacked_is_there_for_the_next(make_engine: MakeEngine) -> None:
     engine, layout = make_engine(remember=True), make_layout()
     first = ask(engine, layout).wait()
     assert first.started.hits == (False,) * 4
@@ -64,7 +63,7 @@ def test_what_the_store_lacked_is_there_for_the_next(make_engine: Callable[..., 
 
 
 def test_what_the_store_lacks_is_computed_though_prompts_always_wait(
-    make_engine: Callable[..., EmbeddedEngine],
+    make_engine: MakeEngine,
 ) -> None:
     """Or a busy server would compute it anew in every prompt, and be the busier for it."""
     engine = make_engine(most_running=2, pass_rows=12)
@@ -88,7 +87,7 @@ def test_what_the_store_lacks_is_computed_though_prompts_always_wait(
     assert not library.missing(layout.chunks[:1])
 
 
-def test_a_prompt_without_chunks_is_prefilled_in_full(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_a_prompt_without_chunks_is_prefilled_in_full(make_engine: MakeEngine) -> None:
     engine, ids = make_engine(), make_layout().token_ids
     layout = PromptLayout(ids[:1], (), ids[1:])
     answer = ask(engine, layout).wait()
@@ -98,7 +97,7 @@ def test_a_prompt_without_chunks_is_prefilled_in_full(make_engine: Callable[...,
 
 
 def test_a_prompt_whose_chunks_cannot_be_read_is_computed_in_full(
-    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, prompts = make_engine(), layouts(2)
     cache_chunks(engine.blender, prompts[0])
@@ -120,7 +119,7 @@ def test_a_prompt_whose_chunks_cannot_be_read_is_computed_in_full(
     assert fine.figures.reason == ""
 
 
-def test_sampling(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_sampling(make_engine: MakeEngine) -> None:
     engine, layout = make_engine(), make_layout()
     cache_chunks(engine.blender, layout)  # so that all of them read the same
     greedy = ask(engine, layout).wait().tokens
@@ -136,7 +135,7 @@ def test_sampling(make_engine: Callable[..., EmbeddedEngine]) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-30, 1e-6, 1.1e-5])
-def test_next_to_no_temperature_is_greedy(temperature: float, make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_next_to_no_temperature_is_greedy(temperature: float, make_engine: MakeEngine) -> None:
     engine, layout = make_engine(), make_layout()
     cache_chunks(engine.blender, layout)
     cold = ask(engine, layout, replace(FEW, temperature=temperature, seed=1)).wait()
@@ -149,7 +148,7 @@ def test_sampling_out_of_range_is_refused(wrong: dict[str, float]) -> None:
         Sampling(**wrong)  # type: ignore[arg-type]
 
 
-def test_an_answer_goes_on_behind_its_end_where_that_is_wanted(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_an_answer_goes_on_behind_its_end_where_that_is_wanted(make_engine: MakeEngine) -> None:
     engine, layout = make_engine(), make_layout()
     config = decoder("llama").model.generation_config
     before, config.eos_token_id = config.eos_token_id, list(range(97))
