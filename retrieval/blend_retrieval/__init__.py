@@ -50,14 +50,12 @@ __all__ = [
 
 _HOMES = {
     "chunking": ("Chunk", "chunk_documents"),
-    "current": ("CurrentIndex",),
     "corpus_stdlib": ("write_stdlib_corpus",),
     "document": ("Document", "LoadedDocuments", "SkippedDocument"),
     "embedders": ("Embedder", "load_embedder"),
     "errors": ("RetrievalError",),
-    "index": ("ChunkIndex", "IndexUpdate", "update_index"),
+    "index": ("ChunkIndex", "CurrentIndex", "IndexUpdate", "RankedChunk", "RankedChunks", "Retriever", "update_index"),
     "loading": ("load_bytes", "load_documents"),
-    "retriever": ("RankedChunk", "RankedChunks", "Retriever"),
 }
 
 

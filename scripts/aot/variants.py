@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from blend_kernels.rotation import Layout
 
 from aot.compiling import Launch, Resources, compile_launch, record
 from aot.pairs import Chosen, covering
@@ -18,6 +17,7 @@ from blend_kernels.attention_launch import launch_attention
 from blend_kernels.checks import Mode, Packed, Rule, Work
 from blend_kernels.deviation_kernel import deviation_rows, launch_deviation
 from blend_kernels.mass_kernel import mass_from_lse, mass_tile
+from blend_kernels.rotation import Layout
 from blend_kernels.rotation_kernel import launch_rotation, rotate_tile
 from blend_kernels.tiles import Shape, Tile, candidates
 

@@ -86,13 +86,13 @@ def early_rows(device):
 def partial(monkeypatch):
     """The log-sum-exp of every split, as the merge gets them: `[splits, batch, heads, rows]`."""
     found = []
-    combine = attention_launch._combine
+    combine = attention_launch.combine_parts
 
     def spy(work, part, part_lse, out, lse):
         found.append(part_lse.clone())
         return combine(work, part, part_lse, out, lse)
 
-    monkeypatch.setattr(attention_launch, "_combine", spy)
+    monkeypatch.setattr(attention_launch, "combine_parts", spy)
     return found
 
 

@@ -1,7 +1,8 @@
 import torch
-from blend_kernels.rotation import share_memory
 from hypothesis import given
 from hypothesis import strategies as st
+
+from blend_kernels.rotation import share_memory
 
 BUFFER = torch.zeros(400, dtype=torch.int16)
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-from blend_retrieval.isolated import ReadingLimits
 from changing import Engine, page, states, until
 from documents_made import LAST_S, add, ids, left, make, model, rag, status_of
 
@@ -20,6 +19,7 @@ from blend.serve.failures import CORPUS_FAILS
 from blend.serve.types import GivenDocument
 from blend.serve.uploads import UploadsFullError, safe_id
 from blend_retrieval.errors import DocumentsError
+from blend_retrieval.isolated import ReadingLimits
 
 __all__ = ["make", "model", "rag"]  # fixtures
 
