@@ -151,8 +151,13 @@ class Filler:
         self._unasked: dict[Tokens, ChunkLibrary] = {}
         self._corrections = StoredCorrections(decoder, store)
 
+    @property
+    def prefixes_held(self) -> int:
+        """How many prefixes' KV is in memory; at most `MOST_PREFIXES`, of prompts that use the store and of others."""
+        return max(len(self._libraries), len(self._unasked))
+
     def library(self, prefix: Tokens) -> ChunkLibrary:
-        """The caches of chunks behind this prefix, as the store stands now."""
+        """The caches of chunks behind this prefix, as the store is now."""
         held = self._libraries.get(prefix)
         if held is None:
             before = self._unasked.get(prefix)
@@ -164,7 +169,7 @@ class Filler:
         return now
 
     def _library_of(self, layout: PromptLayout) -> ChunkLibrary:
-        """For a prompt. One that takes nothing from the store does not ask it either, and works while it is out of reach."""
+        """The library for a prompt. One that uses no stored chunk does not ask the store, and works during an outage."""
         prefix = layout.kept_behind
         if _asks_store(layout):
             return self.library(prefix)
@@ -175,20 +180,19 @@ class Filler:
         return held
 
     def read_ahead(self, layout: PromptLayout) -> None:
-        """The caches of this prompt's chunks will be wanted soon: into memory with them, where the store has such a tier."""
+        """Announce that this prompt's chunk caches will be read soon; a store with a memory tier fetches them."""
         self.library(layout.kept_behind).read_ahead([chunk for chunk in layout.stored if chunk is not None])
 
     def encoder(self, prefix: Tokens) -> ChunkEncoder:
-        """The encoder of chunks alone behind this prefix; the prefix's own KV is computed when it is first needed."""
+        """The encoder of isolated caches behind this prefix."""
         return self.library(prefix).isolated
 
-    def correction(self, prefix: Tokens, *, contextual: bool = False, first: bool = False) -> KVCorrection | None:
-        """The KV correction for isolated or contextual caches, from memory or the store; first: in a prompt's first place.
+    def correction(self, prefix: Tokens, *, contextual: bool = False) -> KVCorrection | None:
+        """The KV correction for isolated or contextual caches, from memory or the store.
 
-        None where none was measured, none is needed because nothing is computed in context or what stands there is exact, or it
-        is damaged.
+        None if none was measured, if it is damaged, or if nothing is computed in context.
         """
-        return self._corrections.held(self.library(prefix), contextual=contextual, first=first).map
+        return self._corrections.held(self.library(prefix), contextual=contextual).map
 
     def calibrate(
         self,
@@ -198,10 +202,20 @@ class Filler:
         anew: bool = False,
         progress: Progress = no_progress,
     ) -> bool:
-        """Measure and store the KV corrections behind `prefix` on prompts made of some of these chunks.
+        """Measure and store the KV corrections behind `prefix`, on prompts made of some of these chunks.
 
-        Those that are there stay, unless they are to be measured `anew`. progress: of the stage "calibrate". Returns
-        whether there is one now. Raises `StoreError` when the store cannot be written.
+        Args:
+            prefix: the prompts' prefix.
+            chunks: of the corpus.
+            anew: measure again even if the store has corrections.
+            progress: called with the stage "calibrate".
+
+        Returns:
+            Whether there is a correction now.
+
+        Raises:
+            StoreError: the store cannot be written.
+
         """
         plain = [tuple(chunk) for chunk in chunks]
         return calibrate(self._corrections, self.library(prefix), plain, anew=anew, progress=progress)
@@ -324,12 +338,12 @@ class Filler:
         check_ids(self.decoder.vocabulary, layout.token_ids)
 
     def corrections(self, placed: Placed) -> Corrections:
-        """The KV correction for each place of a prompt; none for a first chunk that is exact where it stands."""
+        """The KV correction of each place of a prompt; a first chunk that is exact needs none."""
         found = self._corrections.of_prompt(placed.opened, first=placed.first)
         return found._replace(of_chunks=placed.spread(found.of_chunks))
 
     def keep(self, layout: PromptLayout, missing: Sequence[Variant]) -> int:
-        """Compute and store caches that a prompt lacked, so that the next one hits; how many chunks they are of.
+        """Compute and store the caches that a prompt missed; how many chunks they are of.
 
         Raises `StoreError` when the store cannot be written.
         """
@@ -338,7 +352,7 @@ class Filler:
 
 
 def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) -> _Result:
-    """Run rows one after another until there is a result; what is found damaged on the way is told to `steps`."""
+    """Drive steps to their result, one pass after another; see `Steps`."""
     try:
         request = next(steps)
         while True:
@@ -359,17 +373,17 @@ def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) 
 
 
 def _asks_store(layout: PromptLayout) -> bool:
-    """Whether anything of a prompt may be in the store."""
+    """Whether a prompt has chunks that the store may hold."""
     return any(chunk is not None for chunk in layout.stored)
 
 
 def _with_more_rows(config: BlendConfig) -> BlendConfig:
-    """For another attempt, from the stored values: the KV correction took the rows seen further from the truth."""
+    """For an attempt without a KV correction that did not fit."""
     return replace(config, ratio=min(1.0, max(2 * config.ratio, LEAST_RATIO_UNCORRECTED)))
 
 
 def _lacks_correction(placed: Placed, found: Corrections) -> bool:
-    """Whether a stored chunk is neither exact nor corrected, as after `--quick`, and soon after a text was learned."""
+    """Whether a stored chunk is neither exact nor corrected, as after `--quick` or right after learning a text."""
     stored = list(zip(placed.hits, found.of_chunks, strict=True))
     return any(hit and one is None for hit, one in stored[int(placed.first_exact) :])
 
@@ -383,7 +397,7 @@ def _instead_of(first: Filled, again: Filled, more: BlendConfig) -> Filled:
 
 
 def _keep(libraries: dict[Tokens, ChunkLibrary], prefix: Tokens, library: ChunkLibrary) -> None:
-    """It and those that were asked for last."""
+    """Keep it and the most recently used ones."""
     libraries.pop(prefix, None)
     libraries[prefix] = library
     for oldest in list(libraries)[:-MOST_PREFIXES]:

@@ -21,14 +21,18 @@ ANSWER_TOKENS, REPORT_TOKENS = 128, 32
 
 @dataclass(frozen=True)
 class BlendConfig:
-    """How rows are chosen and computed. Raises `ConfigError` for what is out of its range (`blend.limits`).
+    """How rows are chosen and computed.
 
-    selector: who chooses rows: a spec such as "hkvd" or "mixed:rule=zsum,prefilter=2" (`blend.select.make_selector`), or a
-    `Selector`, one of `blend.select` or one of your own. ratio: share of the cached context rows to recompute, 0 to 1.
-    mask: "exact" (row r sees keys up to its position) or "bottom-right" (up to r + N - M, as FlashAttention aligns it).
-    correction: whether to add to stored chunks what the KV correction predicts, where the store holds one
-    (`blend.chunks.correction`). surrogate: whether to use caches that were computed behind a surrogate context, where the
-    store holds them (`blend.chunks.library`).
+    Attributes:
+        selector: a spec such as "hkvd" or "mixed:rule=zsum,prefilter=2" (`blend.select.make_selector`), or a `Selector`.
+        ratio: share of the cached context rows to recompute, 0 to 1.
+        mask: "exact" (row r sees keys up to its position) or "bottom-right" (up to r + N - M, as FlashAttention aligns it).
+        correction: whether to add the KV correction to stored chunks, if the store has one (`blend.chunks.correction`).
+        surrogate: whether to use contextual caches, if the store has them (`blend.chunks.library`).
+
+    Raises:
+        ConfigError: a value is outside its range (`blend.limits`).
+
     """
 
     selector: str | Selector = "query_guided"
@@ -49,11 +53,17 @@ class BlendConfig:
 
 @dataclass(frozen=True)
 class PromptConfig:
-    """What stands around the chunks.
+    """The text around the chunks.
 
-    system: the system message. instruction: what the user's turn opens with. question: how the question is put after the
-    chunks; `{question}` is replaced. All three are of the command line: its answers are short, to be marked against short gold
-    answers. chat_instructions: the only text that a server adds, in front of documents; empty adds none.
+    Attributes:
+        system: the system message.
+        instruction: how the user's turn begins.
+        question: how the question follows the chunks; `{question}` is replaced.
+        chat_instructions: the only text that a server adds, in front of documents; empty adds none.
+
+    Raises:
+        ConfigError: a value is not text, or `question` lacks `{question}`.
+
     """
 
     system: str = "You are a careful assistant who answers from the given documents."
@@ -69,13 +79,22 @@ class PromptConfig:
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """How documents become chunks and how many of them answer a question. Raises `ConfigError` as `BlendConfig` does.
+    """How documents become chunks, and how many chunks answer a question.
 
-    name: which corpus of the store (`blend.corpora`); each has its own index, surrogate context and KV corrections.
-    surrogate_tokens: every chunk's cache is also computed behind so many tokens of other chunks (`blend.chunks.library`);
-    0 does not. surrogate_text: those tokens out of this text instead of chunks of the corpus; empty leaves what the store has.
-    min_score: chunks whose similarity to the question is below it are not retrieved; 0 retrieves all.
-    one_copy: keep that cache alone, for a prompt's first place too: half the store, more error.
+    Attributes:
+        name: the corpus in the store (`blend.corpora`). Each has its own index, surrogate context and KV corrections.
+        chunk_tokens: longest chunk, in tokens.
+        top_k: chunks to retrieve.
+        min_score: least similarity of a retrieved chunk to the question, 0 to 1; 0 retrieves all.
+        embedder: the embedding model.
+        codec: how the store keeps KV.
+        batch_tokens: tokens of one forward pass of precompute.
+        surrogate_tokens: tokens of other chunks behind which contextual caches are computed; 0 computes none.
+        surrogate_text: takes those tokens from this text; empty leaves what the store has.
+
+    Raises:
+        ConfigError: a value is outside its range.
+
     """
 
     name: str = ""
@@ -87,7 +106,6 @@ class CorpusConfig:
     batch_tokens: int = BATCH_TOKENS
     surrogate_tokens: int = 512
     surrogate_text: str = ""
-    one_copy: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)

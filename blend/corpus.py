@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.encode import leave_probe
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
-from blend.chunks.surrogate import in_copies, remove_spare, with_given_surrogate, with_surrogate, without_surrogate
+from blend.chunks.surrogate import with_given_surrogate, with_surrogate, without_surrogate
 from blend.config import CorpusConfig
 from blend.corpora import sharing_of
 from blend.errors import StoreChangedError
@@ -127,7 +127,7 @@ class OtherCorpora:
         if not gone:
             return frozenset()
         libraries = (self.library, *self._libraries.values())
-        keys = {library.key(one) for library in libraries for one in library.variants(gone, isolated=True)}
+        keys = {library.key(one) for library in libraries for one in library.variants(gone)}
         return frozenset(keys.difference(self.used))
 
     @cached_property
@@ -215,13 +215,13 @@ def prepare(change: CorpusChange, *, quick: bool = False, progress: Progress = n
     """
     update = write_index(change, progress)
     library = decide(change, quick=quick)
-    variants = library.quickest(change.ids) if quick else library.variants(change.ids)
+    variants = library.variants(change.ids, contextual=not quick)
     return PreparedCorpus(library, variants, _missing(library, variants), update)
 
 
 def _missing(library: ChunkLibrary, variants: Sequence[Variant]) -> list[Variant]:
     """Caches to compute: not in the store, and in no nearer copy that it can be restored from."""
-    missing = library.lacking(variants)
+    missing = library.missing_of(variants)
     restored = library.restored(missing)
     return [one for one in missing if one not in restored]
 
@@ -245,7 +245,7 @@ def decide(change: CorpusChange, *, quick: bool = False) -> ChunkLibrary:
     space = library.isolated.identity.namespace
     corpus.store.describe(space, {**corpus.store.namespaces().get(space, {}), **library.words(contextual=False)})
     if not quick:
-        library = in_copies(_with_surrogate(library, change), one=corpus.config.one_copy)
+        library = _with_surrogate(library, change)
     if library.contextual:
         corpus.store.describe(library.contextual.identity.namespace, library.words(contextual=True))
     write_sources(corpus.store, corpus.config.name, space, _sources(library, change))
@@ -256,7 +256,7 @@ def _sources(library: ChunkLibrary, change: CorpusChange) -> dict[str, dict[str,
     """The document of each cache, by namespace; one of them if several hold the same chunk."""
     documents = {change.corpus.token_ids(chunk): chunk.document_id for chunk in change.chunks}
     found: dict[str, dict[str, str]] = {library.isolated.identity.namespace: {}}
-    for one in library.variants(change.ids, isolated=True):
+    for one in library.variants(change.ids):
         key = library.key(one)
         found.setdefault(key.namespace, {})[key.digest] = documents[one.chunk]
     return found
@@ -309,7 +309,7 @@ class Precomputed:
         chunks: Chunks of the corpus now.
         added: Chunks that are new to the index.
         removed: Chunks that left the index.
-        computed: Caches that were computed. Most chunks have two, isolated and contextual, unless one copy is kept.
+        computed: Caches that were computed. Most chunks have two, isolated and contextual.
         reused: Caches that were stored already.
         evicted: Caches that the store's budget has no room for.
         tokens: Tokens of the computed caches.
@@ -366,7 +366,7 @@ def precompute(
     change.forget()  # before the index forgets them
     update = _write_index_of(change, share, progress)
     library = decide(change, quick=quick)
-    variants = library.quickest(change.ids) if quick else library.variants(change.ids)
+    variants = library.variants(change.ids, contextual=not quick)
     mine = variants if share is None else [one for one in variants if share.holds(library.key(one))]
     missing = _missing(library, mine)
     begin = time.perf_counter()
@@ -375,10 +375,9 @@ def precompute(
     leave_probe(corpus.store, corpus.decoder)
     if compute is compute_here:
         _note_rate(library, tokens, seconds)
-    left = [library.key(one) for one in library.lacking(variants)]
+    left = [library.key(one) for one in library.missing_of(variants)]
     if update is None and not left:  # all shares are done; another process wrote the index, or was stopped at it
         update = write_index(replace(change, began=corpus.begun_with()), progress)
-    remove_spare(library, change.ids, change.keep)
     given, unread = {document.id for document in loaded.documents}, loaded.unread()
     return Precomputed(
         documents=len({chunk.document_id for chunk in change.chunks}),

@@ -198,7 +198,7 @@ def given(chunks: int | None, tokens: int | None, config: CorpusConfig) -> Corpu
 
 
 def _sized(all_: Counter[int], contextual: Counter[int], prefix: int, behind: int, config: CorpusConfig) -> CorpusSize:
-    return CorpusSize(all_, all_ - contextual if config.one_copy else all_, contextual, prefix, behind)
+    return CorpusSize(all_, all_, contextual, prefix, behind)
 
 
 def corpus_bytes(corpus: CorpusSize, model: ModelOutline, codec: str, dtype: str) -> int:
@@ -212,10 +212,10 @@ def entry_bytes(model: ModelOutline, tokens: int, start: int, codec: str, dtype:
     import torch
 
     how = get_codec(codec)
-    kind = torch.float32 if how.still else getattr(torch, dtype)  # taking positions out makes float32
+    kind = torch.float32 if how.unrotated else getattr(torch, dtype)  # taking positions out makes float32
     made = {shape: torch.randn(shape[0], tokens, shape[1]).to(kind) for shape in {*model.keys, *model.values}}
     keys, values = (tuple(made[one] for one in shapes) for shapes in (model.keys, model.values))
-    cache = ChunkCache(keys, values, start, still=how.still)
+    cache = ChunkCache(keys, values, start, unrotated=how.unrotated)
     return encode_entry(CacheIdentity(model.name, dtype, (0,)).key((0,)), cache, how, make_seal(None)).nbytes
 
 

@@ -143,11 +143,17 @@ def render_chunk(chunk: TextChunk) -> str:
 class PromptTemplate:
     """Turns a question and chunks into a `PromptLayout`.
 
-    tokenizer: a HuggingFace tokenizer; without a chat template the prompt is a transcript. Raises `PromptError` for None: a
-    decoder without a tokenizer takes a `PromptLayout` of token ids.
+    Args:
+        tokenizer: a HuggingFace tokenizer; without a chat template the prompt is a transcript.
+        config: the text around the chunks.
 
-    prefix: what the caches of chunks are kept behind. Where the chat template writes today's date into prompts (those of
-    Llama 3 and GPT-OSS do), it has another date, always the same: a store would else be worth nothing the next day.
+    Attributes:
+        prefix: the prefix behind which chunk caches are kept. If the chat template writes today's date (Llama 3, GPT-OSS), this
+            prefix has a fixed date instead, so that the store stays useful.
+
+    Raises:
+        PromptError: there is no tokenizer, or the template has no usable prefix.
+
     """
 
     def __init__(self, tokenizer: Any, config: PromptConfig | None = None) -> None:
@@ -163,11 +169,16 @@ class PromptTemplate:
             raise PromptError("the prompt has no prefix: give the prompt an instruction or a system message")
 
     def layout(self, question: str, chunks: Sequence[TextChunk]) -> PromptLayout:
-        """Token ids of the prompt. Raises `PromptError` for an empty question."""
+        """Token ids of the prompt.
+
+        Raises:
+            PromptError: the question is empty.
+
+        """
         return self.layout_of_ids(question, [self.chunk_ids(chunk) for chunk in chunks])
 
     def layout_of_ids(self, question: str, chunks: Sequence[tuple[int, ...]]) -> PromptLayout:
-        """The same for chunks that are token ids already."""
+        """`layout` for chunks that are token ids already."""
         if not question.strip():
             raise PromptError("the question is empty")
         asked = self.config.question.replace("{question}", question.strip())
@@ -178,7 +189,7 @@ class PromptTemplate:
         return PromptLayout(today, tuple(chunks), suffix, canonical_prefix=self.prefix)
 
     def chunk_ids(self, chunk: TextChunk) -> tuple[int, ...]:
-        """Token ids of one chunk as it stands in every prompt."""
+        """Token ids of a chunk, the same in every prompt."""
         return tuple(self.encode(render_chunk(chunk)))
 
     def count(self, text: str) -> int:

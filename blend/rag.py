@@ -337,10 +337,8 @@ class Rag:
             _ = self.index, self.store
             self.retriever.search("warm up", 1)
             _ = self.blender.encoder(self.template.prefix).prefix
-            for contextual, first in (
-                ((False, False), (True, False), (True, True)) if self.blend_config.correction else ()
-            ):
-                self.blender.correction(self.template.prefix, contextual=contextual, first=first)
+            for contextual in (False, True) if self.blend_config.correction else ():
+                self.blender.correction(self.template.prefix, contextual=contextual)
             self._rehearsed = rehearse(self.decoder, self.template, self.blend_config)
         if compare and not self._rehearsed_full:
             full_prefill(self.decoder, self._rehearsed)

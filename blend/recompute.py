@@ -22,17 +22,22 @@ if TYPE_CHECKING:
 
 
 MostRows = int | Callable[[], int]
-"""Rows of a piece at most, or what says so before each."""
+"""Most rows of a piece, or a function that says so before each piece."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be recomputed before the selector has spoken.
+    """The rows of a prompt, before the selector chooses; all are sorted positions, int64.
 
-    candidates: sorted positions of context rows whose stored KV may differ from full recompute. ahead: rows of the prefix that
-    are not known. required: rows after it that hold none. stale: rows that hold stored KV and stand elsewhere than where it was
-    computed. inexact: those, and with them the rows of a first chunk that its codec rounded. budget: candidates to recompute.
-    selector: who chooses them.
+    Attributes:
+        candidates: context rows whose stored KV may differ from full recompute.
+        ahead: rows of the prefix without known KV.
+        required: later rows without stored KV.
+        stale: rows whose stored KV was computed elsewhere.
+        inexact: stale rows, and the rows of a first chunk that its codec rounded.
+        budget: how many candidates to recompute.
+        selector: chooses them.
+
     """
 
     layout: PromptLayout
@@ -45,10 +50,7 @@ class Plan:
     selector: Selector
 
     def exact_rows(self, computed: torch.Tensor) -> int:
-        """How many of the prompt's first rows are what full prefill gives, if the known rows of the prefix are.
-
-        computed: positions of the rows that were computed in every layer, `[rows]`.
-        """
+        """How many first rows equal full prefill, if the known rows do. computed: positions computed in every layer."""
         left = not torch.isin(self.inexact, computed).all()
         return int(self.inexact[0]) if left else self.layout.rows
 
@@ -64,11 +66,20 @@ def make_plan(
     first_lossless: bool = True,
     known: int | None = None,
 ) -> Plan:
-    """Split the rows by what the store gave, and turn a share of the stored rows into a budget.
+    """Sort the rows by what the store gave, and turn a share of the stored rows into a budget.
 
-    first_exact: whether a stored first chunk stands where it was computed, right behind the prefix: it is exact then, so no
-    budget is spent on it. first_lossless: whether it is so to the last bit; where its codec rounded it, it is used all the
-    same. known: rows of the prefix whose KV is at hand; None for all. A budget of nothing, or of everything, needs no selector.
+    A budget of nothing, or of everything, needs no selector.
+
+    Args:
+        layout: the prompt.
+        hits: which chunks came out of the store.
+        selector: chooses rows.
+        ratio: share of the stored rows to recompute.
+        device: of the rows.
+        first_exact: whether a stored first chunk is exact where it stands, so that it costs no budget.
+        first_lossless: whether its codec kept it to the last bit.
+        known: rows of the prefix with known KV; None for all.
+
     """
     stored = torch.zeros(layout.rows, dtype=torch.bool)
     for hit, span in zip(hits, layout.chunk_spans, strict=True):

@@ -87,7 +87,7 @@ class RayWorker:
         """Compute and store those of these caches that the store lacks; returns the tokens of all."""
         self.begin()
         assert self.library
-        self.library.compute(self.library.lacking(variants))
+        self.library.compute(self.library.missing_of(variants))
         return _tokens(variants)
 
 

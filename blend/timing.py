@@ -27,11 +27,12 @@ def no_progress(stage: str, done: int, total: int) -> None:
 class Stopwatch:
     """Seconds per stage, each exclusive of the stages nested in it, and in total since construction.
 
-    On a GPU every stage boundary waits for the device, so that work is charged to the stage that asked for it.
+    On a GPU every stage boundary waits for the device, so that work is charged to the stage that asked for it. clock: gives
+    seconds.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
+    def __init__(self, device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._device, self._clock = device, clock
         self._running: list[str] = []
         self.stages: dict[str, float] = {}
         self._begin = self._mark = self._now()
@@ -68,4 +69,4 @@ class Stopwatch:
             import torch
 
             torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        return self._clock()

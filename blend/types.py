@@ -1,7 +1,7 @@
-"""The values that travel between the stages of a blended prefill.
+"""The values that travel between the steps of a blended prefill; all of them are immutable.
 
-PromptLayout (token ids of one prompt) -> ChunkKey (where a chunk's KV lives) -> ChunkCache (the KV itself) -> Selection
-(which rows are computed) -> BlendedCache (see `blended_cache`). All of them are immutable; shapes are in the docstrings.
+PromptLayout (token ids of a prompt) -> ChunkKey (where a chunk's KV lives) -> ChunkCache (the KV) -> Selection (which rows are
+computed).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def common_length(some: Sequence[int], others: Sequence[int]) -> int:
 
 
 class Part(NamedTuple):
-    """Rows of a stored chunk: those of `whole` from `first` on, as many as the prompt has of it."""
+    """Rows of the stored chunk `whole`, from row `first` on, as many as the prompt has of it."""
 
     whole: tuple[int, ...]
     first: int
@@ -45,13 +45,19 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptLayout:
-    """Token ids of one prompt, segment by segment: `prefix`, then `chunks` in order, then `suffix`.
+    """Token ids of one prompt: `prefix`, then `chunks` in order, then `suffix`.
 
-    Segments are tokenised one by one and joined as ids, so that a chunk has the same ids in every prompt.
+    Segments are tokenised one by one and joined as ids, so a chunk has the same ids in every prompt.
 
-    plain: places among `chunks` of ordinary text between them, which is computed always and stored never. parts: places that
-    hold only a part of a stored chunk. canonical_prefix: the one behind which the chunks' caches are computed and kept, where
-    that is not `prefix` itself: many prompts with prefixes of their own then share them.
+    Attributes:
+        prefix: the exact, shared beginning; at least one token.
+        chunks: token ids of each chunk.
+        suffix: the question and the generation prompt; at least one token.
+        plain: places among `chunks` of ordinary text, which is always computed and never stored.
+        parts: places that hold only a part of a stored chunk.
+        canonical_prefix: the prefix behind which the chunks' caches are kept, if that is not `prefix`. Prompts with different
+            prefixes then share caches.
+
     """
 
     prefix: tuple[int, ...]
@@ -63,12 +69,12 @@ class PromptLayout:
 
     @property
     def kept_behind(self) -> tuple[int, ...]:
-        """The prefix that the chunks' caches are kept behind."""
+        """The prefix behind which the chunks' caches are kept."""
         return self.prefix if self.canonical_prefix is None else self.canonical_prefix
 
     @cached_property
     def shared_prefix_rows(self) -> int:
-        """How many of the prefix's first tokens are those of the canonical one too, so that its KV serves for them."""
+        """How many tokens the prefix shares with the canonical one, whose KV serves for them."""
         return common_length(self.prefix, self.kept_behind)
 
     @property
@@ -81,15 +87,15 @@ class PromptLayout:
 
     @property
     def exact_first(self) -> bool:
-        """Whether a chunk's isolated cache is exact in the first place: it was computed behind these very tokens."""
+        """Whether an isolated cache is exact in the first place: it was computed behind this very prefix."""
         return self.canonical_prefix in (None, self.prefix) and 0 not in self.plain and 0 not in self.parts
 
     def all_plain(self) -> PromptLayout:
-        """The same prompt with nothing to be taken from the store."""
+        """The same prompt, with nothing taken from the store."""
         return replace(self, plain=frozenset(range(len(self.chunks))), parts={})
 
     def behind(self, rows: int) -> PromptLayout:
-        """The same prompt with its first rows, more than the prefix and less than all, as the prefix: their KV is there."""
+        """The same prompt with its first `rows` rows as the prefix; they cover more than the prefix and less than all."""
         suffix = self.suffix[max(0, rows - self.context.stop) :]
         chunks, plain, parts = list[tuple[int, ...]](), set[int](), dict[int, Part]()
         for place, (chunk, span) in enumerate(zip(self.chunks, self.chunk_spans, strict=True)):
@@ -140,12 +146,14 @@ class PromptLayout:
 
 @dataclass(frozen=True)
 class CacheIdentity:
-    """Everything besides a chunk's own tokens that changes the values of its KV cache.
+    """What determines a chunk's KV besides its own tokens.
 
-    model: fingerprint of the weights and of the configuration that the forward pass depends on (RoPE included).
-    dtype: dtype the cache was computed in, such as "float32".
-    prefix: the token ids in front of the chunk when it was computed.
-    corpus: whose surrogate context and KV corrections go with it; it changes their names, and no cache's.
+    Attributes:
+        model: fingerprint of the weights and of the configuration that the forward pass depends on.
+        dtype: of the computation, such as "float32".
+        prefix: the token ids in front of the chunk.
+        corpus: whose surrogate context and KV corrections go with it; changes their names, and no cache's.
+
     """
 
     model: str
@@ -168,11 +176,6 @@ class CacheIdentity:
         return self._artifact("correction")
 
     @property
-    def first_correction_name(self) -> str:
-        """Name of the artifact that holds the corpus's KV correction of these caches in a prompt's first place."""
-        return self._artifact("correction_first")
-
-    @property
     def surrogate_name(self) -> str:
         """Name of the artifact that holds the corpus's surrogate context behind this prefix (`blend.chunks.library`)."""
         return self._artifact("surrogate")
@@ -186,7 +189,13 @@ def _digest(salt: str, token_ids: Sequence[int]) -> str:
 
 
 class ChunkKey(NamedTuple):
-    """Content address of a chunk cache: hex digests of the `CacheIdentity` and of it together with the token ids."""
+    """Content address of a chunk cache.
+
+    Attributes:
+        namespace: hex digest of the `CacheIdentity`.
+        digest: hex digest of the namespace and the chunk's token ids.
+
+    """
 
     namespace: str
     digest: str
@@ -194,17 +203,20 @@ class ChunkKey(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkCache:
-    """KV cache of one chunk, computed right behind the shared prefix or a longer one, the KV before the chunk dropped.
+    """KV cache of one chunk, computed behind the shared prefix or a longer one, without the KV of what stood before it.
 
-    keys[layer], values[layer]: `[kv_heads, tokens, head_dim]`; head_dim may differ between the two and between layers.
-    start: position of the chunk's first token when the keys were computed (the length of what stood before).
-    still: whether positions have been taken out of the keys (and of values that turn), as if every token stood at position 0.
+    Attributes:
+        keys: for each layer `[kv_heads, tokens, head_dim]`; head_dim may differ between layers.
+        values: the same; head_dim may differ from that of the keys.
+        start: position of the first token when the keys were computed.
+        unrotated: whether positions are taken out of the keys, and of values that turn, as if every token stood at position 0.
+
     """
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
     start: int
-    still: bool = False
+    unrotated: bool = False
 
     @property
     def tokens(self) -> int:
@@ -231,9 +243,11 @@ class ChunkCache:
 class Selection:
     """Which rows a blended prefill computed.
 
-    rows: sorted int64 positions that were computed in every layer, `[rows]`; always contains every suffix row and every
-    uncached row. rows_per_layer: how many rows each layer ran on; more than `rows` where a selector looks before it decides.
-    scores: what the question's attention gives each row of the prompt, fp32 `[rows]`, where the selector asked for it.
+    Attributes:
+        rows: sorted int64 positions that were computed in every layer, `[rows]`, with all suffix rows and all uncached rows.
+        rows_per_layer: how many rows each layer ran on; more than `rows` where a selector looks before it decides.
+        scores: what the question's attention gives each row of the prompt, fp32 `[prompt rows]`, if the selector asked for it.
+
     """
 
     rows: torch.Tensor
@@ -241,5 +255,5 @@ class Selection:
     scores: torch.Tensor | None = None
 
     def share(self, prompt_rows: int) -> float:
-        """Rows computed, summed over layers, over those of full prefill of a prompt of that length."""
+        """Computed rows, summed over layers, as a share of the full prefill of `prompt_rows` rows."""
         return sum(self.rows_per_layer) / (len(self.rows_per_layer) * prompt_rows)

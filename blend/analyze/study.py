@@ -139,7 +139,7 @@ def analyze_prompt(
     decoder, config = blender.decoder, blender.config
     _check(decoder, layout, config.mask, head)
     library = blender.library(layout.kept_behind)
-    library.compute(library.missing(layout.chunks, isolated=True))
+    library.compute(library.missing(layout.chunks))
     segments, suffix = Segments.of(layout), torch.arange(layout.context.stop, layout.rows, device=decoder.device)
     stored, _ = _stored(blender, layout, contextual=False)
     reuse_calls = _watch(decoder, layout, suffix, stored)

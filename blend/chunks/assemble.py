@@ -36,12 +36,12 @@ THREADS = 2
 
 
 class LayerSource(Protocol):
-    """The cache of a chunk that can be read by layers; `blend.store.ChunkReader` is one. Its attributes: see there."""
+    """A chunk cache that is read by layers, such as a `blend.store.ChunkReader`; its attributes: see there."""
 
     tokens: int
     layers: int
     start: int
-    still: bool
+    unrotated: bool
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
         """Copy one layer, verified, into two `[kv_heads, tokens, head_dim]` tensors."""
@@ -51,7 +51,7 @@ class LayerSource(Protocol):
 
 
 class StagedLayer(NamedTuple):
-    """One layer of all chunks as stored: `[kv_heads, rows, head_dim]` each; rows of chunks that are not read hold anything."""
+    """One layer of all chunks as stored, `[kv_heads, rows, head_dim]` each; rows that are not read hold anything."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -65,7 +65,9 @@ class StagedChunk(NamedTuple):
 
 
 class LayerLoader:
-    """Reads every layer of these chunks, in order, each once. Close it, or use it in a `with`.
+    """Reads every layer of these chunks once, in order, in threads. Close it, or use it in a `with`.
+
+    The threads only read, verify and decode; on a CPU they leave the cores to the model.
 
     rows: of a `StagedLayer`. shapes: of each layer's keys and values. device: where the rows go in the end; for a GPU the
     buffers are page-locked.
@@ -98,7 +100,7 @@ class LayerLoader:
         self.close()
 
     def start(self) -> None:
-        """Begin to read. Raises RuntimeError, with nothing left running, when the system has no more threads."""
+        """Start reading. Raises RuntimeError, with nothing left running, if the system has no more threads."""
         shares = [self._chunks[i::THREADS] for i in range(min(THREADS, len(self._chunks)))]
         self._shares = len(shares)
         try:
@@ -122,7 +124,7 @@ class LayerLoader:
         return self._buffer(layer)
 
     def hand_back(self, layer: int, used: torch.cuda.Event | None = None) -> None:
-        """Let the buffer of `layer` be used again, on a GPU once the event `used` has come."""
+        """Release the buffer of `layer`; on a GPU after the event `used`."""
         with self._turn:
             self._busy[layer % AHEAD] = used
             self._free = max(self._free, layer + 1 + AHEAD)
@@ -170,7 +172,7 @@ class LayerLoader:
         return True
 
     def _buffer(self, layer: int) -> StagedLayer:
-        """The buffer of a layer: layers of one shape that are `AHEAD` apart share it."""
+        """The buffer of a layer; layers of one shape share it if they are `AHEAD` apart."""
         shape = self._shapes[layer]
         with self._turn:
             if (layer % AHEAD, shape) not in self._buffers:
@@ -197,7 +199,12 @@ class PartOfChunk:
     """Some rows of a chunk's cache as a `LayerSource`: `tokens` of them from `first` on."""
 
     def __init__(self, whole: LayerSource, first: int, tokens: int) -> None:
-        self.tokens, self.layers, self.start, self.still = tokens, whole.layers, whole.start + first, whole.still
+        self.tokens, self.layers, self.start, self.unrotated = (
+            tokens,
+            whole.layers,
+            whole.start + first,
+            whole.unrotated,
+        )
         self._whole, self._rows = whole, slice(first, first + tokens)
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
@@ -214,10 +221,10 @@ class PartOfChunk:
 
 
 class Placed(NamedTuple):
-    """An opened store, and for each place of the prompt what it has there.
+    """The store's entries for each place of a prompt.
 
-    first: whether the first chunk stands where a prompt's first chunk does, right behind a prefix like that of its cache.
-    first_exact: whether its KV is exact there, but for what its codec lost. readers: None for ordinary text and for misses.
+    first: whether the first chunk stands right behind a prefix as long as its cache's. first_exact: whether its KV is exact
+    there, up to its codec. readers: None for ordinary text and misses. places: the number of each place's opened chunk.
     """
 
     opened: OpenLibrary
@@ -228,11 +235,11 @@ class Placed(NamedTuple):
 
     @property
     def hits(self) -> tuple[bool, ...]:
-        """Whether the store gave what stands there."""
+        """Which places come out of the store."""
         return tuple(reader is not None for reader in self.readers)
 
     def spread(self, of_chunks: Sequence[_Any]) -> tuple[_Any | None, ...]:
-        """What is known of each opened chunk, place by place."""
+        """Values of opened chunks, place by place."""
         return tuple(None if number is None else of_chunks[number] for number in self.places)
 
     def close(self) -> None:
@@ -241,7 +248,7 @@ class Placed(NamedTuple):
 
 
 def place(layout: PromptLayout, opener: Opener, *, contextual: bool) -> Placed:
-    """Open the best stored cache for every place of a prompt that may have one."""
+    """Open the best stored cache for every place of a prompt that can have one."""
     stored = layout.stored
     numbers = iter(range(len(stored)))
     places = tuple(None if chunk is None else next(numbers) for chunk in stored)
@@ -265,18 +272,18 @@ def _part(layout: PromptLayout, where: int, reader: LayerSource | None) -> Layer
 
 
 class _Shift(NamedTuple):
-    """A chunk's rows in the prompt, and by how much all of them move; None: each to its position, from none at all."""
+    """A chunk's rows in the prompt, and how far they move; None for unrotated rows, which turn to their positions."""
 
     span: Span
     by: int | None
 
     def moved(self, there: torch.Tensor) -> torch.Tensor:
-        """By how much each row moves, `[rows]`; there: the positions of the rows."""
+        """How far each row moves, `[rows]`; there: the positions of the rows."""
         return there if self.by is None else there.new_full((self.span.length,), self.by)
 
 
 class Stretch:
-    """Neighbouring chunks of a prompt to which the same is added."""
+    """Neighbouring chunks of a prompt without a correction."""
 
     def __init__(self, shifts: Sequence[_Shift], device: torch.device) -> None:
         self.span = Span(shifts[0].span.start, shifts[-1].span.stop)
@@ -292,7 +299,7 @@ class Stretch:
 
 
 class CorrectedStretch(Stretch):
-    """Chunks to which a KV correction adds; added: what it adds to the prompt, taken down layer by layer."""
+    """Neighbouring chunks with a KV correction; added: records what it adds."""
 
     def __init__(self, layout: PromptLayout, shifts: Sequence[_Shift], added: Added) -> None:
         super().__init__(shifts, added.rows.device)
@@ -305,20 +312,20 @@ class CorrectedStretch(Stretch):
         self._features = position_features(layout, there, added.map.before, added.map.length)
 
     def put(self, layer: BlendedLayer, staged: StagedLayer, rotation: LayerRotation, index: int, base: int) -> None:
-        """Take positions out, add what the correction predicts, and turn to the prompt's positions."""
+        """Take positions out, add the correction, and rotate to the prompt's positions."""
         part = self._added.map.layers[index]
         if part is None:
             super().put(layer, staged, rotation, index, base)
             return
         parts = _parts(layer, staged, rotation, self.span, base)
-        keys, values = (_still(turn, states, self._back)[0] for turn, states, _ in parts)
+        keys, values = (_unrotated(turn, states, self._back)[0] for turn, states, _ in parts)
         self._added.parts[index].append(part.add(keys, values, self._features))
         for (turn, _, buffer), states in zip(parts, (keys, values), strict=True):
             turn.apply(states[None], self._there, out=buffer)
 
 
-def _still(turn: Rotation, states: torch.Tensor, back: Deltas | None) -> torch.Tensor:
-    """Positions taken out, fp32; of states that have none the same tensor, if it is fp32 already."""
+def _unrotated(turn: Rotation, states: torch.Tensor, back: Deltas | None) -> torch.Tensor:
+    """States without positions, fp32; the same tensor if nothing changes."""
     if turn.inv_freq is None or back is None:
         return states.float()
     return turn.apply(states, back, out=torch.empty(states.shape, dtype=torch.float32, device=states.device))
@@ -327,7 +334,7 @@ def _still(turn: Rotation, states: torch.Tensor, back: Deltas | None) -> torch.T
 def _parts(
     layer: BlendedLayer, staged: StagedLayer, rotation: LayerRotation, span: Span, base: int
 ) -> list[tuple[Rotation, torch.Tensor, torch.Tensor]]:
-    """Of the keys, then the values, at these rows: how they turn, as stored, where they go; `[1, kv_heads, rows, head_dim]`."""
+    """For keys, then values: rotation, stored states, target; `[1, kv_heads, rows, head_dim]`."""
     here, there = slice(span.start - base, span.stop - base), slice(*span)
     return [
         (rotation.keys, staged.keys[None, :, here], layer.keys[:, :, there]),
@@ -348,12 +355,12 @@ def stretches_of(
     corrections: Sequence[KVCorrection | None],
     device: torch.device,
 ) -> tuple[list[Stretch], tuple[Added, ...]]:
-    """The chunks that are there, neighbours with the same correction together; and what every correction will have added."""
+    """Group the chunks that are there by correction and neighbourhood; and the record of each correction."""
     groups: list[tuple[KVCorrection | None, list[_Shift]]] = []
     for reader, span, correction in zip(readers, layout.chunk_spans, corrections, strict=True):
         if reader is None or not span.length:
             continue
-        shift = _Shift(span, None if reader.still else span.start - reader.start)
+        shift = _Shift(span, None if reader.unrotated else span.start - reader.start)
         if groups and groups[-1][0] is correction and groups[-1][1][-1].span.stop == span.start:
             groups[-1][1].append(shift)
         else:
@@ -373,7 +380,7 @@ class HeldChunk:
     """A chunk cache in memory as a `LayerSource`."""
 
     def __init__(self, cache: ChunkCache) -> None:
-        self.tokens, self.layers, self.start, self.still = cache.tokens, cache.layers, cache.start, cache.still
+        self.tokens, self.layers, self.start, self.unrotated = cache.tokens, cache.layers, cache.start, cache.unrotated
         self._cache = cache
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:

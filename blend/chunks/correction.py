@@ -3,8 +3,7 @@
 Most of the difference between a row's KV in context and alone follows from the row itself and from where it stands. One linear
 map a layer, from the row's stored keys and values to that difference, is fitted on a few prompts of the user's own chunks
 (`blend.chunks.fit`), once per model and prefix, and added to stored chunks that do not stand right behind the
-prefix. There is one for isolated caches and one for contextual caches (`blend.chunks.library`), which have most of it already;
-where these stand in the first place too, a third one takes out of them there what the surrogate context put in:
+prefix. There is one for isolated caches and one for contextual caches (`blend.chunks.library`), which have most of it already:
 
     kv(in context) ~ kv + up^T down^T [(kv - centre) / scale, position features]
 
@@ -37,10 +36,9 @@ POSITION_FEATURES = 8
 
 
 class Bounds(NamedTuple):
-    """What the rows seen in fitting reached, in one layer; nothing is predicted beyond.
+    """The largest values among a layer's fitted rows; predictions stay within them.
 
-    reach: the largest distance of a row, by the map's gauge. keys, values: the largest norms of what a row's keys and values
-    gained.
+    reach: distance by the map's gauge. keys, values: norms of the gain.
     """
 
     reach: float
@@ -66,10 +64,10 @@ class LayerCorrection:
     keys: int
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Add to KV what each row gains, head by head and in place.
+        """Add each row's predicted gain to its KV, in place.
 
         keys, values: `[kv_heads, rows, head_dim]` each, fp32, positions taken out. features: `[rows, POSITION_FEATURES]`.
-        Returns what `up` makes these gains of, `[rows, rank]`, shrunk for rows unlike those seen in fitting (`shares`).
+        Returns the gains before `up`, `[rows, rank]`, reduced for rows unlike the fitted ones (`shares`).
         """
         weight, bias = self._folded
         heads = [*keys, *values]
@@ -83,14 +81,14 @@ class LayerCorrection:
         return hidden
 
     def _shrunk(self, both: torch.Tensor) -> torch.Tensor:
-        """What `add` returns, from it unshrunk and the row's distance by the gauge, side by side."""
+        """What `add` returns. both: the unreduced gains and the distances by the gauge, side by side."""
         hidden, distance = both[:, : self.up.shape[0]], both[:, self.up.shape[0] :].norm(dim=1)
         norms = [(hidden @ gram * hidden).sum(1).clamp_min(0).sqrt() for gram in self._grams]
         return hidden * shares(distance / self.bounds.reach, norms, self.bounds[1:])[:, None]
 
     @cached_property
     def _folded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Centre and scale inside the factors, so that a prediction passes over the rows once."""
+        """Centre and scale folded into the factors, so that a prediction reads the rows once."""
         both = torch.cat((self.down, self.gauge), dim=1)[: self.centre.shape[0]].double()
         weight = both / self.scale[:, None].double()
         return weight.float(), -(self.centre.double() @ weight).float()
@@ -106,10 +104,10 @@ class LayerCorrection:
 
 
 def shares(distance: torch.Tensor, norms: Sequence[torch.Tensor], most: Sequence[float | torch.Tensor]) -> torch.Tensor:
-    """How much of what is predicted for rows they are to gain, `[rows]`.
+    """The share of its predicted gain that each row gets, `[rows]`.
 
-    distance: from the rows seen in fitting, relative to the farthest of those. A row no farther keeps all, one twice as far
-    none. norms: of the keys' and the values' gains as predicted; neither may be larger than the largest that was seen, `most`.
+    distance: from the fitted rows, relative to the farthest. A row up to 1 gets all, one at 2 gets nothing. norms: of the
+    predicted gains of keys and values, which are limited to `most`.
     """
     share = (2 - distance).clamp(0, 1)
     for size, limit in zip(norms, most, strict=True):
@@ -118,7 +116,7 @@ def shares(distance: torch.Tensor, norms: Sequence[torch.Tensor], most: Sequence
 
 
 class Added:
-    """What a correction adds to a prompt, layer by layer as the prompt's cache is filled.
+    """What a correction adds to a prompt, filled layer by layer.
 
     map: the correction. rows: sorted positions of the context rows that it adds to. parts: for each layer the results of
     `LayerCorrection.add` for these rows, in order.
@@ -146,7 +144,7 @@ class KVCorrection:
     length: int
 
     def to_bytes(self) -> bytes:
-        """As a store keeps it: a safetensors file."""
+        """The content of a safetensors file, as stores keep it."""
         from safetensors.torch import save
 
         tensors = {name: torch.tensor(value) for name, value in zip(_COUNTS, self._counts, strict=True)}
@@ -162,7 +160,7 @@ class KVCorrection:
 
     @classmethod
     def from_bytes(cls, content: bytes, device: torch.device) -> KVCorrection:
-        """What `to_bytes` made. Raises ValueError for anything else."""
+        """Read what `to_bytes` wrote. Raises ValueError for anything else."""
         from safetensors import SafetensorError
         from safetensors.torch import load
 
@@ -206,11 +204,10 @@ def _layer_of(tensors: Mapping[str, torch.Tensor], index: int) -> LayerCorrectio
 def position_features(
     layout: PromptLayout, rows: torch.Tensor, before: int | None = None, length: int | None = None
 ) -> torch.Tensor:
-    """Where context rows stand, fp32 `[rows, POSITION_FEATURES]`.
+    """The position features of context rows, fp32 `[rows, POSITION_FEATURES]`.
 
-    A constant; the log of how much longer the row's context is than it was alone; the log of what stands before the chunk but
-    for a prefix like that of its cache; and how near the row is to the start of its chunk. before, length: what stands before a
-    chunk, and before a row in its chunk, counts as at most so many tokens.
+    A constant; the log ratio of the row's context to its context alone; the log of the tokens between prefix and chunk; and how
+    near the row is to its chunk's start. before, length: limits for the tokens before a chunk and before a row in it.
     """
     start = layout.chunk_starts(rows)
     local = (rows - start).float().clamp_max(math.inf if length is None else length - 1)
@@ -233,8 +230,8 @@ def rows_of(keys: torch.Tensor, values: torch.Tensor, rotation: LayerRotation, r
     """KV `[1, kv_heads, rows, head_dim]` each, positions taken out, as fp32 `[rows, inputs]`."""
     flat = []
     for turn, states in ((rotation.keys, keys), (rotation.values, values)):
-        still = states if turn.inv_freq is None else turn.apply(states.contiguous(), -rows)
-        flat.append(still[0].transpose(0, 1).reshape(rows.shape[0], -1).float())
+        unrotated = states if turn.inv_freq is None else turn.apply(states.contiguous(), -rows)
+        flat.append(unrotated[0].transpose(0, 1).reshape(rows.shape[0], -1).float())
     return torch.cat(flat, dim=1)
 
 
@@ -244,11 +241,13 @@ MOST_LAYERS = 12  # compared of a map
 
 
 class CorrectionCheck:
-    """Compares while a prompt's rows are recomputed; pass `see` to `BlendedCache.watched`, and `choose` to `recompute`.
+    """Checks a KV correction on the rows that are recomputed anyway; `BlendedCache.watched` calls `see`, `Recompute` `choose`.
 
-    The sample and its weights are those of all chosen rows. Distances are summed over the pieces in which these are computed,
-    in float64, and divided once: the score does not depend on how the rows were cut.
-    added: what the maps did to the prompt.
+    A prompt may be unlike the chunks that the map was fitted on. Every recomputed row with stored KV has fresh KV in every
+    layer, to compare with the stored and the corrected KV. Recomputed rows are no fair sample, so each one counts for the
+    rows of its chunk that are nearest to it.
+
+    Sums run over all pieces in float64, so the score does not depend on how the rows were cut. added: what the maps added.
     """
 
     def __init__(self, decoder: RowDecoder, layout: PromptLayout, added: Sequence[Added]) -> None:
@@ -263,16 +262,16 @@ class CorrectionCheck:
         self._sums = torch.zeros((2, depth, 2, 3), dtype=torch.float64, device=decoder.device)
 
     def choose(self, rows: torch.Tensor) -> None:
-        """All rows that are computed from here on, sorted positions `[rows]`; each layer then shows them to `see`."""
+        """Take the sorted positions `[rows]` that are computed from here on."""
         self._samples = [_Sample.of(self._layout, rows, added.rows) for added in self._added]
         self._piece = None
 
     def see(
         self, index: int, positions: torch.Tensor, cache: BlendedCache, fresh: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Take in a layer's fresh KV `[1, kv_heads, rows, head_dim]` at `positions`, before it is written over the old.
+        """Compare a layer's fresh KV `[1, kv_heads, rows, head_dim]` at `positions`, before it replaces the old.
 
-        Pieces come in ascending order. What a layer writes twice, as the last one does with a piece's last row, counts once.
+        Pieces come in ascending order. Rows that a layer writes twice count once.
         """
         if not self._samples or not any(index in layers for layers in self._layers):
             return
@@ -296,19 +295,17 @@ class CorrectionCheck:
                 sums += _norms(left[:, mine].double(), gain[:, mine].double()) @ sample.weight
 
     def _piece_at(self, positions: torch.Tensor) -> _Piece:
-        """What of the samples is at these positions; the same for most layers."""
+        """The samples at these positions; the same for most layers."""
         if self._piece is None or self._piece.positions is not positions:
             samples = [sample.among(positions) for sample in self._samples]
             self._piece = _Piece(positions, int(positions[-1]), samples)
         return self._piece
 
     def score(self) -> float:
-        """From -1, everything further from the truth for the map, to 1, everything there; 0 where nothing could be seen.
+        """From -1 (the maps made everything worse) to 1 (they made it exact); 0 if nothing could be compared.
 
-        Keys and values and all layers count alike. The first chunk is judged apart, by a map of its own that does well or ill
-        whatever the others do, and the worse of both counts. Parts that the maps leave alone say nothing. Rows are not judged
-        one by one, because many gain nothing (those further from their chunk's start than a window), and what little is added
-        to them does no harm.
+        Keys, values and layers count alike; parts without a map do not count. A map that adds to the first chunk is scored
+        separately, and the worse score counts. Single rows are not judged: many gain nothing, and get next to nothing.
         """
         stored, mapped, gained = self._sums.unbind(-1)
         scores = (stored - mapped) / (stored + mapped).clamp_min(1e-20)
@@ -317,7 +314,7 @@ class CorrectionCheck:
 
 
 def _norms(left: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    """Of each row, fresh less stored, fresh less mapped, and the gain: squared, `[3, rows]`; left: fresh less mapped."""
+    """Squared norms of fresh - stored, fresh - corrected (`left`) and the gain, for each row, `[3, rows]`."""
     return torch.stack([one.square().sum(1) for one in (left + gain, left, gain)])
 
 
@@ -339,7 +336,7 @@ class _Sample(NamedTuple):
         at = torch.searchsorted(added, recomputed).clamp_max(added.shape[0] - 1)
         here = _spread((added[at] == recomputed).nonzero()[:, 0], MOST_ROWS)
         rows = recomputed[here]
-        return cls(rows, here, at[here], _nearest(layout, rows).double())
+        return cls(rows, here, at[here], nearest(layout, rows).double())
 
     def among(self, piece: torch.Tensor) -> _Sample:
         """Those of them at the sorted positions of a piece, `here` being indices of these."""
@@ -361,7 +358,7 @@ def _spread(many: _Many, most: int) -> _Many:
     return many[:: max(1, -(-len(many) // most))]
 
 
-def _nearest(layout: PromptLayout, rows: torch.Tensor) -> torch.Tensor:
+def nearest(layout: PromptLayout, rows: torch.Tensor) -> torch.Tensor:
     """How many rows of its chunk are nearest to each of these sorted context rows, fp32 `[rows]`."""
     if rows.shape[0] == 0:
         return rows.float()
@@ -374,14 +371,14 @@ def _nearest(layout: PromptLayout, rows: torch.Tensor) -> torch.Tensor:
 
 
 class Corrections(NamedTuple):
-    """For each chunk of a prompt what is to be added to it, or None; a line for every KV correction that had to be refused."""
+    """The correction of each chunk of a prompt, or None; a line for every correction that was refused."""
 
     of_chunks: tuple[KVCorrection | None, ...]
     problems: tuple[str, ...]
 
 
 class HeldCorrection(NamedTuple):
-    """What a store held at one generation under a correction's name, and the line for one that had to be refused."""
+    """A correction as the store held it at one generation; problems: why it was refused."""
 
     map: KVCorrection | None
     problems: tuple[str, ...]
@@ -389,34 +386,32 @@ class HeldCorrection(NamedTuple):
 
 
 class StoredCorrections:
-    """Those of one decoder in one store."""
+    """The KV corrections of one decoder in one store, held in memory while they are current."""
 
     def __init__(self, decoder: RowDecoder, store: ChunkStore) -> None:
         self.decoder = decoder
         self.store = store
         self._held: dict[str, HeldCorrection] = {}
 
-    def held(self, library: ChunkLibrary, *, contextual: bool, first: bool = False) -> HeldCorrection:
-        """For isolated or contextual caches, from memory or the store; first: in a prompt's first place."""
-        name = library.correction_name(contextual=contextual, first=first)
-        if name is None:
+    def held(self, library: ChunkLibrary, *, contextual: bool) -> HeldCorrection:
+        """The correction of isolated or contextual caches, from memory or the store."""
+        encoder = library.contextual if contextual else library.isolated
+        if encoder is None:
             return HeldCorrection(None, (), library.generation)
+        name = encoder.identity.correction_name
         held = self._held.get(name)
         if held is None or held.generation != library.generation:
             self._held[name] = held = self._read(name, library.generation)
         return held
 
     def of_prompt(self, opened: OpenLibrary, *, first: bool = True) -> Corrections:
-        """The KV correction of each chunk of a prompt as it is stored; none for a first one that is exact where it stands.
-
-        first: whether the first of them stands in a prompt's first place.
-        """
-        kinds = [(one.contextual, first and place == 0) for place, one in enumerate(opened.used)]
-        held = {
-            (contextual, first): self.held(opened.library, contextual=contextual, first=first)
-            for contextual, first in sorted(set(kinds))
-        }
-        of_chunks = [held[kind].map if hit else None for kind, hit in zip(kinds, opened.hits, strict=True)]
+        """The correction of each chunk of a prompt. first: whether the first one stands behind the prefix and needs none."""
+        kinds = [None if first and place == 0 else one.contextual for place, one in enumerate(opened.used)]
+        wanted = sorted({kind for kind in kinds if kind is not None})
+        held = {kind: self.held(opened.library, contextual=kind) for kind in wanted}
+        of_chunks = [
+            held[kind].map if hit and kind is not None else None for kind, hit in zip(kinds, opened.hits, strict=True)
+        ]
         return Corrections(tuple(of_chunks), tuple(line for one in held.values() for line in one.problems))
 
     def _read(self, name: str, generation: str) -> HeldCorrection:

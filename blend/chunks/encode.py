@@ -28,10 +28,17 @@ if TYPE_CHECKING:
 
 
 class ChunkEncoder:
-    """Computes chunk caches behind one prefix. The prefix is run once, when its KV is first needed.
+    """Computes chunk caches behind one prefix. The prefix runs once, when its KV is first needed.
 
-    prefix: token ids in front of every chunk. batch_tokens: upper bound of chunks x longest chunk in one forward pass.
-    corpus: see `CacheIdentity`.
+    Args:
+        decoder: the model.
+        prefix: token ids in front of every chunk; at least one.
+        batch_tokens: most tokens of one forward pass, padding included.
+        corpus: see `CacheIdentity`.
+
+    Raises:
+        PromptError: the prefix is empty, or too long for the model.
+
     """
 
     def __init__(
@@ -49,10 +56,18 @@ class ChunkEncoder:
     def encode(
         self, chunks: Sequence[Sequence[int]], on_tokens: Callable[[int], None] = lambda tokens: None
     ) -> Iterator[tuple[int, ChunkCache]]:
-        """Yield `(index into chunks, its cache)`, in order of length; tensors are on the decoder's device.
+        """Compute the caches of these chunks, in order of length.
 
-        on_tokens: called in every layer with the tokens computed by then; each layer counts for its share of a batch. Raises
-        `PromptError` for an empty chunk or one that does not fit behind the prefix.
+        Args:
+            chunks: token ids of each chunk.
+            on_tokens: called in every layer with the tokens computed by then.
+
+        Yields:
+            The chunk's index and its cache, on the decoder's device.
+
+        Raises:
+            PromptError: a chunk is empty, or does not fit behind the prefix.
+
         """
         for index, chunk in enumerate(chunks):
             if not chunk:
@@ -142,14 +157,17 @@ def without_positions(cache: ChunkCache, rotations: Sequence[LayerRotation]) -> 
     positions = torch.arange(cache.start, cache.start + cache.tokens, device=cache.keys[0].device)
     back = moves(-positions)
 
-    def still(states: Sequence[torch.Tensor], turns: Sequence[Rotation]) -> tuple[torch.Tensor, ...]:
+    def rotated_back(states: Sequence[torch.Tensor], turns: Sequence[Rotation]) -> tuple[torch.Tensor, ...]:
         return tuple(
             turn.apply(one[None], back, out=torch.empty_like(one, dtype=torch.float32)[None])[0]
             for one, turn in zip(states, turns, strict=True)
         )
 
-    keys, values = still(cache.keys, [r.keys for r in rotations]), still(cache.values, [r.values for r in rotations])
-    return replace(cache, keys=keys, values=values, still=True)
+    keys, values = (
+        rotated_back(cache.keys, [r.keys for r in rotations]),
+        rotated_back(cache.values, [r.values for r in rotations]),
+    )
+    return replace(cache, keys=keys, values=values, unrotated=True)
 
 
 def leave_probe(store: ChunkStore, decoder: RowDecoder) -> None:

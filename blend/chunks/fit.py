@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +30,7 @@ from blend.chunks.correction import (
     rows_of,
     shares,
 )
+from blend.chunks.library import ChunkLibrary, Tokens
 from blend.model import cpu
 from blend.timing import Progress, no_progress
 from blend.types import ChunkCache, PromptLayout
@@ -37,7 +38,6 @@ from blend.types import ChunkCache, PromptLayout
 if TYPE_CHECKING:
     from blend.chunks.correction import StoredCorrections
     from blend.chunks.encode import ChunkEncoder
-    from blend.chunks.library import ChunkLibrary
     from blend.model.cache import BlendedCache
     from blend.model.decoder import RowDecoder
 
@@ -53,6 +53,212 @@ LEAST_SCALE = (
 )
 NOISE = 0.1  # variance, of 1, that any direction of the inputs is taken to have when distances are measured
 NO_HARM = 1.1  # times the error of no map, the most that any group of unseen chunks may have
+
+
+GROUP = 8  # chunks of a calibration prompt
+PROMPT_TOKENS = 2560  # its tokens at most, where two chunks are not longer
+TOKENS = 8_000  # of all calibration prompts, if the chunks have as many
+MOST_PROMPTS = 32
+
+
+def calibrate(
+    stored: StoredCorrections,
+    library: ChunkLibrary,
+    chunks: Sequence[Tokens],
+    *,
+    anew: bool = False,
+    progress: Progress = no_progress,
+) -> bool:
+    """Measure and store the KV corrections behind the library's prefix; see `Blender.calibrate`."""
+    kinds = (False, True) if library.contextual else (False,)
+    if not anew and all(stored.held(library, contextual=contextual).map for contextual in kinds):
+        return True
+    together = {one.chunk for one in library.variants(chunks) if one.contextual}
+    sources = [
+        Source(
+            partial(library.caches, contextual=contextual),
+            together.__contains__ if contextual else lambda chunk: True,
+        )
+        for contextual in kinds
+    ]
+    fits = fit_corrections(library.isolated, chunks, sources, progress)
+    names = [library.encoder(contextual=contextual).identity.correction_name for contextual in kinds]
+    _store(library, dict(zip(names, fits, strict=True)), anew=anew)
+    return any(stored.held(library.renewed(), contextual=contextual).map for contextual in kinds)
+
+
+def _store(library: ChunkLibrary, fits: Mapping[str, KVCorrection | None], *, anew: bool) -> None:
+    """Store the fits by their names, unless another process chose another surrogate context meanwhile.
+
+    The store's generation does not tell: every corpus and every correction moves it.
+    """
+    if not (anew or any(fits.values())):
+        return
+    with library.store.writing():
+        if library.reread().surrogate != library.surrogate:
+            return
+        for name, found in fits.items():
+            if found is not None:
+                library.store.write_artifact(name, found.to_bytes())
+            elif anew:  # one of other chunks must not stay
+                library.store.delete_artifact(name)
+
+
+class Source(NamedTuple):
+    """One kind of stored caches.
+
+    caches: those of a prompt's chunks, the first computed right behind the prefix. holds: whether the cache of a chunk that
+    stands behind another is of this kind.
+    """
+
+    caches: Callable[[Sequence[Tokens]], Sequence[ChunkCache]]
+    holds: Callable[[Tokens], bool]
+
+
+def fit_corrections(
+    encoder: ChunkEncoder,
+    chunks: Sequence[Sequence[int]],
+    sources: Sequence[Source],
+    progress: Progress = no_progress,
+) -> list[KVCorrection | None]:
+    """Fit a map for each source of caches, on the same prompts made of these chunks.
+
+    None when no prompt of two chunks can be made, or nothing helps. progress: of the stage "calibrate", in tokens. Costs a full
+    prefill of every prompt, and holds the KV of all of them in the host's memory meanwhile, in float32, once and once more for
+    each source.
+    """
+    distinct = [tuple(chunk) for chunk in dict.fromkeys(map(tuple, chunks)) if chunk]
+    prompts = deal_prompts(encoder, distinct)
+    seen = _Seen(encoder.decoder, prompts, len(sources))
+    done, total = 0, sum(prompt.rows for prompt in prompts)
+    progress("calibrate", 0, total)
+    for layout in prompts:
+        held = [seen.flat(_together(encoder, layout), layout)]
+        for source in sources:
+            readers = [HeldChunk(cache) for cache in source.caches(layout.chunks)]
+            held.append(seen.flat(assemble(encoder.decoder, layout, encoder.prefix, readers).cache, layout))
+        seen.add(held)
+        done += layout.rows
+        progress("calibrate", done, total)
+    return [seen.solve(number, source, distinct) for number, source in enumerate(sources, 1)]
+
+
+class _Seen:
+    """The rows behind the first chunks of the calibration prompts, layer by layer: in full prefill and from each source.
+
+    They are some gigabytes with a large decoder, so they lie in the host's memory, and go back to the system all at once.
+    """
+
+    def __init__(self, decoder: RowDecoder, prompts: Sequence[PromptLayout], sources: int) -> None:
+        self._decoder, self._prompts = decoder, prompts
+        self._held: list[list[list[torch.Tensor]]] = [[[] for _ in decoder.rotations] for _ in range(sources + 1)]
+
+    def flat(self, cache: BlendedCache, layout: PromptLayout) -> Sequence[torch.Tensor]:
+        """A prompt's rows of every layer, positions taken out, fp32 `[rows, inputs]` each."""
+        rows = _behind(layout, self._decoder.device)
+        pairs = (cache.view(index) for index in range(len(self._decoder.rotations)))
+        rotations = self._decoder.rotations
+        unrotated = (
+            rows_of(k[:, :, rows], v[:, :, rows], turn, rows) for (k, v), turn in zip(pairs, rotations, strict=True)
+        )
+        return cpu.copies([layer.cpu() for layer in unrotated])
+
+    def add(self, found: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Take in a prompt: its rows in full prefill, then from each source."""
+        for held, layers in zip(self._held, found, strict=True):
+            for parts, rows in zip(held, layers, strict=True):
+                parts.append(rows)
+
+    def solve(self, number: int, source: Source, chunks: Sequence[Tokens]) -> KVCorrection | None:
+        """The map of the source with this number, from 1, or None where none helps in any layer; chunks: all there are."""
+        behind = [chunk for prompt in self._prompts for chunk in prompt.chunks[1:] if source.holds(chunk)]
+        if len(set(behind)) < 2:  # no chunk could be held out
+            return None
+        covered = len(set(behind)) / sum(map(source.holds, chunks))
+        places = _places(self._prompts, self._decoder.device)
+        mine = torch.tensor(
+            [source.holds(c) for p in self._prompts for c in p.chunks[1:] for _ in c], device=self._decoder.device
+        )
+        fitted: list[LayerCorrection | None] = [None]  # layer 0 depends on token and position only
+        for index, rotation in enumerate(self._decoder.rotations[1:], 1):
+            both = (torch.cat(self._held[which][index]) for which in (0, number))
+            fresh, stored = (rows.to(self._decoder.device)[mine] for rows in both)
+            keys = math.prod(rotation.key_shape)
+            fitted.append(fit_layer(LayerRows(stored, fresh - stored, places.at(mine), keys, covered)))
+        before = max(p.chunk_spans[-1].start - len(p.prefix) for p in self._prompts)
+        return KVCorrection(tuple(fitted), before, max(map(len, behind))) if any(fitted) else None
+
+
+def deal_prompts(encoder: ChunkEncoder, chunks: Sequence[Tokens]) -> list[PromptLayout]:
+    """Calibration prompts of these different chunks, the same ones for the same chunks.
+
+    Every chunk has two turns behind a chunk drawn at random, as far as `TOKENS` and `MOST_PROMPTS` go and the model reads two
+    chunks.
+    """
+    draw, prefix = random.Random(0), encoder.prefix_tokens
+    context = encoder.decoder.context_length or PROMPT_TOKENS
+    limit = min(PROMPT_TOKENS, context - len(prefix))
+    pool = draw.sample(chunks, min(len(chunks), GROUP * MOST_PROMPTS))
+    queue = [*pool, *reversed(pool)]  # a second turn elsewhere: what stood first behind the lead stands last
+    prompts: list[PromptLayout] = []
+    while queue and sum(prompt.rows for prompt in prompts) < TOKENS and len(prompts) < MOST_PROMPTS:
+        room = context - len(prefix) - len(queue[0])
+        leads = [chunk for chunk in pool if chunk != queue[0] and len(chunk) <= room]
+        if not leads:  # no prompt can hold it together with another
+            queue.pop(0)
+            continue
+        prompts.append(PromptLayout(prefix, tuple(_taken(queue, draw.choice(leads), limit)), ()))
+    return prompts
+
+
+def _taken(queue: list[Tokens], lead: Tokens, limit: int) -> list[Tokens]:
+    """A prompt's chunks: `lead`, the first of the queue, and those after it that fit; they leave the queue."""
+    group, tokens = [lead, queue[0]], len(lead) + len(queue.pop(0))
+    for chunk in tuple(queue):
+        if len(group) == GROUP:
+            break
+        if chunk not in group and tokens + len(chunk) <= limit:
+            queue.remove(chunk)
+            group.append(chunk)
+            tokens += len(chunk)
+    return group
+
+
+def _places(prompts: Sequence[PromptLayout], device: torch.device) -> RowPlaces:
+    """Of every row behind a first chunk."""
+    group, turns = _groups(prompts), Counter[Tokens]()
+    numbers: list[tuple[int, int]] = []
+    for chunk in (chunk for prompt in prompts for chunk in prompt.chunks[1:]):
+        numbers += [(group[chunk], turns[chunk])] * len(chunk)
+        turns[chunk] += 1
+    columns = torch.tensor(numbers, device=device).T
+    features = torch.cat([position_features(prompt, _behind(prompt, device)) for prompt in prompts])
+    return RowPlaces(features, columns[0], columns[1])
+
+
+def _groups(prompts: Sequence[PromptLayout]) -> dict[Tokens, int]:
+    """A group for every chunk that stands behind another; as equal as whole chunks allow."""
+    sizes = Counter[Tokens]()
+    for chunk in (chunk for prompt in prompts for chunk in prompt.chunks[1:]):
+        sizes[chunk] += len(chunk)
+    filled, group = [0] * min(GROUPS, len(sizes)), {}
+    for chunk, size in sizes.most_common():
+        group[chunk] = filled.index(min(filled))
+        filled[group[chunk]] += size
+    return group
+
+
+def _behind(layout: PromptLayout, device: torch.device) -> torch.Tensor:
+    """Positions of the rows behind the first chunk."""
+    return torch.arange(layout.chunk_spans[1].start, layout.rows, device=device)
+
+
+def _together(encoder: ChunkEncoder, layout: PromptLayout) -> BlendedCache:
+    """A prompt's KV computed in one piece."""
+    decoder, start = encoder.decoder, len(layout.prefix)
+    cache = assemble(decoder, layout, encoder.prefix, [None] * len(layout.chunks)).cache
+    decoder.encode_rows(torch.tensor([layout.token_ids[start:]], device=decoder.device), start, cache)
+    return cache
 
 
 class RowPlaces(NamedTuple):
@@ -264,307 +470,3 @@ def _signs(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     signs = torch.randint(0, 2, (rows, columns), generator=torch.Generator().manual_seed(0)).to(device)
     sketch: torch.Tensor = (2.0 * signs.double() - 1.0) / columns**0.5
     return sketch
-
-
-GROUP = 8  # chunks of a calibration prompt
-PROMPT_TOKENS = 2560  # its tokens at most, where two chunks are not longer
-TOKENS = 8_000  # of all calibration prompts, if the chunks have as many
-MOST_PROMPTS = 32
-
-Tokens = tuple[int, ...]
-
-
-class Source(NamedTuple):
-    """One kind of stored caches.
-
-    caches: those of a prompt's chunks, the first computed right behind the prefix. holds: whether the cache of a chunk that
-    stands behind another is of this kind.
-    """
-
-    caches: Callable[[Sequence[Tokens]], Sequence[ChunkCache]]
-    holds: Callable[[Tokens], bool]
-
-
-def fit_corrections(
-    encoder: ChunkEncoder,
-    chunks: Sequence[Sequence[int]],
-    sources: Sequence[Source],
-    progress: Progress = no_progress,
-) -> list[KVCorrection | None]:
-    """Fit a map for each source of caches, on the same prompts made of these chunks.
-
-    None when no prompt of two chunks can be made, or nothing helps. progress: of the stage "calibrate", in tokens. Costs a full
-    prefill of every prompt, and holds the KV of all of them in the host's memory meanwhile, in float32, once and once more for
-    each source.
-    """
-    distinct = [tuple(chunk) for chunk in dict.fromkeys(map(tuple, chunks)) if chunk]
-    prompts = deal_prompts(encoder, distinct)
-    seen = _Seen(encoder.decoder, prompts, len(sources))
-    done, total = 0, sum(prompt.rows for prompt in prompts)
-    progress("calibrate", 0, total)
-    for layout in prompts:
-        held = [seen.flat(_together(encoder, layout), layout)]
-        for source in sources:
-            readers = [HeldChunk(cache) for cache in source.caches(layout.chunks)]
-            held.append(seen.flat(assemble(encoder.decoder, layout, encoder.prefix, readers).cache, layout))
-        seen.add(held)
-        done += layout.rows
-        progress("calibrate", done, total)
-    return [seen.solve(number, source, distinct) for number, source in enumerate(sources, 1)]
-
-
-class _Seen:
-    """The rows behind the first chunks of the calibration prompts, layer by layer: in full prefill and from each source.
-
-    They are some gigabytes with a large decoder, so they lie in the host's memory, and go back to the system all at once.
-    """
-
-    def __init__(self, decoder: RowDecoder, prompts: Sequence[PromptLayout], sources: int) -> None:
-        self._decoder, self._prompts = decoder, prompts
-        self._held: list[list[list[torch.Tensor]]] = [[[] for _ in decoder.rotations] for _ in range(sources + 1)]
-
-    def flat(self, cache: BlendedCache, layout: PromptLayout) -> Sequence[torch.Tensor]:
-        """A prompt's rows of every layer, positions taken out, fp32 `[rows, inputs]` each."""
-        rows = _behind(layout, self._decoder.device)
-        pairs = (cache.view(index) for index in range(len(self._decoder.rotations)))
-        rotations = self._decoder.rotations
-        still = (
-            rows_of(k[:, :, rows], v[:, :, rows], turn, rows) for (k, v), turn in zip(pairs, rotations, strict=True)
-        )
-        return cpu.copies([layer.cpu() for layer in still])
-
-    def add(self, found: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Take in a prompt: its rows in full prefill, then from each source."""
-        for held, layers in zip(self._held, found, strict=True):
-            for parts, rows in zip(held, layers, strict=True):
-                parts.append(rows)
-
-    def solve(self, number: int, source: Source, chunks: Sequence[Tokens]) -> KVCorrection | None:
-        """The map of the source with this number, from 1, or None where none helps in any layer; chunks: all there are."""
-        behind = [chunk for prompt in self._prompts for chunk in prompt.chunks[1:] if source.holds(chunk)]
-        if len(set(behind)) < 2:  # no chunk could be held out
-            return None
-        covered = len(set(behind)) / sum(map(source.holds, chunks))
-        places = _places(self._prompts, self._decoder.device)
-        mine = torch.tensor(
-            [source.holds(c) for p in self._prompts for c in p.chunks[1:] for _ in c], device=self._decoder.device
-        )
-        fitted: list[LayerCorrection | None] = [None]  # layer 0 depends on token and position only
-        for index, rotation in enumerate(self._decoder.rotations[1:], 1):
-            both = (torch.cat(self._held[which][index]) for which in (0, number))
-            fresh, stored = (rows.to(self._decoder.device)[mine] for rows in both)
-            keys = math.prod(rotation.key_shape)
-            fitted.append(fit_layer(LayerRows(stored, fresh - stored, places.at(mine), keys, covered)))
-        before = max(p.chunk_spans[-1].start - len(p.prefix) for p in self._prompts)
-        return KVCorrection(tuple(fitted), before, max(map(len, behind))) if any(fitted) else None
-
-
-def deal_prompts(encoder: ChunkEncoder, chunks: Sequence[Tokens]) -> list[PromptLayout]:
-    """Calibration prompts of these different chunks, the same ones for the same chunks.
-
-    Every chunk has two turns behind a chunk drawn at random, as far as `TOKENS` and `MOST_PROMPTS` go and the model reads two
-    chunks.
-    """
-    draw, prefix = random.Random(0), encoder.prefix_tokens
-    context = encoder.decoder.context_length or PROMPT_TOKENS
-    limit = min(PROMPT_TOKENS, context - len(prefix))
-    pool = draw.sample(chunks, min(len(chunks), GROUP * MOST_PROMPTS))
-    queue = [*pool, *reversed(pool)]  # a second turn elsewhere: what stood first behind the lead stands last
-    prompts: list[PromptLayout] = []
-    while queue and sum(prompt.rows for prompt in prompts) < TOKENS and len(prompts) < MOST_PROMPTS:
-        room = context - len(prefix) - len(queue[0])
-        leads = [chunk for chunk in pool if chunk != queue[0] and len(chunk) <= room]
-        if not leads:  # no prompt can hold it together with another
-            queue.pop(0)
-            continue
-        prompts.append(PromptLayout(prefix, tuple(_taken(queue, draw.choice(leads), limit)), ()))
-    return prompts
-
-
-def _taken(queue: list[Tokens], lead: Tokens, limit: int) -> list[Tokens]:
-    """A prompt's chunks: `lead`, the first of the queue, and those after it that fit; they leave the queue."""
-    group, tokens = [lead, queue[0]], len(lead) + len(queue.pop(0))
-    for chunk in tuple(queue):
-        if len(group) == GROUP:
-            break
-        if chunk not in group and tokens + len(chunk) <= limit:
-            queue.remove(chunk)
-            group.append(chunk)
-            tokens += len(chunk)
-    return group
-
-
-def _places(prompts: Sequence[PromptLayout], device: torch.device) -> RowPlaces:
-    """Of every row behind a first chunk."""
-    group, turns = _groups(prompts), Counter[Tokens]()
-    numbers: list[tuple[int, int]] = []
-    for chunk in (chunk for prompt in prompts for chunk in prompt.chunks[1:]):
-        numbers += [(group[chunk], turns[chunk])] * len(chunk)
-        turns[chunk] += 1
-    columns = torch.tensor(numbers, device=device).T
-    features = torch.cat([position_features(prompt, _behind(prompt, device)) for prompt in prompts])
-    return RowPlaces(features, columns[0], columns[1])
-
-
-def _groups(prompts: Sequence[PromptLayout]) -> dict[Tokens, int]:
-    """A group for every chunk that stands behind another."""
-    return grouped((chunk, len(chunk)) for prompt in prompts for chunk in prompt.chunks[1:])
-
-
-def grouped(rows: Iterable[tuple[Tokens, int]]) -> dict[Tokens, int]:
-    """A group for every chunk, as equal as whole chunks allow. rows: of chunks, how many each time."""
-    sizes = Counter[Tokens]()
-    for chunk, count in rows:
-        sizes[chunk] += count
-    filled, group = [0] * min(GROUPS, len(sizes)), {}
-    for chunk, size in sizes.most_common():
-        group[chunk] = filled.index(min(filled))
-        filled[group[chunk]] += size
-    return group
-
-
-def _behind(layout: PromptLayout, device: torch.device) -> torch.Tensor:
-    """Positions of the rows behind the first chunk."""
-    return torch.arange(layout.chunk_spans[1].start, layout.rows, device=device)
-
-
-def _together(encoder: ChunkEncoder, layout: PromptLayout) -> BlendedCache:
-    """A prompt's KV computed in one piece."""
-    decoder, start = encoder.decoder, len(layout.prefix)
-    cache = assemble(decoder, layout, encoder.prefix, [None] * len(layout.chunks)).cache
-    decoder.encode_rows(torch.tensor([layout.token_ids[start:]], device=decoder.device), start, cache)
-    return cache
-
-
-CachesOf = Callable[[Sequence[Tokens]], Sequence[ChunkCache]]
-
-
-def fit_first(
-    decoder: RowDecoder,
-    prefix: Tokens,
-    chunks: Sequence[Tokens],
-    caches: tuple[CachesOf, CachesOf],
-    progress: Progress = no_progress,
-) -> KVCorrection | None:
-    """Fit the map on some of these chunks, `TOKENS` tokens of them at most beside the first; None where none helps.
-
-    chunks: those that have contextual caches. caches: functions from chunks to their contextual and to their isolated caches.
-    Whole chunks are held out. progress: of the stage "calibrate", in tokens. Holds the KV of these chunks in float32 meanwhile,
-    twice.
-    """
-    taken = _sample_of_chunks(chunks)
-    if len(taken) < 2:  # no chunk could be held out
-        return None
-    held: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in decoder.rotations]
-    progress("calibrate", 0, sum(map(len, taken)))
-    for number, chunk in enumerate(taken, 1):
-        (stored,), (exact,) = (of([chunk]) for of in caches)
-        for index, pairs in enumerate(held):
-            pairs.append((_rows(decoder, stored, index), _rows(decoder, exact, index)))
-        progress("calibrate", sum(map(len, taken[:number])), sum(map(len, taken)))
-    places = _first_places(prefix, taken, decoder.device)
-    fitted: list[LayerCorrection | None] = [None]  # layer 0 depends on token and position only
-    for pairs, rotation in zip(held[1:], decoder.rotations[1:], strict=True):
-        before, after = (torch.cat(rows) for rows in zip(*pairs, strict=True))
-        fitted.append(fit_layer(LayerRows(before, after - before, places, math.prod(rotation.key_shape), 0.0)))
-    return KVCorrection(tuple(fitted), 0, max(map(len, taken))) if any(fitted) else None
-
-
-def _sample_of_chunks(chunks: Sequence[Tokens]) -> list[Tokens]:
-    """Different chunks in random order, the same ones for the same chunks, while there is room for them."""
-    distinct = list(dict.fromkeys(chunk for chunk in chunks if chunk))
-    taken: list[Tokens] = []
-    for chunk in random.Random(0).sample(distinct, len(distinct)):
-        if len(taken) < 2 or sum(map(len, taken)) + len(chunk) <= TOKENS:
-            taken.append(chunk)
-    return taken
-
-
-def _rows(decoder: RowDecoder, cache: ChunkCache, index: int) -> torch.Tensor:
-    """A layer's KV with positions taken out, fp32 `[tokens, inputs]`."""
-    first, step = (0, 0) if cache.still else (cache.start, 1)
-    positions = first + step * torch.arange(cache.tokens, device=decoder.device)
-    keys, values = (states[index].to(decoder.device)[None] for states in (cache.keys, cache.values))
-    return rows_of(keys, values, decoder.rotations[index], positions)
-
-
-def _first_places(prefix: Tokens, chunks: Sequence[Tokens], device: torch.device) -> RowPlaces:
-    """Every chunk in the first place of a prompt, once."""
-    group = grouped([(chunk, len(chunk)) for chunk in chunks])
-    groups = torch.tensor([group[chunk] for chunk in chunks for _ in chunk], device=device)
-    rows = [torch.arange(len(prefix), len(prefix) + len(chunk), device=device) for chunk in chunks]
-    features = [
-        position_features(PromptLayout(prefix, (chunk,), ()), mine) for chunk, mine in zip(chunks, rows, strict=True)
-    ]
-    return RowPlaces(torch.cat(features), groups, torch.zeros_like(groups))
-
-
-def calibrate(
-    stored: StoredCorrections,
-    library: ChunkLibrary,
-    chunks: Sequence[Tokens],
-    *,
-    anew: bool = False,
-    progress: Progress = no_progress,
-) -> bool:
-    """Measure and store the KV corrections behind the library's prefix; see `Blender.calibrate`."""
-    behind = _measure_behind(stored, library, chunks, anew=anew, progress=progress)
-    return _measure_first(stored, library, chunks, anew=anew, progress=progress) or behind
-
-
-def _measure_behind(
-    stored: StoredCorrections, library: ChunkLibrary, chunks: Sequence[Tokens], *, anew: bool, progress: Progress
-) -> bool:
-    """The maps of chunks that stand behind others."""
-    kinds = (False, True) if library.contextual else (False,)
-    if not anew and all(stored.held(library, contextual=contextual).map for contextual in kinds):
-        return True
-    together = {one.chunk for one in library.variants(chunks) if one.contextual}
-    sources = [
-        Source(
-            partial(library.caches, contextual=contextual),
-            together.__contains__ if contextual else lambda chunk: True,
-        )
-        for contextual in kinds
-    ]
-    fits = fit_corrections(library.isolated, chunks, sources, progress)
-    names = [library.encoder(contextual=contextual).identity.correction_name for contextual in kinds]
-    _keep(library, dict(zip(names, fits, strict=True)), anew=anew)
-    return any(stored.held(library.renewed(), contextual=contextual).map for contextual in kinds)
-
-
-def _measure_first(
-    stored: StoredCorrections, library: ChunkLibrary, chunks: Sequence[Tokens], *, anew: bool, progress: Progress
-) -> bool:
-    """The map of contextual caches in the first place; of a corpus in two copies none stays that would be out of date."""
-    if library.contextual is None:
-        return False
-    name = library.contextual.identity.first_correction_name
-    if library.one_copy and not anew and stored.held(library, contextual=True, first=True).map:
-        return True
-    found = None
-    if library.one_copy:
-        mine = [one.chunk for one in library.variants(chunks) if one.contextual]
-        caches = (partial(library.caches, contextual=True), partial(library.caches, contextual=False))
-        found = fit_first(library.decoder, library.prefix, mine, caches, progress)
-    return _keep(library, {name: found}, anew=anew) and found is not None
-
-
-def _keep(library: ChunkLibrary, fits: Mapping[str, KVCorrection | None], *, anew: bool) -> bool:
-    """Keep what was measured, by names; whether it is still of the caches that the corpus has.
-
-    Another process may have decided anew during the minutes that it took: on another surrogate context, or other copies.
-    What that measures stays then. The generation alone tells nothing: every corpus of the store and every map moves it.
-    """
-    if not (anew or any(fits.values())):
-        return True
-    with library.store.writing():
-        now = library.reread()
-        if (now.surrogate, now.one_copy) != (library.surrogate, library.one_copy):
-            return False
-        for name, found in fits.items():
-            if found is not None:
-                library.store.write_artifact(name, found.to_bytes())
-            elif anew:  # one of other chunks must not stay
-                library.store.delete_artifact(name)
-    return True

@@ -4,8 +4,6 @@ A chunk can have two caches. Its *isolated* cache is computed right behind the p
 prompt. Its *contextual* cache is computed behind the prefix and a surrogate context: a few chunks of the corpus, the same for
 all. Most of what a chunk's KV gains from earlier text does not depend on that text (docs/study.md), so the contextual cache is
 closer to full recompute in every other place.
-
-A corpus kept in *one copy* has contextual caches only. They serve the first place too, with their own KV correction.
 """
 
 from __future__ import annotations
@@ -31,11 +29,7 @@ if TYPE_CHECKING:
 
 
 class Expected(NamedTuple):
-    """A chunk cache as it must be.
-
-    Under which key, how many tokens, the position of the first when it was computed, and the most bytes that it may take: a
-    header can say anything, and what is read is fetched as far as it says.
-    """
+    """What an entry must be: its key, tokens, position of the first token, and most bytes, which a header could understate."""
 
     key: ChunkKey
     tokens: int
@@ -44,7 +38,7 @@ class Expected(NamedTuple):
 
 
 class OpenChunks(NamedTuple):
-    """One reader for each chunk asked for, or None for a miss; and one line for every entry that was refused."""
+    """A reader for each chunk, or None for a miss; a line for every entry that was refused."""
 
     readers: tuple[ChunkReader | None, ...]
     problems: tuple[str, ...]
@@ -53,10 +47,10 @@ class OpenChunks(NamedTuple):
 def open_chunks(
     store: ChunkStore, entries: Sequence[Expected], layers: int, refused: Mapping[ChunkKey, str] | None = None
 ) -> OpenChunks:
-    """Open these entries. A damaged one becomes a miss and a line in `problems`; so does one whose place is not as expected.
+    """Open these entries. A damaged or unexpected one becomes a miss and a line in `problems`.
 
-    Layers are verified when they are read. layers: of the decoder. refused: entries known to be damaged already, with the line
-    that says so. Raises `StoreError` when the store cannot be read: that is an outage, not a miss.
+    Layers are verified when they are read. layers: of the decoder. refused: entries known to be damaged, with the line that
+    says so. Raises `StoreError` when the store cannot be read: an outage is not a miss.
     """
     known, unrefused = refused or {}, [one for one in entries if one.key not in (refused or {})]
     found = iter(zip(unrefused, store.open_many([one.key for one in unrefused]), strict=True))
@@ -73,7 +67,7 @@ def open_chunks(
 def _fitting(
     expected: Expected, reader: ChunkReader | EntryDamagedError | None, layers: int
 ) -> ChunkReader | EntryDamagedError | None:
-    """What was opened; an error when it stands for another place, or another number of tokens or layers."""
+    """The reader; an error if it has another position or another number of tokens, layers or bytes."""
     if reader is None or isinstance(reader, EntryDamagedError):
         return reader
     found, needed = (reader.tokens, reader.layers, reader.start), (expected.tokens, layers, expected.start)
@@ -102,10 +96,10 @@ class Variant(NamedTuple):
 
 
 class OpenLibrary(NamedTuple):
-    """What a store has for the chunks of a prompt.
+    """A store's entries for the chunks of a prompt; only headers are read so far.
 
-    library: where it came from. used: for each chunk the cache that is used. readers: its open entry, or None. problems: a line
-    for every entry that was refused. missing: the caches that would have been used and could not, each once.
+    library: where they came from. used: the cache used for each chunk. readers: its open entry, or None. problems: a line for
+    every refused entry. missing: caches that should have been used, each once.
     """
 
     library: ChunkLibrary
@@ -121,28 +115,28 @@ class OpenLibrary(NamedTuple):
 
     @property
     def pairs(self) -> list[tuple[Variant, bool]]:
-        """For each chunk the cache that is used, and whether it is there."""
+        """The cache used for each chunk, and whether it is there."""
         return list(zip(self.used, self.hits, strict=True))
 
     @property
     def first_exact(self) -> bool:
-        """Whether the first chunk is there and exact where it stands, as far as its codec goes: its isolated cache."""
+        """Whether the first chunk is there as its isolated cache, which is exact up to its codec."""
         return any((hit and not one.contextual) for one, hit in self.pairs[:1])
 
     @property
     def first_lossless(self) -> bool:
-        """Whether the first chunk's KV, where it is there, came through the store without losing a bit."""
+        """Whether the first chunk's KV, if present, lost no bit in the store."""
         return all(reader is None or reader.lossless(self.library.decoder.dtype) for reader in self.readers[:1])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the KV of all chunks that are there, each once, in the decoder's dtype."""
+        """Bytes of the KV of all chunks present, each once, in the decoder's dtype."""
         decoder = self.library.decoder
         rows = sum(len(one.chunk) for one, hit in dict(self.pairs).items() if hit)
         return rows * sum(layer.width for layer in decoder.rotations) * decoder.dtype.itemsize
 
     def damaged(self) -> dict[ChunkKey, str]:
-        """Read everything; a line for every entry that is not what was written, under its key."""
+        """Read everything; a line for every damaged entry, by key."""
         found: dict[ChunkKey, str] = {}
         for reader, one in zip(self.readers, self.used, strict=True):
             try:
@@ -162,7 +156,7 @@ class OpenLibrary(NamedTuple):
 def read_cache(reader: ChunkReader, decoder: RowDecoder) -> ChunkCache:
     """All layers of an entry, in the decoder's dtype. Raises `EntryDamagedError`."""
     pairs = [_read_layer(reader, index, decoder) for index in range(reader.layers)]
-    return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), reader.start, reader.still)
+    return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), reader.start, reader.unrotated)
 
 
 def _read_layer(reader: ChunkReader, index: int, decoder: RowDecoder) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,14 +173,24 @@ _LARGEST_VALUE, _LARGEST_GROUP = 8, 64  # bytes; tokens that a codec keeps toget
 
 
 class ChunkLibrary:
-    """Caches of chunks behind `prefix` (token ids), with the surrogate context that the store holds at this moment.
+    """The caches of chunks behind one prefix, with the surrogate context that the store holds at this moment.
 
-    batch_tokens: see `ChunkEncoder`. corpus: whose surrogate context it is, see `blend.corpora`.
-    before: the library that this one takes the place of; what did not change is shared.
-    surrogate: the chunks that stand in for a prompt's earlier ones; empty where none were chosen. contextual: the encoder of
-    contextual caches, or None without a surrogate context. one_copy: whether chunks that have a contextual cache are to have no
-    isolated one. decided: whether the store knows of a surrogate context, or that there is to be none. problems: a line when
-    there is one that must not be used. generation: the store's when all of this was read.
+    Args:
+        decoder: computes caches.
+        store: keeps them.
+        prefix: token ids in front of every chunk.
+        batch_tokens: see `ChunkEncoder`.
+        corpus: whose surrogate context it is (`blend.corpora`).
+        before: the library that this one replaces; what did not change is shared.
+
+    Attributes:
+        isolated: the encoder of isolated caches.
+        contextual: the encoder of contextual caches; None without a surrogate context.
+        surrogate: the chunks of the surrogate context.
+        decided: whether the store holds a choice of it, even of none.
+        problems: a line for a surrogate context that must not be used.
+        generation: the store's, when all of this was read.
+
     """
 
     def __init__(
@@ -205,7 +209,7 @@ class ChunkLibrary:
         self.isolated: ChunkEncoder = before.isolated if before else self._encoder(prefix)
         self.generation = store.generation  # asked first: what is written while the rest is read shows as a change
         found = read_surrogate(store, self.isolated.identity.surrogate_name, decoder.vocabulary)
-        self.decided, self.surrogate, self.problems, self.one_copy = found
+        self.decided, self.surrogate, self.problems = found
         same = before is not None and before.surrogate == self.surrogate
         self.contextual: ChunkEncoder | None = before.contextual if before and same else self._contextual()
 
@@ -218,74 +222,56 @@ class ChunkLibrary:
         return ChunkEncoder(self.decoder, prefix, self._batch_tokens, corpus=self.corpus)
 
     def renewed(self) -> ChunkLibrary:
-        """Itself, or a new library if the store has changed since, by this process or another."""
+        """The library itself, or a new one if any process has changed the store since."""
         return self if self.store.generation == self.generation else self.reread()
 
     def reread(self) -> ChunkLibrary:
-        """A new library, as the store is at this moment; asked while `ChunkStore.writing` is held, what it says stays."""
+        """A new library, as the store is now; inside `ChunkStore.writing` it stays current."""
         return ChunkLibrary(self.decoder, self.store, self.prefix, self._batch_tokens, corpus=self.corpus, before=self)
 
     def encoder(self, *, contextual: bool) -> ChunkEncoder:
-        """The encoder of isolated or contextual caches; without a surrogate context there is only the former."""
+        """The encoder of isolated or contextual caches; the former if there is no surrogate context."""
         return (self.contextual if contextual else None) or self.isolated
 
-    def correction_name(self, *, contextual: bool, first: bool) -> str | None:
-        """The artifact with the KV correction for such caches, first: in a prompt's first place; None where there is none.
-
-        An isolated cache is exact in the first place. Without a surrogate context there are no contextual ones.
-        """
-        encoder = self.contextual if contextual else self.isolated
-        if encoder is None or (first and not contextual):
-            return None
-        return encoder.identity.first_correction_name if first else encoder.identity.correction_name
-
-    def variants(self, chunks: Sequence[Tokens], *, isolated: bool = False) -> list[Variant]:
-        """Every cache that these chunks should have, each once: first the isolated ones, then the contextual ones.
-
-        isolated: every chunk's isolated one too, where the corpus is kept in one copy: plain reuse is measured with them.
-        """
+    def variants(self, chunks: Sequence[Tokens], *, contextual: bool = True) -> list[Variant]:
+        """Every cache that these chunks should have, each once: the isolated ones, then the contextual ones if wanted."""
         distinct = list(dict.fromkeys(chunks))
-        contextual = [Variant(chunk, contextual=True) for chunk in distinct if self._has_contextual(chunk)]
-        without = {one.chunk for one in contextual} if self.one_copy and not isolated else ()
-        return [*(Variant(chunk, contextual=False) for chunk in distinct if chunk not in without), *contextual]
-
-    def quickest(self, chunks: Sequence[Tokens]) -> list[Variant]:
-        """One cache for each of these chunks, each once: the isolated one, unless one copy is kept and the store has it."""
-        distinct = list(dict.fromkeys(chunks))
-        best = self.variants(distinct) if self.one_copy else []
-        kept = {one.chunk for one in best if one.contextual and self.key(one) in self.store}
-        return [Variant(chunk, contextual=chunk in kept) for chunk in distinct]
+        behind = [chunk for chunk in distinct if contextual and self._has_contextual(chunk)]
+        return [
+            *(Variant(chunk, contextual=False) for chunk in distinct),
+            *(Variant(c, contextual=True) for c in behind),
+        ]
 
     def _has_contextual(self, chunk: Tokens) -> bool:
-        """Whether a chunk has a contextual cache; one of the surrogate context would read itself, and one may be too long."""
+        """Whether a chunk has a contextual cache: not those of the surrogate context, nor those too long behind it."""
         if self.contextual is None or chunk in self.surrogate:
             return False
         context = self.decoder.context_length
         return context is None or len(self.contextual.prefix_tokens) + len(chunk) <= context
 
-    def missing(self, chunks: Sequence[Tokens], *, isolated: bool = False) -> list[Variant]:
-        """The caches of these chunks, as `variants`, that the store does not hold."""
-        return self.lacking(self.variants(chunks, isolated=isolated))
+    def missing(self, chunks: Sequence[Tokens]) -> list[Variant]:
+        """The caches of these chunks that the store does not hold."""
+        return self.missing_of(self.variants(chunks))
 
-    def lacking(self, variants: Sequence[Variant]) -> list[Variant]:
+    def missing_of(self, variants: Sequence[Variant]) -> list[Variant]:
         """Which of these caches the store does not hold."""
         held = self.store.held(map(self.key, variants))
         return [one for one in variants if self.key(one) not in held]
 
-    def restored(self, lacking: Sequence[Variant]) -> set[Variant]:
-        """Which of these caches, that the store lacks, it has again: from copies that are nearer than its far place.
+    def restored(self, missing: Sequence[Variant]) -> set[Variant]:
+        """Restore missing caches from nearer tiers of the store; those that were restored.
 
         Raises `StoreError` when the store cannot be written.
         """
-        keys = self.store.restore(map(self.key, lacking))
-        return {one for one in lacking if self.key(one) in keys}
+        keys = self.store.restore(map(self.key, missing))
+        return {one for one in missing if self.key(one) in keys}
 
     def key(self, variant: Variant) -> ChunkKey:
         """Where the store keeps this cache."""
         return self.encoder(contextual=variant.contextual).identity.key(variant.chunk)
 
     def compute(self, variants: Sequence[Variant], progress: Progress = no_progress) -> int:
-        """Compute and store these caches, each as soon as it is there; the number of their tokens.
+        """Compute these caches and store each at once; the number of their tokens.
 
         progress: of the stage "encode", in tokens.
         Raises `StoreError` when the store cannot be written.
@@ -303,7 +289,7 @@ class ChunkLibrary:
         kept: Container[Variant] | None = None,
         on_tokens: Callable[[int], None] = lambda tokens: None,
     ) -> Iterator[tuple[Variant, ChunkCache]]:
-        """Each of these caches when it is computed and stored, as far as it is one of `kept`; None keeps all."""
+        """Yield each cache once computed, and stored if it is one of `kept`; None stores all."""
         before = 0
         for contextual in (False, True):
             encoder = self.encoder(contextual=contextual)
@@ -315,15 +301,15 @@ class ChunkLibrary:
             before += sum(len(one.chunk) for one in mine)
 
     def keep(self, one: Variant, cache: ChunkCache) -> None:
-        """Store this cache of a chunk, in the form that the store's codec asks for. Raises `StoreError` as `put` does."""
-        still, key = self.store.codec.still and not cache.still, self.key(one)
-        self.store.put(key, without_positions(cache, self.decoder.rotations) if still else cache)
+        """Store a cache in the form that the store's codec asks for. Raises `StoreError`."""
+        rotate_back, key = self.store.codec.unrotated and not cache.unrotated, self.key(one)
+        self.store.put(key, without_positions(cache, self.decoder.rotations) if rotate_back else cache)
         if key.namespace not in self._described:
             self.store.describe_new(key.namespace, self.words(contextual=one.contextual))
             self._described.add(key.namespace)
 
     def words(self, *, contextual: bool) -> dict[str, str]:
-        """What these caches are of, in words, for a store to remember."""
+        """A description of these caches, for the store."""
         dtype = str(self.decoder.dtype).removeprefix("torch.")
         words = {"model": self.decoder.name, "dtype": dtype, "prefix_tokens": str(len(self.prefix))}
         return {**words, "contextual": "surrogate context"} if contextual else words
@@ -342,30 +328,27 @@ class ChunkLibrary:
     ) -> OpenLibrary:
         """The best stored cache for every chunk of a prompt, in order: isolated for the first, contextual for the others.
 
-        Of a corpus in one copy the first chunk's is contextual too, and without `isolated_first`. Where a contextual one is
-        missing or damaged the isolated one takes its place. contextual: whether to use contextual caches. refused: see
+        Without `isolated_first` the first chunk's is contextual too. Where a contextual one is missing or damaged, the isolated
+        one takes its place. contextual: whether to use contextual caches. refused: see
         `open_chunks`. Close what is returned; layers are verified when they are read.
         """
         best = self._best(chunks, contextual=contextual, isolated_first=isolated_first)
         readers, problems = self._open(best, refused)
-        lacking = dict.fromkeys(one for one, reader in zip(best, readers, strict=True) if reader is None)
-        places = [place for place, one in enumerate(best) if one in lacking and one.contextual]
+        missing = dict.fromkeys(one for one, reader in zip(best, readers, strict=True) if reader is None)
+        places = [place for place, one in enumerate(best) if one in missing and one.contextual]
         spare, more = self._open([Variant(best[place].chunk, contextual=False) for place in places], refused)
         for place, reader in zip(places, spare, strict=True):
             readers[place] = reader
-        used = [Variant(one.chunk, contextual=False) if one in lacking else one for one in best]
+        used = [Variant(one.chunk, contextual=False) if one in missing else one for one in best]
         unknown = [one.chunk for one, reader in zip(used, readers, strict=True) if reader is None]
-        lacking |= dict.fromkeys(one for one in self.variants(unknown) if contextual or not one.contextual)
+        missing |= dict.fromkeys(one for one in self.variants(unknown) if contextual or not one.contextual)
         lines = dict.fromkeys((*problems, *more))
-        return OpenLibrary(self, tuple(used), tuple(readers), tuple(lines), tuple(lacking))
+        return OpenLibrary(self, tuple(used), tuple(readers), tuple(lines), tuple(missing))
 
     def open_sound(
         self, chunks: Sequence[Tokens], *, contextual: bool = True, isolated_first: bool = True
     ) -> OpenLibrary:
-        """As `open`, with every layer read and found to be what was written.
-
-        For another attempt at a prompt, or for none: this counts as no use of the entries.
-        """
+        """`open`, with every layer read and verified. It does not count as a use of the entries."""
         refused: dict[ChunkKey, str] = {}
         while True:  # what takes the place of a damaged entry may be damaged itself
             opened = self.open(chunks, contextual=contextual, isolated_first=isolated_first, refused=refused)
@@ -378,9 +361,8 @@ class ChunkLibrary:
             refused |= found
 
     def _best(self, chunks: Sequence[Tokens], *, contextual: bool, isolated_first: bool = True) -> list[Variant]:
-        alone = isolated_first and not self.one_copy
         return [
-            Variant(chunk, contextual and not (alone and place == 0) and self._has_contextual(chunk))
+            Variant(chunk, contextual and not (isolated_first and place == 0) and self._has_contextual(chunk))
             for place, chunk in enumerate(chunks)
         ]
 
@@ -396,20 +378,17 @@ class ChunkLibrary:
         return Expected(self.key(variant), len(variant.chunk), start, self._most_bytes(variant))
 
     def _most_bytes(self, variant: Variant) -> int:
-        """What its entry takes at most: values of 8 bytes, whole groups of tokens, and the longest header."""
+        """Most bytes of its entry: 8-byte values, whole groups of tokens, the longest header."""
         values = sum(layer.width for layer in self.decoder.rotations)
         return (len(variant.chunk) + _LARGEST_GROUP) * values * _LARGEST_VALUE + LONGEST
 
     def read_ahead(self, chunks: Sequence[Tokens]) -> None:
-        """The caches of these chunks will be read soon. Returns at once; see `ChunkStore.prefetch`."""
+        """Announce that the caches of these chunks will be read soon; see `ChunkStore.prefetch`."""
         variants = self.variants(chunks)
         self.store.prefetch(map(self.key, variants), max(map(self._most_bytes, variants), default=0))
 
     def caches(self, chunks: Sequence[Tokens], *, contextual: bool) -> list[ChunkCache]:
-        """The best cache for every chunk of a prompt; what the store lacks is computed, and stored as far as it has room.
-
-        Caches that a store is not to have are computed and not stored.
-        """
+        """The best cache for every chunk of a prompt; missing ones are computed, and stored if they belong there."""
         best, opened = self._best(chunks, contextual=contextual), self.open_sound(chunks, contextual=contextual)
         try:
             held = [None if reader is None else read_cache(reader, self.decoder) for reader in opened.readers]

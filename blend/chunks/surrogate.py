@@ -1,7 +1,7 @@
 """The surrogate context of a corpus: chosen once, stored as a small artifact, verified before use.
 
-The functions `with_surrogate` to `in_copies` change the choice while no other process writes to the store, and return the
-library as the store has it afterwards.
+`with_surrogate` to `without_surrogate` change the choice while no other process writes to the store, and return the library as
+the store has it afterwards.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import EntryDamagedError, PromptError
-from blend.store.admin import pinned
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary, Tokens
@@ -23,19 +22,18 @@ LARGEST_SHARE = 8  # one chunk in so many may be in the surrogate context: those
 
 
 KeysInUse = Callable[[], "Collection[ChunkKey]"]
-"""Says which caches others use, which must not be removed; called only when something is to go."""
+"""Says which caches others use and must not be removed; called only before a removal."""
 
 
 def no_keys() -> Collection[ChunkKey]:
-    """Nobody else uses anything."""
+    """No cache is used elsewhere."""
     return ()
 
 
 def with_surrogate(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
-    """With some of these chunks, `tokens` tokens at most, as the surrogate context, unless there is one already.
+    """Choose some of these chunks, at most `tokens` tokens, as the surrogate context, unless there is one.
 
-    The choice is remembered in the store and stays, because contextual caches are of use behind it only. Raises
-    `StoreError` when the store cannot be written.
+    The choice stays, because contextual caches are useful only behind it. Raises `StoreError` when the store cannot be written.
     """
     with library.store.writing():
         now = library.reread()
@@ -45,10 +43,10 @@ def with_surrogate(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int)
 
 
 def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse = no_keys) -> ChunkLibrary:
-    """With these tokens as the surrogate context; what was computed and measured behind another goes, but for `keep`.
+    """Take these tokens as the surrogate context, and remove what was made behind another, except `keep`.
 
-    For text that everybody may read: what stands in a contextual cache has read the surrogate context. Raises
-    `PromptError` when it is empty or leaves no room in the model's context, `StoreError` when the store cannot be written.
+    Contextual caches have read the surrogate context, so it must be text that every user may read. Raises `PromptError` if it
+    is empty or too long for the model, `StoreError` when the store cannot be written.
     """
     if not tokens:
         raise PromptError("the surrogate text is empty; give a paragraph or more")
@@ -62,7 +60,7 @@ def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse 
 
 
 def without_surrogate(library: ChunkLibrary, keep: KeysInUse = no_keys) -> ChunkLibrary:
-    """With none, and what was computed and measured behind one removed, but for `keep`.
+    """Have no surrogate context, and remove what was made behind one, except `keep`.
 
     Raises `StoreError` when the store cannot be written.
     """
@@ -72,52 +70,24 @@ def without_surrogate(library: ChunkLibrary, keep: KeysInUse = no_keys) -> Chunk
         return _decide(now, ())
 
 
-def in_copies(library: ChunkLibrary, *, one: bool) -> ChunkLibrary:
-    """Kept in one copy or in two, which the store remembers; without a surrogate context there is one anyway.
-
-    Nothing is removed yet: see `remove_spare`. Raises `StoreError` when the store cannot be written.
-    """
-    with library.store.writing():
-        now = library.reread()
-        if not now.surrogate or now.one_copy == one:
-            return now
-        write_surrogate(now.store, now.isolated.identity.surrogate_name, now.surrogate, one_copy=one)
-        return now.reread()
-
-
-def remove_spare(library: ChunkLibrary, chunks: Sequence[Tokens], keep: KeysInUse = no_keys) -> None:
-    """Of a corpus in one copy, remove isolated caches where the contextual ones are there, but for `keep` and pinned ones."""
-    variants = [one for one in library.variants(chunks) if one.contextual] if library.one_copy else []
-    kept, pins = (keep(), pinned(library.store.backend)) if variants else ((), frozenset[str]())
-    for one in variants:
-        spare = library.key(one._replace(contextual=False))
-        if spare not in kept and spare.digest not in pins and library.key(one) in library.store:
-            library.store.delete(spare)
-
-
 def _forget_contextual(library: ChunkLibrary, keep: KeysInUse) -> None:
-    """What was computed and measured behind the surrogate context, and the words for it unless other corpora have it too."""
+    """Remove what was made behind the surrogate context, and its description if no other corpus uses it."""
     if library.contextual is None:
         return
     store, namespace = library.store, library.contextual.identity.namespace
     store.prune(keep(), namespace)
-    for first in (False, True):
-        name = library.correction_name(contextual=True, first=first)
-        if name is not None:
-            store.delete_artifact(name)
+    store.delete_artifact(library.contextual.identity.correction_name)
     if not any(store.keys(namespace)):
         store.undescribe(namespace)
 
 
 def _decide(library: ChunkLibrary, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
-    write_surrogate(
-        library.store, library.isolated.identity.surrogate_name, chosen, one_copy=library.one_copy and bool(chosen)
-    )
+    write_surrogate(library.store, library.isolated.identity.surrogate_name, chosen)
     return library.reread()
 
 
 def _fitting(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> list[Tokens]:
-    """Different chunks of which any behind the surrogate context still fits the model."""
+    """Distinct chunks that leave room for the longest chunk in the model's context."""
     longest, context = max(map(len, chunks), default=0), library.decoder.context_length
     room = tokens if context is None else min(tokens, context - len(library.prefix) - longest)
     return [chunk for chunk in dict.fromkeys(chunks) if 0 < len(chunk) <= room]
@@ -133,43 +103,34 @@ def choose(chunks: Sequence[Tokens], tokens: int, corpus: int) -> tuple[Tokens, 
 
 
 class StoredSurrogate(NamedTuple):
-    """decided: whether the store holds a choice, of none too. chunks: their token ids. problems: why one is not used.
-
-    one_copy: whether chunks that have a contextual cache are to have no other (`blend.chunks.library`).
-    """
+    """decided: whether the store holds a choice, of none too. chunks: their token ids. problems: why one is not used."""
 
     decided: bool
     chunks: tuple[Tokens, ...] = ()
     problems: tuple[str, ...] = ()
-    one_copy: bool = False
 
 
 def read_surrogate(store: ChunkStore, name: str, vocabulary: int) -> StoredSurrogate:
-    """The surrogate context under this name; one that is damaged, or has ids of `vocabulary` and beyond, counts as absent."""
+    """Read the surrogate context of this name; a damaged one, or ids outside the vocabulary, count as absent."""
     try:
         content = store.read_artifact(name)
         if content is None:
             return StoredSurrogate(decided=False)
-        chunks, one_copy = _parsed(content, vocabulary)
-        return StoredSurrogate(True, chunks, one_copy=one_copy)
+        return StoredSurrogate(True, _parsed(content, vocabulary))
     except (EntryDamagedError, ValueError) as error:
         return StoredSurrogate(False, (), (f"the surrogate context cannot be used: {error}",))
 
 
-def write_surrogate(store: ChunkStore, name: str, chunks: Sequence[Tokens], *, one_copy: bool = False) -> None:
-    """Keep this choice under this name. Raises `StoreError` when the store cannot be written."""
-    store.write_artifact(name, json.dumps({"chunks": chunks, **({"one_copy": True} if one_copy else {})}).encode())
+def write_surrogate(store: ChunkStore, name: str, chunks: Sequence[Tokens]) -> None:
+    """Store this choice under this name. Raises `StoreError` when the store cannot be written."""
+    store.write_artifact(name, json.dumps({"chunks": chunks}).encode())
 
 
-def _parsed(content: bytes, vocabulary: int) -> tuple[tuple[Tokens, ...], bool]:
-    """The chunks, and whether they are kept in one copy: a word that artifacts of before, and of two copies, lack."""
+def _parsed(content: bytes, vocabulary: int) -> tuple[Tokens, ...]:
     try:
-        read = json.loads(content)
-        chunks, one_copy = tuple(tuple(chunk) for chunk in read["chunks"]), read.get("one_copy", False)
+        chunks = tuple(tuple(chunk) for chunk in json.loads(content)["chunks"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError("it is no list of chunks") from None
-    if type(one_copy) is not bool:
-        raise ValueError("it does not say whether chunks have one cache or two")
     if not all(chunk and all(type(t) is int and 0 <= t < vocabulary for t in chunk) for chunk in chunks):
         raise ValueError(f"it has tokens that a vocabulary of {vocabulary} does not")
-    return chunks, one_copy
+    return chunks

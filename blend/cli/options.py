@@ -311,13 +311,6 @@ _CHUNKING = (
         callback=_text_of,
         help="File to take those tokens from; every user of the corpus must be allowed to read it.  [default: the corpus]",
     ),
-    click.option(
-        "--one-copy",
-        is_flag=True,
-        default=_CORPUS.one_copy,
-        help="Keep one cache a chunk, the one behind other chunks: half the store, at more error where a chunk stands first. "
-        "A later run without it goes back to two.",
-    ),
 )
 _TOP_K = _corpus("top_k", "Chunks to retrieve.")
 _MIN_SCORE = _corpus("min_score", "Least similarity to the question of a chunk that is retrieved; 0: any.")
@@ -350,12 +343,12 @@ def blending(function: F) -> F:
 
 
 def dividing(function: F) -> F:
-    """--chunk-tokens, --surrogate-tokens, --surrogate-text, --one-copy: which caches a corpus has."""
+    """--chunk-tokens, --surrogate-tokens, --surrogate-text: which caches a corpus has."""
     return _apply(_CHUNKING, function)
 
 
 def chunking(function: F) -> F:
-    """--chunk-tokens, --surrogate-tokens, --one-copy and --embedder, of a corpus that is being made."""
+    """--chunk-tokens, --surrogate-tokens and --embedder, of a corpus that is being made."""
     return _apply((*_CHUNKING, _embedder(show_default=f"{_BY_INDEX}, or {_CORPUS.embedder}")), function)
 
 

@@ -363,8 +363,7 @@ def _content(caches: ChunkStore, name: str) -> str:
     tokens = sum(map(len, found.chunks))
     if found.problems:
         return found.problems[0]
-    copies = ", one cache a chunk" if found.one_copy else ""
-    return (f"surrogate context of {tokens:,} tokens{copies}" if tokens else "no surrogate context") + whose
+    return (f"surrogate context of {tokens:,} tokens" if tokens else "no surrogate context") + whose
 
 
 def _describe(words: Mapping[str, Any]) -> str:

@@ -69,7 +69,7 @@ class Evaluator:
         """
         layout = self.template.layout(record.question, record.chunks)
         self.decoder.check_length(layout.rows + self.max_new_tokens)
-        self.cache_chunks(layout, methods)
+        self.cache_chunks(layout)
         prefills = self._prefills(layout, methods)
         times = {name: median(p.ttft_s for p in runs) for name, runs in prefills.items()}
         reference: torch.Tensor | None = None
@@ -108,15 +108,14 @@ class Evaluator:
         """Run every method once, uncounted: first calls pay for allocation and kernel choice."""
         layout = self.template.layout(record.question, record.chunks)
         self.decoder.check_length(layout.rows)
-        self.cache_chunks(layout, methods)
+        self.cache_chunks(layout)
         for method in methods:
             self._prefill(layout, method)
 
-    def cache_chunks(self, layout: PromptLayout, methods: Sequence[Method] = ()) -> None:
-        """Compute and store what the prompt's chunks lack, isolated caches too where a method uses no others."""
+    def cache_chunks(self, layout: PromptLayout) -> None:
+        """Compute and store the caches of the prompt's chunks that are missing."""
         library = self.blender.library(layout.kept_behind)
-        isolated = any(method.config is not None and not method.config.surrogate for method in methods)
-        library.compute(library.missing(layout.chunks, isolated=isolated))
+        library.compute(library.missing(layout.chunks))
 
     def _prefills(self, layout: PromptLayout, methods: Sequence[Method]) -> dict[str, list[FullPrefill | Blend]]:
         """Alternating timed prefills; only the last of each method keeps its cache."""

@@ -257,7 +257,7 @@ class EncodingTask:
     def _stored(self, variant: Variant) -> bool:
         """Whether the store has every byte of it; a damaged entry is computed again."""
         library = self._library
-        return not library.lacking([variant]) and not verify_entry(library.store, cache_name(library.key(variant)))
+        return not library.missing_of([variant]) and not verify_entry(library.store, cache_name(library.key(variant)))
 
     def _end(self, error: Exception | None) -> None:
         done = self._left.popleft()

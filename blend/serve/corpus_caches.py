@@ -9,7 +9,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
-from blend.chunks.surrogate import remove_spare
 from blend.corpora import corpora, index_dir
 from blend.corpus import Corpus, CorpusChange, PreparedCorpus, plan_change, prepare
 from blend.errors import ConfigError, StoreError
@@ -128,7 +127,7 @@ class CorpusUpdater:
         self._known = {chunk.id: change.corpus.token_ids(chunk) for chunk in change.chunks}
         if before := removed_from(self._rag.store):
             library = prepared.library
-            before.allow(map(library.key, library.variants(change.ids, isolated=True)))
+            before.allow(map(library.key, library.variants(change.ids)))
         self._rag.store.advance()
         chunks: dict[str, set[Tokens]] = {}
         for chunk in change.chunks:
@@ -149,10 +148,6 @@ class CorpusUpdater:
         self._uploads.write_gone(gone)
         self._free(CorpusChange(self._corpus(), library, (), (), gone))
         self._uploads.write_gone(())
-
-    def remove_spare(self, library: ChunkLibrary, current: Sequence[Tokens]) -> None:
-        """Delete the second caches of a corpus that keeps one."""
-        remove_spare(library, current, CorpusChange(self._corpus(), library, (), (), ()).keep)
 
     def _free(self, change: CorpusChange) -> None:
         removed_from(self._rag.store).add(change.spare)
@@ -357,7 +352,7 @@ class CacheBuilder:
         if library is None:
             return
         if not piece:
-            self._settle(library)
+            self._settle()
             return
         try:
             handle = self._compute(library, piece, self._on_done)
@@ -385,13 +380,12 @@ class CacheBuilder:
                 self._strays.append(one.chunk)
             self._changed.notify_all()
 
-    def _settle(self, library: ChunkLibrary) -> None:
+    def _settle(self) -> None:
         with self._changed:
             current = self.table.chunks
             self._anew = self._anew or 2 * self._computed > self.table.count
             self._computed, done = 0, True
         try:
-            self._updater.remove_spare(library, current)
             if self._calibrate is not None:
                 done = self._calibrate(current, self._anew, self._interrupted)
         finally:

@@ -428,7 +428,7 @@ def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, 
     if config.ratio >= 1:
         return "everything is recomputed"
     library = blender.library(layout.kept_behind)
-    keys = {chunk: [library.key(one) for one in library.variants([chunk], isolated=True)] for chunk, _ in stored}
+    keys = {chunk: [library.key(one) for one in library.variants([chunk])] for chunk, _ in stored}
     readable = blender.store.readable(chain.from_iterable(keys.values()))
     held = sum(rows for chunk, rows in stored if not readable.isdisjoint(keys[chunk]))
     cost = least_gain + _question_rows(blender, layout, config)

@@ -122,10 +122,10 @@ class LayerLayout(NamedTuple):
 
 
 class EntryHeader(NamedTuple):
-    """A verified header. `type` is the one that was put in and that `ChunkReader.layer` decodes to. still: see `ChunkCache`."""
+    """A verified header. type: the one that was put in, to which `ChunkReader.layer` decodes. unrotated: see `ChunkCache`."""
 
     start: int
-    still: bool
+    unrotated: bool
     tokens: int
     codec: Codec
     type: StoredType
@@ -179,7 +179,7 @@ def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> Entr
         raise ValueError("it does not hold every layer")
     header = EntryHeader(
         start=as_count(meta, "start"),
-        still=meta["format"] == ENTRY_FORMATS[True],
+        unrotated=meta["format"] == ENTRY_FORMATS[True],
         tokens=as_count(meta, "tokens"),
         codec=codec,
         type=as_type(meta.get("dtype")),
@@ -287,7 +287,7 @@ def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> 
         checksums.append(seal.digest("layer", *layer))
         blobs += layer
     metadata = {
-        "format": ENTRY_FORMATS[cache.still],
+        "format": ENTRY_FORMATS[cache.unrotated],
         "namespace": key.namespace,
         "digest": key.digest,
         "start": str(cache.start),

@@ -72,13 +72,13 @@ class ChunkReader:
     """One open entry. Layers may be read in any order and by several threads; close it, or use it in a `with`.
 
     It stays readable when the entry is evicted or replaced meanwhile. tokens, layers: of the chunk. start: position of its
-    first token when it was computed. still: whether its positions are taken out (`ChunkCache.still`). codec: how it is kept.
+    first token when it was computed. unrotated: see `ChunkCache`. codec: how it is kept.
     stored_bytes: its length in the store. counts: whether reading it counts as a use of the entry; may be set.
     """
 
     def __init__(self, blob: Blob, key: ChunkKey, header: EntryHeader, scratch: LayerScratch) -> None:
         self.tokens, self.layers, self.start = header.tokens, len(header.layers), header.start
-        self.still, self.codec, self.stored_bytes = header.still, header.codec.name, blob.nbytes
+        self.unrotated, self.codec, self.stored_bytes = header.unrotated, header.codec.name, blob.nbytes
         self.counts = True
         self._blob: Blob | None = blob
         self._key, self._header, self._scratch = key, header, scratch
@@ -115,7 +115,11 @@ class ChunkReader:
     def lossless(self, dtype: torch.dtype) -> bool:
         """Whether every layer is, bit for bit, what was computed in `dtype`: neither codec nor rotation changed it."""
         header = self._header
-        return not self.still and header.type.name == str(dtype).removeprefix("torch.") and header.codec.lossless(dtype)
+        return (
+            not self.unrotated
+            and header.type.name == str(dtype).removeprefix("torch.")
+            and header.codec.lossless(dtype)
+        )
 
     def close(self) -> None:
         """Release what the reader holds; idempotent."""

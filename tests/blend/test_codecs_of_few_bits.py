@@ -28,7 +28,7 @@ PARTS = replace(BASE, plain=frozenset({1}), parts={2: Part((11, 12, *BASE.chunks
 class Exact(Codec):
     """Everything as it is, but keys without positions."""
 
-    name, parts, still = "exact-still-test", ("k", "v"), True
+    name, parts, unrotated = "exact-unrotated-test", ("k", "v"), True
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"k": keys.clone(), "v": values.clone()}
@@ -54,23 +54,23 @@ def context_of(blend: Blend) -> list[tuple[torch.Tensor, ...]]:
 @pytest.mark.parametrize("layout", [BASE, PARTS], ids=["chunks", "parts"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_keys_without_positions_turn_to_where_they_belong(name: str, layout: PromptLayout) -> None:
-    still, turned = (open_store("memory:", codec=codec) for codec in (Exact(), "native"))
+    unrotated, turned = (open_store("memory:", codec=codec) for codec in (Exact(), "native"))
     for got, want in zip(
-        *(context_of(blended(name, store, layout)) for store in (still, turned)),
+        *(context_of(blended(name, store, layout)) for store in (unrotated, turned)),
         strict=True,
     ):
         for mine, theirs in zip(got, want, strict=True):
             assert_close(mine, theirs)
-    keys = list(still.keys())
-    assert all(still.open(key).still for key in keys)  # type: ignore[union-attr]
-    assert not any(turned.open(key).still for key in keys)  # type: ignore[union-attr]
+    keys = list(unrotated.keys())
+    assert all(unrotated.open(key).unrotated for key in keys)  # type: ignore[union-attr]
+    assert not any(turned.open(key).unrotated for key in keys)  # type: ignore[union-attr]
 
 
 def test_one_chunk_without_positions_is_what_the_model_computes_at_position_zero() -> None:
     encoder = Blender(decoder("qwen2"), open_store("memory:")).encoder(BASE.prefix)
     ((_, cache),) = encoder.encode([BASE.chunks[0]])
-    still = without_positions(cache, decoder("qwen2").rotations)
-    assert (still.still, still.start) == (True, cache.start)
+    unrotated = without_positions(cache, decoder("qwen2").rotations)
+    assert (unrotated.unrotated, unrotated.start) == (True, cache.start)
     # Layer 0's keys depend on token and position alone: equal tokens have equal keys wherever they stand.
     twice = (*BASE.chunks[0][:3], *BASE.chunks[0][:3])
     ((_, cache),) = encoder.encode([twice])
@@ -111,7 +111,7 @@ def test_a_store_of_bfloat16_goes_on_in_another_codec(codec: str, tmp_path: Path
     library.compute(library.missing(BASE.chunks))
     assert after.calibrate(BASE.prefix, [*BASE.chunks, *corpus])
     readers = library.open(BASE.chunks).readers
-    assert [(one.codec, one.still) for one in readers if one] == [("bfloat16", False)] * 2 + [(codec, True)] * 2
+    assert [(one.codec, one.unrotated) for one in readers if one] == [("bfloat16", False)] * 2 + [(codec, True)] * 2
     exact = open_store("memory:")
     for name in after.store.artifacts():
         exact.write_artifact(name, after.store.read_artifact(name) or b"")

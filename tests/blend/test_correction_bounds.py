@@ -13,7 +13,7 @@ from corrections import gained
 
 from blend.blender import LEAST_RATIO_UNCORRECTED, Blend, Blender, Filled, Filler, run_steps
 from blend.chunks import fit
-from blend.chunks.correction import Bounds, CorrectionCheck, KVCorrection, _nearest
+from blend.chunks.correction import Bounds, CorrectionCheck, KVCorrection, nearest
 from blend.chunks.fit import LayerRows, RowPlaces, fit_layer
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
@@ -267,7 +267,7 @@ def test_a_recomputed_row_speaks_for_those_nearest_to_it() -> None:
     layout = PromptLayout((1, 2), ((3,) * 10, (4,) * 6, (5,) * 8, (6,) * 5), (7,))
     # The second chunk stands at 12 to 17, the third at 18 to 25, the last at 26 to 30.
     rows = torch.tensor([12, 13, 17, 20, 27])
-    assert _nearest(layout, rows).tolist() == [1.0, 2.5, 2.5, 8.0, 5.0]
+    assert nearest(layout, rows).tolist() == [1.0, 2.5, 2.5, 8.0, 5.0]
 
 
 def test_a_share_above_the_least_is_doubled() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -312,3 +313,25 @@ def test_progress_moves_before_the_first_cache_is_there_and_ends_with_all_tokens
     assert (done[0], done[-1]) == (0, total)
     assert done == sorted(done)
     assert any(seen and not stored for seen, _, stored in ticks)
+
+
+def test_a_store_that_was_kept_in_one_copy_is_read_and_completed() -> None:
+    """Earlier versions could keep contextual caches alone, and noted it in the artifact."""
+    blender = filled()
+    library = with_surrogate(blender.library(LAYOUT.prefix), corpus(40, 14), 28)
+    name = library.isolated.identity.surrogate_name
+    content = json.loads(library.store.read_artifact(name))
+    library.store.write_artifact(name, json.dumps({**content, "one_copy": True}).encode())
+    library = library.reread()
+    isolated, contextual = (
+        [one for one in library.variants(LAYOUT.chunks) if one.contextual is kind] for kind in (False, True)
+    )
+    for one in isolated:
+        library.store.delete(library.key(one))
+    library.compute(contextual)
+    blend = blender.prefill(LAYOUT)
+    assert library.problems == blend.problems == ()
+    assert blend.hits == (False, True, True, True)
+    assert set(library.missing(LAYOUT.chunks)) == set(isolated)
+    blender.remember(blend)
+    assert blender.prefill(LAYOUT).hits == (True,) * 4

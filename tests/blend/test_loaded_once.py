@@ -9,8 +9,7 @@ from threading import Barrier, RLock
 from cases import make_layout
 from models import decoder
 
-from blend import blender as filling
-from blend.blender import Blender
+from blend.blender import MOST_PREFIXES, Blender
 from blend.lazy import loaded_once
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -68,10 +67,9 @@ def test_what_fails_is_tried_again() -> None:
 def test_the_kv_of_prefixes_that_nobody_uses_is_let_go() -> None:
     layout, blender = make_layout(), Blender(decoder("llama"), open_store("memory:"))
     first = blender.prefill(layout)
-    for number in range(2 * filling.MOST_PREFIXES):
+    for number in range(2 * MOST_PREFIXES):
         prefix = (*layout.prefix, number)
         blender.prefill(PromptLayout(prefix, layout.chunks[:1], layout.suffix))
         blender.prefill(PromptLayout(prefix, (), layout.suffix))
-    assert len(blender._libraries) <= filling.MOST_PREFIXES
-    assert len(blender._unasked) <= filling.MOST_PREFIXES
+        assert blender.prefixes_held <= MOST_PREFIXES
     assert blender.prefill(layout).logits.equal(first.logits)

@@ -30,7 +30,12 @@ class Seen:
     """A reader that calls before each layer it reads."""
 
     def __init__(self, reader: ChunkReader, before: Before) -> None:
-        self.tokens, self.layers, self.start, self.still = reader.tokens, reader.layers, reader.start, reader.still
+        self.tokens, self.layers, self.start, self.unrotated = (
+            reader.tokens,
+            reader.layers,
+            reader.start,
+            reader.unrotated,
+        )
         self.stored_bytes = reader.stored_bytes
         self.reader, self.before, self.closed = reader, before, False
 

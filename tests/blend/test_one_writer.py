@@ -8,7 +8,7 @@ from models import decoder
 
 from blend.blender import Blender
 from blend.chunks import fit
-from blend.chunks.surrogate import in_copies, with_given_surrogate, with_surrogate
+from blend.chunks.surrogate import with_given_surrogate, with_surrogate
 from blend.store import open_store
 
 PREFIX = make_layout().prefix
@@ -17,7 +17,7 @@ CHUNKS = [tuple((3 + 7 * i + j * 5) % 90 + 3 for j in range(14)) for i in range(
 
 @pytest.fixture
 def two(tmp_path):
-    """Blenders of two processes, as far as the store knows, over a corpus with caches in two copies."""
+    """Blenders of two processes, as far as the store knows, over a corpus with both kinds of caches."""
     blenders = [Blender(decoder("llama"), open_store(tmp_path)) for _ in range(2)]
     library = with_surrogate(blenders[0].library(PREFIX), CHUNKS, 28)
     library.compute(library.missing(CHUNKS))
@@ -40,21 +40,6 @@ def meanwhile(monkeypatch, change):
         return found
 
     monkeypatch.setattr(fit, "fit_corrections", slow)
-
-
-def test_another_number_of_copies(two, monkeypatch):
-    here, there = two
-    left = {}
-
-    def change():
-        in_copies(there.library(PREFIX), one=True)
-        assert there.calibrate(PREFIX, CHUNKS)
-        left.update(artifacts(there))
-
-    meanwhile(monkeypatch, change)
-    here.calibrate(PREFIX, CHUNKS, anew=True)
-    assert any(name.startswith("correction_first-") for name in left)
-    assert artifacts(here) == left
 
 
 def test_another_surrogate_context(two, monkeypatch):

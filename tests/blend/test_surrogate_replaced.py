@@ -7,7 +7,6 @@ from models import decoder
 
 from blend.chunks.library import ChunkLibrary
 from blend.chunks.surrogate import (
-    in_copies,
     with_given_surrogate,
     with_surrogate,
     without_surrogate,
@@ -25,10 +24,10 @@ CHANGES = {
 def measured(corpus: str = "", store=None) -> ChunkLibrary:
     """With two caches behind the surrogate context, and something under the names of everything that is measured."""
     library = ChunkLibrary(decoder("llama"), store or open_store("memory:"), PREFIX, corpus=corpus)
-    library = in_copies(with_surrogate(library, CHUNKS, 28), one=True)
+    library = with_surrogate(library, CHUNKS, 28)
     library.compute([one for one in library.variants(CHUNKS) if one.contextual][:2])
-    for contextual, first in ((False, False), (True, False), (True, True)):
-        library.store.write_artifact(library.correction_name(contextual=contextual, first=first), b"measured")
+    for encoder in (library.isolated, library.contextual):
+        library.store.write_artifact(encoder.identity.correction_name, b"measured")
     library.store.describe(library.contextual.identity.namespace, {"contextual": "surrogate context"})
     library.store.describe(library.isolated.identity.namespace, {"model": "tiny"})
     return library
@@ -54,4 +53,4 @@ def test_what_another_corpus_uses_stays() -> None:
     assert set(library.store.keys()) == used
     assert other.contextual.identity.namespace in library.store.namespaces()
     left = {name for name in library.store.artifacts() if name.endswith("-legal")}
-    assert len(left) == 4
+    assert len(left) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from cases import cache_chunks, make_layout
 from models import decoder
 
 from blend.blender import Blender
-from blend.chunks import assemble as loader
 from blend.config import BlendConfig
 from blend.model.cpu import use_one_thread
 from blend.store import open_store
+from blend.store.reader import ChunkReader
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -25,13 +26,13 @@ def test_loading_threads_compute_alone_and_leave_everybody_else_his_threads(
     blender, layout = Blender(decoder("llama"), open_store("memory:")), make_layout()
     cache_chunks(blender, layout)
     seen: list[int] = []
-    plain = loader.LayerLoader._wait
+    plain = ChunkReader.read_into
 
-    def wait(self: loader.LayerLoader, layer: int) -> bool:
+    def read_into(self: ChunkReader, *arguments: Any) -> None:
         seen.append(torch.get_num_threads())
-        return plain(self, layer)
+        plain(self, *arguments)
 
-    monkeypatch.setattr(loader.LayerLoader, "_wait", wait)
+    monkeypatch.setattr(ChunkReader, "read_into", read_into)
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -219,24 +219,6 @@ def test_a_quick_run_has_one_cache_a_chunk_and_the_next_one_the_rest(blend: Blen
     assert len(entries(blend.store, "contextual")) == rest["computed"]
 
 
-def test_one_copy_is_kept_answered_from_and_given_up_again(filled: Blend, documents: Path) -> None:
-    isolated, contextual = len(entries(filled.store)), len(entries(filled.store, "contextual"))
-    one = filled("precompute", documents, *CHUNKS, "--one-copy", "--json").json
-    assert (one["computed"], one["reused"], one["evicted"]) == (0, isolated, 0)
-    assert len(entries(filled.store)) == isolated - contextual
-    shown = filled("store").out
-    assert "tokens, one cache a chunk\n" in shown
-    answer = filled("answer", "the market", "--json", "--max-new-tokens", "1").json
-    assert all(chunk["hit"] for chunk in answer["chunks"])
-    assert answer["problems"] == []
-    quick = filled("precompute", documents, *CHUNKS, "--quick", "--json").json
-    assert (quick["computed"], quick["reused"]) == (0, isolated)
-    two = filled("precompute", documents, *CHUNKS, "--json").json
-    assert two["computed"] == contextual
-    assert len(entries(filled.store)) == isolated
-    assert "one cache a chunk" not in filled("store").out
-
-
 def test_caches_of_few_bits_answer(blend: Blend, documents: Path) -> None:
     """Made in int8, asked in whatever codec: every entry says how it was kept."""
     whole = blend.at(blend.folder / "whole")("precompute", documents, *CHUNKS, "--json").json["store"]["bytes"]

@@ -9,7 +9,7 @@ import transformers
 from models import BASE, FAMILIES, decoder
 
 from blend.chunks.library import ChunkLibrary
-from blend.chunks.surrogate import in_copies, with_surrogate
+from blend.chunks.surrogate import with_surrogate
 from blend.config import CorpusConfig
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.outline import ModelOutline, outline
@@ -51,15 +51,13 @@ def test_a_row_meets_its_share_of_the_experts() -> None:
     assert found.row_operations == 2 * (found.parameters - ends - experts / 2)
 
 
-@pytest.mark.parametrize("one_copy", [False, True])
 @pytest.mark.parametrize("codec", codec_names())
-def test_a_plan_weighs_what_the_store_does(codec: str, one_copy: bool) -> None:
+def test_a_plan_weighs_what_the_store_does(codec: str) -> None:
     tiny = decoder("llama")
     lengths = [7, 16, 16, 31, 32, 32, 9, 32, 24, 32, 17, 32, 32, 32, 11, 32, 32]
     chunks = [random_ids(90, length, seed) for seed, length in enumerate(lengths)]
     store = open_store("memory:", codec=codec)
     library = with_surrogate(ChunkLibrary(tiny, store, PREFIX), chunks, 40)
-    library = in_copies(library, one=one_copy)
     library.compute(library.variants(chunks))
     assert library.surrogate
     variants = library.variants(chunks)
@@ -78,7 +76,6 @@ def test_given_numbers_are_the_corpus_that_would_be_made() -> None:
     assert (found.isolated, found.contextual) == ({200: 1000}, {200: 998})
     assert given(4, 800, config).contextual == {}  # too few to take one out
     assert given(1000, 200_000, CorpusConfig(surrogate_tokens=0)).contextual == {}
-    assert given(1000, 200_000, CorpusConfig(one_copy=True)).isolated == {200: 2}
     assert given(1000, 200_000, CorpusConfig(surrogate_text="Something.")).contextual == {200: 1000}
     with pytest.raises(ConfigError, match="--chunk-tokens 256"):
         given(10, 3000, config)

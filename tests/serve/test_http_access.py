@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from changing import until
 from served import Served, listening, logged
 
 from blend.errors import ConfigError
@@ -202,6 +203,7 @@ def test_the_log_has_nobodys_text(served: Served, caplog: pytest.LogCaptureFixtu
         other = post(served, **{"x-request-id": "not {allowed}"})
     assert answered.headers["x-request-id"] == "mine-1"
     assert len(other.headers["x-request-id"]) == 32
+    until(lambda: len([one for one in caplog.records if one.name == LOG.name]) == 2)
     told = [logged(record) for record in caplog.records if record.name == LOG.name]
     assert told[0]["id"] == "mine-1"
     assert (told[0]["method"], told[0]["path"], told[0]["status"]) == ("POST", CHAT, 200)

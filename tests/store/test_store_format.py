@@ -48,7 +48,7 @@ WRITTEN_STILL = {
 
 @pytest.mark.parametrize("codec", WRITTEN_STILL)
 def test_codecs_of_few_bits_write_as_before(tmp_path, codec):
-    open_store(tmp_path, codec=codec).put(KEY, replace(CACHE, still=True))
+    open_store(tmp_path, codec=codec).put(KEY, replace(CACHE, unrotated=True))
     (path,) = (tmp_path / "objects").rglob("*.safetensors")
     assert hashlib.sha256(path.read_bytes()).hexdigest()[:24] == WRITTEN_STILL[codec]
 

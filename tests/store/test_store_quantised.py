@@ -27,9 +27,11 @@ def drawn(heads: int, tokens: int, width: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(heads, tokens, width, generator=source) * sizes + biases
 
 
-def cache_of(heads: int, tokens: int, keys: int, values: int, *, layers: int = 2, still: bool = False) -> ChunkCache:
+def cache_of(
+    heads: int, tokens: int, keys: int, values: int, *, layers: int = 2, unrotated: bool = False
+) -> ChunkCache:
     pairs = [(drawn(heads, tokens, keys, n), drawn(heads, tokens, values, n + 9)) for n in range(layers)]
-    return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), 3, still)
+    return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), 3, unrotated)
 
 
 def most(codec: str, states: torch.Tensor) -> torch.Tensor:
@@ -156,10 +158,10 @@ def test_the_whole_file_keeps_its_size(tmp_path, key, codec, share):
 @pytest.mark.parametrize("codec", ["native", *CODECS])
 def test_whether_positions_are_taken_out_is_kept(make_store, key, codec):
     store = make_store(codec)
-    for number, still in enumerate((False, True)):
-        store.put(key(number), cache_of(2, 9, 6, 4, still=still))
+    for number, unrotated in enumerate((False, True)):
+        store.put(key(number), cache_of(2, 9, 6, 4, unrotated=unrotated))
         with store.open(key(number)) as reader:
-            assert reader.still is still
+            assert reader.unrotated is unrotated
 
 
 def test_a_store_of_many_codecs(tmp_path, key):

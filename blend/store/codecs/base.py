@@ -20,13 +20,13 @@ class Codec(ABC):
     """Encodes one layer; stateless, so one instance serves every thread.
 
     name: what entries call it, the same for as long as they are to be read. parts: names of the tensors that `encode` makes,
-    always all of them. still: whether keys should come with their positions taken out (`ChunkCache.still`), because they
+    always all of them. unrotated: whether keys come with positions taken out (`ChunkCache.unrotated`), because they
     encode better so; it has to encode others as well.
     """
 
     name: str
     parts: tuple[str, ...]
-    still: bool = False
+    unrotated: bool = False
 
     @abstractmethod
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:

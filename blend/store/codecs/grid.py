@@ -65,7 +65,7 @@ class GridCodec(Codec):
     """
 
     parts = ("k", "k.s", "v", "v.s")
-    still = True
+    unrotated = True
 
     def __init__(self, name: str, grid: Grid, group: int, clips: tuple[float, ...] = (), fits: int = 0) -> None:
         self.name, self._grid, self._group, self._clips, self._fits = name, grid, group, clips, fits
