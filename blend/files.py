@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from io import FileIO
 from pathlib import Path
 
-from blend_retrieval.privacy import make_private_folder as make_private_folder
+from blend_retrieval.generations import make_private_folder as make_private_folder
 
 STALE_AFTER_S = 3600.0
 _HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
