@@ -79,8 +79,8 @@ def test_nothing_is_imported_unless_an_endpoint_is_named() -> None:
     assert not is_wanted({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", "OTEL_SDK_DISABLED": "true"})
     assert is_wanted({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"})
     code = (
-        "import os, sys; from blend.serve.http import app, tracing;"
-        "found = tracing.exporting(os.environ) if tracing.is_wanted(os.environ) else None;"
+        "import os, sys; from blend.serve.http import app; from blend.serve.http.tracing import exporting, is_wanted;"
+        "found = exporting(os.environ) if is_wanted(os.environ) else None;"
         "print(found is not None, any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}

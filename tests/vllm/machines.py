@@ -144,7 +144,7 @@ class Machines:
 
     def idle(self) -> bool:
         """Whether it has nothing to do and nothing in its hands."""
-        found = self.stats()
+        found = self.holding()
         return not any(found[name] for name in ("tickets", "bytes", "running", "waiting", "encoding"))
 
     def metrics(self) -> dict[str, float]:

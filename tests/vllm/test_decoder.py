@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from blend.integrations.vllm.decoder import Scratch, block_dimension, from_table, runs
+from blend.integrations.vllm.decoder import ScratchBlocks, block_dimension, from_table, runs
 from blend.integrations.vllm.stage import fingerprints
 from blend.model.fingerprint import files_fingerprint
 from tests.tiny_model import save_tiny_model
@@ -43,7 +43,7 @@ def test_scratch_memory_is_laid_out_as_the_cache(order: tuple[int, ...]) -> None
     shape = [(40, 2, 16, 8)[one] for one in order]
     layers = [layer_with(torch.empty(shape).permute(back)) for _ in range(3)]
     own = [layer.kv_cache for layer in layers]
-    with Scratch(layers, 40).bound(3):
+    with ScratchBlocks(layers, 40).bound(3):
         scratch = layers[0].kv_cache
         assert scratch.shape == (3, 2, 16, 8)
         assert all(layer.kv_cache is scratch for layer in layers)
@@ -55,7 +55,7 @@ def test_scratch_memory_is_laid_out_as_the_cache(order: tuple[int, ...]) -> None
 def test_the_cache_comes_back_after_an_error() -> None:
     layer = layer_with(torch.empty(40, 2, 16, 8))
     own = layer.kv_cache
-    with pytest.raises(RuntimeError), Scratch([layer], 40).bound(3):
+    with pytest.raises(RuntimeError), ScratchBlocks([layer], 40).bound(3):
         raise RuntimeError
     assert layer.kv_cache is own
 

@@ -20,7 +20,7 @@ from blend.integrations.vllm.learning import (
     TURN,
     BackgroundEncoder,
     LearnedTexts,
-    MissingCaches,
+    MissedCaches,
     learn_budget,
 )
 from blend.model.decoder import Decoder
@@ -65,7 +65,7 @@ class Bench:
     def asked(self, *chunks: Tokens, brought: tuple[int, ...] = ()) -> None:
         """A prompt of these was answered; what it missed is computed while nothing runs."""
         missing = self.library.missing(chunks)
-        self.background.remember(MissingCaches(self.filler, PromptLayout(PREFIX, chunks, SUFFIX), missing, brought))
+        self.background.remember(MissedCaches(self.filler, PromptLayout(PREFIX, chunks, SUFFIX), missing, brought))
         self.drain()
 
     def drain(self) -> None:
@@ -150,7 +150,7 @@ def test_what_goes_while_it_waits_to_be_computed_is_not_stored(decoder: Decoder,
     bench = Bench(decoder, tmp_path, 2 * size)
     for number in (1, 3):
         pair = chunk(number), chunk(number + 1)
-        missed = MissingCaches(bench.filler, PromptLayout(PREFIX, pair, SUFFIX), bench.library.missing(pair), (0, 1))
+        missed = MissedCaches(bench.filler, PromptLayout(PREFIX, pair, SUFFIX), bench.library.missing(pair), (0, 1))
         bench.background.remember(missed)
     bench.drain()
     assert bench.held(*map(chunk, range(1, 5))) == [False, False, True, True]
@@ -159,7 +159,7 @@ def test_what_goes_while_it_waits_to_be_computed_is_not_stored(decoder: Decoder,
 def test_running_answers_wait_for_one_piece_now_and_then(decoder: Decoder, tmp_path: Path) -> None:
     bench = Bench(decoder, tmp_path, 10**9)
     long = chunk(1, 200)
-    missed = MissingCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
+    missed = MissedCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
     bench.background.remember(missed)
     end, steps = time.monotonic() + 60, 0
     while len(bench.background):
@@ -178,7 +178,7 @@ def test_while_nothing_runs_a_step_has_one_piece_and_waits_for_the_store(decoder
     bench = Bench(decoder, tmp_path, 10**9)
     bench.asked(chunk(1))  # now the prefix's KV is there
     long, before = chunk(2, 200), len(bench.rows.passes)
-    missed = MissingCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
+    missed = MissedCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
     bench.background.remember(missed)
     while len(bench.background):
         at = len(bench.rows.passes)

@@ -140,7 +140,6 @@ def test_documents_are_blended_by_vllms_own_model(server: Machines) -> None:
     again = [ask(server, QUESTIONS[1], documents=DOCUMENTS) for _ in range(2)]
     assert again[0] == again[1]
     assert again[0][1]["figures"]["method"] == "rows"
-    assert again[0][1]["figures"]["rows_computed"] < shown["figures"]["rows_computed"]
 
 
 def check_counts(server: Machines, before: dict[str, float], figures: dict[str, Any]) -> None:

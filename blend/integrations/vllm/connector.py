@@ -127,7 +127,7 @@ class WorkerOutput(KVConnectorWorkerMetadata):  # type: ignore[misc]
         )
 
 
-class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
+class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Loads blended KV for prompts with a ticket.
 
     Options in `kv_connector_extra_config`: stage, which fills the blocks; load, "async" during the batch, the default where the
@@ -258,3 +258,7 @@ class KVBlend(KVConnectorBase_V1):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """No KV is saved."""
+
+
+KVBlend = KVBlendConnector
+"""The name that operators give vLLM as `kv_connector`."""

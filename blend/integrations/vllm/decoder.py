@@ -139,7 +139,7 @@ def _padded(tables: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([kinds[id(table)] for table in tables], dtype=torch.int32)
 
 
-class Scratch:
+class ScratchBlocks:
     """Replaces the cache of attention layers while rows run that are not kept: one layer's memory for all layers.
 
     layers: vLLM's attention modules, which cache alike. blocks: of their own cache. A layer's contents are lost when the next
@@ -252,7 +252,7 @@ class RowModel:
             self._builder = backend.get_builder_cls()(spec, list(site.names), site.config, site.device)
         blocks = int(site.config.cache_config.num_gpu_blocks)
         block_dimension(site.layers[0].kv_cache, blocks)
-        self._scratch = Scratch(site.layers, blocks)
+        self._scratch = ScratchBlocks(site.layers, blocks)
 
     @torch.inference_mode()
     def run(self, rows: RowPass, on_layer: OnLayer) -> torch.Tensor | None:

@@ -252,7 +252,7 @@ class CorrectionFitter:
             self._running -= 1
 
 
-class MissingCaches(NamedTuple):
+class MissedCaches(NamedTuple):
     """Caches that a prompt missed in the store. filler: what filled it. brought: places of texts that its client sent."""
 
     filler: Filler
@@ -280,7 +280,7 @@ class BackgroundEncoder:
         """How many caches are left, so far known, and how many prefixes whose KV corrections are being fitted."""
         return len(self._encodings) + len(self._fitter)
 
-    def remember(self, missed: MissingCaches) -> None:
+    def remember(self, missed: MissedCaches) -> None:
         """A prompt was blended. Its client's texts count as used even if nothing is missing."""
         self._encodings.remember(lambda: self._allowed(missed))
 
@@ -310,7 +310,7 @@ class BackgroundEncoder:
         else:
             encoding.took(torch.empty((1, 0)))  # a chunk's logits are not used
 
-    def _allowed(self, missed: MissingCaches) -> tuple[ChunkLibrary, Sequence[Variant]]:
+    def _allowed(self, missed: MissedCaches) -> tuple[ChunkLibrary, Sequence[Variant]]:
         """Those of the missing caches that may be stored. In the store's thread."""
         library, stored = missed.filler.library(missed.layout.kept_behind), missed.layout.stored
         corpus = {chunk for place, chunk in enumerate(stored) if place not in missed.brought}

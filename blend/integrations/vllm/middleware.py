@@ -364,7 +364,7 @@ class KVBlend:
         if scope["type"] != "http" or scope["method"] != "POST" or kinds[0].startswith("multipart/"):
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(self._rewriter_of(scope), scope, receive, send)
+        exchange = RewrittenExchange(self._rewriter_of(scope), scope, receive, send)
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         try:
             await self._app({**scope, "headers": headers}, exchange.receive, exchange.send)
@@ -393,7 +393,7 @@ class KVBlend:
         return self._rewriter
 
 
-class Exchange:
+class RewrittenExchange:
     """One request and its reply. failure: set where kvblend refuses it; nothing of vLLM's reply is sent then."""
 
     def __init__(self, rewriter: Rewriter, scope: Scope, receive: Receive, send: Send) -> None:

@@ -40,7 +40,7 @@ from blend.integrations.vllm.decoder import (
     RowPass,
     frequencies,
 )
-from blend.integrations.vllm.learning import BackgroundEncoder, LearnedTexts, MissingCaches, learn_budget
+from blend.integrations.vllm.learning import BackgroundEncoder, LearnedTexts, MissedCaches, learn_budget
 from blend.integrations.vllm.prompts import CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.transport import SOCKET, HeldKV, KVPair, TransportError, connect, digest, receive, send
 from blend.model.admission import PROBE_DELTA, LayerRotation, Rotation, find_rotation, probe_ids, tolerance
@@ -303,7 +303,7 @@ class RowBlender:
         self.decoder.settle(filled.cache)
         for line in (*filled.problems, *filled.artifact_problems):
             LOG.warning("kvblend: %s", line)
-        self.background.remember(MissingCaches(filler, layout, filled.missing, brought))
+        self.background.remember(MissedCaches(filler, layout, filled.missing, brought))
         return filled
 
     def compute(self, layout: PromptLayout, place: Place) -> None:
