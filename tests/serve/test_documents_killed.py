@@ -147,7 +147,7 @@ from blend.serve.service import Service
 class Deadly(WordCounts):
     def embed(self, texts, progress=None):
         if any("deadly" in text for text in texts):
-            print("at it", flush=True)
+            print("at it\\n", end="", flush=True)  # one write: another thread prints too
             time.sleep(600)
         return super().embed(texts, progress)
 
@@ -156,7 +156,7 @@ rag.embedder = Deadly()
 service = Service(rag, EmbeddedEngine(rag.blender), learn_budget=0)
 service.warm_up()
 with listening(service) as found:
-    print(found.url, flush=True)
+    print(f"{found.url}\\n", end="", flush=True)
     time.sleep(600)
 """
 
