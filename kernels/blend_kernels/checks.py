@@ -1,4 +1,4 @@
-"""What the ops refuse, and one checked attention call as a value (`Work`)."""
+"""What the ops refuse, and their checked arguments as values: one attention call (`Work`), one key layout (`Layout`)."""
 
 from __future__ import annotations
 
@@ -211,3 +211,22 @@ class Work(NamedTuple):
 def join_sinks(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Log-sum-exp `[batch, heads, rows]` with one more logit per head in the denominator."""
     return lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+
+
+class Layout(NamedTuple):
+    """Which dimensions of a key rotate: `2 * pairs` from `offset` on; pairs are neighbours if interleaved, else halves."""
+
+    pairs: int
+    offset: int
+    interleaved: bool
+
+    def split(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the first and of the second member of every pair, `[..., pairs]`."""
+        turned = states[..., self.offset : self.offset + 2 * self.pairs]
+        if self.interleaved:
+            return turned[..., 0::2], turned[..., 1::2]
+        return turned[..., : self.pairs], turned[..., self.pairs :]
+
+    def still(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the dimensions before and after, which do not rotate."""
+        return states[..., : self.offset], states[..., self.offset + 2 * self.pairs :]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
 
 import torch
 
 from blend_kernels.backend import Backend, choose_backend
-from blend_kernels.checks import FLOATS, WHOLE, check_beside, check_contiguous, require
+from blend_kernels.checks import FLOATS, WHOLE, Layout, check_beside, check_contiguous, require
 
 # One term of a distance in bytes: `step * n` for a whole n from `low` to `high`.
 _Term = tuple[int, int, int]
@@ -61,25 +60,6 @@ class Deltas:
         if key not in self._made:  # with the frequencies, so that their address stays taken
             self._made[key] = (inv_freq, *_tables(self.values, inv_freq, dtype))
         return self._made[key][1:]
-
-
-class Layout(NamedTuple):
-    """Which dimensions turn: `2 * pairs` of them from `offset` on; pairs are neighbours when interleaved, else halves."""
-
-    pairs: int
-    offset: int
-    interleaved: bool
-
-    def split(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the first and of the second member of every pair, `[..., pairs]`."""
-        turned = states[..., self.offset : self.offset + 2 * self.pairs]
-        if self.interleaved:
-            return turned[..., 0::2], turned[..., 1::2]
-        return turned[..., : self.pairs], turned[..., self.pairs :]
-
-    def still(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of what does not turn, before and after."""
-        return states[..., : self.offset], states[..., self.offset + 2 * self.pairs :]
 
 
 @torch.no_grad()

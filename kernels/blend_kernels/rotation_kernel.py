@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from blend_kernels.attention_launch import multiprocessors
-from blend_kernels.rotation import Layout
+from blend_kernels.checks import Layout
 
 # mypy: ignore-errors
 # (jit functions are Triton's language, not Python's: their arguments have no Python types)

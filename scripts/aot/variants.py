@@ -14,10 +14,9 @@ from aot.compiling import Launch, Resources, compile_launch, record
 from aot.pairs import Chosen, covering
 from blend_kernels.attention_kernel import attend_tile, combine_splits
 from blend_kernels.attention_launch import launch_attention
-from blend_kernels.checks import Mode, Packed, Rule, Work
+from blend_kernels.checks import Layout, Mode, Packed, Rule, Work
 from blend_kernels.deviation_kernel import deviation_rows, launch_deviation
 from blend_kernels.mass_kernel import mass_from_lse, mass_tile
-from blend_kernels.rotation import Layout
 from blend_kernels.rotation_kernel import launch_rotation, rotate_tile
 from blend_kernels.tiles import Shape, Tile, candidates
 
