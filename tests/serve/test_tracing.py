@@ -19,7 +19,7 @@ from blend.serve.http.tracing import Tracing, is_wanted
 
 CHAT = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "user", "content": "Which secret has the harbour?"}], "max_tokens": 6}
-PARTS = ["door", "queue", "load", "prefill", "decode"]
+PARTS = ["receive", "queue", "load", "prefill", "decode"]
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
