@@ -19,7 +19,7 @@ from typing import cast
 from blend.version import __version__
 
 # What is reported, and the distributions that provide it.
-_PACKAGES = {
+PACKAGES = {
     "torch": ("torch",),
     "triton": ("triton", "triton-windows", "pytorch-triton"),
     "transformers": ("transformers",),
@@ -74,7 +74,7 @@ def describe_machine() -> Machine:
 
 
 def _versions() -> dict[str, str | None]:
-    found = {name: _version(distributions) for name, distributions in _PACKAGES.items()}
+    found = {name: _version(distributions) for name, distributions in PACKAGES.items()}
     return {"kvblend": __version__, **found}
 
 

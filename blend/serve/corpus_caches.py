@@ -37,7 +37,7 @@ class Computing(Protocol):
         """Compute no more than has begun. Any thread may call it, any number of times."""
 
 
-class Finished:
+class NothingComputing:
     """Nothing is being computed."""
 
     def cancel(self) -> None:
@@ -61,7 +61,7 @@ def compute_here(library: ChunkLibrary, variants: Sequence[Variant], on_done: On
             on_done(one, error)
         else:
             on_done(one, None)
-    return Finished()
+    return NothingComputing()
 
 
 def current_index(rag: Rag) -> ChunkIndex | None:
@@ -313,7 +313,7 @@ class CacheBuilder:
         self._updater, self._compute, self._calibrate, self._changed = updater, compute, calibrate, changed
         self._interrupted, self._anew = interrupted, False
         self.table = CacheTable()
-        self._handle: Computing = Finished()
+        self._handle: Computing = NothingComputing()
         self._strays: list[Tokens] = []  # chunks whose caches were stored after they had left
         self._computed, self._settled = 0, True
 

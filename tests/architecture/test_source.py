@@ -23,9 +23,6 @@ PUBLIC = {
     "_name_or_path",
     "_ntuple_diskusage",
 }
-# Tests that still reach into private attributes, and classes that still share a name. Add none.
-PENDING = ("tests/metrics/test_metrics_machine.py", "tests/store/test_prefetch.py", "tests/store/test_shared_corpus.py")
-SHARED = ("Finished",)
 
 
 @cache
@@ -45,7 +42,7 @@ def test_a_class_name_means_one_thing() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(path)
-    assert {name: found for name, found in homes.items() if len(found) > 1 and name not in SHARED} == {}
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 
 def test_no_file_is_too_long() -> None:
@@ -54,8 +51,7 @@ def test_no_file_is_too_long() -> None:
 
 
 def test_tests_use_the_public_surface() -> None:
-    found = {path for path, tree in trees("tests").items() if _private(tree)}
-    assert {path for path in found if not path.startswith(PENDING)} == set()
+    assert {path for path, tree in trees("tests").items() if _private(tree)} == set()
 
 
 def _private(tree: ast.Module) -> set[str]:

@@ -36,7 +36,7 @@ def test_nothing_heavy_is_imported():
 
 
 def test_a_missing_package_has_no_version(monkeypatch):
-    monkeypatch.setitem(machine._PACKAGES, "torch", ("surely-not-installed",))
+    monkeypatch.setitem(machine.PACKAGES, "torch", ("surely-not-installed",))
     assert describe_machine().versions["torch"] is None
     assert "torch" not in describe_machine().summary()
 
