@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from blend.model.decoder import Decoder
 
 # The files that take longest. They start first: one that started last would leave a core idle. Their tests run whole commands,
-# servers or real models, and may take ten minutes each; pyproject.toml gives every other test two.
+# servers or real models, and may take ten minutes each; pyproject.toml gives every other test five.
 LONGEST = (
     "scripts/test_soak_serve.py",
     "cli/test_cli_ray.py",
+    "serve/test_documents_killed.py",
     "blend/test_real_model.py",
     "scripts/test_bench_serve_command.py",
     "kernels/test_ahead_of_time.py",
