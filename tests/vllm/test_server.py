@@ -249,7 +249,8 @@ def test_clients_that_hang_up_leave_nothing(machines: Machines, own: Service) ->
     until(
         lambda: machines.metrics()["vllm:num_requests_running"] == machines.metrics()["vllm:num_requests_waiting"] == 0
     )
-    until(lambda: threads(engine) <= before[0] and threads(prefill) <= before[1])
+    # A pool starts its threads when they are first needed; a connection leaves none.
+    until(lambda: threads(engine) <= before[0] and threads(prefill) <= before[1] + LOADING)
     assert machines.metrics()["vllm:kv_cache_usage_perc"] == 0
     assert shared_files(engine) == shared_files(prefill) == 0
     assert ask(machines, QUESTION, **CORPUS)[0] == answered(own, QUESTION, top_k=4)[0]
