@@ -16,7 +16,7 @@ import httpx
 import pytest
 from machines import HEADERS, KEY, Machines, engine_process, fill, rag_over, shared_files, threads, until
 
-from blend.serve.scheduler import EmbeddedEngine
+from blend.serve.scheduler import LOADING, EmbeddedEngine
 from blend.serve.service import Service
 from blend.serve.types import Finished, Message, Output, Request, Sampling, Started
 from tests.towns import TOPICS
