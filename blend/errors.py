@@ -18,12 +18,12 @@ Every message is one line that names what is wrong and what to do about it. `exi
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, in one line: a library's message may have many, or none."""
+    """The first line of an error's message, or its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory is short, of this machine or of a device: libraries say so in words of their own."""
+    """Whether the machine or a device is out of memory, however a library says it."""
     words = str(error).lower() if isinstance(error, RuntimeError) else ""
     return isinstance(error, MemoryError) or any(
         sign in words for sign in ("out of memory", "allocate memory", "bad_alloc", "can't start new thread")
@@ -31,7 +31,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class BlendError(Exception):
-    """Base of every error that a user can cause or mend."""
+    """Base of every error that kvblend raises on purpose.
+
+    Attributes:
+        exit_code: the exit status of the command line.
+
+    """
 
     exit_code = 1
 
@@ -52,9 +57,9 @@ class ContextLengthError(PromptError):
     """A prompt that is longer than the model's context, or than the memory for its KV.
 
     Args:
-        message: with the remedy for the one who runs kvblend.
-        longest: tokens that a prompt may have.
-        rows: tokens that it has, where they were counted.
+        message: with the remedy for the operator.
+        longest: most tokens of a prompt.
+        rows: tokens of this prompt, if they were counted.
 
     """
 
@@ -92,18 +97,18 @@ class EntryDamagedError(StoreError):
 
 
 class EntryTooLargeError(StoreError):
-    """One entry that is larger than a place for it takes; all smaller ones fit."""
+    """An entry that is larger than the store takes; smaller ones fit."""
 
 
 class StoreUnreachableError(StoreError):
-    """A place of a store that does not answer, or not in time. What it holds is not known, and nothing counts as missing."""
+    """A store that does not answer in time. Its content is unknown; nothing counts as missing."""
 
 
 class StoreChangedError(StoreError):
-    """Another machine has changed what this one was about to replace."""
+    """Another machine changed what this one was about to replace."""
 
 
 class WorkersError(BlendError):
-    """Workers of a cluster that were lost one after another, were not given, or would compute something else."""
+    """Workers of a cluster that were lost, were not granted, or would compute something else."""
 
     exit_code = 9

@@ -1,4 +1,4 @@
-"""Files that come to their place whole, and the removal of what killed writers left behind."""
+"""Atomic writes, and removal of the temporary files of killed writers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from io import FileIO
 from pathlib import Path
 
-from blend_retrieval.privacy import make_private_folder as make_private_folder
+from blend_retrieval.generations import make_private_folder as make_private_folder
 
 STALE_AFTER_S = 3600.0
 _HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
@@ -24,7 +24,7 @@ _NAME = re.compile(r"\.(?P<host>[0-9a-f]{8})-(?P<pid>[0-9]+)-\w+\.tmp")
 
 
 def cache_root() -> Path:
-    """Where fetched files are kept: `$KVBLEND_CACHE`, or `kvblend` in the user's cache directory of the platform."""
+    """The folder of fetched files: `$KVBLEND_CACHE`, or `kvblend` in the platform's user cache directory."""
     if chosen := os.environ.get("KVBLEND_CACHE"):
         return Path(chosen).expanduser()
     if sys.platform == "darwin":
@@ -33,7 +33,7 @@ def cache_root() -> Path:
 
 
 def _temporary_name() -> str:
-    """A new name that says which process of which machine is at work on it."""
+    """A new name that identifies the writing machine and process."""
     return f".{_HOST}-{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp"
 
 
@@ -46,12 +46,16 @@ def write_atomically(
     *,
     durable: bool = True,
 ) -> None:
-    """Write `blobs` to `path` so that it holds the old content or the new, whenever the process or the machine stops.
+    """Write `blobs` to `path`, which holds either the old or the new content at any time. Raises OSError, leaving no file.
 
-    tmp: a folder of the same file system to write in, which also takes a folder that stands in the place; without it the file
-    is written beside `path`, and a folder there is an error. mode: the file's permissions; None leaves them to the umask.
-    placing: held while the finished file comes to its place. durable: whether it must be on the disk before that; without, a
-    machine that stops may leave an empty file. Raises OSError and leaves nothing behind.
+    Args:
+        path: the file.
+        blobs: its content.
+        tmp: a folder of the same file system for the temporary file; a folder at `path` is then moved there and removed.
+        mode: the file's permissions; None leaves them to the umask.
+        placing: held while the finished file is moved to `path`.
+        durable: whether to sync to the disk first; without, a crash of the machine may leave an empty file.
+
     """
     with _part(tmp or path.parent) as part:
         with _created(part, mode) as file:
@@ -64,14 +68,14 @@ def write_atomically(
 
 
 def check_creatable(folder: Path) -> None:
-    """Raise OSError where `write_atomically` could not make a file in `folder`."""
+    """Raise OSError if `write_atomically` cannot create a file in `folder`."""
     with _part(folder) as part, _created(part, 0o600):
         pass
 
 
 @contextmanager
 def _part(folder: Path) -> Iterator[Path]:
-    """A name for a new file, which is removed at the end unless it was moved."""
+    """A name for a temporary file, which is removed at the end unless it was moved."""
     part = folder / _temporary_name()
     try:
         yield part
@@ -100,7 +104,7 @@ def _place(part: Path, path: Path, tmp: Path | None) -> None:
 
 
 def set_aside(path: Path, tmp: Path, error: OSError) -> None:
-    """Remove the folder at `path`, which came of no store; raises `error` when there is something else."""
+    """Remove a folder at `path` that no store made; raises `error` if there is something else."""
     if path.is_symlink() or not path.is_dir():
         raise error
     aside = tmp / _temporary_name()
@@ -111,10 +115,7 @@ def set_aside(path: Path, tmp: Path, error: OSError) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed writers left in `folder`: files of dead processes of this machine, and files an hour old.
-
-    What cannot be removed stays: another user's, or of a store that cannot be written.
-    """
+    """Remove temporary files of dead processes of this machine, and those an hour old, as far as that is allowed."""
     found: list[Path] = []
     with suppress(OSError):
         found.extend(folder.glob(".*.tmp"))

@@ -1,4 +1,4 @@
-"""What is heavy is loaded when it is first asked for, once, whichever threads ask."""
+"""Properties that are loaded at first use, once, whichever threads ask."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Loading(Protocol):
 
 
 class loaded_once(Generic[_Value]):  # noqa: N801
-    """A property whose value is computed at first use and kept, as `functools.cached_property` does.
+    """A `functools.cached_property` that only one thread loads.
 
-    That one keeps threads apart no more since Python 3.12: each of several that ask at once would load a model of its own. One
-    lock for all of an object's, because loading one asks for others.
+    Since Python 3.12 `cached_property` has no lock, so threads could load a model twice. The lock is one per object, because
+    loading a property may ask for others.
     """
 
     def __init__(self, load: Callable[[Any], _Value]) -> None:

@@ -1,6 +1,6 @@
-"""What options may be, in one place: the configuration classes and the command line both read it from here.
+"""The ranges of all options, for the configuration classes and the command line.
 
-The upper bounds are far beyond any model and machine; they keep a slip of the finger from taking all memory or time.
+The upper bounds are far beyond any model and machine; they keep a typing error from taking all memory or time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Limits(NamedTuple):
         return number
 
     def refusal(self, value: object) -> str:
-        """Why a value is none of them, with what would be."""
+        """Why a value is refused, and what is accepted."""
         kind = "a whole number" if self.whole else "a number"
         return f"{shown(value)} is not {'0 or ' if self.zero else ''}{kind} from {_written(self.low)} to {_written(self.high)}"
 
@@ -118,14 +118,14 @@ def check_fields(config: Any) -> None:
     """Raise `ConfigError` for a field of a dataclass that is not what its annotation and its name allow.
 
     A number within `NUMBERS`, one of a `Literal`, text, yes or no, `layers` as `is_layers` has them, None where the
-    annotation has it. Fields of other types are left alone.
+    annotation has it. Fields of other types are not checked.
     """
     kinds = _kinds(type(config))  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
     for field in fields(config):
         value, kind = getattr(config, field.name), kinds[field.name]
-        if (value is None and NoneType in get_args(kind)) or not (told := _refusal(field.name, value, kind)):
+        if (value is None and NoneType in get_args(kind)) or not (problem := _refusal(field.name, value, kind)):
             continue
-        raise ConfigError(f"{field.name}{told}")
+        raise ConfigError(f"{field.name}{problem}")
 
 
 def check_number(name: str, value: object) -> None:
@@ -140,7 +140,7 @@ def _kinds(owner: type) -> dict[str, Any]:
 
 
 def _refusal(name: str, value: object, kind: Any) -> str:
-    """What is wrong with a field's value, empty when nothing is."""
+    """What is wrong with a field's value; empty if nothing is."""
     if name in NUMBERS:
         return "" if NUMBERS[name].hold(value) else f": {NUMBERS[name].refusal(value)}"
     if get_origin(kind) is Literal:

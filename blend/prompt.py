@@ -43,7 +43,7 @@ class TextTokenizer:
         self._never = self.control - self._unknown()
 
     def _unknown(self) -> frozenset[int]:
-        """The id of what has no token, which any text may yield, unless it is the control token of something else too."""
+        """The unknown token's id, which any text may yield, unless it also has a control function."""
         unknown = getattr(self._tokenizer, "unk_token_id", None)
         named = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
         others = {getattr(self._tokenizer, name, None) for name in named}
@@ -54,7 +54,7 @@ class TextTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def text(self, text: str) -> list[int]:
-        """Ids of anybody's text, without a control token; as the tokenizer makes them wherever that holds already."""
+        """Ids of untrusted text, without control tokens; the tokenizer's own ids if they have none."""
         ids = self.template(text)
         if self.control.isdisjoint(ids):
             return ids
@@ -73,7 +73,7 @@ class TextTokenizer:
 
     @cached_property
     def _spelled(self) -> re.Pattern[str]:
-        """Where a control token is spelled out, overlaps included, the longest first."""
+        """Finds spelled-out control tokens, overlaps included, the longest first."""
         words = sorted(filter(None, self._contents.values()), key=len, reverse=True)
         return re.compile(f"(?=({'|'.join(map(re.escape, words))}))" if words else r"(?!)")
 
@@ -103,7 +103,7 @@ Parts = list[tuple[str, bool]]  # text, and whether it is the template's own
 
 
 class TextChunk(Protocol):
-    """What a prompt needs to know of a chunk."""
+    """A chunk of text, as prompts use it."""
 
     @property
     def title(self) -> str:
@@ -117,10 +117,10 @@ class TextChunk(Protocol):
 
 
 def apply_chat_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
-    """A conversation, ready for its answer, in the model's own words, or as a transcript where it knows none.
+    """A conversation in the model's chat template, ready for the answer; a transcript if it has no template.
 
-    All prompts are made here, those of the command line and of a server, so that the same question has the same token ids.
-    arguments: for the template. Raises whatever the template's author raises.
+    The command line and the server both use it, so the same question has the same token ids. arguments: for the template.
+    Raises whatever the template raises.
     """
     if not getattr(tokenizer, "chat_template", None):
         return (tokenizer.bos_token or "") + _transcript(messages)
@@ -128,7 +128,7 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], *
 
 
 def _transcript(messages: Sequence[Mapping[str, str]]) -> str:
-    """For a model that was trained on text alone: paragraphs, each answer on a line of its own, and the next one begun."""
+    """The conversation for a base model: paragraphs, each answer on its own line, and the next answer begun."""
     before = {"assistant": "\nAnswer: "}
     said = (before.get(message["role"], "\n\n") + message["content"].strip() for message in messages)
     return "".join(said).removeprefix("\n\n") + "\nAnswer:"
@@ -201,7 +201,7 @@ class PromptTemplate:
         return self._text.text(text)
 
     def _around_chunks(self, template: str | None = None) -> tuple[Parts, Parts]:
-        """What stands before the chunks, and what stands after the question. template: instead of the tokenizer's own."""
+        """The text before the chunks and after the question. template: instead of the tokenizer's own."""
         chosen = {} if template is None else {"chat_template": template}
         user, text = f"{_INSTRUCTION}{_CHUNKS}", ""
         with suppress(Exception):  # whatever the template's author raises
@@ -223,7 +223,7 @@ class PromptTemplate:
 
 
 def _on_any_day(template: Any) -> str | None:
-    """A chat template that writes the date into prompts, with the same date on every day; None for all others."""
+    """A template that writes today's date, with a fixed date instead; None for templates without dates."""
     found = template.get("default") if isinstance(template, dict) else template
     if not isinstance(found, str) or not _TODAY.search(found):
         return None

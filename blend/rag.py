@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from blend.store.memory import MemoryCache
     from blend_retrieval import Embedder
 
-
 NONE_RETRIEVED = "no passage is similar enough to the question (--min-score): answered without documents"
 
 
@@ -89,49 +88,6 @@ class Answer:
     def ttft_s(self) -> float:
         """Seconds to the first token, without retrieval."""
         return self.blend.ttft_s - self.stages.get("retrieve", 0.0)
-
-
-def rehearse(decoder: Decoder, template: PromptTemplate, config: BlendConfig) -> PromptLayout:
-    """Run a short blended prefill with one stored and one computed chunk, so that every step has run once."""
-    text = template.encode("One chunk, stored or not, as long as a paragraph. " * 4)
-    suffix = template.layout("Is everything ready?", []).suffix
-    layout = PromptLayout(template.prefix[:1], (tuple(text), tuple(text[1:])), suffix)
-    blender = Blender(decoder, open_store("memory:"), config)
-    library = blender.library(layout.prefix)
-    library.compute(library.missing(layout.chunks[:1]))
-    blender.prefill(layout)
-    return layout
-
-
-def room_for(decoder: Decoder, layout: PromptLayout, max_new_tokens: int) -> int:
-    """The answer's token limit: `max_new_tokens`, or what the model's context leaves.
-
-    Raises `PromptError` if it leaves nothing, `ConfigError` for an invalid number.
-    """
-    check_number("max_new_tokens", max_new_tokens)
-    decoder.check_length(layout.rows + 1)
-    if decoder.context_length is None:
-        return max_new_tokens
-    return min(max_new_tokens, decoder.context_length - layout.rows)
-
-
-def remember(blender: Blender, blend: Blend) -> tuple[str, ...]:
-    """Store the missing caches; returns the problems in words. A store that cannot be written does not fail the answer."""
-    mend = "answered without it; `blend precompute` makes it again"
-    problems = (*blend.notes, *(f"{mend}: {problem}" for problem in blend.artifact_problems))
-    try:
-        blender.remember(blend)
-    except StoreError as error:
-        refused = (f"recomputed for this answer: {problem}" for problem in blend.problems)
-        return (*problems, *refused, f"what was computed for this answer could not be stored: {error}")
-    return (*problems, *(f"recomputed and replaced: {problem}" for problem in blend.problems))
-
-
-def full_answer(decoder: Decoder, blend: Blend, max_new_tokens: int, options: dict[str, Any]) -> FullAnswer:
-    """The same prompt after the model's own prefill."""
-    full = full_prefill(decoder, blend.layout)
-    text = generate(decoder, full, blend.layout.token_ids, max_new_tokens=max_new_tokens, **options).text
-    return FullAnswer(text, full.ttft_s)
 
 
 class Rag:
@@ -185,11 +141,10 @@ class Rag:
     ) -> None:
         self._shared, self._memory = (decoder, embedder, kv), memory
         self.loading = RLock()
-        self.root = (
-            Path(store).expanduser()
-            if not is_address(store)
-            else replica_of(str(store), None if cache is None else Path(cache).expanduser(), hot)
-        )
+        if is_address(store):
+            self.root = replica_of(str(store), None if cache is None else Path(cache).expanduser(), hot)
+        else:
+            self.root = Path(store).expanduser()
         self._sharing = Sharing(self.root, lambda: self.store)
         self._retriever: Retriever | None = None
         self._store_key = store_key
@@ -441,3 +396,46 @@ class Rag:
         """Tokens that end an answer."""
         ids = self.decoder.model.generation_config.eos_token_id
         return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
+def rehearse(decoder: Decoder, template: PromptTemplate, config: BlendConfig) -> PromptLayout:
+    """Run a short blended prefill with one stored and one computed chunk, so that every step has run once."""
+    text = template.encode("One chunk, stored or not, as long as a paragraph. " * 4)
+    suffix = template.layout("Is everything ready?", []).suffix
+    layout = PromptLayout(template.prefix[:1], (tuple(text), tuple(text[1:])), suffix)
+    blender = Blender(decoder, open_store("memory:"), config)
+    library = blender.library(layout.prefix)
+    library.compute(library.missing(layout.chunks[:1]))
+    blender.prefill(layout)
+    return layout
+
+
+def room_for(decoder: Decoder, layout: PromptLayout, max_new_tokens: int) -> int:
+    """The answer's token limit: `max_new_tokens`, or what the model's context leaves.
+
+    Raises `PromptError` if it leaves nothing, `ConfigError` for an invalid number.
+    """
+    check_number("max_new_tokens", max_new_tokens)
+    decoder.check_length(layout.rows + 1)
+    if decoder.context_length is None:
+        return max_new_tokens
+    return min(max_new_tokens, decoder.context_length - layout.rows)
+
+
+def remember(blender: Blender, blend: Blend) -> tuple[str, ...]:
+    """Store the missing caches; returns the problems in words. A store that cannot be written does not fail the answer."""
+    mend = "answered without it; `blend precompute` makes it again"
+    problems = (*blend.notes, *(f"{mend}: {problem}" for problem in blend.artifact_problems))
+    try:
+        blender.remember(blend)
+    except StoreError as error:
+        refused = (f"recomputed for this answer: {problem}" for problem in blend.problems)
+        return (*problems, *refused, f"what was computed for this answer could not be stored: {error}")
+    return (*problems, *(f"recomputed and replaced: {problem}" for problem in blend.problems))
+
+
+def full_answer(decoder: Decoder, blend: Blend, max_new_tokens: int, options: dict[str, Any]) -> FullAnswer:
+    """The same prompt after the model's own prefill."""
+    full = full_prefill(decoder, blend.layout)
+    text = generate(decoder, full, blend.layout.token_ids, max_new_tokens=max_new_tokens, **options).text
+    return FullAnswer(text, full.ttft_s)

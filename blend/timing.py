@@ -1,4 +1,4 @@
-"""The stages of work: how long those of a blended prefill take, and how far those before it are."""
+"""Stages of work: seconds per stage of a blended prefill, and progress of the work before it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 STAGES = ("retrieve", "load", "reposition", "select", "recompute", "first_token")
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage, how much of it is done, and how much there is in all.
+"""Called with a stage, the amount done, and the total.
 
 Of a precompute: "chunk" in documents, "embed" in chunks, "encode" and "calibrate" in tokens. Of a fetch of weights: "download"
 in parts, and "wait", "verify" and "convert", one step each.

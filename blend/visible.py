@@ -1,4 +1,4 @@
-"""Text of other people made safe to show: what a terminal would obey, and what would reorder a line, is written out."""
+"""Make untrusted text safe to show: control characters and line reordering are written out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BEYOND_JSON = re.compile(f"[{_BEYOND}]")
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""The text with every control character but those of `keep` written out as Python writes it: \x1b, \n, \u202e."""
+    r"""The text with control characters, except `keep`, written as Python escapes: \x1b, \n, \u202e."""
     return _OBEYED.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
 

@@ -200,7 +200,7 @@ def _refused(environ: dict[str, Any], start: Callable[..., Any], status: str, co
 def main() -> None:
     """The S3 server in a process of its own: print its port, serve until the process is killed."""
     import boto3
-    from moto.server import DomainDispatcherApplication, create_backend_app
+    from moto.server import DomainDispatcherApplication, create_backend_app  # type: ignore[attr-defined]
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     WSGIRequestHandler.protocol_version = "HTTP/1.1"

@@ -59,7 +59,7 @@ class Plan:
 
     def key(self, tokens: int, store: str, method: str) -> dict[str, object]:
         """What tells a row from others: everything that its meaning depends on."""
-        about = {"device": self.device.type, "dtype": str(self.dtype).removeprefix("torch.")}
+        about: dict[str, object] = {"device": self.device.type, "dtype": str(self.dtype).removeprefix("torch.")}
         about |= {"chunk_tokens": self.chunk_tokens, "codec": self.codec, "correction": self.correction}
         return {"shape": self.shape, "tokens": tokens, "store": store, "method": method, **about}
 

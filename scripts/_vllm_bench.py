@@ -136,8 +136,8 @@ class VllmBench:
             *("--metric-percentiles", "95,99", "--save-result", "--result-dir", str(out.parent)),
             *("--result-filename", out.name, "--disable-tqdm"),
         ]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        done = subprocess.run(command, env=dict(up.server.environment), text=True, check=False, **pipes)
+        environment, pipe, same = dict(up.server.environment), subprocess.PIPE, subprocess.STDOUT
+        done = subprocess.run(command, env=environment, text=True, check=False, stdout=pipe, stderr=same)
         if done.returncode:
             raise SystemExit(f"vllm bench serve ended with {done.returncode}:\n{done.stdout[-2000:]}")
         found = json.loads(out.read_text(encoding="utf-8"))

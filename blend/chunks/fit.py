@@ -75,7 +75,7 @@ def calibrate(
         return True
     together = {one.chunk for one in library.variants(chunks) if one.contextual}
     sources = [
-        Source(
+        CacheKind(
             partial(library.caches, contextual=contextual),
             together.__contains__ if contextual else lambda chunk: True,
         )
@@ -104,7 +104,7 @@ def _store(library: ChunkLibrary, fits: Mapping[str, KVCorrection | None], *, an
                 library.store.delete_artifact(name)
 
 
-class Source(NamedTuple):
+class CacheKind(NamedTuple):
     """One kind of stored caches.
 
     caches: those of a prompt's chunks, the first computed right behind the prefix. holds: whether the cache of a chunk that
@@ -118,7 +118,7 @@ class Source(NamedTuple):
 def fit_corrections(
     encoder: ChunkEncoder,
     chunks: Sequence[Sequence[int]],
-    sources: Sequence[Source],
+    sources: Sequence[CacheKind],
     progress: Progress = no_progress,
 ) -> list[KVCorrection | None]:
     """Fit a map for each source of caches, on the same prompts made of these chunks.
@@ -169,7 +169,7 @@ class _Seen:
             for parts, rows in zip(held, layers, strict=True):
                 parts.append(rows)
 
-    def solve(self, number: int, source: Source, chunks: Sequence[Tokens]) -> KVCorrection | None:
+    def solve(self, number: int, source: CacheKind, chunks: Sequence[Tokens]) -> KVCorrection | None:
         """The map of the source with this number, from 1, or None where none helps in any layer; chunks: all there are."""
         behind = [chunk for prompt in self._prompts for chunk in prompt.chunks[1:] if source.holds(chunk)]
         if len(set(behind)) < 2:  # no chunk could be held out

@@ -41,6 +41,15 @@ class IOPool:
     def __init__(self, name: str, threads: int, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._executor = ThreadPoolExecutor(threads, name, initializer=use_one_thread)  # the cores are the engine's
+        ready = threading.Barrier(threads + 1)
+        try:
+            for _ in range(threads):  # all threads start now: a later failure would leave a prompt waiting
+                self._executor.submit(ready.wait)
+        except RuntimeError:
+            ready.abort()
+            self._executor.shutdown()
+            raise
+        ready.wait(60)
 
     def start(self, call: Callable[[], None]) -> None:
         """Run this in the pool. Any thread may call it."""

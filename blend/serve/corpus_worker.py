@@ -15,8 +15,8 @@ from blend.serve.corpus_caches import CacheBuilder, CalibrateCorpus, Compute, Co
 from blend.serve.failures import CLIENT_ERRORS, is_transient, log_failure, reason_of
 from blend.serve.uploads import DocumentLimits, GivenUpError, Upload, UploadQueue, part_of, read
 from blend_retrieval import Document
-from blend_retrieval.apart import ApartReader, StoppedError
 from blend_retrieval.errors import DocumentsError
+from blend_retrieval.isolated import IsolatedReader, StoppedError
 
 MOST_AT_ONCE, MOST_BYTES_AT_ONCE = 16, 64 << 20  # uploads that are indexed together
 FIRST_RETRY_S, RETRY_S = 1.0, 30.0  # delay after a transient failure; doubles from the first to the last
@@ -71,7 +71,7 @@ class CorpusWorker:
         limits: DocumentLimits,
     ) -> None:
         self._updater, self._uploads, self._limit = updater, uploads, limits.documents
-        self._reader = ApartReader(limits.reading)
+        self._reader = IsolatedReader(limits.reading)
         self._look, self._busy, self._closed = True, False, False
         self.changed = threading.Condition()
         self.builder = CacheBuilder(updater, compute, calibrate, self.changed, lambda: bool(self.tasks) or self._closed)

@@ -60,12 +60,6 @@ class LearnedCaches:
                 evicted.append(key)
             return evicted
 
-    def drop(self, keys: Iterable[ChunkKey]) -> None:
-        """Forget these keys."""
-        with self._lock:
-            for key in keys:
-                self._sizes.pop(key, None)
-
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._sizes
 

@@ -16,8 +16,8 @@ from blend.store.base import ChunkStore, StoreStats
 from blend.store.codecs import codec_names, get_codec, register_codec
 from blend.store.codecs.base import Codec
 from blend.store.memory import MemoryCache, MemoryTier
-from blend.store.reader import ChunkReader, entry_checker, verified_header
-from blend.store.seal import Seal, is_as_written, make_seal, read_descriptions, read_store_key
+from blend.store.reader import ChunkReader, verified_header
+from blend.store.seal import Seal, make_seal, read_descriptions, read_store_key
 
 if TYPE_CHECKING:
     from blend.store.files import MountedFiles
@@ -83,12 +83,13 @@ def open_store(
     user may only read is opened all the same.
     """
     encoding, seal = get_codec(codec) if isinstance(codec, str) else register_codec(codec), make_seal(key)
-    memory = MemoryCache(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
+    cache_of = MemoryCache(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
     backend = _backend(location, budget_bytes, seal, RemoteOptions(cache, hot, timeouts or Timeouts()))
     here = not hasattr(backend, "tiers")  # nothing is asked of a store elsewhere yet: it is before the first write
-    if memory is not None and not backend.trusted:
-        backend = MemoryTier(backend, memory, lambda name, blob: verified_header(blob, key_of(name), seal))
-    store = ChunkStore(backend, encoding, seal)
+    memory = None
+    if cache_of is not None and not backend.trusted:
+        memory = MemoryTier(cache_of, lambda name, blob: verified_header(blob, key_of(name), seal))
+    store = ChunkStore(backend, encoding, seal, memory)
     if here:
         store.require_its_key()
     return store
@@ -161,9 +162,4 @@ def _tiered(
     if local is not None:
         local.pins = FarPins(far, local)
     hot = None if given.hot is None else hot_backend(given.hot, far.place, given.timeouts)
-    return TieredBackend(
-        Tiers(far, hot, local),
-        entry_checker(seal),
-        given.timeouts,
-        lambda name, content: is_as_written(name, content, seal),
-    )
+    return TieredBackend(Tiers(far, hot, local), seal, given.timeouts)

@@ -1,4 +1,14 @@
-"""Where a store is: a directory, `memory:`, or an address such as s3://bucket/prefix, gs://, az://, redis://host:port/db, file://."""
+"""Addresses of stores, and the directories of this machine that stand for stores elsewhere.
+
+An address is s3://bucket/prefix (gs://, az:// likewise), redis://host:port/db/prefix or file:///path. A *replica* is a
+directory with the disk tier of such a store and a copy of its indexes:
+
+    <root>/kvblend-replica.json   the address of the store, and of the Redis in front of it
+    <root>/kv/                    the disk tier
+    <root>/index/ ...             as in any store, fetched and published by `blend.corpora`
+
+Whoever opens `<root>/kv`, or `kv` of a folder below (a tenant's), gets the store elsewhere with that tier in front.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +35,10 @@ _REDIS = ("redis", "rediss", "valkey", "valkeys")
 SCHEMES = ("s3", "gs", "az", "redis", "rediss", "valkey", "file")
 _SLIP = re.compile(rf"({'|'.join((*_OBJECTS, *_REDIS, 'file'))}):/?(?!/)", re.IGNORECASE)
 _SAFE_PART = re.compile(r"[A-Za-z0-9._=-]+")
+
+FILE = "kvblend-replica.json"
+_KIND = "kvblend replica"
+_MOST_FOLDERS = 4  # between a replica and the `kv` of a tenant in it
 
 
 class _Redis(NamedTuple):
@@ -201,14 +215,6 @@ def _plain_http() -> bool:
     """Whether the environment names a server without TLS."""
     names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
     return any(os.environ.get(name, "").startswith("http://") for name in names)
-
-
-# --- A directory of this machine that stands for a store elsewhere: a copy of its indexes, and the disk tier of its caches.
-
-
-FILE = "kvblend-replica.json"
-_KIND = "kvblend replica"
-_MOST_FOLDERS = 4  # between a replica and the `kv` of a tenant in it
 
 
 class Origin(NamedTuple):

@@ -1,9 +1,11 @@
-"""Which caches are pinned: those are neither pruned nor evicted from a disk, whatever machine's that is.
+"""What operators do with a store: pins, notes of which document each cache is of, stale copies, verification.
 
-pins/<digest>   "pinned": that there is such a name says it
+    pins/<digest>                  "pinned": the cache is neither pruned nor evicted from a disk, on any machine
+    sources/<corpus>.<namespace>   JSON, namespace -> digest of a cache -> id of the document, sealed; `_` is the corpus without
+                                   a name. The namespace in the name is that of isolated caches: one note for each model
+    sources/<corpus>               an older note: digest -> id, of the model that came last
 
-They are kept in the place that decides; disks in front of it are told by `FarPins`. To remove a document removes its caches all
-the same.
+Removing a document removes its caches, pinned or not.
 """
 
 from __future__ import annotations
@@ -27,6 +29,11 @@ PINNED = b"pinned"
 _DIGEST = re.compile(r"[0-9a-f]{8,128}")
 _EVERY_S = 30.0
 _AT_ONCE = 500
+
+_UNNAMED = "_"
+
+Documents = Mapping[str, Mapping[str, str]]
+"""Namespace -> digest of a cache -> id of a document."""
 
 
 def pinned(backend: Backend) -> frozenset[str]:
@@ -56,7 +63,7 @@ def pin_cache(backend: Backend, digest: str, *, on: bool) -> None:
 
 
 class FarPins:
-    """The pins of a store elsewhere, for a disk in front of it: asked for now and then, and noted on the disk for outages."""
+    """The pins of a far store for a disk in front of it: asked for every `every_s` seconds, copied to the disk for outages."""
 
     def __init__(self, far: Backend, near: Backend, *, every_s: float = _EVERY_S) -> None:
         self._far, self._near, self._every_s = far, near, every_s
@@ -65,7 +72,7 @@ class FarPins:
         self._after = float("-inf")
 
     def __call__(self) -> frozenset[str]:
-        """Digests of the caches that are pinned, as far as is known. Raises `StoreError` for the disk alone."""
+        """Digests of the pinned caches as last known. Raises `StoreError` only for the disk."""
         with self._lock:
             if self._known is None or time.monotonic() >= self._after:
                 self._known = self._asked()
@@ -77,7 +84,7 @@ class FarPins:
             pins = pinned(self._far)
         except StoreError:
             return pinned(self._near) if self._known is None else self._known
-        with suppress(StoreError):  # a disk that is full, or read-only: it is asked again in the next process
+        with suppress(StoreError):  # a full or read-only disk: the next process tries again
             noted = pinned(self._near)
             _each(self._near, pins - noted, on=True)
             _each(self._near, noted - pins, on=False)
@@ -89,20 +96,11 @@ def _each(backend: Backend, digests: Iterable[str], *, on: bool) -> None:
         pin_cache(backend, digest, on=on)
 
 
-# --- Which document each cache of a corpus is of: small notes that a store keeps for its operators.
-
-
-_UNNAMED = "_"
-
-Documents = Mapping[str, Mapping[str, str]]
-"""Namespace -> digest of a cache -> id of a document."""
-
-
 class Sources(NamedTuple):
-    """What the notes of all corpora say together.
+    """The notes of all corpora together.
 
-    documents: by the digest of a cache. namespaces: that notes speak of; of others nothing is known, of before's notes neither.
-    corpora: that have a note which can be read. unread: names of notes that are damaged, or sealed with another key.
+    documents: by the digest of a cache. namespaces: those that notes name; older notes name none. corpora: those with a
+    readable note. unread: names of notes that are damaged, or sealed with another key.
     """
 
     documents: Mapping[str, str]
@@ -112,28 +110,28 @@ class Sources(NamedTuple):
 
 
 def write_sources(store: ChunkStore, corpus: str, namespace: str, documents: Documents) -> None:
-    """Remember, in place of what was remembered of this corpus and model, and of what kvblend of before wrote of it.
+    """Replace the note of this corpus and model, and an older note of the corpus. Nothing is pruned meanwhile.
 
-    namespace: of the isolated caches. Namespaces that were spoken of before still are: what is in them and in no note is
-    unused. Nothing is pruned meanwhile. Raises `StoreError`.
+    namespace: of the isolated caches. Namespaces of the last note are kept, so that caches in them count as unused.
+    Raises `StoreError`.
     """
-    before = f"{SOURCES}{corpus or _UNNAMED}"
+    older = f"{SOURCES}{corpus or _UNNAMED}"
     with store.writing():
-        name = f"{before}.{namespace}"
+        name = f"{older}.{namespace}"
         former: dict[str, Mapping[str, str]] = {space: {} for space in _read(store, name) or {}}
         store.put_manifest(name, json.dumps({**former, **documents}).encode())
-        store.backend.delete(before)
+        store.backend.delete(older)
 
 
 def forget_sources(store: ChunkStore, corpus: str) -> None:
-    """The corpus is no more. Raises `StoreError`."""
+    """Delete the notes of a corpus. Raises `StoreError`."""
     for name in _names(store):
         if note_of(name)[0] == corpus:
             store.backend.delete(name)
 
 
 def read_sources(store: ChunkStore) -> Sources:
-    """What is remembered of all corpora. Raises `StoreError`."""
+    """The notes of all corpora. Raises `StoreError`."""
     documents: dict[str, str] = {}
     namespaces, corpora, unread = set[str](), set[str](), list[str]()
     for name in _names(store):
@@ -153,13 +151,13 @@ def _names(store: ChunkStore) -> list[str]:
 
 
 def note_of(name: str) -> tuple[str, str]:
-    """The corpus and the namespace of isolated caches that a note of this name speaks of; of before's no namespace."""
+    """The corpus and the namespace of isolated caches in a note's name; an older name has no namespace."""
     corpus, _, namespace = name.removeprefix(SOURCES).partition(".")
     return "" if corpus == _UNNAMED else corpus, namespace
 
 
 def _read(store: ChunkStore, name: str) -> Documents | None:
-    """A note, one of before under the namespace ""; None where there is none that can be used."""
+    """A note, an older one under the namespace ""; None when there is no usable one."""
     _, content = store.read_manifest(name)
     try:
         note = json.loads(content or b"")
@@ -186,13 +184,11 @@ def places(backend: Backend) -> Iterator[tuple[str, Backend]]:
             yield name, tier
 
 
-# --- Copies in nearer tiers of caches that the far place has no more: a tier that was down missed what was removed meanwhile.
-
-
 def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
-    """Remove them, pinned ones excepted; how many they are. dry_run: only count.
+    """Remove unpinned copies in nearer tiers of caches that the far place lacks; returns how many. dry_run: only count.
 
-    Raises `StoreError` when the far place cannot be asked, and, after all others are done, where a nearer tier cannot.
+    A tier that was down missed what was removed meanwhile. Raises `StoreError` when the far place does not answer, and at the
+    end when a nearer tier did not.
     """
     (_, far), *nearer = places(backend)
     held = {name for page in far.names(CACHES) for name in page} if nearer else set()
@@ -200,9 +196,9 @@ def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
     for _, tier in nearer:
         try:
             for page in tier.names(CACHES):
-                lacking = [name for name in page if name not in held]
-                pins = still_pinned(far, [key_of(name).digest for name in lacking])
-                for name in lacking:
+                missing = [name for name in page if name not in held]
+                pins = still_pinned(far, [key_of(name).digest for name in missing])
+                for name in missing:
                     if key_of(name).digest not in pins:
                         removed += 1
                         _ = dry_run or tier.delete(name)
@@ -213,9 +209,6 @@ def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
             f"copies of what was removed may still be in {', '.join(left)}: run the same command again when that is up"
         )
     return removed
-
-
-# --- Reading a whole entry to find out whether it is as it was written.
 
 
 def verify_entry(store: ChunkStore, name: str) -> str:

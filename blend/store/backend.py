@@ -1,22 +1,21 @@
-"""The contract of a backend: it moves bytes under names, and knows nothing of what they mean.
+"""The contract of a backend, and what all backends share: names, circuit breakers, the lease that is the lock of servers.
 
-`ChunkStore` encodes, seals and verifies above it, so a new place to keep caches in (files, memory, a server, a bucket) is one
-class here and one line in `open_store`. Names are paths of letters, digits, dashes, underscores and dots, the same everywhere,
-so that one backend's content can be copied into another's:
+A backend moves bytes under names and knows nothing of what they mean. Names are the same in every backend, so that one's
+content can be copied into another's:
 
-    objects/<namespace>/<dd>/<digest>.safetensors   caches: they count towards a budget, and the least recently used ones go
+    objects/<namespace>/<dd>/<digest>.safetensors   caches: they count towards a budget, the least recently used ones go
     artifacts/<name>  namespaces/<namespace>.json  generation  sealed  writing
-    indexes/<corpus>/<file>  sources/<corpus>  pins/<digest>
+    indexes/<corpus>/<file>  sources/<corpus>.<namespace>  pins/<digest>
                                                     all others: they stay until they are deleted
 
-Two kinds of failure, never to be mixed up: `EntryDamagedError` is what lies in one name, which is then made again; `StoreError`
-is an outage. None, or False, is a miss: the backend was reached and holds no such name. No method waits on an event loop, and
-every one may be called by several threads at a time.
+`EntryDamagedError` is the damage of one name, which is then made again. `StoreError` is an outage. None, or False, is a miss:
+the backend was reached and holds no such name. Methods block, and threads may call them at the same time.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import re
 import threading
 import time
@@ -36,6 +35,20 @@ if TYPE_CHECKING:
 CACHES = "objects/"
 IDENTIFYING_BYTES = 512
 """So many first bytes tell two versions of one entry apart: the header's digest is among the first hundred."""
+
+SUFFIX = ".safetensors"
+ARTIFACTS, DESCRIPTIONS, GENERATION, INDEXES = "artifacts/", "namespaces/", "generation", "indexes/"
+SOURCES, PINS, SEALED = "sources/", "pins/", "sealed"
+
+_HEX = re.compile(r"[0-9A-Za-z_-]{1,128}")
+_ARTIFACT = re.compile(r"[0-9a-z_-]{1,128}")
+LOG = logging.getLogger("kvblend.store")
+WAIT_S = 600.0  # choosing and measuring takes minutes on a slow machine
+LEASE_S = 30.0
+_NAME = "writing"
+_MOST = 1 << 10
+_FREE = b"free"
+_LOOK_AFTER_S, _LOOK_EVERY_S = 0.02, 1.0  # at first, and in the end
 
 Buffer = bytes | memoryview
 
@@ -88,13 +101,12 @@ class TierHits(NamedTuple):
 
 
 class Blob(ABC):
-    """What a name held when it was opened. It stays readable when the name is put again, deleted or evicted meanwhile.
+    """What a name held when it was opened. Threads may share it; close it.
 
-    Of a server that keeps no old versions a blob that was not wholly read by then raises `EntryDamagedError` instead; no blob
-    ever reads as something that was never put.
+    It stays readable when the name is put again, deleted or evicted. On a server that keeps no old versions, reading the rest
+    raises `EntryDamagedError` then. No blob ever reads as something that was never put.
 
-    nbytes: its length. head: its first bytes; how many says `Backend.open`. header: of an entry whose bytes the backend has
-    verified, with the store's seal, for the name that was opened. Threads may share it; close it.
+    nbytes: its length. head: its first bytes, see `Backend.open`. header: set when the backend has verified the entry.
     """
 
     nbytes: int
@@ -103,21 +115,14 @@ class Blob(ABC):
 
     @abstractmethod
     def read(self, *ranges: Range) -> bool:
-        """Fill every buffer; False when the blob has turned out to be shorter.
-
-        All at once where that is cheaper than one after another. A layer is one range. Raises `EntryDamagedError` or
-        `StoreError`; the buffers hold anything then.
-        """
+        """Fill every buffer; False when the blob is shorter. Raises `EntryDamagedError` or `StoreError`."""
 
     def window(self, offset: int, nbytes: int) -> memoryview | None:
-        """These bytes without a copy, where they lie in this process as one piece; they must not be written to."""
+        """These bytes without a copy, where they lie in memory as one piece. Do not write to them."""
         return None
 
     def used(self, *, counts: bool = True) -> None:  # noqa: B027 - most backends do not ask
-        """The blob is read now, and was not only looked at. May be called again.
-
-        counts: whether for a prompt, which figures and orders of use are about, and not only to see that it is sound.
-        """
+        """Say that the blob is read now. counts: whether for a prompt; verifying an entry does not count."""
 
     def close(self) -> None:  # noqa: B027 - most blobs hold nothing
         """Release what the blob holds; idempotent."""
@@ -138,33 +143,28 @@ class Backend(ABC):
     trusted: bool = False
 
     @property
-    def memory(self) -> MemoryStats | None:
-        """Of a tier of memory, where there is one."""
-        return None
-
-    @property
     def tier_hits(self) -> TierHits | None:
-        """Since this was made, where there are tiers; those of a tier of memory are apart."""
+        """Since this was made, where there are tiers."""
         return None
 
     @property
     def evictions(self) -> int:
-        """Caches that went for want of room since this was made, but for those of a tier of memory."""
+        """Caches that were evicted since this was made."""
         return 0
 
     def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:  # noqa: B027 - most have nothing nearer
-        """These caches will be read soon: bring them nearer meanwhile, but for larger ones. Returns at once, never fails."""
+        """Bring caches nearer that will be read soon, but for larger ones. Returns at once, never fails."""
 
     @abstractmethod
     def open(self, name: str, head: int) -> Blob | None:
-        """What the name holds now, or None when it holds nothing.
+        """What the name holds now, or None.
 
-        head: how many of its first bytes to bring along, in the same exchange; a shorter blob brings all, and one whose
-        bytes are here anyway as many as it pleases. Raises `EntryDamagedError` for something that no `put` made.
+        head: how many of its first bytes to bring along in the same exchange, at least. Raises `EntryDamagedError` for
+        something that no `put` made.
         """
 
     def open_many(self, names: Sequence[str], head: int) -> list[Found]:
-        """`open` for several names, in their order, in as few exchanges as it takes; damage of one is returned in its place.
+        """`open` several names in as few exchanges as possible; damage is returned in its place.
 
         Raises `StoreError`, and leaves nothing open.
         """
@@ -184,18 +184,15 @@ class Backend(ABC):
             return error
 
     def stored(self, names: Sequence[str], head: int) -> list[Found]:
-        """`open_many`, of the place alone that decides what is stored: copies in nearer ones do not count."""
+        """`open_many` of the place that decides what is stored: copies in nearer tiers do not count."""
         return self.open_many(names, head)
 
     def restore(self, name: str) -> bool:
-        """Put a copy that a nearer place has of a cache into the one that decides; whether any has one.
-
-        Raises `StoreError` when it cannot be written.
-        """
+        """Copy a cache from a nearer tier to the far place; whether one had it. Raises `StoreError`."""
         return False
 
     def read(self, name: str, most: int) -> bytes | None:
-        """All that the name holds, or None. Raises `EntryDamagedError` when that is more than `most` bytes."""
+        """The whole content, or None. Raises `EntryDamagedError` when it is longer than `most` bytes."""
         blob = self.open(name, 0)
         if blob is None:
             return None
@@ -210,36 +207,31 @@ class Backend(ABC):
             blob.close()
 
     @abstractmethod
-    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
-        """Let the name hold these bytes in a row, whatever it held; who opens it gets all of the old ones or of the new.
+    def put(self, name: str, blobs: Sequence[Buffer]) -> None:
+        """Let the name hold these bytes in a row. Readers get the old bytes or the new ones, never a mixture.
 
-        The memory belongs to the backend from then on: a caller writes to it no more. if_absent: only when the name holds
-        nothing, which is decided between all processes; returns whether it was put. Raises `StoreError`, and leaves all as it
-        was, when it cannot be written or a cache alone exceeds the budget.
+        The backend owns the memory from then on. Raises `StoreError`, and changes nothing, when it cannot be written or a
+        cache alone exceeds the budget.
         """
 
     @abstractmethod
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
-        """Let the name hold `content` if it holds exactly `was` now, None for nothing; whether it did.
+        """Compare and swap, atomic between all processes: put `content` if the name holds exactly `was` (None: nothing).
 
-        Decided between all processes. For small things, such as manifests. Raises `StoreError`: then it is not known whether
-        it was done.
+        For small contents, such as manifests. Returns whether it did. After a `StoreError` that is not known.
         """
 
     @abstractmethod
     def delete(self, name: str) -> bool:
-        """Let the name hold nothing; whether it held anything. Open blobs stay readable."""
+        """Delete the name; whether it held anything. Open blobs stay readable."""
 
     @abstractmethod
     def touch(self, name: str) -> None:
-        """Remember that a cache was used just now, for the budget's sake. Never fails."""
+        """Note that a cache was used just now, which the budget's eviction asks for. Never fails."""
 
     @abstractmethod
     def listing(self, prefix: str) -> Iterator[list[Stored]]:
-        """What lies under a folder such as `objects/` or `objects/<namespace>/`, a page at a time, in no particular order.
-
-        The backend may change meanwhile: what is put or deleted since is in it or not.
-        """
+        """What lies under a folder such as `objects/` or `objects/<namespace>/`, in pages and in no particular order."""
 
     def names(self, prefix: str) -> Iterator[list[str]]:
         """The names alone, where they are cheaper to get than their sizes and ages."""
@@ -247,13 +239,13 @@ class Backend(ABC):
             yield [stored.name for stored in page]
 
     def folders(self, prefix: str) -> set[str]:
-        """What names have right behind a folder's name and in front of the next slash."""
+        """The names of the folders right below a folder."""
         found = (name.removeprefix(prefix).split("/") for page in self.names(prefix) for name in page)
         return {parts[0] for parts in found if len(parts) > 1}
 
     @abstractmethod
     def writing(self) -> AbstractContextManager[None]:
-        """Held by one thread of one process at a time; not nested. Raises `StoreError` when it takes too long to get."""
+        """The lock of all processes that write; not nested. Raises `StoreError` when it takes too long to get."""
 
 
 def close_all(blobs: Sequence[Found]) -> None:
@@ -261,6 +253,11 @@ def close_all(blobs: Sequence[Found]) -> None:
     for blob in blobs:
         if isinstance(blob, Blob):
             blob.close()
+
+
+def private_memory(nbytes: int) -> memoryview:
+    """Writable pages that go back to the system when the last view of them is gone. Raises `OSError`."""
+    return memoryview(mmap.mmap(-1, nbytes))
 
 
 def require_budget(budget_bytes: int | None, nbytes: int = 0) -> None:
@@ -274,36 +271,6 @@ def require_budget(budget_bytes: int | None, nbytes: int = 0) -> None:
             f"one chunk cache takes {nbytes} bytes, the store's budget is {budget_bytes}: "
             "raise the budget or use smaller chunks"
         )
-
-
-# --- What a store's things are called in its backend, see `backend`.
-
-
-SUFFIX = ".safetensors"
-ARTIFACTS, DESCRIPTIONS, GENERATION, INDEXES = "artifacts/", "namespaces/", "generation", "indexes/"
-SOURCES, PINS, SEALED = "sources/", "pins/", "sealed"
-
-_HEX = re.compile(r"[0-9A-Za-z_-]{1,128}")
-_ARTIFACT = re.compile(r"[0-9a-z_-]{1,128}")
-_CORPUS = r"[0-9a-z_][0-9a-z_-]{0,63}"
-_OTHERS = (
-    rf"{ARTIFACTS}{_ARTIFACT.pattern}",
-    rf"{DESCRIPTIONS}{_HEX.pattern}\.json",
-    rf"{SOURCES}{_CORPUS}(\.{_HEX.pattern})?",
-    rf"{PINS}[0-9a-f]{{8,128}}",
-    rf"{INDEXES}{_CORPUS}/[0-9A-Za-z][0-9A-Za-z._-]{{0,127}}",
-)
-_OTHER = re.compile("|".join(_OTHERS))
-
-
-def is_name(name: str) -> bool:
-    """Whether a store itself gives this name to a cache or to what it keeps beside them."""
-    if not name.startswith(CACHES):
-        return bool(_OTHER.fullmatch(name))
-    try:
-        return name.count("/") == 3 and name == cache_name(key_of(name))
-    except StoreError:
-        return False
 
 
 def cache_name(key: ChunkKey) -> str:
@@ -341,9 +308,6 @@ def _safe(name: str) -> str:
     return name
 
 
-# --- How long a server is waited for, and how long it is left alone when it does not answer.
-
-
 class Timeouts(NamedTuple):
     """Seconds: for a connection, for one answer, and until a server that did not answer is asked again."""
 
@@ -352,20 +316,14 @@ class Timeouts(NamedTuple):
     pause_s: float = 15.0
 
 
-# --- A place that does not answer costs its timeout once; then it is left alone for a while, and told about once.
-
-
-LOG = logging.getLogger("kvblend.store")
-
-
 class CircuitOpenError(StoreUnreachableError):
-    """A place was not asked, because it has just failed: what it failed with then was told then."""
+    """The breaker is open: the place has just failed. Its error was reported then."""
 
 
 class CircuitBreaker:
-    """Lets calls through until one fails with an outage, none for `pause_s` seconds, then one to see.
+    """Refuses calls for `pause_s` seconds after one failed with an outage, then lets one through to try.
 
-    An outage: what `counts` says, of errors that are no damage.
+    counts: whether an error is an outage; damage never is.
     """
 
     def __init__(self, pause_s: float, counts: Callable[[StoreError], bool]) -> None:
@@ -382,7 +340,7 @@ class CircuitBreaker:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Around one call. Raises what the last one failed with while that counts, without trying."""
+        """Guards one call. Raises `CircuitOpenError` with the last error while the breaker is open."""
         self._enter()
         try:
             yield
@@ -407,7 +365,7 @@ class CircuitBreaker:
             now = time.monotonic()
             if now < self._until:
                 raise CircuitOpenError(str(self._error))
-            self._until = now + self._pause_s  # this call looks; the others go on without
+            self._until = now + self._pause_s  # this call tries; the others stay refused
 
     def _trip(self, error: StoreError) -> None:
         with self._lock:
@@ -419,30 +377,19 @@ class CircuitBreaker:
 
 
 class WarnOnce:
-    """Warnings in the log `kvblend.store`, each kind once."""
+    """Warnings in the log `kvblend.store`, each kind once a place."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kinds: set[tuple[str, str]] = set()
 
-    def once(self, place: str, kind: str, line: str) -> None:
-        """Warn, unless this kind was told of this place before."""
+    def warn(self, place: str, kind: str, line: str) -> None:
+        """Warn, unless this kind of warning was given for this place before."""
         with self._lock:
             known = (place, kind) in self._kinds
             self._kinds.add((place, kind))
         if not known:
             LOG.warning("%s", line)
-
-
-# --- A lock between machines, on a name that is swapped: held for as long as its owner lives, and no longer.
-
-
-WAIT_S = 600.0  # choosing and measuring takes minutes on a slow machine
-LEASE_S = 30.0
-_NAME = "writing"
-_MOST = 1 << 10
-_FREE = b"free"
-_LOOK_AFTER_S, _LOOK_EVERY_S = 0.02, 1.0  # at first, and in the end
 
 
 class _Writers(threading.local):

@@ -1,4 +1,4 @@
-"""The store: chunk caches under content addresses, readable one layer at a time, over any backend."""
+"""`ChunkStore`: chunk caches under content addresses, readable one layer at a time, over any backend."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from blend.store.backend import (
 )
 from blend.store.codecs.base import Codec
 from blend.store.format import encode_entry
+from blend.store.memory import MemoryTier
 from blend.store.reader import HEAD, ChunkReader, LayerScratch, damaged, read_header
 from blend.store.seal import (
     MOST_BYTES,
@@ -54,38 +55,38 @@ class StoreStats(NamedTuple):
 
 
 class ChunkStore:
-    """Content-addressed chunk caches, to share between threads, and between processes as far as the backend is.
+    """Content-addressed chunk caches. Threads may share it, and processes where the backend allows it.
 
-    backend: where the bytes are. codec: how new entries are encoded; entries of every codec are read. seal: what entries and
-    artifacts are sealed with; those with another seal count as damaged. A backend that is trusted needs none.
+    backend: where the bytes are. codec: encodes new entries; entries of every codec are read. seal: verifies entries and
+    artifacts; those with another seal count as damaged. A trusted backend needs none. memory: keeps recently read entries.
 
     Torch is loaded when an entry is opened or put, not to look at what a store holds.
     """
 
-    def __init__(self, backend: Backend, codec: Codec, seal: Seal) -> None:
+    def __init__(self, backend: Backend, codec: Codec, seal: Seal, memory: MemoryTier | None = None) -> None:
         self.backend = backend
         self.codec = codec
         self._seal = Unsealed() if backend.trusted else seal
-        self._scratch = LayerScratch()
-        self._key_is_right = self._key_is_told = backend.trusted
+        self._memory, self._scratch = memory, LayerScratch()
+        self._key_is_right = self._key_is_marked = backend.trusted
 
     def require_its_key(self) -> None:
-        """Raise `StoreError` where the store is sealed and this is not its key (`key_check`); asked before the first write."""
+        """Raise `StoreError` when the store is sealed with another key; checked before the first write."""
         if not self._key_is_right:
             require_its_key(self.backend, self._seal)
         self._key_is_right = True
 
     @property
     def knows_its_key(self) -> bool:
-        """Whether the store itself says that it is sealed with this key. Raises `StoreError`."""
+        """Whether the store is known to be sealed with this key. Raises `StoreError`."""
         return is_sealed_with(self.backend, self._seal)
 
-    def tell_key(self) -> None:
-        """Let the store say from now on that it is sealed with this key; nothing without one. Raises `StoreError`."""
+    def _mark_key(self) -> None:
+        """Mark the store as sealed with this key, if there is one. Raises `StoreError`."""
         self.require_its_key()
-        if not self._key_is_told:
+        if not self._key_is_marked:
             leave_key_check(self.backend, self._seal)
-            self._key_is_told = True
+            self._key_is_marked = True
 
     def open(self, key: ChunkKey) -> ChunkReader | None:
         """The entry under `key`, or None when there is none. Raises `EntryDamagedError` when it must not be used."""
@@ -95,9 +96,10 @@ class ChunkStore:
         return found
 
     def open_many(self, keys: Sequence[ChunkKey]) -> list[ChunkReader | EntryDamagedError | None]:
-        """`open` for several keys, in their order, in as few exchanges with the backend as it takes.
+        """`open` several keys in as few exchanges with the backend as possible.
 
-        An error stands in the place of an entry that must not be used. Raises `StoreError`, and leaves nothing open.
+        The result has their order, with an error in the place of an entry that must not be used. Raises `StoreError`, and
+        leaves nothing open.
         """
         return self._opened_many(keys, self.backend.open_many)
 
@@ -116,7 +118,10 @@ class ChunkStore:
         if isinstance(blob, EntryDamagedError):
             return damaged(key, str(blob))
         if blob is None:
+            self._forget(name)
             return None
+        if self._memory is not None:
+            blob = self._memory.nearest(name, blob)
         try:
             header = blob.header or read_header(blob, key, self._seal)
         except EntryDamagedError as error:
@@ -126,25 +131,25 @@ class ChunkStore:
         return ChunkReader(blob, key, header, self._scratch)
 
     def prefetch(self, keys: Iterable[ChunkKey], most_bytes: int | None = None) -> None:
-        """These entries will be read soon. Returns at once; errors show when they are read.
+        """Start downloading entries that will be read soon to this machine; does nothing in a store without tiers.
 
-        most_bytes: that any of them may take; what takes more is not fetched. Without a nearer tier nothing happens.
+        Returns at once; readers meet errors. most_bytes: larger entries are not fetched.
         """
         self.backend.prefetch(map(cache_name, keys), most_bytes)
 
     @property
     def memory(self) -> MemoryStats | None:
-        """What the tier of memory does and holds; None without one."""
-        return self.backend.memory
+        """Figures of the memory tier; None without one."""
+        return None if self._memory is None else self._memory.stats
 
     @property
     def tier_hits(self) -> TierHits | None:
-        """By tier, tiers of memory apart; None for a store without tiers."""
+        """Opened entries by tier; None for a store without tiers."""
         return self.backend.tier_hits
 
     @property
     def evictions(self) -> int:
-        """Caches that went for want of room since this was opened, tiers of memory apart."""
+        """Caches that the budget evicted since the store was opened, the memory tier apart."""
         return self.backend.evictions
 
     def put(self, key: ChunkKey, cache: ChunkCache) -> None:
@@ -156,11 +161,18 @@ class ChunkStore:
         name = cache_name(key)
         header, blobs = encode_entry(key, cache, self.codec, self._seal)
         self.backend.put(name, (header, *blobs))
+        self._forget(name)
 
     def delete(self, key: ChunkKey) -> None:
         """Remove an entry; nothing happens when there is none. Open readers keep it."""
         self.require_its_key()
-        self.backend.delete(cache_name(key))
+        name = cache_name(key)
+        self.backend.delete(name)
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        if self._memory is not None:
+            self._memory.drop(name)
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         """Keys of all entries, or of those in one namespace, in no particular order. Nothing is opened."""
@@ -221,10 +233,7 @@ class ChunkStore:
         self.backend.put(GENERATION, [uuid.uuid4().hex.encode()])
 
     def read_artifact(self, name: str) -> bytes | None:
-        """The small named thing that was last written under `name`, or None when there is none.
-
-        Raises `EntryDamagedError` when the bytes are not those that were written.
-        """
+        """The artifact that was last written under `name`, or None. Raises `EntryDamagedError` when it is damaged."""
         try:
             raw = self.backend.read(artifact_name(name), MOST_BYTES)
             return None if raw is None else unpack_artifact(name, raw, self._seal)
@@ -232,13 +241,13 @@ class ChunkStore:
             raise EntryDamagedError(f"{name} in {self.backend.place} cannot be used: {error}") from None
 
     def write_artifact(self, name: str, content: bytes) -> None:
-        """Keep a small named thing, replacing the last one of that name, and begin a new generation.
+        """Keep a small named content, replacing the last one, and begin a new generation.
 
-        Artifacts are what chunk caches depend on and what is measured once. They are kept as they are: no codec touches
-        them, they do not count towards the budget and are never evicted. name: lower-case letters, digits, dashes, underscores.
-        Raises `StoreError` when it cannot be written; the old one is then still there.
+        Artifacts are what chunk caches depend on and what is measured once. They are kept as they are, do not count towards the
+        budget and are never evicted. name: lower-case letters, digits, dashes, underscores. Raises `StoreError` when it
+        cannot be written; the old one is then still there.
         """
-        self.tell_key()
+        self._mark_key()
         self.backend.put(artifact_name(name), pack_artifact(name, content, self._seal))
         self.advance()  # after it: who sees the new token finds the artifact
 
@@ -249,10 +258,7 @@ class ChunkStore:
             self.advance()
 
     def read_manifest(self, name: str) -> tuple[bytes | None, bytes | None]:
-        """What lies under a backend's name that `swap_manifest` wrote: as it is kept, and its content.
-
-        No content where it is not what was written. Raises `StoreError` when it cannot be read.
-        """
+        """A manifest of `swap_manifest`, as it is kept and its content; no content when it is damaged. Raises `StoreError`."""
         try:
             raw = self.backend.read(name, MOST_BYTES)
         except EntryDamagedError:
@@ -263,13 +269,13 @@ class ChunkStore:
             return raw, None
 
     def swap_manifest(self, name: str, content: bytes, was: bytes | None) -> bool:
-        """Keep a manifest, sealed, if the one before is still kept as `was`; whether it is. Raises `StoreError`."""
-        self.tell_key()
+        """Seal and keep a manifest if the last one is still kept as `was`; whether it did. Raises `StoreError`."""
+        self._mark_key()
         return self.backend.swap(name, b"".join(pack_artifact(name, content, self._seal)), was)
 
     def put_manifest(self, name: str, content: bytes) -> None:
-        """Keep a manifest, sealed, whatever was there. Raises `StoreError`."""
-        self.tell_key()
+        """Seal and keep a manifest, whatever was there. Raises `StoreError`."""
+        self._mark_key()
         self.backend.put(name, pack_artifact(name, content, self._seal))
 
     def over(self, backend: Backend) -> ChunkStore:
@@ -282,23 +288,23 @@ class ChunkStore:
         yield from sorted(stored.name.removeprefix(ARTIFACTS) for stored in found)
 
     def writing(self) -> AbstractContextManager[None]:
-        """Held while artifacts are chosen and written, by one thread of one process at a time; not nested.
+        """The lock of all processes for choosing and writing artifacts; not nested.
 
-        Read again inside what was read before: another process may have written it meanwhile. Raises `StoreError` when
+        Read again inside it what was read before: another process may have written meanwhile. Raises `StoreError` when
         another one holds it for too long.
         """
         return self.backend.writing()
 
     def held(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Those of these keys under which there is an entry that can be used, in as few exchanges as it takes.
+        """Those of these keys that have a usable entry.
 
-        Where several places are one store, the far one alone is asked: a copy that one machine has is no entry for the others.
-        Raises `StoreError` when the store cannot be read.
+        A store with tiers asks the far place alone: a copy on one machine is no entry for the others. Raises `StoreError` when
+        the store cannot be read.
         """
         return self._usable(keys, self.backend.stored)
 
     def readable(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """The same of entries that can be read from here, wherever they lie: what a prompt may be made of."""
+        """Those of these keys that have an entry which this machine can read, in whatever tier."""
         return self._usable(keys, self.backend.open_many)
 
     def _usable(self, keys: Iterable[ChunkKey], opening: _Opening) -> set[ChunkKey]:
@@ -312,12 +318,9 @@ class ChunkStore:
         return found
 
     def restore(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Give back to the far place what it lacks of these and a nearer one has, as it is; which they were.
-
-        Raises `StoreError` when the store cannot be written.
-        """
+        """Copy entries that the far place lacks back from a nearer tier; returns which. Raises `StoreError`."""
         return {key for key in keys if self.backend.restore(cache_name(key))}
 
     def __contains__(self, key: ChunkKey) -> bool:
-        """Whether `held` says so. A store that cannot be read raises `StoreError`: that is no answer."""
+        """See `held`. Raises `StoreError` when the store cannot be read."""
         return key in self.held([key])

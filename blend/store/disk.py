@@ -1,4 +1,4 @@
-"""Keeping a disk store within its budget: the least recently used files go."""
+"""A store in files: every name is a path below one directory, shared by threads and processes of POSIX systems."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ _RECOUNT_SHARE = 8  # and after writing one byte in so many of the budget
 _QUEUE = 4096
 _INSTANT = 1e-6
 
+_LEVELS = {"objects": 2, "indexes": 1}  # of folders between a name's first part and its last
+_SUFFIXES = {"objects": SUFFIX}
+
 
 class StoredFile(NamedTuple):
     """One file as the directory lists it; `used` is when it was last opened, see `UseClock`."""
@@ -34,10 +37,7 @@ class StoredFile(NamedTuple):
 
 
 class UseClock:
-    """Seconds that never go back, whatever the machine's clock does: the order of use is kept in them.
-
-    Follows the machine's clock, from the latest moment that any process has written into the store.
-    """
+    """The machine's clock, but never going back: not behind the latest moment that any process wrote into the store."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,11 +59,11 @@ class UseClock:
 
 
 class Evictor:
-    """Counts what is written and removes the least recently used files once it is more than `budget_bytes`.
+    """Removes the least recently used files once all together exceed `budget_bytes`.
 
-    A listing of the store says what it holds and in which order it may go; between two listings the count is kept and that
-    order worked off, so that a store that is always full is not listed for every write. What other processes write meanwhile
-    is found by the next listing: after some seconds, or after this one has written an eighth of the budget.
+    A listing of the store gives sizes and order. Between two listings the evictor counts what it writes and works off that
+    order, so that a full store is not listed for every write. The next listing, after some seconds or an eighth of the budget,
+    finds what other processes wrote.
     """
 
     def __init__(
@@ -160,13 +160,6 @@ def _size(path: Path) -> int:
     return 0
 
 
-# --- Bytes in files: every name is a path below one directory, shared by threads and processes of POSIX systems.
-
-
-_LEVELS = {"objects": 2, "indexes": 1}  # of folders between a name's first part and its last
-_SUFFIXES = {"objects": SUFFIX}
-
-
 class DiskBlob(Blob):
     """An open file.
 
@@ -239,17 +232,14 @@ class DiskBackend(Backend):
         """One `open`, two `fstat`, one read."""
         return self._files.read(self.root / name, most)
 
-    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
+    def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """Write beside, flush to the disk, move into place, then evict."""
         path, placing = self.root / name, None
         if name.startswith(CACHES):
             nbytes = sum(memoryview(blob).nbytes for blob in blobs)
             require_budget(self._evictor.budget_bytes, nbytes)
             placing = self._evictor.placing(path, nbytes)
-        if if_absent:
-            return self._files.write_new(path, blobs, placing)
         self._files.write(path, blobs, placing)
-        return True
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Under a lock of its own, since `writing` may be held meanwhile."""

@@ -1,8 +1,12 @@
-"""The files of a disk store: whole or not there, for their owner alone, and errors sorted into damage and outage.
+"""The files of a disk store: written whole or not at all, for their owner alone.
 
-An error that lies in one file (it is no file, the disk cannot read it) is damage: `EntryDamagedError`, and what it held is made
-again. Every other (no permission, too many open files, a file system that is gone) is an outage: `StoreError`. To take that for
-a missing file would compute the whole store again.
+    store.json                    {"kind": "kvblend store", "format": 1}, written first; in a mounted directory with an id
+    objects/, artifacts/, ...     see `backend`
+    tmp/, .writing                unfinished files; the lock of writers
+
+An error that lies in one file (it is no file, the disk cannot read it) is damage: `EntryDamagedError`, and its content is made
+again. Every other error (no permission, too many open files, a file system that is gone) is an outage: `StoreError`. Taking it
+for a missing file would compute the whole store again.
 """
 
 from __future__ import annotations
@@ -59,6 +63,13 @@ _ONE_FILE = (
     errno.ENODEV,
 )
 _MISSING = (FileNotFoundError, NotADirectoryError)
+
+STORE_FORMAT = 1
+_KIND = "kvblend store"
+_NOT_OURS_BUT_HARMLESS = ("lost+found",)
+_MOST_BYTES = 1 << 20
+_SEEN = "seen"
+_MOST = 1 << 10
 
 
 class StoreFiles:
@@ -131,22 +142,6 @@ class StoreFiles:
             write_atomically(path, blobs, self.tmp, self.file_mode(), placing or nullcontext())
         except OSError as error:
             raise self.failed("written", error) from None
-
-    def write_new(
-        self, path: Path, blobs: Iterable[bytes | memoryview], placing: AbstractContextManager[None] | None = None
-    ) -> bool:
-        """`write` where nothing is at `path`, and only there; whether that was so. Needs a file system with hard links."""
-        spare = self.spare(self.tmp)
-        self.write(spare, blobs)
-        try:
-            self._make_folder(path.parent)
-            with placing or nullcontext():
-                return linked(spare, path)
-        except OSError as error:
-            raise self.failed("written", error) from None
-        finally:
-            with suppress(OSError):
-                spare.unlink()
 
     def spare(self, folder: Path) -> Path:
         """A new name in a folder, like that of a file which another machine is writing.
@@ -253,15 +248,6 @@ def linked(spare: Path, path: Path) -> bool:
     return True
 
 
-# --- The root directory of a disk store: what makes it one.
-
-
-STORE_FORMAT = 1
-_KIND = "kvblend store"
-_NOT_OURS_BUT_HARMLESS = ("lost+found",)
-_MOST_BYTES = 1 << 20
-
-
 def open_root(root: Path) -> StoreFiles:
     """Make `root` a store unless it is one; raises `StoreError`, and touches nothing, when it is something else.
 
@@ -357,13 +343,6 @@ def store_id(root: Path, raw: bytes | None) -> str:
     return str(found)
 
 
-# --- A directory that several machines mount: one where nothing is mounted is not a new, empty store.
-
-
-_SEEN = "seen"
-_MOST = 1 << 10
-
-
 class MountedFiles(StoreFiles):
     """The files of the store at `root`, which may not be there now.
 
@@ -450,9 +429,6 @@ def _content(manifest: Path) -> bytes:
     """The first bytes of it, which the file server is asked for. Raises OSError."""
     with os.fdopen(os.open(manifest, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
         return file.read(_MOST) or b""
-
-
-# --- A lock between processes, on a file of the store.
 
 
 @contextmanager

@@ -1,4 +1,16 @@
-"""The values in a file's header, none believed before its type is known. All raise ValueError that says what is wrong."""
+"""The file of a chunk cache: a safetensors file whose layers lie one after another.
+
+    8 bytes       length of the header, little endian
+    header        JSON, padded with blanks so that the data begins at a multiple of 64 bytes
+      __metadata__  blake3 (first: the digest of the length and of everything after the digest), format, namespace, digest,
+                    start, tokens, layers, codec, dtype, checksums (one digest a layer, joined by commas)
+      000.k  000.v  001.k  ...   dtype, shape and byte range of each tensor
+    data          layer 0, layer 1, ...: each one contiguous byte range
+
+Older headers begin with `checksum` instead of `blake3`: their digests are those of `OlderSeal`. No value is believed before its
+type is known. Parsing needs no torch. The safetensors library does not write these files: it sorts tensors by dtype and would
+tear a layer of mixed dtypes apart.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +31,14 @@ if TYPE_CHECKING:
     import torch
 
 _COUNT = re.compile(r"0|[1-9][0-9]{0,9}")
+
+ENTRY_FORMATS = ("1", "2")  # keys at their positions; positions taken out of keys
+LENGTH = struct.Struct("<Q")
+LONGEST = 1 << 20  # bytes of header: some 4,000 layers
+_ALIGNMENT = 64
+_OPENING, _OLDER_OPENING = b'{"__metadata__":{"blake3":"', b'{"__metadata__":{"checksum":"'
+_LARGEST_SIZE = 1 << 31
+_MOST_PER_TOKEN = 4 << 20  # bytes in one layer: a file as long as it pleases must not fill the memory
 
 
 class StoredType(NamedTuple):
@@ -45,6 +65,7 @@ TYPES = {
     "I8": StoredType("int8", 1),
     "U8": StoredType("uint8", 1),
 }
+_NAMES = {stored.name: name for name, stored in TYPES.items()}
 
 
 def as_fields(value: object, what: str) -> dict[str, Any]:
@@ -88,18 +109,6 @@ def as_type(name: object) -> StoredType:
 def shown(value: object) -> str:
     """A value for a message, not all of a long one."""
     return f"{value!r:.60}"
-
-
-# --- The header of a chunk cache's file: what is in it, how it is sealed, and what makes one that may be used.
-
-
-ENTRY_FORMATS = ("1", "2")  # keys at their positions; positions taken out of keys
-LENGTH = struct.Struct("<Q")
-LONGEST = 1 << 20  # bytes of header: some 4,000 layers
-_ALIGNMENT = 64
-_OPENING, _OLDER_OPENING = b'{"__metadata__":{"blake3":"', b'{"__metadata__":{"checksum":"'
-_LARGEST_SIZE = 1 << 31
-_MOST_PER_TOKEN = 4 << 20  # bytes in one layer: a file as long as it pleases must not fill the memory
 
 
 class PartLayout(NamedTuple):
@@ -244,12 +253,6 @@ def _codec(name: str) -> Codec:
         return get_codec(name)
     except ConfigError:
         raise ValueError(f"it was written with the codec {shown(name)}, which this kvblend does not know") from None
-
-
-# --- From a chunk cache to its file: a safetensors file whose layers lie one after another, see `header`.
-
-
-_NAMES = {stored.name: name for name, stored in TYPES.items()}
 
 
 class EncodedEntry(NamedTuple):

@@ -5,29 +5,27 @@ Both are bounded by bytes and evict the least recently used entries first.
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import accumulate, count
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from cachetools import Cache, LRUCache
 
-from blend.errors import ConfigError, EntryDamagedError, StoreError
+from blend.errors import ConfigError, StoreError
 from blend.store.backend import (
     CACHES,
-    IDENTIFYING_BYTES,
     Backend,
     Blob,
     Buffer,
     MemoryStats,
     Range,
     Stored,
-    TierHits,
+    private_memory,
     require_budget,
 )
 
@@ -118,17 +116,14 @@ class MemoryBackend(Backend):
             held = self._entries(name).get(name)
         return None if held is None else held.blob
 
-    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
+    def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """Keep the given memory, then evict."""
         blob, entries = MemoryBlob(blobs), self._entries(name)
         with self._lock:
-            if if_absent and name in entries:
-                return False
             if entries is self._caches:
                 require_budget(self._budget, blob.nbytes)
             entries.pop(name, None)
             entries[name] = _Stored(blob, time.time())
-        return True
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Compare and replace under the lock."""
@@ -270,116 +265,35 @@ class _Miss(Blob):
             self._below.close()
 
 
-class MemoryTier(Backend):
-    """A backend with recently read caches in memory.
+class MemoryTier:
+    """The entries of one store in a `MemoryCache`.
 
-    Every open asks the backend below for the entry's first bytes, which hold a digest of the whole entry. Memory therefore
-    never serves what another process has deleted or replaced. An entry comes into memory, verified, when its first reader
-    closes it; later readers hash nothing.
+    The store opens its backend's blob first, whose first bytes hold a digest of the whole entry. Memory therefore never serves
+    what another process has deleted or replaced. An entry comes into memory, verified, when its first reader closes it; later
+    readers hash nothing.
 
     verify: returns the header of an entry whose every byte is as written, else None.
     """
 
-    def __init__(self, below: Backend, cache: MemoryCache, verify: Callable[[str, Blob], EntryHeader | None]) -> None:
-        self.below, self.place, self.trusted = below, below.place, below.trusted
+    def __init__(self, cache: MemoryCache, verify: Callable[[str, Blob], EntryHeader | None]) -> None:
         self._cache, self._verify, self._number = cache, verify, next(_TIERS)
 
     @property
-    def memory(self) -> MemoryStats:
-        """Of the memory, with what other stores hold in it."""
+    def stats(self) -> MemoryStats:
+        """Of the cache, with what other stores hold in it."""
         return self._cache.stats
 
-    @property
-    def tier_hits(self) -> TierHits | None:
-        """Of the tiers below."""
-        return self.below.tier_hits
-
-    @property
-    def evictions(self) -> int:
-        """Of the backend below."""
-        return self.below.evictions
-
-    def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:
-        """Below."""
-        self.below.prefetch(names, most_bytes)
-
-    def open(self, name: str, head: int) -> Blob | None:
-        """One exchange with the backend below, whatever is in memory."""
-        return self._nearest(name, self.below.open(name, max(head, IDENTIFYING_BYTES)))
-
-    def open_many(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
-        """As few exchanges as the backend below takes."""
-        found = self.below.open_many(names, max(head, IDENTIFYING_BYTES))
-        return [
-            one if isinstance(one, EntryDamagedError) else self._nearest(name, one)
-            for name, one in zip(names, found, strict=True)
-        ]
-
-    def stored(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
-        """Of the backend below."""
-        return self.below.stored(names, head)
-
-    def restore(self, name: str) -> bool:
-        """Below."""
-        return self.below.restore(name)
-
-    def read(self, name: str, most: int) -> bytes | None:
-        """From below."""
-        return self.below.read(name, most)
-
-    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
-        """Below; the copy in memory goes."""
-        done = self.below.put(name, blobs, if_absent=if_absent)
-        self._cache.drop(self._own(name))
-        return done
-
-    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
-        """Below; the copy in memory goes."""
-        done = self.below.swap(name, content, was)
-        self._cache.drop(self._own(name))
-        return done
-
-    def delete(self, name: str) -> bool:
-        """Below and in memory."""
-        done = self.below.delete(name)
-        self._cache.drop(self._own(name))
-        return done
-
-    def touch(self, name: str) -> None:
-        """Below, whose budget asks for it."""
-        self.below.touch(name)
-
-    def listing(self, prefix: str) -> Iterator[list[Stored]]:
-        """Of the backend below."""
-        return self.below.listing(prefix)
-
-    def names(self, prefix: str) -> Iterator[list[str]]:
-        """Of the backend below."""
-        return self.below.names(prefix)
-
-    def folders(self, prefix: str) -> set[str]:
-        """Of the backend below."""
-        return self.below.folders(prefix)
-
-    def writing(self) -> AbstractContextManager[None]:
-        """The lock of the backend below."""
-        return self.below.writing()
-
-    def _own(self, name: str) -> tuple[int, str]:
-        """The name in a memory that other stores share."""
-        return self._number, name
-
-    def _nearest(self, name: str, below: Blob | None) -> Blob | None:
-        if not name.startswith(CACHES):
-            return below
-        if below is None:
-            self._cache.drop(self._own(name))
-            return None
-        held = self._cache.get(self._own(name), below)
+    def nearest(self, name: str, below: Blob) -> Blob:
+        """The entry in memory if it is the same as `below`, which is then closed. Else `below`, to be kept once it was read."""
+        held = self._cache.get((self._number, name), below)
         if held is None:
             return _Miss(below, lambda: self._cache.count(hit=False), lambda blob: self._load(name, blob))
         below.close()
         return _Hit(memoryview(held.head), held.header, lambda: self._cache.count(hit=True))
+
+    def drop(self, name: str) -> None:
+        """Hold nothing under this name."""
+        self._cache.drop((self._number, name))
 
     def _load(self, name: str, blob: Blob) -> None:
         """Keep a copy of an entry that is as it was written. Its next reader meets what goes wrong here."""
@@ -388,12 +302,7 @@ class MemoryTier(Backend):
             if blob.read(Range(0, view)):
                 header = self._verify(name, MemoryBlob([view]))
                 if header is not None:
-                    self._cache.keep(self._own(name), MemoryBlob([view], header))
-
-
-def private_memory(nbytes: int) -> memoryview:
-    """Writable pages that go back to the system when the last view of them is gone. Raises `OSError`."""
-    return memoryview(mmap.mmap(-1, nbytes))
+                    self._cache.keep((self._number, name), MemoryBlob([view], header))
 
 
 def _nothing() -> None:

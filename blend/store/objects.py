@@ -1,12 +1,12 @@
 """Bytes in a bucket: S3 and what speaks its protocol, Google Cloud Storage, Azure; through obstore, names as keys.
 
-Objects have no time of last use that can be set: `touch` does nothing, and the age in a listing is that of the last `put`. A
-bucket therefore evicts nothing by itself; `blend store prune` and a tier of disk in front of it do. Nothing is locked either:
-what several processes decide is decided by conditional puts.
+Objects have no time of last use: `touch` does nothing, and a listing shows the time of the last `put`. A bucket therefore
+evicts nothing; `blend store prune` does, and a disk tier in front. Decisions between processes are conditional puts.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 AT_ONCE = 16
 _HEAD = 64 << 10  # an exchange takes as long for so much as for less
 _PAGE = 1000
-_FULL = ("QuotaExceeded", "InsufficientStorage", "507", "No space left", "StorageFull", "XMinioStorageFull")
+_FULL = re.compile(r"QuotaExceeded|InsufficientStorage|\b507\b|No space left|StorageFull")
 
 
 class ObjectBlob(Blob):
@@ -107,16 +107,13 @@ class ObjectBackend(Backend):
             raise StoreUnreachableError(f"{self.place} sent half of what it was asked for")
         return content
 
-    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
+    def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """One exchange, several for a large object; acknowledged by the server when it returns."""
         require_lease(self, name)
-        if if_absent:
-            return self._put_once(name, blobs, "create")
         import obstore
 
         with self._exchange("written"):
             obstore.put(self._store, name, b"".join(blobs))
-        return True
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """What it holds is looked at, and replaced if nobody has replaced it since."""
@@ -203,7 +200,7 @@ class ObjectBackend(Backend):
             return _without_bucket(self.place)
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return StoreError(f"{self.place} refuses to be {doing}: see which credentials are in the environment")
-        if any(word in text for word in _FULL):
+        if _FULL.search(text):
             return StoreError(f"{self.place} is full: raise its quota or remove entries with `blend store prune`")
         return StoreUnreachableError(
             f"{self.place} cannot be {doing} ({_cause(text)}): see that it is up and reachable"

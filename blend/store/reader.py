@@ -1,9 +1,9 @@
-"""Memory for the bytes of one layer, and its tensors in that same memory."""
+"""Reading one chunk cache, a layer at a time, each verified and decoded, whatever bytes come."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +16,8 @@ from blend.types import ChunkKey
 
 if TYPE_CHECKING:
     import torch
+
+HEAD = 16 << 10  # one read for the header of most models: of some 80 layers of two parts, or 45 of four
 
 
 class LayerBuffer(NamedTuple):
@@ -60,12 +62,6 @@ class LayerScratch(threading.local):
         if self.buffer is None or self.buffer.parts != layout.parts:
             self.buffer = empty_buffer(layout)
         return self.buffer
-
-
-# --- Reading one chunk cache, a layer at a time, each verified and decoded, whatever bytes come.
-
-
-HEAD = 16 << 10  # one read for the header of most models: of some 80 layers of two parts, or 45 of four
 
 
 class ChunkReader:
@@ -210,45 +206,28 @@ def damaged(key: ChunkKey, what: str) -> EntryDamagedError:
     return EntryDamagedError(f"store entry {key.digest[:16]} must be computed again: {what}")
 
 
-# --- An entry as a tier sees it: its header, verified, and the pieces behind it, each with a digest of its own.
-
-
-class Piece(NamedTuple):
-    """One layer: where it lies, and what its bytes must hash to."""
-
-    offset: int
-    nbytes: int
-    checksum: str
-
-
 class CheckedEntry(NamedTuple):
-    """beginning: all bytes in front of the first piece. The pieces lie one right behind the other, up to the end."""
+    """An entry as a tier sees it. header: verified. beginning: all bytes in front of the first layer. nbytes: of all."""
 
     header: EntryHeader
     beginning: bytes
-    pieces: tuple[Piece, ...]
     nbytes: int
 
+    @property
+    def pieces(self) -> tuple[LayerLayout, ...]:
+        """Its layers: each lies right behind the one before, up to the end, and has a digest."""
+        return self.header.layers
+
     def holds(self, index: int, view: memoryview) -> bool:
-        """Whether these are the bytes of that piece."""
+        """Whether these are the bytes of that layer."""
         return self.header.seal.holds(self.pieces[index].checksum, "layer", view)
 
 
-EntryCheck = Callable[[str, Blob], CheckedEntry]
-"""What a blob under a name is, by its header. Raises `EntryDamagedError`, `StoreError` where it cannot be read."""
-
-
-def entry_checker(seal: Seal) -> EntryCheck:
-    """By the headers that `ChunkStore` writes."""
-
-    def look(name: str, blob: Blob) -> CheckedEntry:
-        header = read_header(blob, key_of(name), seal)
-        layers = header.layers
-        beginning = bytearray(blob.head[: layers[0].offset])
-        rest = bytearray(layers[0].offset - len(beginning))
-        if rest and not blob.read(Range(len(beginning), memoryview(rest))):
-            raise EntryDamagedError("it is truncated")
-        pieces = tuple(Piece(layer.offset, layer.nbytes, layer.checksum) for layer in layers)
-        return CheckedEntry(header, bytes(beginning + rest), pieces, blob.nbytes)
-
-    return look
+def check_entry(name: str, blob: Blob, seal: Seal) -> CheckedEntry:
+    """What lies under a name, by its header. Raises `EntryDamagedError`, `StoreError` when it cannot be read."""
+    header = read_header(blob, key_of(name), seal)
+    try:
+        beginning = _beginning(blob, header.layers[0].offset)
+    except ValueError as error:
+        raise EntryDamagedError(str(error)) from None
+    return CheckedEntry(header, beginning, blob.nbytes)

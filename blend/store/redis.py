@@ -1,7 +1,11 @@
-"""Connections to Redis on which an exchange ends in time.
+"""A store in Redis or Valkey: one string a name.
 
-The client's own time-out counts from one piece of an answer to the next, so a server that sends a few bytes now and then could
-keep a thread for hours.
+Caches carry a time to live of ten years, all else none, so that a server with `maxmemory-policy volatile-lru` (or another
+`volatile-` policy) evicts caches and nothing else. The server's eviction is the only budget. An evicted cache is a miss: it is
+found in a tier behind, or computed again.
+
+The client's timeout counts from one piece of an answer to the next: a server that sends a few bytes now and then could keep a
+thread for hours. Sockets here end with their exchange.
 """
 
 from __future__ import annotations
@@ -30,6 +34,22 @@ from blend.store.backend import (
     leased,
     require_lease,
 )
+
+LARGEST = 512 << 20
+"""Bytes of one string, by Redis's own default (`proto-max-bulk-len`)."""
+
+_HEAD = 64 << 10
+_PAGE = 1000
+_DECADE_S = 10 * 365 * 86400
+_SLOWEST = 4 << 20  # bytes a second: who sends them more slowly is waited for as if it did not answer
+_SWAP = """
+local held = redis.call('GET', KEYS[1])
+if (ARGV[1] == '0' and held == false) or (ARGV[1] == '1' and held == ARGV[2]) then
+  redis.call('SET', KEYS[1], ARGV[3])
+  return 1
+end
+return 0
+"""
 
 
 class _Ends(threading.local):
@@ -114,26 +134,6 @@ class _SecureConnection(redis.SSLConnection):
         return _Socket(super()._connect())  # type: ignore[no-untyped-call]
 
 
-# --- Bytes in Redis or Valkey: one string a name.
-
-
-LARGEST = 512 << 20
-"""Bytes of one string, by Redis's own default (`proto-max-bulk-len`)."""
-
-_HEAD = 64 << 10
-_PAGE = 1000
-_DECADE_S = 10 * 365 * 86400
-_SLOWEST = 4 << 20  # bytes a second: who sends them more slowly is waited for as if it did not answer
-_SWAP = """
-local held = redis.call('GET', KEYS[1])
-if (ARGV[1] == '0' and held == false) or (ARGV[1] == '1' and held == ARGV[2]) then
-  redis.call('SET', KEYS[1], ARGV[3])
-  return 1
-end
-return 0
-"""
-
-
 class RedisBlob(Blob):
     """What a name held; later bytes come with the first ones again, which tell one version from another."""
 
@@ -201,7 +201,7 @@ class RedisBackend(Backend):
             for one, piece in zip(ranges, pieces, strict=True):
                 one.into[:] = piece
 
-    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
+    def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """One exchange."""
         require_lease(self, name)
         content = b"".join(blobs)
@@ -209,7 +209,7 @@ class RedisBackend(Backend):
             raise EntryTooLargeError(f"{self.place} takes entries of {LARGEST >> 20} MiB at most: use smaller chunks")
         lives_s = _DECADE_S if name.startswith(CACHES) else None
         with self._exchange("written", len(content)):
-            return bool(self._client.set(self._key(name), content, nx=if_absent, ex=lives_s))
+            self._client.set(self._key(name), content, ex=lives_s)
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """A script on the server."""
@@ -264,12 +264,6 @@ class RedisBackend(Backend):
     def writing(self) -> AbstractContextManager[None]:
         """A lease, which ends half a minute after the process that holds it."""
         return leased(self)
-
-    def server_hits(self) -> tuple[int, int]:
-        """Reads that found something and that did not, of the whole server since it was started."""
-        with self._exchange("read"):
-            info: Any = self._client.info("stats")
-            return int(info["keyspace_hits"]), int(info["keyspace_misses"])
 
     def _key(self, name: str) -> bytes:
         return self._prefix + name.encode()

@@ -1,4 +1,11 @@
-"""What tells a store's bytes from others: a checksum against damage, or a keyed digest against forgery as well."""
+"""Digests of a store's bytes, and the small things that are sealed with them.
+
+    artifacts/<name>              one line "kvblend artifact 2 <digest of name and content>", then the content (1: older digest)
+    namespaces/<namespace>.json   what a namespace stands for; it informs only, so it has no digest
+    sealed                        an artifact that only the store's key can make: others are told that their key is wrong
+
+Without a store key a digest finds accidents. With one, nobody without the key can make an entry or artifact that is used.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +34,11 @@ _BLAKE2B_KEY = 64
 
 Purpose = Literal["header", "layer", "artifact"]
 Buffer = bytes | bytearray | memoryview
+
+_OPENING, _OLDER_OPENING = b"kvblend artifact 2 ", b"kvblend artifact 1 "
+MOST_BYTES = 1 << 30
+_MOST_OF_A_DESCRIPTION = 1 << 20
+_MOST = 1 << 10
 
 
 class Seal(ABC):
@@ -147,14 +159,6 @@ def read_store_key(path: str | os.PathLike[str], name: str = "store key") -> byt
     return require_key(key, f"the {name} {file}")
 
 
-# --- Small named things that a store keeps beside its chunk caches, and the words that describe its namespaces.
-
-
-_OPENING, _OLDER_OPENING = b"kvblend artifact 2 ", b"kvblend artifact 1 "
-MOST_BYTES = 1 << 30
-_MOST_OF_A_DESCRIPTION = 1 << 20
-
-
 def pack_artifact(name: str, content: bytes, seal: Seal) -> tuple[bytes, bytes]:
     """What is kept of it; raises `StoreError` when it is too long."""
     if len(content) > MOST_BYTES // 2:
@@ -205,12 +209,6 @@ def _read_description(backend: Backend, name: str) -> dict[str, str]:
 def as_json(fields: Mapping[str, object]) -> bytes:
     """JSON for people to read."""
     return json.dumps(fields, indent=1, sort_keys=True).encode() + b"\n"
-
-
-# --- Which key a store is sealed with, as far as that can be told: a name beside `store.json` that only this key can make.
-
-
-_MOST = 1 << 10
 
 
 def leave_key_check(backend: Backend, seal: Seal) -> None:

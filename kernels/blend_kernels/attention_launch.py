@@ -1,18 +1,38 @@
-"""Launches the attention kernels: shapes, strides, grid, split of the keys. Arguments are checked by the public op."""
+"""Launches the attention kernels: tile and split of the keys, descriptors, shapes, strides, grid.
+
+The public op has checked the arguments.
+"""
 
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 import torch
 
-from .attention_kernel import attend_tile
-from .checks import Packed, Rule
-from .combine_kernel import combine_splits
-from .descriptors import key_descriptor
-from .tiles import Tile, chunks
-from .work import Work, join_sinks
+from blend_kernels.attention_kernel import attend_tile, combine_splits
+from blend_kernels.checks import Packed, Rule, Work, join_sinks
+from blend_kernels.tiles import Shape, Tile, candidates, choose, chunks
+
+
+def key_descriptor(x: torch.Tensor, tile: Tile) -> Any:
+    """Descriptor of `[batch, kv_heads, keys, dim]` as a matrix with a row per key slot, or None where TMA cannot be used.
+
+    Row `batch * (s_b / s_n) + head * (s_h / s_n) + key` is that key, which needs strides that are multiples of the
+    key's, and what TMA asks of memory: 16-byte alignment, at most 256 rows of a tile, a power of two as its width.
+    """
+    batch, heads, keys, dim = x.shape
+    step = x.stride(2)
+    outer = x.stride(0) * (batch > 1), x.stride(1) * (heads > 1)
+    aligned = x.data_ptr() % 16 == 0 and step * x.element_size() % 16 == 0
+    if not tile.tma or not aligned or step < dim or any(s % step for s in outer) or dim & (dim - 1) or dim < 16:
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    rows = (batch - 1) * outer[0] // step + (heads - 1) * outer[1] // step + keys
+    return TensorDescriptor(x, [rows, dim], [step, 1], [tile.keys, dim])
+
 
 LOG2E = 1.4426950408889634
 _MOST_SPLITS = 64
@@ -35,7 +55,7 @@ def launch_attention(
     _launch(work._replace(sinks=None), tile, splits, part, part_lse)
     if out is None or part is None:
         return None, join_sinks(torch.logsumexp(part_lse, 0), work.sinks)
-    _combine(work, part, part_lse, out, lse)
+    combine_parts(work, part, part_lse, out, lse)
     return out, lse
 
 
@@ -111,9 +131,10 @@ def _power_of_two(n: int) -> int:
     return 0 if n == 0 else 1 << (n - 1).bit_length()
 
 
-def _combine(
+def combine_parts(
     work: Work, part: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
+    """Merge the partial outputs of split keys, and their log-sum-exp, into `out` and `lse`."""
     batch, heads, rows, dim = out.shape
     into: Any = out if lse is None else lse
     sinks = out if work.sinks is None else work.sinks.contiguous()
@@ -124,3 +145,72 @@ def _combine(
         VALUE_DIM=dim, V=max(16, _power_of_two(dim)), S=max(2, _power_of_two(part.shape[0])),
         SINKS=work.sinks is not None, LSE=lse is not None, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
+
+
+# Tuning a call with fewer multiply-adds than this would cost more than it ever saves.
+_LEAST_TO_TUNE = 1 << 34
+# Triton's compiler passes fail with a bare RuntimeError of these words; any other RuntimeError is an error of the call.
+_PASS_FAILED = "PassManager::run failed"
+
+
+def attend_values(work: Work, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp, which holds nothing unless it is wanted."""
+    tile = choose_tile(work)
+    out, lse = launch_attention(work, tile, split_count(work, tile), want_lse)
+    assert out is not None
+    return out, out.new_empty(0) if lse is None else lse
+
+
+def choose_tile(work: Work) -> Tile:
+    """The tile that was fastest for this kind of work on this machine, or the best guess for small work."""
+    q, k = work.q, work.k
+    tma = all(key_descriptor(x, Tile(128, 64, 4, 2, True)) is not None for x in (k, work.v) if x is not None)
+    shape = Shape(q.dtype, q.shape[3], work.value_dim, q.shape[2] * work.group, work.rule.window is not None, tma)
+    if q.device.type != "cuda":
+        return candidates(8, shape)[0]
+    tiles = candidates(machine(q.device)[1], shape)
+    heavy = q.shape[:3].numel() * k.shape[2] * (shape.dim + shape.value_dim) >= _LEAST_TO_TUNE
+    if not heavy or torch.cuda.is_current_stream_capturing():
+        return tiles[0]
+    return choose(_kind(work, shape, tiles[0]), tiles, lambda tile: measured_seconds(work, tile))
+
+
+def _kind(work: Work, shape: Shape, tile: Tile) -> str:
+    """What calls have in common that share a measured choice: the machine, and every option that changes the kernel's work."""
+    lines = min(128, 1 << (shape.lines - 1).bit_length())
+    parts = "split" if split_count(work, tile) > 1 else "whole"
+    returns = "scores" if work.v is None else "values"
+    options = (work.group, work.rule.softcap is not None, returns, parts)
+    return "/".join(map(str, (*machine(work.q.device), *shape._replace(lines=lines), *options)))
+
+
+@cache
+def machine(device: torch.device) -> tuple[str, int, str]:
+    """The GPU's name, its major compute capability and Triton's version."""
+    import triton
+
+    major = torch.cuda.get_device_capability(device)[0]
+    return torch.cuda.get_device_name(device), major, triton.__version__
+
+
+def measured_seconds(work: Work, tile: Tile) -> float:
+    """Best of three runs after one that compiles; infinity for a tile that does not compile or that the GPU cannot hold."""
+    from triton.errors import TritonError
+
+    try:
+        launch_attention(work, tile, split_count(work, tile), False)
+    except TritonError:
+        return float("inf")
+    except RuntimeError as error:
+        if _PASS_FAILED not in str(error):
+            raise
+        return float("inf")
+    times: list[float] = []
+    for _ in range(3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        launch_attention(work, tile, split_count(work, tile), False)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return min(times)

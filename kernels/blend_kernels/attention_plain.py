@@ -1,9 +1,8 @@
 """`selective_attention` in plain torch: the path of CPUs, and the public twin of the Triton kernel.
 
-Sorted rows are cut into blocks (see `row_blocks`). A block attends to the keys that all its rows see without any mask,
-and to the ragged end under a mask no wider than the block's own span; the partial results are merged by their
-log-sum-exp (online softmax, Milakov and Gimelshein 2018). Query heads of one KV head are folded into rows, so keys are
-read once per group and never repeated.
+Sorted rows are cut into blocks. A block attends without a mask to the keys that all its rows see, and under a mask no wider
+than the block's span to the ragged end. The partial results are merged by their log-sum-exp (online softmax, Milakov and
+Gimelshein 2018). Query heads of one KV head are folded into rows: keys are read once per group and never repeated.
 """
 
 from __future__ import annotations
@@ -13,16 +12,91 @@ from typing import NamedTuple
 
 import torch
 
-from .checks import Rule
-from .row_blocks import KeyRange, RowBlock, key_ranges, row_blocks
-from .work import Work, join_sinks
+from blend_kernels.checks import Rule, Work, join_sinks
+
+# Rows of one block at most: beyond this a bigger matrix product gains nothing and its ragged part only grows.
+_MOST_ROWS = 256
+# Share of a block's visible pairs that may be wasted in any case: bigger products run faster by about as much (measured).
+WASTED_SHARE = 0.05
+# A run of neighbouring rows this long is cheaper as an is_causal square than as masked blocks.
+_LONG_RUN = 256
+
+
+class RowBlock(NamedTuple):
+    """Rows `start` to `stop - 1`; `square` when they are neighbours and long enough for a causal square."""
+
+    start: int
+    stop: int
+    square: bool
+
+
+class KeyRange(NamedTuple):
+    """Keys `start` to `stop - 1`; `ragged` when some row of the block does not see all of them."""
+
+    start: int
+    stop: int
+    ragged: bool
+
+
+def row_blocks(last: Sequence[int], waste: int, squares: bool) -> list[RowBlock]:
+    """Cut rows, whose last visible keys are `last` (ascending), into blocks; long runs into `squares` when asked.
+
+    A block ends before the invisible (row, key) pairs that it computes, `sum(last of the block - last[r])`, exceed both
+    `waste`, which is what one more block costs in calls, and a share of the block's visible pairs.
+    """
+    blocks, start = [], 0
+    for run_start, run_stop in _long_runs(last) if squares else ():
+        blocks += _scattered(last, start, run_start, waste)
+        blocks.append(RowBlock(run_start, run_stop, True))
+        start = run_stop
+    return blocks + _scattered(last, start, len(last), waste)
+
+
+def _long_runs(last: Sequence[int]) -> list[tuple[int, int]]:
+    runs, start, rows = [], 0, len(last)
+    while start + _LONG_RUN <= rows:
+        stop = start + 1
+        while stop < rows and last[stop] == last[stop - 1] + 1:
+            stop += 1
+        if stop - start >= _LONG_RUN:
+            runs.append((start, stop))
+        start = stop
+    return runs
+
+
+def _scattered(last: Sequence[int], start: int, stop: int, waste: int) -> list[RowBlock]:
+    blocks, first, wasted, seen = [], start, 0, last[start] if start < stop else 0
+    for row in range(start + 1, stop):
+        wasted += (row - first) * (last[row] - last[row - 1])
+        seen += last[row]
+        if wasted > max(waste, WASTED_SHARE * seen) or row - first == _MOST_ROWS:
+            blocks.append(RowBlock(first, row, False))
+            first, wasted, seen = row, 0, last[row]
+    return [*blocks, RowBlock(first, stop, False)] if first < stop else blocks
+
+
+def key_ranges(first_end: int, last_end: int, window: int | None) -> list[KeyRange]:
+    """The keys that rows with last visible keys `first_end` to `last_end` see; every row sees a key of every range.
+
+    Only the ends of the span are ragged; what lies between takes no mask.
+    """
+    low = 0 if window is None else max(0, first_end - window + 1)
+    full = 0 if window is None else max(0, last_end - window + 1)
+    if full > low and full >= first_end:
+        return [KeyRange(low, last_end + 1, True)]
+    ranges = [KeyRange(low, full + 1, True)] if full > low else []
+    middle = KeyRange(ranges[0].stop if ranges else low, first_end, False)
+    if last_end == first_end:
+        return [*ranges, KeyRange(middle.start, first_end + 1, False)]
+    return [*ranges, *([middle] if middle.stop > middle.start else []), KeyRange(first_end, last_end + 1, True)]
+
 
 # Floating-point operations that take as long as the calls of one more block (measured on one AVX-512 core, 85 GFLOP/s).
 _BLOCK_OVERHEAD = 12_000_000
 
 # Private in torch; where it is gone, weights are materialised block by block instead. The public op returns no log-sum-exp,
 # without which parts cannot be merged.
-_FUSED = "_scaled_dot_product_flash_attention_for_cpu"
+FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 
 # Keys of one piece at least, when keys are cut to keep several threads busy.
 _LEAST_PIECE = 512
@@ -45,7 +119,7 @@ class _Rows(NamedTuple):
     def fused(self) -> bool:
         """Whether torch's fused attention of CPUs computes this."""
         alike = self.k.shape[3] == self.v.shape[3] and self.q.device.type == "cpu"
-        return alike and self.rule.softcap is None and hasattr(torch.ops.aten, _FUSED)
+        return alike and self.rule.softcap is None and hasattr(torch.ops.aten, FUSED)
 
     def widened(self) -> _Rows:
         """The same in at least fp32: products of half precision would round every score before the softmax."""
@@ -146,7 +220,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     """Causal attention of one request, KV heads as the batch so that a group shares its keys without a copy."""
     (heads, rows, dim), kv_heads = q.shape, k.shape[0]
     grouped = (kv_heads, heads // kv_heads, rows, dim)
-    out, lse = getattr(torch.ops.aten, _FUSED)(
+    out, lse = getattr(torch.ops.aten, FUSED)(
         q.reshape(grouped), k[:, None].expand(grouped), v[:, None].expand(grouped), is_causal=True, scale=scale
     )
     return out, lse
@@ -178,7 +252,7 @@ def _fused(scale: float) -> Attend:
         pieces = _pieces(q, k.shape[2]) if mask is None else 1
         if pieces > 1:
             return _split_keys(q, k, v, pieces, attend)
-        out, lse = getattr(torch.ops.aten, _FUSED)(q, k, v, attn_mask=mask, scale=scale)
+        out, lse = getattr(torch.ops.aten, FUSED)(q, k, v, attn_mask=mask, scale=scale)
         return out, lse
 
     return attend

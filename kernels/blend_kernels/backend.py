@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from .work import Work
+from blend_kernels.checks import Work
 
 Backend = Literal["triton", "torch"]
 

@@ -1,4 +1,4 @@
-"""What every op refuses, with the line that says what was expected. Shapes always; values only where they are cheap to read."""
+"""What the ops refuse, and their checked arguments as values: one attention call (`Work`), one key layout (`Layout`)."""
 
 from __future__ import annotations
 
@@ -175,3 +175,58 @@ def _same_kind(tensor: torch.Tensor, name: str, like: torch.Tensor) -> None:
         f"{name} is {tensor.dtype}, q is {like.dtype}; convert one of them first",
     )
     require(tensor.device == like.device, f"{name} is on {tensor.device}, q on {like.device}; move one of them first")
+
+
+class Work(NamedTuple):
+    """Checked arguments of one call, as in `selective_attention`; v is None when only the log-sum-exp is wanted."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor | None
+    positions: torch.Tensor
+    rule: Rule
+    sinks: torch.Tensor | None = None
+    packed: Packed | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        """Last dimension of v, or of k without v."""
+        return (self.k if self.v is None else self.v).shape[3]
+
+    def empty_out(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Empty `[batch, heads, rows, value_dim]` over memory `[batch, rows, heads, value_dim]`."""
+        batch, heads, rows, _ = self.q.shape
+        return self.q.new_empty(batch, rows, heads, self.value_dim, dtype=dtype).transpose(1, 2)
+
+    def empty_lse(self) -> torch.Tensor:
+        """Empty fp32 `[batch, heads, rows]`."""
+        return torch.empty(self.q.shape[:3], dtype=torch.float32, device=self.q.device)
+
+
+def join_sinks(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Log-sum-exp `[batch, heads, rows]` with one more logit per head in the denominator."""
+    return lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+
+
+class Layout(NamedTuple):
+    """Which dimensions of a key rotate: `2 * pairs` from `offset` on; pairs are neighbours if interleaved, else halves."""
+
+    pairs: int
+    offset: int
+    interleaved: bool
+
+    def split(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the first and of the second member of every pair, `[..., pairs]`."""
+        turned = states[..., self.offset : self.offset + 2 * self.pairs]
+        if self.interleaved:
+            return turned[..., 0::2], turned[..., 1::2]
+        return turned[..., : self.pairs], turned[..., self.pairs :]
+
+    def still(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the dimensions before and after, which do not rotate."""
+        return states[..., : self.offset], states[..., self.offset + 2 * self.pairs :]

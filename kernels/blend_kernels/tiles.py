@@ -1,12 +1,18 @@
-"""Tile shapes of the attention kernel: a short list per kind of work, best guess first.
+"""Tile shapes of the attention kernel: candidates per kind of work, and the measured choice among them.
 
-The guesses are predictions from registers and shared memory (kernels/README.md); `tuning` measures the list on the machine at
-hand. No tile of a list spills registers in the calls that scripts/aot_report compiles by name for compute capabilities 8.0 and
-9.0, save fp32 at 256 dimensions, where no tile avoids it; the report fails otherwise.
+Candidates are predictions from registers and shared memory (kernels/README.md), best guess first. None spills registers in the
+calls that scripts/aot_report compiles for compute capabilities 8.0 and 9.0, except fp32 at 256 dimensions; the report fails
+otherwise. `choose` measures them once per kind of work and machine and keeps the result in a file: `BLEND_KERNELS_CACHE`, by
+default `~/.cache/blend_kernels/tiles.json`. `BLEND_KERNELS_TUNE=0` takes the best guess.
 """
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -112,3 +118,56 @@ def candidates(major: int, shape: Shape) -> tuple[Tile, ...]:
 def _width(dim: int) -> int:
     padded = sum(chunks(dim))
     return next(width for width in (64, 128, 192, 256) if padded <= width)
+
+
+Measure = Callable[[Tile], float]
+
+
+def choose(key: str, tiles: Sequence[Tile], measure: Measure) -> Tile:
+    """The fastest tile for `key`: remembered, or measured now and remembered.
+
+    measure: seconds of one run with a tile, infinity for one that does not run on the GPU. With nothing to choose from,
+    nothing is measured; when no tile runs, it is the first, and nothing is remembered.
+    """
+    if len(tiles) == 1 or os.environ.get("BLEND_KERNELS_TUNE") == "0":
+        return tiles[0]
+    known = _choices()
+    best = next((tile for tile in tiles if list(tile) == known.get(key)), None)
+    if best is None:
+        seconds = [measure(tile) for tile in tiles]
+        best = tiles[seconds.index(min(seconds))]
+        if min(seconds) < float("inf"):
+            known[key] = list(best)
+            _save(known)
+    return best
+
+
+def cache_file() -> Path:
+    """Where choices are kept."""
+    return Path(os.environ.get("BLEND_KERNELS_CACHE") or Path.home() / ".cache" / "blend_kernels" / "tiles.json")
+
+
+@cache
+def _choices() -> dict[str, list[int | bool]]:
+    try:
+        found = json.loads(cache_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def forget() -> None:
+    """Read the file again on the next choice."""
+    _choices.cache_clear()
+
+
+def _save(choices: dict[str, list[int | bool]]) -> None:
+    """Write through a temporary file, so that a reader never sees half of it; a read-only home costs only the memory."""
+    path = cache_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(choices, indent=1))
+        partial.replace(path)
+    except OSError:
+        return

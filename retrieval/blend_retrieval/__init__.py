@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from blend_retrieval.chunking import Chunk, chunk_documents
     from blend_retrieval.corpus_stdlib import write_stdlib_corpus
-    from blend_retrieval.current import CurrentIndex
     from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument
     from blend_retrieval.embedders import Embedder, load_embedder
     from blend_retrieval.errors import RetrievalError
-    from blend_retrieval.index import ChunkIndex, IndexUpdate, update_index
+    from blend_retrieval.index import (
+        ChunkIndex,
+        CurrentIndex,
+        IndexUpdate,
+        RankedChunk,
+        RankedChunks,
+        Retriever,
+        update_index,
+    )
     from blend_retrieval.loading import load_bytes, load_documents
-    from blend_retrieval.retriever import RankedChunk, RankedChunks, Retriever
 
 __all__ = [
     "Chunk",
@@ -44,14 +50,12 @@ __all__ = [
 
 _HOMES = {
     "chunking": ("Chunk", "chunk_documents"),
-    "current": ("CurrentIndex",),
     "corpus_stdlib": ("write_stdlib_corpus",),
     "document": ("Document", "LoadedDocuments", "SkippedDocument"),
     "embedders": ("Embedder", "load_embedder"),
     "errors": ("RetrievalError",),
-    "index": ("ChunkIndex", "IndexUpdate", "update_index"),
+    "index": ("ChunkIndex", "CurrentIndex", "IndexUpdate", "RankedChunk", "RankedChunks", "Retriever", "update_index"),
     "loading": ("load_bytes", "load_documents"),
-    "retriever": ("RankedChunk", "RankedChunks", "Retriever"),
 }
 
 

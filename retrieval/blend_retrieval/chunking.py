@@ -1,22 +1,163 @@
 """Documents to chunks: consecutive passages of one document, none longer than a number of tokens.
 
-A document is divided at its headings; a section that is too long is divided further at paragraphs, then sentences, then
-words (semantic-text-splitter); small neighbours are put together again. The passages of a document, in order, are its
-whole text: nothing is lost, nothing is there twice.
+A document is divided at its headings. A section that is too long is divided at paragraphs, then sentences, then words
+(semantic-text-splitter); small neighbours are joined again. The passages of a document, in order, are its whole text.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
-from blend_retrieval.document import Document
+from blend_retrieval.document import Document, Heading, clean_title
 from blend_retrieval.errors import ChunkingError
-from blend_retrieval.passages import Passage, PassageComposer, Region
+from blend_retrieval.headings import find_headings
+
+TINY_SHARE = 8  # a passage below an eighth of the limit is put to any neighbour it fits with
+GLANCE = 40  # characters a token; no text is that dense
+TITLE_SHARE = 2  # a title may take half of the limit
+REMEMBERED = 1 << 12  # passages; the same ones are asked for again soon or never
+_BLANK_LINES = re.compile(r"(?:[ \t]*[\r\n]+)+")
+
+
+class Region(NamedTuple):
+    """Characters `start` to `stop - 1` of a document's text."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Number of characters."""
+        return self.stop - self.start
+
+
+class Passage(NamedTuple):
+    """What a region reads like, and its length in tokens."""
+
+    title: str
+    text: str
+    tokens: int
+
+
+def _above(path: tuple[Heading, ...], heading: Heading) -> tuple[Heading, ...]:
+    """The part of a path of headings that a new heading leaves open."""
+    return tuple(open_ for open_ in path if open_.level < heading.level)
+
+
+class PassageComposer:
+    """Makes passages out of the regions of one document.
+
+    The title of a passage is the document's, then the headings it lies under. Headings at the head of a region under
+    which all of it lies are lifted out of the text into the title; a title that would take over half of `max_tokens` is
+    shortened to the document's, and nothing is lifted, so no word of the document is lost.
+    """
+
+    def __init__(self, document: Document, measure: Callable[[str, str], int], max_tokens: int) -> None:
+        self.text, self.source = document.text, document.source
+        self._measure, self.max_tokens = measure, max_tokens
+        self.reach = GLANCE * max_tokens  # characters that no passage exceeds
+        self._title = clean_title(document.title)[: self.reach]
+        self._headings = find_headings(document.text, document.markup)
+        self._starts = [heading.start for heading in self._headings]
+        self._paths: list[tuple[Heading, ...]] = [()]  # open headings after the first n
+        for heading in self._headings:
+            self._paths.append((*_above(self._paths[-1], heading), heading))
+        self._passages: dict[Region, Passage] = {}
+        self._short: str | None = None
+
+    def measure(self, title: str, text: str) -> int:
+        """Tokens of a passage; of one out of all proportion, some number above the limit, without tokenising it."""
+        return len(text) if len(text) > self.reach else self._measure(title, text)
+
+    def sections(self) -> list[Region]:
+        """The document cut at every heading; blank stretches are left out."""
+        edges = sorted({0, *self._starts, len(self.text)})
+        regions = [Region(start, stop) for start, stop in pairwise(edges)]
+        return [region for region in regions if self.text[region.start : region.stop].strip()]
+
+    def compose(self, region: Region) -> Passage:
+        """The passage of a region."""
+        if region in self._passages:
+            return self._passages[region]
+        passage = self._read(region)
+        if len(self._passages) >= REMEMBERED:
+            self._passages.clear()
+        if region.length <= self.reach:
+            self._passages[region] = passage
+        return passage
+
+    def _read(self, region: Region) -> Passage:
+        title, offset = self.frame(region)
+        text = self.text[offset : region.stop]
+        blank = _BLANK_LINES.match(text)
+        text = text[blank.end() if blank else 0 :].rstrip()
+        return Passage(title, text, self.measure(title, text))
+
+    def fits(self, region: Region) -> bool:
+        """Whether the region's passage keeps the limit."""
+        return self.compose(region).tokens <= self.max_tokens
+
+    def tiny(self, region: Region) -> bool:
+        """Whether the region's passage is too short to stand alone."""
+        return self.compose(region).tokens < self.max_tokens // TINY_SHARE
+
+    def same_topic(self, left: Region, right: Region) -> bool:
+        """Whether `right` continues `left` without closing a section that `left` did not open."""
+        opened = [heading.level for heading in self._inside(left)]
+        first = self._inside(Region(right.start, right.start + 1))
+        return not opened or not first or first[0].level >= min(opened)
+
+    def frame(self, region: Region) -> tuple[str, int]:
+        """Title of a region and where the text under it starts: after the headings that were lifted into the title."""
+        inside = self._inside(region)
+        path = self._enclosing(region, inside)
+        kept = path
+        offset = region.start
+        for index, heading in enumerate(inside):
+            later = inside[index + 1 :]
+            if self.text[offset : heading.start].strip() or any(other.level <= heading.level for other in later):
+                break
+            path, offset = (*_above(path, heading), heading), heading.stop
+        if not self.text[offset : region.stop].strip():
+            path, offset = kept, region.start
+        title = self._join(path)
+        return (title, offset) if self._affordable(title) else (self._shortened(), region.start)
+
+    def _inside(self, region: Region) -> tuple[Heading, ...]:
+        return self._headings[bisect_left(self._starts, region.start) : bisect_left(self._starts, region.stop)]
+
+    def _enclosing(self, region: Region, inside: tuple[Heading, ...]) -> tuple[Heading, ...]:
+        """Headings before a region that are still open where its text starts."""
+        path = self._paths[bisect_left(self._starts, region.start)]
+        if inside and not self.text[region.start : inside[0].start].strip():
+            path = _above(path, inside[0])
+        return path
+
+    def _join(self, path: tuple[Heading, ...]) -> str:
+        names = [heading.text for heading in path]
+        if names and names[0] == self._title:
+            names = names[1:]
+        return " > ".join(filter(None, (self._title, *names)))
+
+    def _affordable(self, title: str) -> bool:
+        return self.measure(title, "") <= self.max_tokens // TITLE_SHARE
+
+    def _shortened(self) -> str:
+        """As much of the document's title as may be had."""
+        if self._short is None:
+            self._short = self._title
+            while self._short and not self._affordable(self._short):
+                self._short = self._short[: len(self._short) * 3 // 4].rstrip()
+        return self._short
+
 
 LEAST_MAX_TOKENS = 16
 LEAST_WINDOW = 1 << 14  # characters

@@ -71,7 +71,7 @@ def write_stdlib_corpus(folder: str | Path, modules: Sequence[str] | None = None
     names = tuple(DEFAULT_MODULES if modules is None else modules)
     for name in names:
         _check(name)
-    rendered = _render(names)
+    rendered = render(names)
     if not rendered:
         raise CorpusError(f"no module out of {', '.join(names) or 'an empty list'} can be imported by {sys.executable}")
     target = Path(folder)
@@ -93,7 +93,7 @@ def _check(name: str) -> None:
         raise CorpusError(f"{name} is no module of Python's standard library; leave it out of the corpus")
 
 
-def _render(names: Sequence[str]) -> dict[str, str]:
+def render(names: Sequence[str]) -> dict[str, str]:
     """Markdown by module. Modules are imported by a process of their own, cut off from the environment and its paths."""
     command = [sys.executable, "-I", "-X", "utf8", "-W", "ignore", str(_RENDERER), *names]
     try:

@@ -1,4 +1,4 @@
-"""Everything that `retrieval` raises on purpose.
+"""The errors of `blend_retrieval`.
 
     RetrievalError
     ├── DocumentsError          nothing to read: a missing path, or no readable document under it
@@ -12,13 +12,12 @@
         ├── IndexMismatchError  an index made with another embedding model
         └── IndexBusyError      an index that another process is writing
 
-Every message is one line that names what is wrong and what to do about it. `exit_code` is what a command line may exit
-with.
+Every message is one line with the problem and its remedy. `exit_code` is for command lines.
 """
 
 
 class RetrievalError(Exception):
-    """Base of every error that a user can cause or mend."""
+    """Base of all errors that a user can cause or fix."""
 
     exit_code = 8
 
@@ -52,12 +51,12 @@ class IndexMissingError(ChunkIndexError):
 
 
 class IndexDamagedError(ChunkIndexError):
-    """An index whose bytes are not those that were written, or that has another format."""
+    """An index that is damaged or has another format."""
 
 
 class IndexMismatchError(ChunkIndexError):
-    """An index made with another embedding model than the one at hand."""
+    """An index made with another embedding model."""
 
 
 class IndexBusyError(ChunkIndexError):
-    """An index that another process has been writing for longer than one waits for it."""
+    """An index that another process is writing for too long."""

@@ -1,13 +1,12 @@
-"""An index on disk: whole generations of files, the current one named by a manifest that is replaced in one step.
+"""An index on disk: generations of files that only their owner may read. A manifest names the current one.
 
     .lock                     held while one process writes
     manifest.json             format, embedder, dimension, and for each file its name, size and SHA-256
     chunks-<generation>.jsonl one chunk a line
     index-<generation>.faiss  the vector of line i is vector i
 
-A writer writes the files of a new generation, flushes them to the disk, and only then replaces the manifest; so
-whatever happens, readers find the old generation or the new one, whole. The last generation but one, which readers may
-still be opening, stays until the next writer comes. Only the owner may read any of it.
+A writer writes and flushes a new generation, then replaces the manifest in one step: readers find the old generation or the
+new one, whole. The previous generation, which readers may still be opening, stays until the next write.
 """
 
 from __future__ import annotations
@@ -16,13 +15,36 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from blend_retrieval.errors import ChunkIndexError, IndexBusyError, IndexDamagedError, IndexMissingError
-from blend_retrieval.privacy import PRIVATE_FILE, make_private, make_private_folder
+
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+_OTHERS = 0o077
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a folder unless it is there, and the parents that it lacks, each for its owner alone. Raises OSError.
+
+    `Path.mkdir` leaves the modes of parents to the umask.
+    """
+    if not path.parent.exists():
+        make_private_folder(path.parent)
+    path.mkdir(PRIVATE_FOLDER, exist_ok=True)
+
+
+def make_private(path: Path) -> None:
+    """Take the rights of group and others from a file or folder of ours. What is not ours, a link too, stays as it is."""
+    with suppress(OSError):
+        status = path.lstat()
+        ours = hasattr(os, "geteuid") and status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode)
+        if ours and status.st_mode & _OTHERS:
+            path.chmod(stat.S_IMODE(status.st_mode) & ~_OTHERS)
+
 
 FORMAT_VERSION = 1
 MANIFEST, LOCK = "manifest.json", ".lock"

@@ -1,4 +1,4 @@
-"""The model hub, asked briefly: loading from one that is out of reach would retry for over a minute."""
+"""A brief question to the model hub; loading from an unreachable one would retry for over a minute."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ TIMEOUT_S = 10.0
 
 
 def why_not(name: str, *, timeout_s: float = TIMEOUT_S) -> str | None:
-    """Why the hub does not give a model of this id that is not on this machine, as the end of a sentence; None where it does.
+    """Why the hub does not offer a model that is not on this machine, as the end of a sentence; None if it does.
 
-    One exchange, about one file of it: what the hub tells about a gated model it tells everybody, its files it does not.
+    Asks for one file, because the hub describes a gated model to everybody but withholds its files.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
@@ -22,7 +22,7 @@ def why_not(name: str, *, timeout_s: float = TIMEOUT_S) -> str | None:
     except GatedRepoError:
         return "is gated: accept its terms on the hub and log in (`hf auth login`)"
     except EntryNotFoundError:
-        return None  # it is given, and loading it says what it lacks
+        return None  # the model exists; loading it reports missing files
     except (RepositoryNotFoundError, HFValidationError):
         return "is neither a folder here nor on the model hub"
     except Exception as error:

@@ -1,21 +1,27 @@
-"""The index: chunks and their vectors, searched with FAISS, kept on disk, brought up to date by what changed."""
+"""The index: chunks and their vectors, searched with FAISS, kept on disk and updated by what changed.
+
+`Retriever` finds the chunks for a question; `CurrentIndex` follows what another process writes.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend_retrieval.chunking import Chunk
 from blend_retrieval.embedders import Embedder, Progress
-from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
-from blend_retrieval.generations import Generation, read_generation, write_generation, write_lock
+from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError, QueryError
+from blend_retrieval.generations import Generation, manifest_digest, read_generation, write_generation, write_lock
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
 
 HNSW_ABOVE = 100_000  # chunks; up to here an exact scan takes some ten milliseconds on one core
 _HNSW_LINKS, _HNSW_BUILD_EFFORT, _HNSW_SEARCH_EFFORT = 32, 128, 128
@@ -49,7 +55,7 @@ class ChunkIndex:
         self.chunks = tuple(chunks)
         self.embedder = embedder
         self.dimension = int(vectors.shape[1])
-        self._faiss = _build(vectors)
+        self.faiss_index = _build(vectors)
 
     @classmethod
     def load(cls, directory: str | Path, embedder: Embedder | None = None) -> ChunkIndex:
@@ -72,13 +78,13 @@ class ChunkIndex:
         """The `k` best chunks (all, if there are fewer) for a unit vector `[dimension]`, best first, ties by row."""
         if k <= 0 or not self.chunks:
             return []
-        scores, rows = self._faiss.search(vector.reshape(1, -1), min(k, len(self.chunks)))
+        scores, rows = self.faiss_index.search(vector.reshape(1, -1), min(k, len(self.chunks)))
         found = [ScoredRow(int(row), float(score)) for row, score in zip(rows[0], scores[0], strict=True) if row >= 0]
         return sorted(found, key=lambda hit: (-hit.score, hit.row))
 
     def vectors(self) -> npt.NDArray[np.float32]:
         """All vectors, float32 `[chunks, dimension]`."""
-        vectors: npt.NDArray[np.float32] = self._faiss.reconstruct_n(0, len(self.chunks))
+        vectors: npt.NDArray[np.float32] = self.faiss_index.reconstruct_n(0, len(self.chunks))
         return vectors
 
 
@@ -143,7 +149,9 @@ def _encode(index: ChunkIndex) -> Generation:
     import faiss
 
     lines = "".join(json.dumps(asdict(chunk)) + "\n" for chunk in index.chunks)
-    return Generation(index.embedder, index.dimension, lines.encode(), faiss.serialize_index(index._faiss).tobytes())
+    return Generation(
+        index.embedder, index.dimension, lines.encode(), faiss.serialize_index(index.faiss_index).tobytes()
+    )
 
 
 def _decode(generation: Generation, directory: Path) -> ChunkIndex:
@@ -154,11 +162,90 @@ def _decode(generation: Generation, directory: Path) -> ChunkIndex:
     index.embedder, index.dimension = generation.embedder, generation.dimension
     try:
         index.chunks = tuple(Chunk(**json.loads(line)) for line in generation.chunks.splitlines())
-        index._faiss = faiss.deserialize_index(np.frombuffer(generation.vectors, np.uint8))
+        index.faiss_index = faiss.deserialize_index(np.frombuffer(generation.vectors, np.uint8))
     except Exception as error:  # the checksum held, so whoever wrote this wrote another format
         raise ChunkIndexError(
             f"the index in {directory} cannot be understood ({error}); run `blend precompute` again"
         ) from error
-    if index._faiss.ntotal != len(index.chunks) or index._faiss.d != index.dimension:
+    if index.faiss_index.ntotal != len(index.chunks) or index.faiss_index.d != index.dimension:
         raise IndexDamagedError(f"the index in {directory} contradicts itself; run `blend precompute` again")
     return index
+
+
+class CurrentIndex:
+    """The index in a directory, read again when a writer has replaced it. Threads may share it."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._lock = Lock()
+        self._held: tuple[str, ChunkIndex] | None = None
+
+    def get(self) -> ChunkIndex:
+        """The index; raises what `ChunkIndex.load` raises. One small file is read where nothing has changed."""
+        with self._lock:
+            digest = manifest_digest(self.directory)  # asked first: what is written meanwhile shows the next time
+            if self._held is None or self._held[0] != digest:
+                self._held = digest, ChunkIndex.load(self.directory)
+            return self._held[1]
+
+
+_DECAY = 0.5
+_MOST_ASKED = 4  # what is earlier counts too little to be embedded
+
+
+class RankedChunk(NamedTuple):
+    """A chunk and its similarity to the question, between -1 and 1."""
+
+    chunk: Chunk
+    score: float
+
+
+Hidden = Callable[[str], bool]
+"""Whether a document of this id is to be passed over."""
+RankedChunks = tuple[RankedChunk, ...]
+"""Best first."""
+
+
+class Retriever:
+    """Searches an index with the embedder that made it. Raises `IndexMismatchError` when that is another one.
+
+    min_score: chunks below it are passed over; 0 passes over none.
+    """
+
+    def __init__(self, index: ChunkIndex, embedder: Embedder, min_score: float = 0.0) -> None:
+        if (index.embedder, index.dimension) != (embedder.name, embedder.dimension):
+            raise IndexMismatchError(
+                f"the index was made with {index.embedder}, not {embedder.name}; load that embedder"
+            )
+        self.index, self._embedder, self._floor = index, embedder, min_score or -math.inf
+
+    def search(self, query: str, k: int, hidden: Hidden | None = None, before: Sequence[str] = ()) -> RankedChunks:
+        """The `k` chunks most similar to the question, best first: fewer where no more are there or score enough.
+
+        before: questions earlier in the conversation, which a follow-up may leave unsaid; each counts half as much as the next.
+        Chunks of hidden documents are passed over. Raises `QueryError` for an empty question or a `k` below 1.
+        """
+        if not query.strip():
+            raise QueryError("the question is empty; ask something")
+        if k < 1:
+            raise QueryError(f"{k} chunks were asked for; ask for at least 1")
+        if not len(self.index):
+            return ()
+        chunks = self.index.chunks
+        gone = (
+            {name for name in {chunk.document_id for chunk in chunks} if hidden(name)} if hidden is not None else set()
+        )
+        more = sum(chunk.document_id in gone for chunk in chunks) if gone else 0
+        found = self.index.search(self._embedded(query, before), k + more)
+        ranked = (RankedChunk(chunks[row], score) for row, score in found)
+        return tuple(one for one in ranked if one.chunk.document_id not in gone and one.score >= self._floor)[:k]
+
+    def _embedded(self, query: str, before: Sequence[str]) -> npt.NDArray[np.float32]:
+        """The weighted sum of the embeddings, of length 1."""
+        asked = [text.strip() for text in (query, *reversed(before)) if text.strip()][:_MOST_ASKED]
+        vector: npt.NDArray[np.float32] = self._embedder.embed_query(asked[0])
+        for number, text in enumerate(asked[1:], 1):
+            vector = vector + _DECAY**number * self._embedder.embed_query(text)
+        if len(asked) > 1:
+            vector = vector / max(float(vector @ vector) ** 0.5, 1e-12)
+        return vector

@@ -1,4 +1,4 @@
-"""Folders and files to documents: what can be read is, the rest is named with a reason."""
+"""Folders and files to documents: readable ones are read, the others are named with a reason."""
 
 from __future__ import annotations
 
@@ -8,12 +8,75 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, count
 from pathlib import Path, PurePath, PurePosixPath
+from typing import NamedTuple
 
-from blend_retrieval.cleaning import clean, clean_title, valid_name
-from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument
+from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument, clean, clean_title, valid_name
 from blend_retrieval.errors import DocumentsError
-from blend_retrieval.folders import files_below
 from blend_retrieval.readers import SUFFIXES, Fault, Part, UnreadableError, reader_for
+
+
+class _Listing(NamedTuple):
+    """A folder's files and folders, sorted by name."""
+
+    files: list[Path]
+    folders: list[Path]
+
+
+def files_below(root: Path, suffixes: tuple[str, ...], skipped: list[SkippedDocument]) -> Iterator[Path]:
+    """Files with one of these suffixes in a fixed order: a folder's own, then those of its folders by name.
+
+    Hidden files and folders are ignored. Links are followed, but each folder is entered once. A folder that cannot be listed
+    (gone, forbidden, path too long) is added to `skipped`.
+    """
+    entered: set[tuple[int, int]] = set()
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            status = folder.stat()
+            if (status.st_dev, status.st_ino) in entered:
+                continue
+            entered.add((status.st_dev, status.st_ino))
+            listing = _list(folder, suffixes)
+        except OSError as error:
+            unread = () if isinstance(error, FileNotFoundError) else _ids_below(root, folder)
+            skipped.append(SkippedDocument(valid_name(str(folder)), f"cannot be listed ({error.strerror})", unread))
+            continue
+        yield from listing.files
+        waiting += reversed(listing.folders)
+
+
+def _ids_below(root: Path, folder: Path) -> tuple[str, ...]:
+    """Prefixes that ids of documents in a folder may have; the one in use depends on what else was loaded."""
+    name = folder.relative_to(root).as_posix()
+    inside = "" if name == "." else name
+    names = (inside, f"{root.absolute().name}/{inside}", folder.absolute().as_posix())
+    return tuple(valid_name(one).rstrip("/") + "/" for one in names)
+
+
+def _list(folder: Path, suffixes: tuple[str, ...]) -> _Listing:
+    files, folders = [], []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if _is_folder(entry):
+                folders.append(folder / entry.name)
+            elif (path := folder / entry.name).suffix.lower() in suffixes:
+                files.append(path)
+    return _Listing(sorted(files, key=_name), sorted(folders, key=_name))
+
+
+def _name(path: Path) -> str:
+    return path.name
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads nowhere or in circles; reading it will say so
+        return False
+
 
 OUT_OF_MEMORY = "needs more memory to be read than it may have: divide it"
 _KINDS = " ".join(SUFFIXES)

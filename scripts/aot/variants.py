@@ -12,19 +12,13 @@ import torch
 
 from aot.compiling import Launch, Resources, compile_launch, record
 from aot.pairs import Chosen, covering
-from blend_kernels.attention_kernel import attend_tile
+from blend_kernels.attention_kernel import attend_tile, combine_splits
 from blend_kernels.attention_launch import launch_attention
-from blend_kernels.checks import Mode, Packed, Rule
-from blend_kernels.combine_kernel import combine_splits
-from blend_kernels.deviation_kernel import deviation_rows
-from blend_kernels.deviation_launch import launch_deviation
-from blend_kernels.mass_kernel import mass_tile
-from blend_kernels.mass_launch import mass_from_lse
-from blend_kernels.rotation_kernel import rotate_tile
-from blend_kernels.rotation_launch import launch_rotation
-from blend_kernels.rotation_plain import Layout
+from blend_kernels.checks import Layout, Mode, Packed, Rule, Work
+from blend_kernels.deviation_kernel import deviation_rows, launch_deviation
+from blend_kernels.mass_kernel import mass_from_lse, mass_tile
+from blend_kernels.rotation_kernel import launch_rotation, rotate_tile
 from blend_kernels.tiles import Shape, Tile, candidates
-from blend_kernels.work import Work
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}

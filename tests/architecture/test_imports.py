@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterator
 
 import grimp
 import pytest
@@ -49,6 +51,16 @@ def graph() -> grimp.ImportGraph:
     )
 
 
+@pytest.fixture
+def enabled_loggers() -> Iterator[None]:
+    """import-linter disables every logger that exists; other tests read theirs."""
+    loggers = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
+    yield
+    for logger in loggers:
+        logger.disabled = False
+
+
+@pytest.mark.usefixtures("enabled_loggers")
 def test_import_linters_contracts_hold(capsys: pytest.CaptureFixture[str]) -> None:
     broken = lint_imports(str(REPOSITORY / "pyproject.toml"), no_cache=True, no_logo=True)
     assert not broken, capsys.readouterr().out

@@ -24,11 +24,8 @@ PUBLIC = {
     "_ntuple_diskusage",
 }
 # Tests that still reach into private attributes, and classes that still share a name. Add none.
-PENDING = ("tests/",)
-SHARED = (
-    "Exchange Answer Bounds _Piece Source Work Finished _Place Prepared KVBlend Metrics Done LeftAloneError Group Scratch "
-    "Told Plan _Held Passage Entry Conversation Found Part MissingCaches"
-)
+PENDING = ("tests/metrics/test_metrics_machine.py", "tests/store/test_prefetch.py", "tests/store/test_shared_corpus.py")
+SHARED = ("Finished",)
 
 
 @cache
@@ -48,7 +45,7 @@ def test_a_class_name_means_one_thing() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(path)
-    assert {name: found for name, found in homes.items() if len(found) > 1 and name not in SHARED.split()} == {}
+    assert {name: found for name, found in homes.items() if len(found) > 1 and name not in SHARED} == {}
 
 
 def test_no_file_is_too_long() -> None:
@@ -109,4 +106,4 @@ def test_files_come_to_their_place_through_one_writer_a_package() -> None:
                 moves = node.func.attr == "replace" and len(node.args) == 1
                 if moves or node.func.attr in ("mkstemp", "NamedTemporaryFile"):
                     movers.add(Path(path).name)
-    assert movers == {"files.py", "generations.py", "tuning.py"}
+    assert movers == {"files.py", "generations.py", "tiles.py"}

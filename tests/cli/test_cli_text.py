@@ -37,13 +37,6 @@ def test_text_that_is_not_utf8(filled: Blend, arguments: tuple[str, ...], named:
     assert "is not UTF-8 text" in one_line(result.err)
 
 
-@pytest.mark.parametrize("name", ["KVBLEND_MODEL", "KVBLEND_DEVICE", "KVBLEND_DTYPE"])
-def test_an_environment_that_is_not_utf8(filled: Blend, name: str) -> None:
-    result = filled("answer", "x", env={name: ODD})
-    assert (result.code, result.out) == (2, "")
-    assert name.removeprefix("KVBLEND_").lower() in one_line(result.err)
-
-
 def test_a_question_on_standard_input_that_is_not_utf8(filled: Blend) -> None:
     result = filled("answer", "-", stdin=ODD)
     assert (result.code, result.out) == (2, "")

@@ -100,7 +100,7 @@ def test_sums_to_the_number_of_softmaxes_and_leaves_the_future_empty(backend, de
 
 
 def test_many_rows_in_bounded_blocks(monkeypatch):
-    monkeypatch.setattr("blend_kernels.mass_plain._MOST_SCORES", 1000)
+    monkeypatch.setattr("blend_kernels.mass.MOST_SCORES", 1000)
     q, k, _ = make("cpu", rows=63)
     expected = dense_attention(q, k, k, torch.arange(63)).weights.sum((1, 2))
     torch.testing.assert_close(attention_mass(q, k, torch.arange(63)).double(), expected, rtol=1e-5, atol=1e-5)

@@ -46,10 +46,13 @@ def test_what_the_package_holds_is_what_its_ops_need():
 
     folder = Path(blend_kernels.__file__).parent
     modules = {path.stem: path for path in folder.glob("*.py")}
-    reached, waiting = set(), ["__init__", "attention_op", "mass_op", "rotation_op", "deviation_op"]
+    reached, waiting = set(), ["__init__", "attention", "mass", "rotation", "deviation"]
     while waiting:
         name = waiting.pop()
         reached.add(name)
-        imported = [n.module for n in ast.walk(ast.parse(modules[name].read_text())) if isinstance(n, ast.ImportFrom)]
+        tree = ast.parse(modules[name].read_text())
+        imported = [
+            str(n.module).removeprefix("blend_kernels.") for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)
+        ]
         waiting += [found for found in imported if found in modules and found not in reached]
     assert reached == set(modules)

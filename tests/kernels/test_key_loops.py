@@ -5,9 +5,8 @@ import torch
 
 from blend_kernels import attention_kernel, attention_launch
 from blend_kernels.attention_launch import launch_attention, split_count
-from blend_kernels.checks import Packed, Rule
+from blend_kernels.checks import Packed, Rule, Work
 from blend_kernels.tiles import Tile
-from blend_kernels.work import Work
 from tests.kernels.dense import close, dense_attention
 from tests.kernels.test_selective_attention import make, scattered
 
@@ -87,13 +86,13 @@ def early_rows(device):
 def partial(monkeypatch):
     """The log-sum-exp of every split, as the merge gets them: `[splits, batch, heads, rows]`."""
     found = []
-    combine = attention_launch._combine
+    combine = attention_launch.combine_parts
 
     def spy(work, part, part_lse, out, lse):
         found.append(part_lse.clone())
         return combine(work, part, part_lse, out, lse)
 
-    monkeypatch.setattr(attention_launch, "_combine", spy)
+    monkeypatch.setattr(attention_launch, "combine_parts", spy)
     return found
 
 

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blend_kernels.overlap import share_memory
+from blend_kernels.rotation import share_memory
 
 BUFFER = torch.zeros(400, dtype=torch.int16)
 

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blend_kernels.row_blocks import WASTED_SHARE, key_ranges, row_blocks
+from blend_kernels.attention_plain import WASTED_SHARE, key_ranges, row_blocks
 
 ends = st.lists(st.integers(0, 700), min_size=1, max_size=80).map(sorted)
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from blend_kernels.attention_launch import launch_attention
-from blend_kernels.checks import Rule
+from blend_kernels.checks import Rule, Work
 from blend_kernels.tiles import Tile
-from blend_kernels.work import Work
 from tests.kernels.dense import close, dense_attention
 from tests.kernels.test_selective_attention import make, scattered
 

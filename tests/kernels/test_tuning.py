@@ -3,10 +3,9 @@ import json
 import pytest
 import torch
 
-from blend_kernels import attention_choice, attention_launch, tuning
-from blend_kernels.checks import Rule
+from blend_kernels import attention_launch, tiles
+from blend_kernels.checks import Rule, Work
 from blend_kernels.tiles import Shape, Tile, candidates, chunks
-from blend_kernels.work import Work
 
 TILES = [Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)]
 
@@ -16,9 +15,9 @@ def file(tmp_path, monkeypatch):
     path = tmp_path / "deep" / "tiles.json"
     monkeypatch.setenv("BLEND_KERNELS_CACHE", str(path))
     monkeypatch.setenv("BLEND_KERNELS_TUNE", "1")
-    tuning.forget()
+    tiles.forget()
     yield path
-    tuning.forget()
+    tiles.forget()
 
 
 def test_measures_once_and_remembers_across_processes(file):
@@ -29,9 +28,9 @@ def test_measures_once_and_remembers_across_processes(file):
         asked.append(tile)
         return seconds[tile]
 
-    assert tuning.choose("key", TILES, measure) == TILES[1]
-    tuning.forget()
-    assert tuning.choose("key", TILES, measure) == TILES[1]
+    assert tiles.choose("key", TILES, measure) == TILES[1]
+    tiles.forget()
+    assert tiles.choose("key", TILES, measure) == TILES[1]
     assert asked == TILES
     assert json.loads(file.read_text()) == {"key": list(TILES[1])}
 
@@ -39,11 +38,11 @@ def test_measures_once_and_remembers_across_processes(file):
 def test_a_choice_that_is_no_longer_offered_is_measured_again(file):
     file.parent.mkdir()
     file.write_text(json.dumps({"key": [1, 2, 3, 4, False]}))
-    assert tuning.choose("key", TILES, lambda tile: tile.rows) == TILES[2]
+    assert tiles.choose("key", TILES, lambda tile: tile.rows) == TILES[2]
 
 
 def test_when_no_tile_runs_the_best_guess_is_taken_and_not_remembered(file):
-    assert tuning.choose("key", TILES, lambda tile: float("inf")) == TILES[0]
+    assert tiles.choose("key", TILES, lambda tile: float("inf")) == TILES[0]
     assert not file.exists()
 
 
@@ -51,12 +50,12 @@ def test_when_no_tile_runs_the_best_guess_is_taken_and_not_remembered(file):
 def test_a_damaged_file_is_ignored(file, content):
     file.parent.mkdir()
     file.write_text(content)
-    assert tuning.choose("key", TILES, lambda tile: tile.rows) == TILES[2]
+    assert tiles.choose("key", TILES, lambda tile: tile.rows) == TILES[2]
 
 
 def test_can_be_switched_off(file, monkeypatch):
     monkeypatch.setenv("BLEND_KERNELS_TUNE", "0")
-    assert tuning.choose("key", TILES, lambda tile: 1 / 0) == TILES[0]
+    assert tiles.choose("key", TILES, lambda tile: 1 / 0) == TILES[0]
     assert not file.exists()
 
 
@@ -97,18 +96,18 @@ def heavy(rows=2048, values=True, window=None, softcap=None, kv_heads=8):
 
 @pytest.fixture
 def h200(monkeypatch):
-    monkeypatch.setattr(attention_choice, "_machine", lambda device: ("H200", 9, "3.9"))
-    monkeypatch.setattr(attention_choice, "key_descriptor", lambda x, tile: None)
+    monkeypatch.setattr(attention_launch, "machine", lambda device: ("H200", 9, "3.9"))
+    monkeypatch.setattr(attention_launch, "key_descriptor", lambda x, tile: None)
     monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def test_what_changes_the_kernel_changes_the_key_of_a_choice(h200, monkeypatch):
     keys = []
-    monkeypatch.setattr(attention_choice, "choose", lambda key, tiles, measure: keys.append(key) or tiles[0])
+    monkeypatch.setattr(attention_launch, "choose", lambda key, tiles, measure: keys.append(key) or tiles[0])
     calls = [heavy(), heavy(values=False), heavy(rows=64), heavy(window=4096), heavy(softcap=30.0), heavy(kv_heads=4)]
     for work in (*calls, heavy(rows=3000)):
-        attention_choice.choose_tile(work)
+        attention_launch.choose_tile(work)
     assert len(set(keys[:-1])) == len(calls)
     assert keys[-1] == keys[0]
 
@@ -125,14 +124,14 @@ def _failures():
 
 def test_a_tile_that_cannot_run_takes_for_ever(h200, monkeypatch):
     for failure in _failures():
-        monkeypatch.setattr(attention_choice, "launch_attention", _raising(failure))
-        assert attention_choice._seconds(heavy(), TILES[0]) == float("inf")
+        monkeypatch.setattr(attention_launch, "launch_attention", _raising(failure))
+        assert attention_launch.measured_seconds(heavy(), TILES[0]) == float("inf")
 
 
 def test_an_error_of_the_call_is_no_property_of_the_tile(h200, monkeypatch):
-    monkeypatch.setattr(attention_choice, "launch_attention", _raising(RuntimeError("CUDA error: device lost")))
+    monkeypatch.setattr(attention_launch, "launch_attention", _raising(RuntimeError("CUDA error: device lost")))
     with pytest.raises(RuntimeError, match="device lost"):
-        attention_choice._seconds(heavy(), TILES[0])
+        attention_launch.measured_seconds(heavy(), TILES[0])
 
 
 def _raising(error):

@@ -21,11 +21,11 @@ def test_the_op_gone_changes_no_result(monkeypatch, rows, rule):
         def __getattr__(self, name):
             if name == "_scaled_dot_product_flash_attention_for_cpu":
                 raise AttributeError(name)
-            return getattr(torch.ops._aten_of_before, name)
+            return getattr(torch.ops.aten_of_before, name)
 
-    monkeypatch.setattr(torch.ops, "_aten_of_before", torch.ops.aten, raising=False)
+    monkeypatch.setattr(torch.ops, "aten_of_before", torch.ops.aten, raising=False)
     monkeypatch.setattr(torch.ops, "aten", Aten())
-    assert not hasattr(torch.ops.aten, attention_plain._FUSED)
+    assert not hasattr(torch.ops.aten, attention_plain.FUSED)
     without = selective_attention(q, k, v, positions, return_lse=True, **rule)
     expected = dense_attention(q, k, v, positions, **rule)
     for got in (fused, without):

@@ -270,7 +270,7 @@ def test_many_chunks_are_searched_through_a_graph(tmp_path, bag, monkeypatch):
     corpus = chunks(*(f"word{n} word{n + 1} word{n % 5}" for n in range(300)))
     update_index(tmp_path, corpus, bag)
     index = ChunkIndex.load(tmp_path)
-    assert "HNSW" in type(index._faiss).__name__
+    assert "HNSW" in type(index.faiss_index).__name__
     queries = index.vectors()[::10]
     exact = np.argsort(-(queries @ index.vectors().T), axis=1)[:, :5]
     found = [[hit.row for hit in index.search(query, 5)] for query in queries]

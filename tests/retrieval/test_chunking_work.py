@@ -152,7 +152,7 @@ Last
 
 @pytest.mark.parametrize("stretch", [1, 7, 30, 100])
 def test_headings_do_not_depend_on_how_much_is_parsed_at_a_time(monkeypatch, stretch):
-    from blend_retrieval import markdown_headings as headings
+    from blend_retrieval import headings
 
     text = BLOCKS * 3
     whole = find_headings(text)
@@ -162,10 +162,10 @@ def test_headings_do_not_depend_on_how_much_is_parsed_at_a_time(monkeypatch, str
 
 
 def test_the_first_heading_is_found_without_parsing_the_rest(monkeypatch):
-    from blend_retrieval import markdown_headings as headings
+    from blend_retrieval import headings
 
-    parsed, parse = [], headings._parse
-    monkeypatch.setattr(headings, "_parse", lambda text: parsed.append(len(text)) or parse(text))
+    parsed, parse = [], headings.parse_markdown
+    monkeypatch.setattr(headings, "parse_markdown", lambda text: parsed.append(len(text)) or parse(text))
     assert next(headings.markdown_headings("# First\n\n" + f"{SENTENCE}\n\n# More\n\n" * 20_000)).text == "First"
     assert sum(parsed) < 2 * headings.STRETCH
 

@@ -68,7 +68,7 @@ def test_loading_is_silent_and_leaves_logging_as_it_was(offline, capfd):
 
 @packaged
 def test_a_directory_is_a_model(minilm, offline):
-    directory = sentence._location("minilm")
+    directory = sentence.model_location("minilm")
     embedder = load_embedder(directory)
     np.testing.assert_allclose(embedder.embed(["word"]), minilm.embed(["word"]), atol=1e-6)
     assert embedder.name == directory
@@ -140,5 +140,5 @@ def test_english_text_with_some_of_another_language_is_told_nothing(offline, cap
 
 @packaged
 def test_a_model_of_ones_own_may_know_any_language(offline, caplog):
-    load_embedder(sentence._location("minilm")).embed([GERMAN] * 3)
+    load_embedder(sentence.model_location("minilm")).embed([GERMAN] * 3)
     assert caplog.messages == []

@@ -60,7 +60,7 @@ def test_a_second_run_touches_nothing(tmp_path):
     "name", ["antigravity", "this", "idlelib.idle", "test.support", "numpy", "no such", "../x", ""]
 )
 def test_modules_that_do_not_belong_are_refused_unimported(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(corpus_stdlib, "_render", lambda names: pytest.fail("imported"))
+    monkeypatch.setattr(corpus_stdlib, "render", lambda names: pytest.fail("imported"))
     with pytest.raises(CorpusError, match="leave it out"):
         write_stdlib_corpus(tmp_path, ["csv", name])
     assert list(tmp_path.iterdir()) == []

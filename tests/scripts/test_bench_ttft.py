@@ -15,6 +15,7 @@ import pytest
 import torch
 from ttft_rows import METHODS, held
 
+pytestmark = pytest.mark.timeout(600)  # processes that load torch
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 # Installed wherever kvblend is, but not on a GPU machine that was made for something else.
@@ -49,7 +50,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, blocked: Path) -> tuple[s
     file = tmp_path_factory.mktemp("gpu") / "gpu.json"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(blocked)}
     command = [sys.executable, str(SCRIPTS / "bench_gpu"), *small(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=env), file
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=env), file
 
 
 def small(file: Path) -> list[str]:
@@ -80,7 +81,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 
 def test_the_blocker_blocks(blocked: Path) -> None:
-    code = "import blend.store.seal as a, types; exec('import filelock', {'__name__': 'blend.store'})"
+    code = "exec('import filelock', {'__name__': 'blend.store'})"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (blocked, ROOT)))}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     assert "filelock is not installed here" in result.stderr

@@ -1,4 +1,4 @@
-"""Rooms with a tiny model whose corpora change while they are asked."""
+"""Corpora over a tiny model that change while questions are asked."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class WordCounts(Embedder):
         return vectors
 
 
-def room(store: Path, model: Path, *, corpus: str = "", **blend: float) -> Rag:
-    """A room in this directory; nothing is loaded yet."""
+def open_corpus(store: Path, model: Path, *, corpus: str = "", **blend: float) -> Rag:
+    """A corpus in this directory; nothing is loaded yet."""
     config = CorpusConfig(**{**CONFIG.__dict__, "name": corpus})
     rag = Rag(store, model=str(model), device="cpu", corpus=config, blend=BlendConfig(**blend))  # type: ignore[arg-type]
     rag.embedder = WordCounts()

@@ -55,13 +55,13 @@ def http(served: Served) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def serve(filled: tuple[Path, Path], tmp_path: Path) -> Iterator[Callable[..., Served]]:
-    """Starts servers of a test's own; door: options of `listening`, others: of `serving`."""
+    """Starts servers of a test's own; http: options of `listening`, others: of `serving`."""
     store = shutil.copytree(filled[0], tmp_path / "store")
     with ExitStack() as stack:
 
-        def start(door: dict[str, Any] | None = None, **options: Any) -> Served:
+        def start(http: dict[str, Any] | None = None, **options: Any) -> Served:
             made = stack.enter_context(serving(store, filled[1], **{"learn_budget": 0, **options}))
-            return stack.enter_context(listening(made, **(door or {})))
+            return stack.enter_context(listening(made, **(http or {})))
 
         yield start
 

@@ -1,4 +1,4 @@
-"""What tests of documents share: rooms over a tiny model, and what their stores hold."""
+"""What tests of documents share: corpora over a tiny model, and what their stores hold."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from changing import room
+from changing import open_corpus
 
 from blend import Rag
 from blend.serve.documents import Documents, DocumentStatus, UploadedFile
@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def rag(tmp_path: Path, model: Path) -> Rag:
-    return room(tmp_path / "store", model, ratio=1.0)
+    return open_corpus(tmp_path / "store", model, ratio=1.0)
 
 
 @pytest.fixture

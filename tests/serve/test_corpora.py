@@ -1,17 +1,16 @@
-"""Several corpora of one tenant, and retrieval for follow-up questions."""
+"""Several corpora of one tenant."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from rooms import QUESTION, Answer, ask, serving, settled
+from rooms import ask, serving, settled
 
 from blend.chunks.library import ChunkLibrary
 from blend.prompt import render_chunk
-from blend.rag import NONE_RETRIEVED, Rag
+from blend.rag import Rag
 from blend.serve.service import Service
 from blend.serve.types import GivenDocument
 from blend_retrieval import Chunk
@@ -100,30 +99,3 @@ def test_what_a_question_brought_to_another_corpus_goes_with_the_document(servic
     assert service.documents("", "kell").delete("kell4")
     assert service.documents("", "kell").wait(60)
     assert (held(kell, chunks), held(unnamed, chunks)) == (0, 0)
-
-
-def documents(told: Answer) -> list[str]:
-    return [source.document for source in told.sources]
-
-
-def test_a_follow_up_is_answered_from_what_the_conversation_is_about(service: Service) -> None:
-    first = ask(service, QUESTION, top_k=2)
-    assert "harbour.md" in documents(first)
-    follow_up = "And how heavy is the bell?"
-    assert "harbour.md" in documents(ask(service, QUESTION, "Two.", follow_up, top_k=2))
-
-
-def test_a_new_topic_is_answered_from_its_own_passages(service: Service) -> None:
-    asked = "How many visitors a day does the library count?"
-    alone = documents(ask(service, asked, top_k=1))
-    assert documents(ask(service, QUESTION, "Two.", asked, top_k=1)) == alone == ["library.md"]
-
-
-@pytest.mark.parametrize(("min_score", "left"), [(0.0, 4), (0.999, 0)])
-def test_passages_below_the_least_score_are_left_out(
-    filled: tuple[Path, Path], tmp_path: Path, min_score: float, left: int
-) -> None:
-    with serving(shutil.copytree(filled[0], tmp_path / "store"), filled[1], min_score=min_score) as service:
-        opened = ask(service, QUESTION, top_k=4)
-    assert len(opened.sources) == left
-    assert (NONE_RETRIEVED in opened.figures.notes) == (left == 0)

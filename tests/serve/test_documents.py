@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changing import Engine, page, room, states, until, words
+from changing import Engine, open_corpus, page, states, until, words
 from documents_made import LAST_S, add, caches, ids, left, make, model, rag, status_of
 from served import logged
 
@@ -119,7 +119,7 @@ def test_what_goes_takes_its_caches_along_but_not_those_of_other_corpora(
     rag: Rag, model: Path, make: Callable[..., Documents]
 ) -> None:
     documents = make()
-    other = make(rag=room(rag.root, model, corpus="other"))
+    other = make(rag=open_corpus(rag.root, model, corpus="other"))
     documents.add([page("harbour", 4), page("mill", 4)])
     other.add([page("mill", 4)])
     assert documents.wait(LAST_S)
@@ -177,8 +177,8 @@ def test_a_file_of_many_documents_is_asked_for_and_deleted_as_one(make: Callable
     assert documents.listing() == ()
 
 
-def test_two_rooms_do_not_see_each_other(tmp_path: Path, model: Path, make: Callable[..., Documents]) -> None:
-    rags = [room(tmp_path / "store" / "tenants" / name, model) for name in ("one", "two")]
+def test_two_tenants_do_not_see_each_other(tmp_path: Path, model: Path, make: Callable[..., Documents]) -> None:
+    rags = [open_corpus(tmp_path / "store" / "tenants" / name, model) for name in ("one", "two")]
     one, two = (make(rag=rag) for rag in rags)
     one.add([page("harbour")])
     two.add([page("mill")])
@@ -300,7 +300,7 @@ def test_what_another_process_precomputed_is_taken_up(rag: Rag, tmp_path: Path, 
     assert ids(rag) == {"mill.md", "harbour.md"}
 
 
-def test_a_closed_room_has_no_thread_left(make: Callable[..., Documents]) -> None:
+def test_a_closed_corpus_has_no_thread_left(make: Callable[..., Documents]) -> None:
     before = set(threading.enumerate())
     documents = make()
     documents.add([page("harbour", 60)])

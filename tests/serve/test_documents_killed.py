@@ -27,7 +27,7 @@ __all__ = ["make", "model", "rag"]  # fixtures
 _PROGRAM = """
 import sys, time
 from pathlib import Path
-from changing import room, page
+from changing import open_corpus, page
 from blend.serve.corpus_caches import compute_here
 from blend.serve.documents import Documents
 
@@ -41,7 +41,7 @@ def slowly(library, variants, on_done):
         time.sleep(0.05)
     return compute_here(library, [], on_done)
 
-documents = Documents(room(Path(sys.argv[1]), Path(sys.argv[2])), slowly)
+documents = Documents(open_corpus(Path(sys.argv[1]), Path(sys.argv[2])), slowly)
 documents.add([page(topic, 24) for topic in ("harbour", "mill")])
 while count < 5:
     time.sleep(0.01)
@@ -139,7 +139,7 @@ def test_what_ends_the_process_again_and_again_is_given_up(rag: Rag, make: Calla
 _SERVER = """
 import sys, time
 from pathlib import Path
-from changing import WordCounts, room
+from changing import WordCounts, open_corpus
 from served import listening
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.service import Service
@@ -147,16 +147,16 @@ from blend.serve.service import Service
 class Deadly(WordCounts):
     def embed(self, texts, progress=None):
         if any("deadly" in text for text in texts):
-            print("at it", flush=True)
+            print("at it\\n", end="", flush=True)  # one write: another thread prints too
             time.sleep(600)
         return super().embed(texts, progress)
 
-rag = room(Path(sys.argv[1]), Path(sys.argv[2]))
+rag = open_corpus(Path(sys.argv[1]), Path(sys.argv[2]))
 rag.embedder = Deadly()
 service = Service(rag, EmbeddedEngine(rag.blender), learn_budget=0)
 service.warm_up()
 with listening(service) as found:
-    print(found.url, flush=True)
+    print(f"{found.url}\\n", end="", flush=True)
     time.sleep(600)
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from changing import WordCounts, page, room, states, until
+from changing import WordCounts, open_corpus, page, states, until
 from documents_made import LAST_S, add, caches, ids, left, make, model, rag, status_of
 
 from blend import Rag
@@ -37,7 +37,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def on_disk(disk: Path, model: Path) -> Rag:
     """A corpus on that file system, of two documents with all their caches."""
-    made = room(disk / "store", model)
+    made = open_corpus(disk / "store", model)
     documents = Documents(made)
     add(documents, [page("harbour"), page("mill")])
     documents.close()

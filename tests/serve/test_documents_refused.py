@@ -18,8 +18,8 @@ from blend.serve.documents import DocumentLimits, Documents, UploadedFile
 from blend.serve.failures import CORPUS_FAILS
 from blend.serve.types import GivenDocument
 from blend.serve.uploads import UploadsFullError, safe_id
-from blend_retrieval.apart import ReadingLimits
 from blend_retrieval.errors import DocumentsError
+from blend_retrieval.isolated import ReadingLimits
 
 __all__ = ["make", "model", "rag"]  # fixtures
 

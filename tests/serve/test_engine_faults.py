@@ -17,7 +17,6 @@ from models import decoder
 from served import Served
 
 from blend.blender import Blender
-from blend.chunks import encode
 from blend.chunks.assemble import LayerLoader
 from blend.config import BlendConfig
 from blend.model.forward import RowRequest
@@ -41,21 +40,21 @@ def fails(*_: object) -> Iterator[None]:
     raise RuntimeError("can't allocate memory")
 
 
-def test_a_cache_that_cannot_be_taken_out_is_told_and_the_next_is_computed(
+def test_a_cache_that_cannot_be_computed_is_reported_and_the_next_is_computed(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, layout = make_engine(), make_layout()
     library, told, done = engine.blender.library(layout.prefix), list[Exception | None](), threading.Event()
-    variants, cut = library.missing(layout.chunks)[:2], encode._cut
+    variants, encoder = library.missing(layout.chunks)[:2], type(library.isolated)
+    steps = encoder.steps
 
     def on_done(one: object, error: Exception | None) -> None:
         told.append(error)
-        monkeypatch.setattr(encode, "_cut", cut)
+        monkeypatch.setattr(encoder, "steps", steps)
         if len(told) == len(variants):
             done.set()
 
-    library.isolated.prefix  # noqa: B018  # computed here, where it may not fail
-    monkeypatch.setattr(encode, "_cut", fails)
+    monkeypatch.setattr(encoder, "steps", fails)
     engine.encode(library, variants, on_done)
     assert done.wait(60)
     assert [type(error) for error in told] == [RuntimeError, type(None)]

@@ -212,11 +212,10 @@ def test_a_restart_knows_what_there_was(tmp_path: Path) -> None:
     again = LearnedCaches(path, 100)
     assert again.nbytes == 80
     assert again.use({key(3): 30}) == [key(2)]
-    again.drop([key(1)])
     again.save()
     smaller = LearnedCaches(path, 20)
-    assert len(smaller) == 1
-    assert smaller.use({}) == [key(3)]
+    assert len(smaller) == 2
+    assert smaller.use({}) == [key(1), key(3)]
     assert path.stat().st_mode & 0o077 == 0
 
 

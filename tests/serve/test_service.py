@@ -14,6 +14,7 @@ from rooms import FEW, QUESTION, Answer, ask, serving, settled
 from blend.errors import ConfigError, PromptError
 from blend.model.cache import BlendedCache
 from blend.prompt import render_chunk
+from blend.rag import NONE_RETRIEVED
 from blend.serve.metrics import Metrics
 from blend.serve.service import Service
 from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, GivenDocument, Message, Request, Sampling
@@ -247,3 +248,30 @@ def test_what_is_damaged_behind_its_header_is_computed_again(service: Service) -
     assert [source.hit for source in sources] == [False] * 3
     settled(service)
     assert len([name for name in caches if not verify_entry(store, name)]) == 3
+
+
+def documents(told: Answer) -> list[str]:
+    return [source.document for source in told.sources]
+
+
+def test_a_follow_up_is_answered_from_what_the_conversation_is_about(service: Service) -> None:
+    first = ask(service, QUESTION, top_k=2)
+    assert "harbour.md" in documents(first)
+    follow_up = "And how heavy is the bell?"
+    assert "harbour.md" in documents(ask(service, QUESTION, "Two.", follow_up, top_k=2))
+
+
+def test_a_new_topic_is_answered_from_its_own_passages(service: Service) -> None:
+    asked = "How many visitors a day does the library count?"
+    alone = documents(ask(service, asked, top_k=1))
+    assert documents(ask(service, QUESTION, "Two.", asked, top_k=1)) == alone == ["library.md"]
+
+
+@pytest.mark.parametrize(("min_score", "left"), [(0.0, 4), (0.999, 0)])
+def test_passages_below_the_least_score_are_left_out(
+    filled: tuple[Path, Path], tmp_path: Path, min_score: float, left: int
+) -> None:
+    with serving(shutil.copytree(filled[0], tmp_path / "store"), filled[1], min_score=min_score) as service:
+        opened = ask(service, QUESTION, top_k=4)
+    assert len(opened.sources) == left
+    assert (NONE_RETRIEVED in opened.figures.notes) == (left == 0)

@@ -19,7 +19,7 @@ from blend.serve.http.tracing import Tracing, is_wanted
 
 CHAT = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "user", "content": "Which secret has the harbour?"}], "max_tokens": 6}
-PARTS = ["door", "queue", "load", "prefill", "decode"]
+PARTS = ["receive", "queue", "load", "prefill", "decode"]
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -79,7 +79,8 @@ def test_nothing_is_imported_unless_an_endpoint_is_named() -> None:
     assert not is_wanted({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318", "OTEL_SDK_DISABLED": "true"})
     assert is_wanted({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"})
     code = (
-        "import sys; from blend.serve.http import app; from blend.cli import serving; found = serving._tracing();"
+        "import os, sys; from blend.serve.http import app; from blend.serve.http.tracing import exporting, is_wanted;"
+        "found = exporting(os.environ) if is_wanted(os.environ) else None;"
         "print(found is not None, any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}

@@ -15,12 +15,12 @@ CACHE = "objects/ab/cd/cdef.safetensors"
 OTHER = "artifacts/map"
 
 
-@pytest.fixture(params=["memory", "disk", "memory tier"])
+@pytest.fixture(params=["memory", "disk"])
 def make_budgeted(request, tmp_path):
     return _near(request.param, tmp_path)
 
 
-@pytest.fixture(params=["memory", "disk", "memory tier", *FAR])
+@pytest.fixture(params=["memory", "disk", *FAR])
 def backend(request, tmp_path):
     if request.param in FAR:
         return open_far(request, tmp_path).backend
@@ -30,8 +30,7 @@ def backend(request, tmp_path):
 def _near(kind, tmp_path):
     def make(budget_bytes=None):
         location = "memory:" if kind == "memory" else tmp_path / "store"
-        memory_bytes = 1 << 20 if kind == "memory tier" else None
-        return open_store(location, budget_bytes=budget_bytes, memory_bytes=memory_bytes).backend
+        return open_store(location, budget_bytes=budget_bytes).backend
 
     return make
 
@@ -54,7 +53,7 @@ def test_a_name_holds_what_was_put_last(backend, name):
     assert content(backend, name) is None
     assert not backend.delete(name)
     for blobs in ([b"one ", memoryview(b"two")], [], [b"", b"three"]):
-        assert backend.put(name, blobs)
+        backend.put(name, blobs)
         assert content(backend, name) == b"".join(blobs)
     assert backend.delete(name)
     assert content(backend, name) is None
@@ -117,35 +116,6 @@ def test_several_names_at_once(backend):
     for blob in found:
         if blob is not None:
             blob.close()
-
-
-def test_put_if_absent(backend):
-    for name in (CACHE, OTHER):
-        assert backend.put(name, [b"first"], if_absent=True)
-        assert not backend.put(name, [b"second"], if_absent=True)
-        assert content(backend, name) == b"first"
-        backend.delete(name)
-        assert backend.put(name, [b"third"], if_absent=True)
-        assert content(backend, name) == b"third"
-    assert sum(one.nbytes for one in listed(backend).values()) == 5
-
-
-def test_put_if_absent_lets_one_of_many_win(backend):
-    won, start = [], threading.Barrier(8)
-
-    def work(number):
-        start.wait()
-        for index in range(10):
-            if backend.put(cache(index), [str(number).encode()], if_absent=True):
-                won.append((index, number))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(index for index, _ in won) == list(range(10))
-    assert all(content(backend, cache(index)) == str(number).encode() for index, number in won)
 
 
 def test_swap(backend):

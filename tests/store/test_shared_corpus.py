@@ -11,6 +11,7 @@ from far_stores import bucket_of
 
 from blend import corpus as corpus_module
 from blend.config import BlendConfig, CorpusConfig
+from blend.corpora import Sharing
 from blend.errors import ConfigError, StoreChangedError, StoreError, StoreUnreachableError
 from blend.rag import Rag
 from blend.store.addresses import FILE, replica_of
@@ -45,6 +46,11 @@ def address(request, tmp_path, monkeypatch):
         return f"redis://127.0.0.1:{servers.redis_port()}/2/{tmp_path.name}", None
     hot = f"redis://127.0.0.1:{servers.redis_port()}/3" if request.param == "both" else None
     return bucket_of(monkeypatch, tmp_path), hot
+
+
+def sharing(rag):
+    """The sharing of a machine's replica."""
+    return Sharing(rag.root, lambda: rag.store)
 
 
 def machine(address, folder, model, **options):
@@ -89,7 +95,7 @@ def test_a_running_replica_sees_what_another_machine_changes(address, corpus, tm
     before = {chunk.id for chunk in second.index.chunks}
     (changed / "market.md").write_text("# The market\n\nThe market of town 9 opened in 1999. It sells rye.\n" * 3)
     first.precompute(changed)
-    second._sharing.refresh(now=True)
+    sharing(second).refresh(now=True)
     assert {chunk.id for chunk in second.index.chunks} > before
     assert second.root.joinpath("corpora/town/index/manifest.json").is_file()
 
@@ -97,14 +103,14 @@ def test_a_running_replica_sees_what_another_machine_changes(address, corpus, tm
 def test_who_began_with_an_older_index_is_refused(address, corpus, tmp_path, monkeypatch):
     model, documents = corpus
     first, second = (machine(address, tmp_path / name, model) for name in ("first", "second"))
-    second._sharing.refresh(now=True)
+    sharing(second).refresh(now=True)
     first.precompute(documents / "harbour.md", quick=True)
-    monkeypatch.setattr(second._sharing, "refresh", lambda now=False: None)  # it looked before the other published
+    monkeypatch.setattr(Sharing, "refresh", lambda self, now=False: None)  # it looked before the other published
     with pytest.raises(StoreError, match="run the same command again"):
         second.precompute(documents / "orchard.md", quick=True)
     monkeypatch.undo()
     bucket_of(monkeypatch, tmp_path)  # its credentials were undone as well
-    second._sharing.refresh(now=True)
+    sharing(second).refresh(now=True)
     assert [chunk.id for chunk in second.index.chunks] == [chunk.id for chunk in first.index.chunks]
 
 
@@ -154,14 +160,14 @@ def test_a_corpus_that_is_withdrawn_is_gone_everywhere(corpus, tmp_path):
     first, second = (machine(address, tmp_path / name, model) for name in ("first", "second"))
     first.precompute(documents / "harbour.md", quick=True)
     assert len(second.index) > 0
-    first._sharing.withdraw("")
-    second._sharing.refresh(now=True)
+    sharing(first).withdraw("")
+    sharing(second).refresh(now=True)
     for rag in (first, second):
         with pytest.raises(RetrievalError, match="no index"):
             _ = rag.index
     assert not any((tmp_path / "mounted" / "indexes").rglob("*.*"))
     second.precompute(documents / "orchard.md", quick=True)
-    first._sharing.refresh(now=True)
+    sharing(first).refresh(now=True)
     assert len(first.index) == len(second.index) > 0
 
 
@@ -191,7 +197,7 @@ def test_a_corpus_that_is_not_mounted_is_not_withdrawn(corpus, tmp_path):
     assert second.store.backend.wait(20)
     mount.rename(tmp_path / "elsewhere")
     mount.mkdir()
-    second._sharing.refresh(now=True)
+    sharing(second).refresh(now=True)
     answers.append(second.answer(QUESTION, max_new_tokens=8))
     restarted = machine(address, tmp_path / "second", model)
     answers.append(restarted.answer(QUESTION, max_new_tokens=8))

@@ -12,6 +12,8 @@ from blend.errors import StoreUnreachableError
 from blend.store.objects import ObjectBackend
 from blend.store.tiered import TieredBackend
 
+pytestmark = pytest.mark.timeout(600)  # faults take their time
+
 
 @pytest.fixture
 def soak(tmp_path, monkeypatch):

@@ -16,7 +16,6 @@ from blend.store import Timeouts, open_store
 from blend.store.admin import pin_cache, pinned
 from blend.store.backend import TierHits
 from blend.store.disk import DiskBackend, DiskBlob
-from blend.store.reader import entry_checker
 from blend.store.seal import make_seal
 from blend.store.tiered import TieredBackend, Tiers
 
@@ -224,7 +223,7 @@ def test_a_full_redis_is_told_once_and_goes_on_being_read(key, cache, tmp_path, 
     far = open_store(tmp_path / "far").backend
     hot = open_store(f"redis://127.0.0.1:{port}/0").backend.tiers.far
     store = open_store(tmp_path / "far")
-    store.backend = TieredBackend(Tiers(far, hot, None), entry_checker(make_seal(None)), QUICK)
+    store.backend = TieredBackend(Tiers(far, hot, None), make_seal(None), QUICK)
     for number in range(30):
         store.put(key(number), cache(number, tokens=400))
     (line,) = (record.getMessage() for record in caplog.records)
@@ -331,7 +330,7 @@ def test_what_redis_holds_is_believed_as_far_as_its_digests(make, key, cache, tm
 def test_what_was_changed_on_the_way_is_asked_for_again(key, cache, tmp_path, monkeypatch):
     store = open_store(tmp_path / "far")
     store.put(key(1), cache(1))
-    store.backend = TieredBackend(Tiers(DiskBackend(tmp_path / "far")), entry_checker(make_seal(None)))
+    store.backend = TieredBackend(Tiers(DiskBackend(tmp_path / "far")), make_seal(None))
     as_it_is, changed = DiskBlob.read, []
 
     def change(self, *ranges):
@@ -350,7 +349,7 @@ def test_damage_of_the_far_place_alone_is_damage(key, cache, tmp_path):
     far, near = DiskBackend(tmp_path / "far"), DiskBackend(tmp_path / "near")
     store = open_store(tmp_path / "far")
     store.put(key(1), cache(1))
-    store.backend = TieredBackend(Tiers(far, None, near), entry_checker(make_seal(None)))
+    store.backend = TieredBackend(Tiers(far, None, near), make_seal(None))
     (file,) = (tmp_path / "far" / "objects").rglob("*.safetensors")
     _flipped(file, -10)
     with store.open(key(1)) as reader, pytest.raises(EntryDamagedError, match="not what was written"):

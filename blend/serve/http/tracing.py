@@ -1,6 +1,6 @@
 """OpenTelemetry spans of requests. Imports nothing unless an endpoint is configured.
 
-A request has one span with up to five children: door (read, validate, retrieve, tokenise), queue, load, prefill, decode.
+A request has one span with up to five children: receive (read, validate, retrieve, tokenise), queue, load, prefill, decode.
 Loading and prefill alternate by layer; each is shown as its sum. Attributes hold no text of prompts or answers.
 """
 
@@ -108,11 +108,11 @@ class RequestTrace:
     def _parts(self, now: float) -> list[tuple[str, float]]:
         """The child spans, each with its end."""
         if self._figures is None:
-            return [("door", self._taken), ("queue", now)] if self._taken else [("door", now)]
-        figures, door = self._figures, self._first - self._figures.ttft_s + self._figures.stages.get("prepare", 0.0)
-        queue = door + figures.waited_s
+            return [("receive", self._taken), ("queue", now)] if self._taken else [("receive", now)]
+        figures, received = self._figures, self._first - self._figures.ttft_s + self._figures.stages.get("prepare", 0.0)
+        queue = received + figures.waited_s
         load = queue + sum(figures.stages.get(stage, 0.0) for stage in _LOADING)
-        return [("door", door), ("queue", queue), ("load", load), ("prefill", self._first), ("decode", now)]
+        return [("receive", received), ("queue", queue), ("load", load), ("prefill", self._first), ("decode", now)]
 
     def _figure_attributes(self) -> dict[str, AttributeValue]:
         if (figures := self._figures) is None:

@@ -1,7 +1,6 @@
-"""How one layer's keys and values become the named tensors that a store keeps, and back: the contract.
+"""The contract of codecs, and the trivial one: how a layer's keys and values become named tensors, and back.
 
-A store writes and reads whatever parts a codec names; `blend.store.codecs` knows those of `codecs/`, and one's own, by their
-names. Every entry names its own codec, so a store may hold entries of several.
+A store reads and writes whatever parts a codec names. Every entry names its codec, so a store may hold entries of several.
 """
 
 from __future__ import annotations
@@ -66,9 +65,6 @@ def require_shapes(found: list[tuple[int, ...]], outs: tuple[torch.Tensor, torch
     if found != needed:
         shown = [", ".join(str(list(shape)) for shape in shapes) for shapes in (found, needed)]
         raise ValueError(f"it has shapes {shown[0]}, needed are {shown[1]}")
-
-
-# --- Keys and values as they are, in one floating-point dtype.
 
 
 class CastCodec(Codec):

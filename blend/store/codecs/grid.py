@@ -206,9 +206,6 @@ def _groups(tokens: int, count: int) -> tuple[int, int]:
     return -(-tokens // size), size
 
 
-# --- One byte a number, whole numbers from -127 to 127.
-
-
 class _Bytes(Grid):
     dtype = "int8"
     most = 127.0
@@ -226,9 +223,6 @@ class _Bytes(Grid):
 
 
 INT8 = GridCodec("int8", _Bytes(), group=256)
-
-
-# --- Half a byte a number, sixteen numbers from -7.5 to 7.5.
 
 
 class _Nibbles(Grid):

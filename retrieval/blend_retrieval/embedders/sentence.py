@@ -33,7 +33,7 @@ class SentenceEmbedder(Embedder):
     def __init__(self, name: str, device: str, batch_size: int) -> None:
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else name
         self._batch_size = batch_size
-        self._model = _load(_location(name), device)
+        self._model = _load(model_location(name), device)
         # sentence-transformers 5 calls it by the longer name, which later versions warn of.
         dimension = (
             getattr(self._model, "get_embedding_dimension", None) or self._model.get_sentence_embedding_dimension
@@ -91,7 +91,7 @@ def _foreign_language(texts: Sequence[str]) -> str:
     return found.most_common(1)[0][0] if found.total() > english else ""
 
 
-def _location(name: str) -> str:
+def model_location(name: str) -> str:
     """Directory or hub id of a model. The package's own directory is used as it is; its code is never imported."""
     if name != PACKAGED:
         return name

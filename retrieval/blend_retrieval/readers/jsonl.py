@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from blend_retrieval.cleaning import clean
+from blend_retrieval.document import clean
 from blend_retrieval.readers.base import Fault, Part
 from blend_retrieval.readers.text import decode
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import codecs
 import re
 
-from blend_retrieval.cleaning import clean
-from blend_retrieval.markdown_headings import markdown_headings
+from blend_retrieval.document import clean
+from blend_retrieval.headings import markdown_headings
 from blend_retrieval.readers.base import Fault, Part, UnreadableError
 
 _BOMS = (

@@ -1,4 +1,4 @@
-"""The public `kv_deviation`."""
+"""`kv_deviation`: the public op and its twin in plain torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from typing import Literal
 
 import torch
 
-from .backend import Backend, choose_backend
-from .checks import FLOATS, check_contiguous, require
-from .deviation_plain import deviation_plain
+from blend_kernels.backend import Backend, choose_backend
+from blend_kernels.checks import FLOATS, check_contiguous, require
+
+
+@torch.no_grad()
+def deviation_plain(new: torch.Tensor, old: torch.Tensor, norm: str) -> torch.Tensor:
+    """Deviation of one pair, fp32 `[batch, rows]`; arguments are checked."""
+    difference = new.float() - old.float()
+    if norm == "l1":
+        return difference.abs_().sum((1, 3))
+    squares: torch.Tensor = torch.linalg.vecdot(difference, difference)
+    return squares.sum(1)
+
 
 Norm = Literal["l2sq", "l1"]
 Parts = Literal["k", "v", "kv"]
@@ -46,7 +56,7 @@ def kv_deviation(
         f"keys and values must be on the same device, got {', '.join(str(new.device) for new, _ in pairs)}",
     )
     if choose_backend(backend, *chain(*pairs)) == "triton":
-        from .deviation_launch import launch_deviation
+        from blend_kernels.deviation_kernel import launch_deviation
 
         return launch_deviation(keys, values, norm)
     first, *rest = (deviation_plain(new, old, norm) for new, old in pairs)

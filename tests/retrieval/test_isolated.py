@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import pytest
 from pdfs import minimal_pdf
 
-from blend_retrieval.apart import ApartReader, ReadingLimits, StoppedError
 from blend_retrieval.document import LoadedDocuments, SkippedDocument
+from blend_retrieval.isolated import IsolatedReader, ReadingLimits, StoppedError
 from blend_retrieval.loading import load_bytes
 
 SLOW = "slow.html", b"<p>a <b>word</b></p>\n" * 600_000  # many seconds for its parser
@@ -37,7 +37,7 @@ def reasons(found: LoadedDocuments) -> list[str]:
     ],
 )
 def test_it_reads_what_is_read_here(name: str, data: bytes) -> None:
-    found = ApartReader(ReadingLimits()).read(name, data)
+    found = IsolatedReader(ReadingLimits()).read(name, data)
     assert found == load_bytes(name, data)
     assert found.documents or found.skipped
 
@@ -60,34 +60,36 @@ def test_it_reads_what_is_read_here(name: str, data: bytes) -> None:
     ids=["seconds", "memory", "characters"],
 )
 def test_what_goes_beyond_the_limits_is_left_out(limits: ReadingLimits, file: tuple[str, bytes], reason: str) -> None:
-    reader = ApartReader(limits)
+    reader = IsolatedReader(limits)
     assert reader.read(*file).skipped == (SkippedDocument(file[0], reason, (file[0],)),)
     assert len(reader.read("b.txt", b"A bell.").documents) == 1
 
 
 def test_a_process_that_waits_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blend_retrieval.apart._PATIENCE", 0.02)
-    assert reasons(ApartReader(ReadingLimits(seconds=10)).read(*SLOW)) == ["takes more than 10 s to be read: divide it"]
+    monkeypatch.setattr("blend_retrieval.isolated.WALL_PER_CPU_SECOND", 0.02)
+    assert reasons(IsolatedReader(ReadingLimits(seconds=10)).read(*SLOW)) == [
+        "takes more than 10 s to be read: divide it"
+    ]
 
 
 @contextmanager
-def reading(reader: ApartReader):  # type: ignore[no-untyped-def]
+def reading(reader: IsolatedReader):  # type: ignore[no-untyped-def]
     """The slow file under way: what becomes of it, and its process."""
     with ThreadPoolExecutor(1) as pool:
         found: Future[LoadedDocuments] = pool.submit(reader.read, *SLOW)
-        while reader._process is None:
+        while reader.process is None:
             time.sleep(0.001)
-        yield found, reader._process
+        yield found, reader.process
 
 
 def test_a_parser_that_ends_its_process_is_told() -> None:
-    with reading(ApartReader(ReadingLimits())) as (found, process):
+    with reading(IsolatedReader(ReadingLimits())) as (found, process):
         os.kill(process.pid, signal.SIGKILL)
         assert reasons(found.result(30)) == ["cannot be read: its reader ended with -9"]
 
 
 def test_closing_ends_what_is_read_and_blames_no_file() -> None:
-    reader, begin = ApartReader(ReadingLimits()), time.monotonic()
+    reader, begin = IsolatedReader(ReadingLimits()), time.monotonic()
     with reading(reader) as (found, process):
         reader.close()
         with pytest.raises(StoppedError):
@@ -99,11 +101,11 @@ def test_closing_ends_what_is_read_and_blames_no_file() -> None:
 
 
 def test_who_waits_for_a_turn_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blend_retrieval.apart._AT_ONCE", turns := threading.BoundedSemaphore(1))
-    reader = ApartReader(ReadingLimits())
+    monkeypatch.setattr("blend_retrieval.isolated.SLOTS", turns := threading.BoundedSemaphore(1))
+    reader = IsolatedReader(ReadingLimits())
     with turns, ThreadPoolExecutor(1) as pool:
         found = pool.submit(reader.read, "a.md", b"A bell.")
         reader.close()
         with pytest.raises(StoppedError):
             found.result(30)
-    assert len(ApartReader(ReadingLimits()).read("a.md", b"A bell.").documents) == 1
+    assert len(IsolatedReader(ReadingLimits()).read("a.md", b"A bell.").documents) == 1

@@ -1,13 +1,97 @@
-"""The public `rotate_keys`."""
+"""`rotate_keys`: the public op, its twin in plain torch, and the check that input and output do not overlap."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 
-from .backend import Backend, choose_backend
-from .checks import FLOATS, WHOLE, check_beside, check_contiguous, require
-from .overlap import share_memory
-from .rotation_plain import Deltas, Layout, rotate_keys_plain
+from blend_kernels.backend import Backend, choose_backend
+from blend_kernels.checks import FLOATS, WHOLE, Layout, check_beside, check_contiguous, require
+
+# One term of a distance in bytes: `step * n` for a whole n from `low` to `high`.
+_Term = tuple[int, int, int]
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether some element of a lies on some element of b; interleaved views, such as other tokens of a cache, do not.
+
+    An element of b is `distance + sum of step * n` bytes after one of a, n within what the sizes of the dimensions of that
+    stride allow: they meet where that sum can be zero.
+    """
+    if a.numel() == 0 or b.numel() == 0 or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    lows: defaultdict[int, int] = defaultdict(int)
+    highs: defaultdict[int, int] = defaultdict(int)
+    for size, stride in zip(a.shape, a.stride(), strict=True):
+        lows[stride * a.itemsize] -= size - 1
+    for size, stride in zip(b.shape, b.stride(), strict=True):
+        highs[stride * b.itemsize] += size - 1
+    lows[1] -= a.itemsize - 1
+    highs[1] += b.itemsize - 1
+    steps = sorted({*lows, *highs} - {0}, reverse=True)
+    return _can_be_zero(b.data_ptr() - a.data_ptr(), [(step, lows[step], highs[step]) for step in steps])
+
+
+def _can_be_zero(distance: int, terms: list[_Term]) -> bool:
+    if not terms:
+        return distance == 0
+    (step, low, high), *rest = terms
+    # what the smaller steps can still add bounds this one from both sides: one or two values in buffers of nested strides
+    least, most = (sum(term[0] * term[side] for term in rest) for side in (1, 2))
+    first, last = max(low, -((distance + most) // step)), min(high, -(distance + least) // step)
+    return any(_can_be_zero(distance + step * n, rest) for n in range(first, last + 1))
+
+
+class Deltas:
+    """By how many positions each token moves, int64 or int32 `[tokens]`.
+
+    Calls that are given the same one share its tables of cos and sin: the layers of a cache all move alike, and making the
+    tables costs more than the rotation itself. The numbers must not change meanwhile.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+        self._made: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def tables(self, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cos and sin of each token's angles, `[tokens, pairs]`."""
+        key = (inv_freq.data_ptr(), dtype)
+        if key not in self._made:  # with the frequencies, so that their address stays taken
+            self._made[key] = (inv_freq, *_tables(self.values, inv_freq, dtype))
+        return self._made[key][1:]
+
+
+@torch.no_grad()
+def rotate_keys_plain(
+    k: torch.Tensor,
+    delta: int | Deltas,
+    inv_freq: torch.Tensor,
+    layout: Layout,
+    scale: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Write k, dequantised and turned by `delta * inv_freq`, to `out`; arguments are checked."""
+    compute = torch.promote_types(out.dtype, torch.float32)
+    states = k.to(compute) if scale is None else k.to(compute) * scale.to(compute)
+    cos, sin = delta.tables(inv_freq, compute) if isinstance(delta, Deltas) else _tables(delta, inv_freq, compute)
+    (first, second), (to_first, to_second) = layout.split(states), layout.split(out)
+    to_first.copy_(torch.mul(first, cos).addcmul_(second, sin, value=-1))
+    to_second.copy_(torch.mul(second, cos).addcmul_(first, sin))
+    for source, target in zip(layout.still(states), layout.still(out), strict=True):
+        target.copy_(source)
+
+
+def _tables(delta: int | torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cos and sin, `[pairs]` or `[tokens, pairs]`: angles in fp64, and once per run of equal deltas."""
+    freq = inv_freq.double()
+    if isinstance(delta, int):
+        angles = freq * delta
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+    values, which = torch.unique_consecutive(delta, return_inverse=True)
+    angles = values[:, None].double() * freq
+    return angles.cos().to(dtype)[which], angles.sin().to(dtype)[which]
+
 
 QUANTISED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -54,7 +138,7 @@ def rotate_keys(
     check_contiguous(k=k, out=out)
     inv_freq = inv_freq.to(k.device)
     if choose_rotation_backend(k, out, backend) == "triton":
-        from .rotation_launch import launch_rotation
+        from blend_kernels.rotation_kernel import launch_rotation
 
         launch_rotation(k, steps, inv_freq, layout, scale, out)
     else:

@@ -6,10 +6,11 @@ from typing import Literal, overload
 
 import torch
 
-from .attention_plain import selective_attention_plain
-from .backend import Backend, choose_attention_backend
-from .checks import (
+from blend_kernels.attention_plain import selective_attention_plain
+from blend_kernels.backend import Backend, choose_attention_backend
+from blend_kernels.checks import (
     Mode,
+    Work,
     check_packed,
     check_positions,
     check_queries_and_keys,
@@ -18,7 +19,6 @@ from .checks import (
     check_sinks,
     check_values,
 )
-from .work import Work
 
 
 @overload
@@ -116,7 +116,7 @@ def _attend(work: Work, want_lse: bool, backend: Backend) -> tuple[torch.Tensor,
     if work.q.numel() == 0:
         return work.empty_out(), work.empty_lse()
     if backend == "triton":
-        from .attention_choice import attend_values
+        from blend_kernels.attention_launch import attend_values
 
         return attend_values(work, want_lse)
     return selective_attention_plain(work)
