@@ -19,6 +19,7 @@ LONGEST = (
     "scripts/test_soak_serve.py",
     "cli/test_cli_ray.py",
     "serve/test_documents_killed.py",
+    "serve/test_answers_under_load.py",
     "blend/test_real_model.py",
     "scripts/test_bench_serve_command.py",
     "kernels/test_ahead_of_time.py",

@@ -19,7 +19,7 @@ from blend.store import open_store
 from blend.types import PromptLayout
 
 PREFIX = (5, 6, 7, 8, 9)
-PROMPTS = 40
+PROMPTS = 170
 TOGETHER = 16
 TIMES = 2.0  # so much more than is fitted, the map does harm to about half of the prompts
 
@@ -59,7 +59,7 @@ def answers(blender: Blender, prompts: list[PromptLayout], together: int, pass_r
             yield from [answer.wait() for answer in asked]
 
 
-@pytest.mark.parametrize("rows", [10, 40])
+@pytest.mark.parametrize("rows", [10, 40, 150])
 def test_an_answer_is_the_same_alone_and_among_fifteen_others(
     rows: int, corpus: tuple[Blender, list[PromptLayout]]
 ) -> None:
