@@ -7,6 +7,7 @@ import hmac
 import json
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -95,7 +96,7 @@ def slots_of(positions: torch.Tensor, blocks: Sequence[int], block_size: int) ->
     return table[positions // block_size] * block_size + positions % block_size
 
 
-class Stage:
+class Stage(ABC):
     """Fills requests' blocks in one worker process.
 
     apart: whether `fill` may run in a thread during forward passes; otherwise it runs between them, in the engine's thread.
@@ -109,6 +110,7 @@ class Stage:
     def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
         self.site = site
 
+    @abstractmethod
     def fill(self, load: Load) -> dict[str, Any] | None:
         """Write the KV of the rows of `load` in every layer. Returns figures for the reply and for vLLM's metrics.
 
@@ -116,9 +118,8 @@ class Stage:
         preemption it is called again for the request, with other blocks and another start. Raises `LoadFailedError`; what was
         written by then is not used.
         """
-        raise NotImplementedError
 
-    def rest(self, *, alone: bool) -> None:
+    def rest(self, *, alone: bool) -> None:  # noqa: B027 - a stage may have nothing to defer
         """Do deferred work in an engine step without loads; not called where `apart`.
 
         alone: no request computes anything in this step; otherwise running answers wait for this call.
@@ -129,7 +130,7 @@ class Stage:
         """Whether `rest` has more to do: the engine then keeps stepping after all requests have ended."""
         return False
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a stage may hold nothing
         """The worker process ends."""
 
 
