@@ -258,7 +258,7 @@ def measure(decoder: Decoder, model: ModelOutline, like: PromptSize, codecs: Seq
 
 def _load(library: ChunkLibrary, layout: PromptLayout) -> None:
     """Read, verify, decode and place a prompt's chunks."""
-    opened = library.open(layout.chunks)
+    opened = library.open(layout)
     assembled = assemble(library.decoder, layout, library.isolated.prefix, opened.readers)
     for index in range(len(library.decoder.layers)):
         assembled.cache.view(index)

@@ -370,18 +370,18 @@ def nearest(layout: PromptLayout, rows: torch.Tensor) -> torch.Tensor:
 
 
 class Corrections(NamedTuple):
-    """The correction of each chunk of a prompt, or None; a line for every correction that was refused."""
+    """The correction of each place of a prompt, or None; a line for every correction that was refused."""
 
-    of_chunks: tuple[KVCorrection | None, ...]
-    problems: tuple[str, ...]
+    of_places: tuple[KVCorrection | None, ...] = ()
+    problems: tuple[str, ...] = ()
 
 
 class HeldCorrection(NamedTuple):
-    """A correction as the store held it at one generation; problems: why it was refused."""
+    """A correction as the store held it at one generation; problem: why it was refused, or nothing."""
 
-    map: KVCorrection | None
-    problems: tuple[str, ...]
     generation: str
+    map: KVCorrection | None = None
+    problem: str = ""
 
 
 class StoredCorrections:
@@ -396,30 +396,30 @@ class StoredCorrections:
         """The correction of isolated or contextual caches, from memory or the store."""
         encoder = library.contextual if contextual else library.isolated
         if encoder is None:
-            return HeldCorrection(None, (), library.generation)
+            return HeldCorrection(library.generation)
         name = encoder.identity.correction_name
         held = self._held.get(name)
         if held is None or held.generation != library.generation:
             self._held[name] = held = self._read(name, library.generation)
         return held
 
-    def of_prompt(self, opened: OpenLibrary, *, first: bool = True) -> Corrections:
-        """The correction of each chunk of a prompt. first: whether the first one stands behind the prefix and needs none."""
-        kinds = [None if first and place == 0 else one.contextual for place, one in enumerate(opened.used)]
-        wanted = sorted({kind for kind in kinds if kind is not None})
-        held = {kind: self.held(opened.library, contextual=kind) for kind in wanted}
-        of_chunks = [
+    def of_prompt(self, library: ChunkLibrary, opened: OpenLibrary) -> Corrections:
+        """The correction of each place of a prompt; a first chunk right behind the prefix needs none."""
+        exact = opened.first if opened.near else None
+        kinds = [None if one is None or place == exact else one.contextual for place, one in enumerate(opened.used)]
+        held = {kind: self.held(library, contextual=kind) for kind in sorted({k for k in kinds if k is not None})}
+        places = [
             held[kind].map if hit and kind is not None else None for kind, hit in zip(kinds, opened.hits, strict=True)
         ]
-        return Corrections(tuple(of_chunks), tuple(line for one in held.values() for line in one.problems))
+        return Corrections(tuple(places), tuple(one.problem for one in held.values() if one.problem))
 
     def _read(self, name: str, generation: str) -> HeldCorrection:
         try:
             content = self.store.read_artifact(name)
             if content is None:
-                return HeldCorrection(None, (), generation)
+                return HeldCorrection(generation)
             found = KVCorrection.from_bytes(content, self.decoder.device)
             found.require_fit(self.decoder.rotations)
         except (EntryDamagedError, ValueError) as error:
-            return HeldCorrection(None, (f"the KV correction cannot be used: {error}",), generation)
-        return HeldCorrection(found, (), generation)
+            return HeldCorrection(generation, None, f"the KV correction cannot be used: {error}")
+        return HeldCorrection(generation, found)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from blend.chunks.assemble import HeldChunk, assemble
+from blend.chunks.assemble import assemble
 from blend.chunks.correction import (
     POSITION_FEATURES,
     Bounds,
@@ -134,8 +134,8 @@ def fit_corrections(
     for layout in prompts:
         held = [seen.flat(_together(encoder, layout), layout)]
         for source in sources:
-            readers = [HeldChunk(cache) for cache in source.caches(layout.chunks)]
-            held.append(seen.flat(assemble(encoder.decoder, layout, encoder.prefix, readers).cache, layout))
+            caches = source.caches(layout.chunks)
+            held.append(seen.flat(assemble(encoder.decoder, layout, encoder.prefix, caches).cache, layout))
         seen.add(held)
         done += layout.rows
         progress("calibrate", done, total)

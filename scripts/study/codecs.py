@@ -76,16 +76,17 @@ class Comparison:
         true = torch.cat(full.seen)[: len(answer)].float()
         library = self._kept.library(layout.kept_behind)
         caches = library.caches(layout.chunks, contextual=self._config.surrogate)
-        opened = library.open(layout.chunks, contextual=self._config.surrogate)
+        opened = library.open(layout, contextual=self._config.surrogate)
         opened.close()
+        used = [one for one in opened.used if one]
         for blender in self._blenders:
             if blender.store.codec.name in done:
                 continue
             mine = blender.library(layout.kept_behind)
-            for one, cache in zip(opened.used, caches, strict=True):
+            for one, cache in zip(used, caches, strict=True):
                 mine.keep(one, cache)
             logits = self._logits(blender, layout, answer)
-            held = {mine.key(one): len(one.chunk) for one in opened.used}
+            held = {mine.key(one): len(one.chunk) for one in used}
             kl, top1 = float(kl_divergence(true, logits).mean()), top1_agreement(true, logits) or 0.0
             name, nbytes = blender.store.codec.name, blender.store.stats().nbytes
             yield Measured(record.id, name, kl, top1, nbytes, sum(held.values()))
