@@ -18,7 +18,7 @@ from blend.serve.failures import log_failure, reason_of
 from blend.serve.learned import removed_from
 from blend.serve.types import Handle
 from blend.serve.uploads import DocumentState, DocumentStatus, UploadQueue, part_of
-from blend.timing import Progress, no_progress
+from blend.types import Progress, no_progress
 from blend_retrieval import Document
 from blend_retrieval.errors import IndexMissingError
 

@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 from cachetools import TTLCache
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
-from blend.chunks.library import Tokens
-from blend.chunks.surrogate import LARGEST_SHARE
+from blend.chunks.library import LARGEST_SHARE, Tokens
 from blend.errors import StoreError
 from blend.files import make_private_folder, write_atomically
 from blend.types import ChunkKey

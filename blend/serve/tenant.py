@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from blend.chunks.library import Tokens
-from blend.chunks.surrogate import with_given_surrogate, with_surrogate
+from blend.chunks.library import Tokens, with_given_surrogate, with_surrogate
 from blend.corpora import corpora, in_words, index_dir
 from blend.corpus import TitledText
 from blend.errors import ConfigError, ContextLengthError, PromptError, StoreError
