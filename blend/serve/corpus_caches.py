@@ -142,7 +142,7 @@ class CorpusUpdater:
 class CorpusCaches:
     """The caches that a corpus should have: computes the missing ones piece by piece, then calibrates.
 
-    The corpus's thread calls `replace` and `step`; `changed` guards all else.
+    The corpus's thread calls `reset` and `step`; `changed` guards all else.
     interrupted: whether that thread has more urgent work than calibration.
     """
 
@@ -188,7 +188,7 @@ class CorpusCaches:
         state: DocumentState = "failed" if reason else "computing" if left else "ready"
         return one._replace(state=state, tokens_done=total - missing, tokens_total=total, reason=reason)
 
-    def replace(self, chunks: ChunksOf, prepared: PreparedCorpus) -> None:
+    def reset(self, chunks: ChunksOf, prepared: PreparedCorpus) -> None:
         """The corpus has changed."""
         with self._changed:
             self._library, self._chunks, self._variants = prepared.library, chunks, {}

@@ -217,7 +217,7 @@ class CorpusWorker:
         return {document.id: document for document in found}
 
     def _apply(self, documents: Sequence[Document], removed: Sequence[str]) -> None:
-        self.caches.replace(*self._updater.apply(documents, removed, self._on_progress))
+        self.caches.reset(*self._updater.apply(documents, removed, self._on_progress))
 
     def _on_progress(self, stage: str, done: int, total: int) -> None:
         """Stop when closed, and yield the interpreter to answering threads: Python's switch interval is 5 ms."""
