@@ -167,7 +167,7 @@ class Recompute:
                     # layer it shows only a piece's last row, so pieces run separately where that layer is scored.
                     if self._most_rows is None or scoring.last_layer == self._depth - 1:
                         yield Resume.NEXT_TURN
-                        scoring.watch(self._decoder, self._cache, piece, self._loading.await_layer)
+                        scoring.watch(piece, self._loading.await_layer)
                     else:
                         yield replace(self._request(piece), observe=scoring.observe)
                 self._attention = scoring.attention()
@@ -244,34 +244,31 @@ def _at(kv: KV, index: torch.Tensor) -> KV:
     return kv[0].index_select(2, index), kv[1].index_select(2, index)
 
 
-def query_attention(
-    decoder: RowDecoder,
-    cache: BlendedCache,
-    layout: PromptLayout,
-    score: QueryScore,
-    uncached: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention of the suffix rows over the stored caches, summed over heads, fp32 `[scored layers, rows of the prompt]`.
+class QueryAttention:
+    """Attention of the suffix rows over the stored caches, summed over heads.
+
+    Run the suffix with `observe` or `watch`, at once or in ascending pieces, then call `attention`. A row's attention does not
+    depend on the pieces. Until the last piece, the attention of every scored layer is kept per head, fp32 `[heads, rows of the
+    prompt]`. The suffix rows' KV is written; the recompute overwrites it.
 
     rows="sum": the attention of all suffix rows. rows="peak": in each head the largest attention of any suffix row, plus that
-    of the last row, where the answer starts; both weigh the same. A sum favours the chunk that resembles the
-    question over the one that answers it.
+    of the last row, where the answer starts; both weigh the same. A sum favours the chunk that resembles the question over the
+    one that answers it.
 
-    uncached: positions of context rows without stored KV, int64 `[rows]`; they are blanked. The suffix rows' KV is written; the
-    recompute overwrites it. Raises `ConfigError` for layers that the decoder does not have.
-    """
-    scoring = QueryAttention(decoder, cache, layout, score, uncached)
-    scoring.watch(decoder, cache, scoring.rows)
-    return scoring.attention()
+    Args:
+        decoder: the model.
+        cache: holds the stored caches.
+        layout: the prompt.
+        score: how attention is scored.
+        uncached: positions of context rows without stored KV, int64 `[rows]`; they are blanked.
 
+    Attributes:
+        rows: positions of the suffix.
+        last_layer: the last scored layer.
 
-class QueryAttention:
-    """`query_attention` for a scheduler: run the suffix with `observe`, at once or in ascending pieces, then call `attention`.
+    Raises:
+        ConfigError: the decoder does not have the layers.
 
-    A row's attention does not depend on the pieces. Until the last piece, the attention of every scored layer is kept per head,
-    fp32 `[heads, rows of the prompt]`.
-
-    rows: positions of the suffix. last_layer: the last scored layer.
     """
 
     def __init__(
@@ -283,29 +280,20 @@ class QueryAttention:
         uncached: torch.Tensor | None = None,
     ) -> None:
         self._layers = scoring_layers(score.layers, len(decoder.layers))
-        self._layout, self._score, self.last_layer = layout, score, self._layers[-1]
+        self._decoder, self._cache, self._layout, self._score = decoder, cache, layout, score
         self._scored, self._ends = list[torch.Tensor](), list[torch.Tensor]()
         self._partial: dict[int, _Partial] = {}
+        self.last_layer = self._layers[-1]
+        self.rows = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
         if uncached is not None:
             cache.blank(uncached)
-        self.rows = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
-        self._ids = torch.tensor([layout.suffix], device=decoder.device)
 
-    def watch(
-        self,
-        decoder: RowDecoder,
-        cache: BlendedCache,
-        rows: torch.Tensor,
-        await_layer: Callable[[int], None] | None = None,
-    ) -> None:
+    def watch(self, rows: torch.Tensor, await_layer: Callable[[int], None] | None = None) -> None:
         """Observe these suffix rows in one pass, which ends with the last scored layer. await_layer: see `RowRequest`."""
-        decoder.watch_attention(
-            self.ids_of(rows), rows, cache, self.observe, last_layer=self.last_layer, await_layer=await_layer
+        ids = torch.tensor([self._layout.suffix], device=rows.device)[:, rows - self._layout.context.stop]
+        self._decoder.watch_attention(
+            ids, rows, self._cache, self.observe, last_layer=self.last_layer, await_layer=await_layer
         )
-
-    def ids_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Token ids of these suffix rows, `[1, rows]`."""
-        return self._ids[:, rows - self._layout.context.stop]
 
     def observe(self, call: AttentionCall) -> None:
         """Add the attention of a layer."""
@@ -324,7 +312,7 @@ class QueryAttention:
             self._ends.append(_over_heads(end.mass(per_head=True)[0], call, self._score))
 
     def attention(self) -> torch.Tensor:
-        """Attention of all scored layers, see `query_attention`."""
+        """Attention of all scored layers, fp32 `[scored layers, rows of the prompt]`."""
         attention = torch.stack(self._scored)
         if self._ends:
             last, context = torch.stack(self._ends), slice(self._layout.context.start, self._layout.context.stop)

@@ -22,7 +22,7 @@ from blend.blender import Blend, Blender
 from blend.chunks.assemble import assemble
 from blend.errors import ConfigError, PromptError
 from blend.model.forward import AttentionCall
-from blend.recompute import query_attention
+from blend.recompute import QueryAttention
 from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector
 from blend.select.base import scoring_layers
 from blend.select.selectors import combine, deviation
@@ -259,7 +259,9 @@ def row_scores(
     new, old = ([part[:, :, context] for part in cache.view(check)] for cache in (exact, stored))
     far = deviation((new[0], new[1]), (old[0], old[1]), measure.of, measure.norm)
     asked = QueryScore(score.layers, score.rows, score.value_norm)
-    attention = query_attention(decoder, stored, layout, asked)[:, context].sum(0)
+    scoring = QueryAttention(decoder, stored, layout, asked)
+    scoring.watch(scoring.rows)
+    attention = scoring.attention()[:, context].sum(0)
     both = combine(far, attention, selector.rule if isinstance(selector, Mixed) else "product")
     layers = scoring_layers(score.layers, len(decoder.layers))
     return RowScores(_array(far), _array(attention), _array(both), check, layers)
