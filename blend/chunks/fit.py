@@ -157,13 +157,13 @@ class _Seen:
             return None
         device, places = self._decoder.device, _places(self._prompts, self._decoder.device)
         mine = torch.tensor([chunk in eligible for chunk in every for _ in chunk], device=device)
-        columns = [column[mine] for column in places]
+        features, group, turn = (column[mine] for column in places)
         fitted: list[LayerCorrection | None] = [None]  # layer 0 depends on token and position only
         for index, rotation in enumerate(self._decoder.rotations[1:], 1):
             both = (torch.cat(self._held[which][index]) for which in (0, number))
             fresh, stored = (rows.to(device)[mine] for rows in both)
             keys, covered = math.prod(rotation.key_shape), len(set(behind)) / len(eligible)
-            fitted.append(fit_layer(LayerRows(stored, fresh - stored, *columns, keys, covered)))
+            fitted.append(fit_layer(LayerRows(stored, fresh - stored, features, group, turn, keys, covered)))
         before = max(p.chunk_spans[-1].start - len(p.prefix) for p in self._prompts)
         return KVCorrection(tuple(fitted), before, max(map(len, behind))) if any(fitted) else None
 
