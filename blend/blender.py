@@ -220,25 +220,14 @@ class Filler:
         Damage that is found while layers are read costs a second attempt, on verified entries. A KV correction that does not
         fit the prompt costs one without it, on more rows.
 
-        Args:
-            layout: the prompt.
-            config: how rows are chosen.
-            room: tokens to reserve for decoding.
-            watch: times the stages.
-            most_rows: rows of a pass at most; None runs all of them in one.
-            known: KV of the prompt's first rows; the rest of the prefix is computed.
-            new_cache: what the rows are written to; by default a cache of the decoder.
-
-        Raises:
-            PromptError: the prompt does not fit the model.
-            ConfigError: the selector breaks its contract.
-
+        new_cache: what the rows are written to; by default a cache of the decoder.
         """
         self._check(layout)
-        library, encoder = None, self.encoder(layout.kept_behind)
-        if _asks_store(layout):
+        library = None
+        if any(chunk is not None for chunk in layout.stored):
             yield Resume.BACKGROUND
             library = self.library(layout.kept_behind)
+        encoder = self.encoder(layout.kept_behind)
         if known is None and layout.shared_prefix_rows:
             if not encoder.has_prefix:
                 yield Resume.NEXT_TURN
@@ -360,11 +349,6 @@ def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) 
         return result
     finally:
         steps.close()
-
-
-def _asks_store(layout: PromptLayout) -> bool:
-    """Whether a prompt has chunks that the store may hold."""
-    return any(chunk is not None for chunk in layout.stored)
 
 
 def _lacks_correction(opened: OpenLibrary, found: Corrections) -> bool:

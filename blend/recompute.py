@@ -32,15 +32,9 @@ MostRows = int | Callable[[], int]
 class Plan:
     """The rows of a prompt, before the selector chooses; all are sorted positions, int64.
 
-    Attributes:
-        candidates: context rows whose stored KV may differ from full recompute.
-        ahead: rows of the prefix without known KV.
-        required: later rows without stored KV.
-        stale: rows whose stored KV was computed elsewhere.
-        inexact: stale rows, and the rows of a first chunk that its codec rounded.
-        budget: how many candidates to recompute.
-        selector: chooses them.
-
+    candidates: context rows whose stored KV may differ from full recompute. ahead: rows of the prefix without known KV.
+    required: later rows without stored KV. stale: rows whose stored KV was computed elsewhere. inexact: stale rows, and those
+    of a first chunk that its codec rounded. budget: how many candidates the selector chooses.
     """
 
     layout: PromptLayout
@@ -73,16 +67,9 @@ def make_plan(
 
     A budget of nothing, or of everything, needs no selector.
 
-    Args:
-        layout: the prompt.
-        hits: which chunks came out of the store.
-        selector: chooses rows.
-        ratio: share of the stored rows to recompute.
-        device: of the rows.
-        first_exact: whether a stored first chunk is exact where it stands, so that it costs no budget.
-        first_lossless: whether its codec kept it to the last bit.
-        known: rows of the prefix with known KV; None for all.
-
+    hits: which places came out of the store. ratio: share of the stored rows to recompute. first_exact: whether a stored first
+    chunk is exact where it stands, so that it costs no budget. first_lossless: whether its codec kept it to the last bit.
+    known: rows of the prefix with known KV; None for all.
     """
     stored = torch.zeros(layout.rows, dtype=torch.bool)
     for hit, span in zip(hits, layout.chunk_spans, strict=True):
@@ -110,17 +97,10 @@ class Recompute:
     Both yield the passes to run (`Steps`): all rows at once, or with `most_rows` in ascending pieces. A piece reads what those
     before it wrote, as it would in one pass. A selector that chooses while layers are computed gets all rows in one piece.
 
-    Args:
-        decoder: that runs the rows.
-        plan: the rows to choose from.
-        loading: of the stored chunks, into the cache that the rows are written to.
-        watch: time goes to its stages "select" and "recompute".
-        most_rows: rows of a piece at most; None runs all rows at once and does not interleave with other prompts.
-        on_rows: called with the positions of all rows that run from then on, before the first piece and after each narrowing.
-
-    Raises:
-        ConfigError: the selector needs a layer that the decoder lacks, or breaks its contract (`blend.select.base`).
-
+    loading: of the stored chunks, into the cache that the rows are written to. watch: time goes to its stages "select" and
+    "recompute". most_rows: rows of a piece at most; None runs all rows at once and does not interleave with other prompts.
+    on_rows: called with the positions of all rows that run from then on, before the first piece and after each narrowing.
+    Raises `ConfigError` if the selector needs a layer that the decoder lacks, or breaks its contract (`blend.select.base`).
     """
 
     def __init__(
@@ -152,9 +132,7 @@ class Recompute:
         with self._watch.stage("recompute"):
             for piece in self._pieces(self._ahead):
                 yield self._request(piece)
-        if (
-            self._most_rows is not None
-        ):  # a pass that other prompts share must neither wait nor fail for this one's store
+        if self._most_rows is not None:  # a pass that other prompts share must neither wait nor fail for this store
             for layer in self._loading.pending:
                 yield Resume.BACKGROUND
                 self._loading.await_layer(layer)
@@ -255,20 +233,8 @@ class QueryAttention:
     of the last row, where the answer starts; both weigh the same. A sum favours the chunk that resembles the question over the
     one that answers it.
 
-    Args:
-        decoder: the model.
-        cache: holds the stored caches.
-        layout: the prompt.
-        score: how attention is scored.
-        uncached: positions of context rows without stored KV, int64 `[rows]`; they are blanked.
-
-    Attributes:
-        rows: positions of the suffix.
-        last_layer: the last scored layer.
-
-    Raises:
-        ConfigError: the decoder does not have the layers.
-
+    cache: holds the stored caches. uncached: positions of context rows without stored KV, int64 `[rows]`; they are blanked.
+    rows: positions of the suffix. last_layer: the last scored layer. Raises `ConfigError` for layers that the decoder lacks.
     """
 
     def __init__(

@@ -228,23 +228,12 @@ class Assembly:
     """The loading of a prompt's stored chunks into its cache: threads read ahead, `await_layer` puts layers in place.
 
     Use it in a `with`: reading starts there, every layer is in place at its end, and an error frees the cache's memory. The
-    prefix is in place from the start, and keys stand at the prompt's positions. Rows of missing chunks and of the suffix stay
-    unwritten.
+    prefix is in place from the start. Rows of missing chunks and of the suffix stay unwritten.
 
-    Args:
-        decoder: whose cache it is.
-        layout: the prompt.
-        prefix: KV of the prompt's first rows.
-        readers: an open entry for each chunk, or None; closed at the end.
-        cache: an empty cache to fill; by default the decoder's own.
-        corrections: what to add to each chunk, or None.
-        watch: counts waiting for the store as "load", and putting in place as "reposition"; not on a GPU, where both overlap
-            with other work.
-
-    Attributes:
-        cache: the prompt's cache.
-        added: what each correction added, filled layer by layer.
-
+    prefix: KV of the prompt's first rows. readers: of each place, or None; closed at the end. cache: an empty one; by default
+    the decoder's own. corrections: what to add to each place, or None. watch: counts waiting for the store as "load", and
+    putting in place as "reposition"; not on a GPU, where both overlap with other work. added: what each correction added,
+    filled layer by layer.
     """
 
     def __init__(
@@ -299,10 +288,7 @@ class Assembly:
     def await_layer(self, layer: int) -> None:
         """Wait until this layer and those before it are read, and put them in place.
 
-        Raises:
-            EntryDamagedError: an entry is not what was written.
-            StoreError: the store cannot be read.
-
+        Raises `EntryDamagedError` when an entry is not what was written, `StoreError` when the store cannot be read.
         """
         while self._next <= layer:
             self._next += 1

@@ -109,23 +109,11 @@ _LARGEST_VALUE, _LARGEST_GROUP = 8, 64  # bytes; tokens that a codec keeps toget
 class ChunkLibrary:
     """The caches of chunks behind one prefix, with the surrogate context that the store holds at this moment.
 
-    Args:
-        decoder: computes caches.
-        store: keeps them.
-        prefix: token ids in front of every chunk.
-        batch_tokens: see `ChunkEncoder`.
-        corpus: whose surrogate context it is (`blend.corpora`).
-        before: the library that this one replaces; what did not change is shared.
-        isolated: the encoder of isolated caches, if there is one already.
-
-    Attributes:
-        isolated: the encoder of isolated caches.
-        contextual: the encoder of contextual caches; None without a surrogate context.
-        surrogate: the chunks of the surrogate context.
-        decided: whether the store holds a choice of it, even of none.
-        problems: a line for a surrogate context that must not be used.
-        generation: the store's, when all of this was read.
-
+    prefix: token ids in front of every chunk. batch_tokens: see `ChunkEncoder`. corpus: whose surrogate context it is
+    (`blend.corpora`). before: the library that this one replaces; what did not change is shared. isolated, contextual: the
+    encoders of both kinds of caches; the latter is None without a surrogate context. surrogate: its chunks. decided: whether
+    the store holds a choice of it, even of none. problems: a line for a surrogate context that must not be used. generation: the
+    store's, when all of this was read.
     """
 
     def __init__(
@@ -259,16 +247,8 @@ class ChunkLibrary:
 
         A first chunk far from where its isolated cache is exact gets a contextual one too. Where a contextual cache is missing
         or damaged, the isolated one takes its place. Damaged and unexpected entries are misses. Layers are verified when they
-        are read. Close what is returned.
-
-        Args:
-            layout: the prompt.
-            contextual: whether to use contextual caches.
-            sound: read and verify everything now, so that no damage shows later.
-
-        Raises:
-            StoreError: the store cannot be read. An outage is no miss.
-
+        are read, or now if `sound`. Close what is returned. Raises `StoreError` when the store cannot be read: an outage is no
+        miss.
         """
         refused: dict[ChunkKey, str] = {}
         while True:  # what takes the place of a damaged entry may be damaged itself

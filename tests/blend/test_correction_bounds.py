@@ -159,11 +159,16 @@ def test_position_features_that_hardly_differ_are_told_apart() -> None:
     assert off < 1e-4 * gain.abs().max()
 
 
-def hundredfold(found: KVCorrection) -> KVCorrection:
+def scaled(found: KVCorrection, times: float) -> KVCorrection:
+    """The map with gains `times` as large, without bounds."""
     layers = [
-        part and replace(part, up=part.up * 100, bounds=Bounds(part.bounds.reach, 1e6, 1e6)) for part in found.layers
+        part and replace(part, up=part.up * times, bounds=Bounds(part.bounds.reach, 1e6, 1e6)) for part in found.layers
     ]
     return replace(found, layers=tuple(layers))
+
+
+def hundredfold(found: KVCorrection) -> KVCorrection:
+    return scaled(found, 100)
 
 
 def with_map_changed(change: Change) -> tuple[Blender, PromptLayout]:
@@ -272,14 +277,6 @@ def test_a_share_above_the_least_is_doubled() -> None:
     blend = blender.prefill(layout, config=replace(GUIDED, ratio=0.2))
     without = blender.prefill(layout, config=replace(GUIDED, correction=False, ratio=0.4))
     assert torch.equal(blend.logits, without.logits)
-
-
-def scaled(found: KVCorrection, times: float) -> KVCorrection:
-    """The map with gains `times` as large, without bounds."""
-    layers = [
-        part and replace(part, up=part.up * times, bounds=Bounds(part.bounds.reach, 1e6, 1e6)) for part in found.layers
-    ]
-    return replace(found, layers=tuple(layers))
 
 
 @pytest.fixture
