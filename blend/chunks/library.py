@@ -112,7 +112,7 @@ class ChunkLibrary:
     prefix: token ids in front of every chunk. batch_tokens: see `ChunkEncoder`. corpus: whose surrogate context it is
     (`blend.corpora`). before: the library that this one replaces; what did not change is shared. isolated, contextual: the
     encoders of both kinds of caches; the latter is None without a surrogate context. surrogate: its chunks. decided: whether
-    the store holds a choice of it, even of none. problems: a line for a surrogate context that must not be used. generation: the
+    the store holds a choice of it, even of none. problems: a line for one that must not be used. generation: the
     store's, when all of this was read.
     """
 
