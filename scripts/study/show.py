@@ -24,33 +24,31 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_COLUMNS = (
-    f"{'mean KL':>9}{'median':>8}{f'to {BASELINE}':>20}{'top-1':>6}{'F1=full':>8}{'gold - full':>22}"
-    f"{'rows':>7}{'TTFT x':>7}{'select':>7}"
-)
+_COLUMNS = f"{'top-1':>6}{'F1=full':>8}{'gold - full':>22}{'rows':>7}{'TTFT x':>7}{'select':>7}"
 _MARKDOWN_COLUMNS = (
-    *("method", "KL, mean over sets", f"to {BASELINE}", "median KL", "top-1", "F1 to full's answer"),
-    *("agreement with gold", "difference to full", "rows", "TTFT", "selecting"),
+    *("median KL", "top-1", "F1 to full's answer", "agreement with gold", "difference to full", "rows", "TTFT"),
+    "selecting",
 )
 
 
-def text_table(rows: Sequence[Row]) -> Iterator[str]:
+def text_table(rows: Sequence[Row], baseline: str = BASELINE) -> Iterator[str]:
     """A line a method, from the lowest KL: its KL a set, then everything over the sets."""
-    ranked = sorted(summaries(rows), key=lambda summary: summary.kl or 0.0)
+    ranked = sorted(summaries(rows, baseline), key=lambda summary: summary.kl or 0.0)
     heads = "".join(f"{one.name[:12]:>13}" for one in ranked[0].sets) if ranked else ""
-    yield f"{'method':<18}{heads}{_COLUMNS}"
+    yield f"{'method':<18}{heads}{'mean KL':>9}{'median':>8}{'to ' + baseline:>20}{_COLUMNS}"
     yield from map(_text_line, ranked)
 
 
-def markdown_tables(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
+def markdown_tables(rows: Sequence[Row], methods: Sequence[str], baseline: str = BASELINE) -> Iterator[str]:
     """KL a set, gold a set, and everything over the sets, of these methods; their rows must be paired (`stats.paired`)."""
-    found = {summary.method: summary for summary in summaries(rows)}
+    found = {summary.method: summary for summary in summaries(rows, baseline)}
     chosen = [found[name] for name in methods]
     heads = [f"{one.name} ({one.records})" for one in found[FULL].sets]
     yield from _markdown(["KL", *heads], ([s.method, *(number(one.kl) for one in s.sets)] for s in chosen))
     cells = ([s.method, *(_difference(one.difference) for one in s.sets)] for s in chosen)
     yield from _markdown(["gold, difference to full", *heads], cells)
-    yield from _markdown(_MARKDOWN_COLUMNS, map(_markdown_cells, [found[FULL], *chosen]))
+    columns = ("method", "KL, mean over sets", f"to {baseline}", *_MARKDOWN_COLUMNS)
+    yield from _markdown(columns, map(_markdown_cells, [found[FULL], *chosen]))
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -198,7 +196,12 @@ def _label(by_rows: Axes, by_ttft: Axes) -> None:
 
 
 def show(
-    path: Path, *, sets: Collection[str] = (), methods: Sequence[str] = (), picture: Path | None = None
+    path: Path,
+    *,
+    sets: Collection[str] = (),
+    methods: Sequence[str] = (),
+    baseline: str = BASELINE,
+    picture: Path | None = None,
 ) -> Iterator[str]:
     """The lines to print, a model at a time; the picture is written on the way.
 
@@ -210,10 +213,10 @@ def show(
     for row in _ttft(path, sets):
         by_model[row.model].append(row)
     for model, rows in by_model.items():
-        yield from ("", model, *text_table(rows))
+        yield from ("", model, *text_table(rows, baseline))
         if methods:
-            together = paired(rows, methods)
-            yield from markdown_tables(together, methods)
+            together = paired(rows, methods, baseline)
+            yield from markdown_tables(together, methods, baseline)
             rows = [row for row in together if row.method in (FULL, *methods)]
         if picture is not None:
             target = picture if len(by_model) == 1 else _of_model(picture, model)
