@@ -18,15 +18,15 @@ from _results import Results, Row, say
 from blend.blender import Blend, Blender
 from blend.chunks.correction import POSITION_FEATURES, Bounds, KVCorrection, LayerCorrection
 from blend.chunks.fit import RANK
-from blend.chunks.surrogate import with_surrogate
+from blend.chunks.library import with_surrogate
 from blend.config import BlendConfig, CorpusConfig
 from blend.eval.evaluator import PLAIN_REUSE, floor_seconds
 from blend.model.decoder import FullPrefill, full_prefill
 from blend.store import open_store
-from blend.timing import Stopwatch
+from blend.types import Stopwatch
 
 if TYPE_CHECKING:
-    from blend.model.admission import LayerRotation
+    from blend.model.cache import LayerRotation
     from blend.model.decoder import Decoder
     from blend.types import PromptLayout
 
