@@ -416,10 +416,11 @@ class Soak:
         return time.monotonic() - self.begun
 
     async def settle(self) -> None:
-        """One of each visitor, then quiet: what the server holds then it may hold at the end."""
+        """As many of each visitor as come at a time, then quiet: what the server holds then it may hold at the end."""
         one = self.visitors
-        for kind in (one.ask, one.leave, one.nonsense, one.change):
-            await kind()
+        await one.change()
+        for kind in (one.ask, one.retrieve, one.nonsense, one.leave):
+            await asyncio.gather(*(kind() for _ in range(self.options.visitors)))
         await asyncio.sleep(self.options.idle)
         await self._stir()
         self.before = look(self.pid, self.now())

@@ -251,7 +251,14 @@ def _points(axes: Axes, report: Report, ends: Callable[[MethodSummary], _Ends | 
         if found is None:
             continue
         (value, low, high), (color, marker) = found, _STYLES[index % len(_STYLES)]
-        style: dict[str, Any] = {"fmt": marker, "color": color, "markersize": 8, "capsize": 4, "linewidth": 1.5, "zorder": 3}
+        style: dict[str, Any] = {
+            "fmt": marker,
+            "color": color,
+            "markersize": 8,
+            "capsize": 4,
+            "linewidth": 1.5,
+            "zorder": 3,
+        }
         bars = [[value - low], [high - value]]
         axes.errorbar([summary.ttft_s], [value], bars, label=_label(summary, report), **style)
 
