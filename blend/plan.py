@@ -84,7 +84,7 @@ class CorpusSize(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What to plan for. rate: operations a second of full prefill. ratio: share of a prompt's `top_k` chunks that is recomputed."""
+    """What to plan for. rate: operations a second of full prefill. ratio: recomputed share of a prompt's `top_k` chunks."""
 
     dtype: str
     codecs: Sequence[str]
@@ -175,8 +175,8 @@ def entry_bytes(
     how = get_codec(codec)
     kind = torch.float32 if how.unrotated else getattr(torch, dtype)  # taking positions out makes float32
     made = {shape: torch.randn(shape[0], tokens, shape[1]).to(kind) for shape in {*keys, *values}}
-    pairs = (tuple(made[one] for one in shapes) for shapes in (keys, values))
-    cache = ChunkCache(*pairs, start, unrotated=how.unrotated)
+    own = [tuple(made[one] for one in shapes) for shapes in (keys, values)]
+    cache = ChunkCache(own[0], own[1], start, unrotated=how.unrotated)
     return encode_entry(CacheIdentity("", dtype, (0,)).key((0,)), cache, how, make_seal(None)).nbytes
 
 
@@ -212,12 +212,24 @@ def make_plan(corpus: CorpusSize, model: ModelOutline, terms: Terms) -> CostPlan
     for codec in terms.codecs:
         total = corpus_bytes(corpus, model, codec, terms.dtype)
         loaded = total / sum(number for *_, number in corpus.caches) * terms.top_k
-        of_codec = (codec, total / corpus.chunks, total, loaded, loaded / compute_s, loaded / blend_s)
         for tier in terms.tiers:
             load_s, usd_month = loaded / tier.bandwidth, total / 1e9 * tier.usd_gb_month
             first_s = max(load_s, blend_s)
             saved = (full_s - first_s) / 3600 * terms.usd_hour
-            pays_from = usd_month / saved if saved > 0 else None
-            of_tier = (tier.name, tier.bandwidth, usd_month, load_s, first_s, full_s / first_s, pays_from)
-            found.append(PlanRow(*of_codec, *of_tier))
+            row = PlanRow(
+                codec=codec,
+                chunk_bytes=total / corpus.chunks,
+                total_bytes=total,
+                prompt_bytes=loaded,
+                break_even=loaded / compute_s,
+                hidden=loaded / blend_s,
+                tier=tier.name,
+                bandwidth=tier.bandwidth,
+                usd_month=usd_month,
+                load_s=load_s,
+                first_token_s=first_s,
+                gain=full_s / first_s,
+                pays_from=usd_month / saved if saved > 0 else None,
+            )
+            found.append(row)
     return CostPlan((work / STORED_SHARE + before) / terms.rate, compute_s, full_s, found)

@@ -12,7 +12,7 @@ from blend.cli import opening, options
 from blend.cli.console import counted, note, print_json, say, stage_progress
 from blend.cli.options import PLACE, TEXT, number
 from blend.errors import ConfigError
-from blend.shards import Share
+from blend.types import Share
 
 if TYPE_CHECKING:
     from blend.corpus import Precomputed
@@ -88,7 +88,7 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
             if ray is not None:
                 done = _on_ray(rag, documents, given, add, progress)
             else:
-                done = rag.precompute(documents, add=add, quick=quick, share=share, progress=progress)
+                done = rag.precompute(documents, add=add, quick=quick, share=share or Share(1, 1), progress=progress)
     except KeyboardInterrupt:
         raise click.Abort(_RESUME) from None
     _note(done)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
-from blend.corpora import corpora, index_dir
 from blend.corpus import Corpus, CorpusChange, PreparedCorpus, plan_change, prepare
 from blend.errors import ConfigError, StoreError
 from blend.prompt import PromptTemplate
@@ -120,7 +120,7 @@ class CorpusUpdater:
         change = self._plan(documents, removed, progress)
         if removed:  # first, because a full disk needs the room; `forget` retries what fails
             with suppress(StoreError):
-                self._free(change)
+                self._free(change.corpus, change.gone)
         # Written first: a process that dies behind the new index would not know what to delete.
         self._uploads.write_gone({*self._uploads.gone(), *change.gone}.difference(change.ids))
         prepared = prepare(change, progress=progress)
@@ -136,9 +136,10 @@ class CorpusUpdater:
 
     def free(self, removed: str) -> None:
         """Delete the caches of an upload that is to leave the index, without writing anything. Raises `StoreError`."""
-        self._free(self._plan((), [removed]))
+        change = self._plan((), [removed])
+        self._free(change.corpus, change.gone)
 
-    def forget(self, chunks: Collection[Tokens], library: ChunkLibrary, current: Collection[Tokens]) -> None:
+    def forget(self, chunks: Collection[Tokens], current: Collection[Tokens]) -> None:
         """Delete the caches of these chunks and of those that left earlier, except current and shared ones.
 
         Running prompts keep the entries that they opened, and write none of these again. Raises `StoreError`; what is left is
@@ -146,12 +147,14 @@ class CorpusUpdater:
         """
         gone = tuple({*self._uploads.gone(), *chunks}.difference(current))
         self._uploads.write_gone(gone)
-        self._free(CorpusChange(self._corpus(), library, (), (), gone))
+        self._free(self._corpus(), gone)
         self._uploads.write_gone(())
 
-    def _free(self, change: CorpusChange) -> None:
-        removed_from(self._rag.store).add(change.spare)
-        change.forget()
+    def _free(self, corpus: Corpus, gone: Sequence[Tokens]) -> None:
+        spare = corpus.spare(gone)
+        removed_from(self._rag.store).add(spare)
+        for key in spare:
+            self._rag.store.delete(key)
 
     def _plan(
         self, documents: Sequence[Document], removed: Sequence[str], progress: Progress = no_progress
@@ -162,10 +165,8 @@ class CorpusUpdater:
         return plan_change(self._corpus(progress), documents, stays=stays, progress=progress)
 
     def _corpus(self, progress: Progress = no_progress) -> Corpus:
-        rag, config = self._rag, self._rag.corpus_config
-        template = _WatchedTemplate(rag.template, progress)
-        others = {name: index_dir(rag.root, name) for name in corpora(rag.root) if name != config.name}
-        return Corpus(rag.decoder, template, rag.embedder, rag.store, rag.index_dir, config, others, self._known)
+        template = _WatchedTemplate(self._rag.template, progress)
+        return replace(self._rag.corpus(), template=template, known=self._known)
 
 
 class CacheProgress(NamedTuple):
@@ -369,7 +370,7 @@ class CacheBuilder:
             strays, self._strays = self._strays, []
             library, current = self.table.library, self.table.chunks
         if library is not None:
-            self._updater.forget(strays, library, current)
+            self._updater.forget(strays, current)
 
     def _on_done(self, one: Variant, error: Exception | None) -> None:
         with self._changed:
