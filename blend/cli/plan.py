@@ -11,7 +11,7 @@ from rich.table import Table
 
 from blend.cli import opening, options
 from blend.cli.console import counted, note, output, print_json, print_wide, say
-from blend.cli.options import PLACE, number
+from blend.cli.options import PLACE, Parsed, number
 from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError, StoreError
 from blend.limits import shown
@@ -27,28 +27,24 @@ _WIDEST = 1000
 _TIER = "NAME=MB/S,USD"
 
 
-def _tiers(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[Tier, ...]:
-    """The usual tiers, with those that are given over them."""
-    from blend.plan import TIERS, Tier
+def _tier(value: str) -> Tier:
+    from blend.plan import Tier
 
-    found = {tier.name: tier for tier in TIERS}
-    for value in values:
-        name, _, rest = value.partition("=")
-        try:
-            rate, usd = (float(part) for part in rest.split(","))
-            if not (name.isidentifier() and name.isascii() and 0 < rate < 1e9 and 0 <= usd < 1e9):
-                raise ValueError
-        except ValueError:
-            raise click.BadParameter(f"{shown(value)} is not {_TIER}, such as objects=500,0.023", ctx, option) from None
-        found[name] = Tier(name, rate * 1e6, usd)
-    return tuple(found.values())
+    name, _, rest = value.partition("=")
+    try:
+        rate, usd = (float(part) for part in rest.split(","))
+        if not (name.isprintable() and 0 < len(name) <= 32 and 0 < rate < 1e9 and 0 <= usd < 1e9):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"{shown(value)} is not {_TIER}, such as objects=500,0.023") from None
+    return Tier(name, rate * 1e6, usd)
 
 
 @click.command("plan")
 @click.argument("paths", nargs=-1, type=PLACE)
 @options.model_option
-@number("--chunks", "chunks", "Chunks of the corpus, where there are no PATHS to count them in.")
-@number("--tokens", "tokens", "Tokens of the corpus, where there are no PATHS.")
+@number("chunks", "Chunks of the corpus, where there are no PATHS to count them in.")
+@number("tokens", "Tokens of the corpus, where there are no PATHS.")
 @options.dividing
 @options.device_option
 @options.dtype_option
@@ -59,21 +55,20 @@ def _tiers(ctx: click.Context, option: click.Parameter, values: tuple[str, ...])
     type=click.Choice(codec_names()),
     help="Plan for this codec; more than one may be given.  [default: all but native]",
 )
-@number("--top-k", "top_k", "Chunks of a prompt.", default=CorpusConfig().top_k, show_default=True)
-@number("--ratio", "ratio", "Share of context rows to recompute.", default=BlendConfig().ratio, show_default=True)
+@number("top_k", "Chunks of a prompt.", CorpusConfig().top_k)
+@number("ratio", "Share of context rows to recompute.", BlendConfig().ratio)
 @click.option("--measure", is_flag=True, help="Measure full prefill on this machine, with the model's weights.")
 @number(
-    "--prefill-rate",
     "prefill_rate",
     "Tokens a second of full prefill on one machine, if known from elsewhere.",
     metavar="TOKENS/S",
 )
-@number("--hour-price", "hour_price", "USD an hour of one machine.  [default: 2, an assumption]", metavar="USD")
+@number("hour_price", "USD an hour of one machine.  [default: 2, an assumption]", metavar="USD")
 @click.option(
     "--tier",
     "tiers",
     multiple=True,
-    callback=_tiers,
+    type=Parsed("tier", _tier),
     metavar=_TIER,
     help="A place for caches: what one machine reads from it, and the price of a GB and month. "
     "[default: memory=2000,4 disk=2000,0.08 objects=500,0.023, assumptions]",
@@ -113,7 +108,7 @@ def command(paths: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     terms = costs.Terms(
         dtype=dtype,
         codecs=tuple(dict.fromkeys(given["codecs"] or (one for one in codec_names() if one != "native"))),
-        tiers=given["tiers"],
+        tiers=tuple({tier.name: tier for tier in (*costs.TIERS, *given["tiers"])}.values()),
         usd_hour=costs.USD_HOUR if given["hour_price"] is None else given["hour_price"],
         top_k=given["top_k"],
         ratio=given["ratio"],
