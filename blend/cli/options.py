@@ -119,8 +119,9 @@ def number(name: str, words: str, default: float | None = None, **attributes: An
     """An option with the limits that `blend.limits` has for `name`, which its help shows."""
     limits = NUMBERS[name]
     kind = Parsed("integer" if limits.whole else "float", limits.parsed)
-    shown_default = {} if default is None else {"default": default, "show_default": True}
-    return click.option(_flag(name), name, type=kind, help=f"{words}  [{limits.span}]", **shown_default, **attributes)
+    if default is not None:
+        attributes |= {"default": default, "show_default": True}
+    return click.option(_flag(name), name, type=kind, help=f"{words}  [{limits.span}]", **attributes)
 
 
 def _flag(name: str) -> str:
