@@ -12,7 +12,7 @@ from functools import lru_cache
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.chunks.surrogate import LARGEST_SHARE, choose
+from blend.chunks.library import LARGEST_SHARE, choose
 from blend.corpus import divided
 from blend.errors import ConfigError
 from blend.model.decoder import full_prefill

@@ -17,8 +17,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.errors import ConfigError, WorkersError
-from blend.timing import Progress
-from blend.types import Share
+from blend.types import Progress, Share
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary, Tokens, Variant

@@ -9,8 +9,7 @@ import transformers
 from cases import make_layout
 from models import BASE, FAMILIES, decoder
 
-from blend.chunks.library import ChunkLibrary
-from blend.chunks.surrogate import with_surrogate
+from blend.chunks.library import ChunkLibrary, with_surrogate
 from blend.config import CorpusConfig
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.outline import ModelOutline, outline
