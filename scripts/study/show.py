@@ -191,8 +191,8 @@ def show(
     """The lines to print, a model at a time; the picture is written on the way.
 
     sets: only these; none means all. methods: these, on the records that have all of them; none means all. Several models get
-    a picture each, named after them. Raises `DatasetError` for a file without results, `ConfigError` where the sets have none or
-    no record has all methods, and as `read_rows` and `write_frontier` do.
+    a picture each, named after them. Raises `DatasetError` for a file without results, `ConfigError` where the sets have none
+    or no record has all methods, and as `read_rows` and `write_frontier` do.
     """
     by_model: defaultdict[str, list[Row]] = defaultdict(list)
     for row in _chosen(path, sets):
