@@ -254,7 +254,7 @@ class CorrectionCheck:
         self._first = [int(one.rows[0]) < layout.chunk_spans[0].stop for one in added]
         self._layers = [_spread([i for i, part in enumerate(one.map.layers) if part], MOST_LAYERS) for one in added]
         self._samples: list[_Sample] = []
-        self._piece: _Piece | None = None
+        self._piece: tuple[torch.Tensor, int, list[_Sample]] | None = None
         depth = len(decoder.layers)
         self._until = [-1] * depth  # the last position that each layer has seen
         # Behind the first chunk and of it; layers; keys and values; squared norms, see `_norms`.
@@ -274,11 +274,11 @@ class CorrectionCheck:
         """
         if not self._samples or not any(index in layers for layers in self._layers):
             return
-        piece = self._piece_at(positions)
-        if piece.last <= self._until[index]:
+        _, last, samples = self._piece = self._piece_at(positions)
+        if last <= self._until[index]:
             return
-        self._until[index] = piece.last
-        for added, first, layers, sample in zip(self._added, self._first, self._layers, piece.samples, strict=True):
+        self._until[index] = last
+        for added, first, layers, sample in zip(self._added, self._first, self._layers, samples, strict=True):
             part, hidden = added.map.layers[index], added.hidden(index)
             if part is None or hidden is None or index not in layers or sample.rows.shape[0] == 0:
                 continue
@@ -293,12 +293,11 @@ class CorrectionCheck:
             ):
                 sums += _norms(left[:, mine].double(), gain[:, mine].double()) @ sample.weight
 
-    def _piece_at(self, positions: torch.Tensor) -> _Piece:
-        """The samples at these positions; the same for most layers."""
-        if self._piece is None or self._piece.positions is not positions:
-            samples = [sample.among(positions) for sample in self._samples]
-            self._piece = _Piece(positions, int(positions[-1]), samples)
-        return self._piece
+    def _piece_at(self, positions: torch.Tensor) -> tuple[torch.Tensor, int, list[_Sample]]:
+        """Positions of a pass, the last of them, and those that are compared, for each map; the same in most layers."""
+        if self._piece is not None and self._piece[0] is positions:
+            return self._piece
+        return positions, int(positions[-1]), [sample.among(positions) for sample in self._samples]
 
     def score(self) -> float:
         """From -1 (the maps made everything worse) to 1 (they made it exact); 0 if nothing could be compared.
@@ -342,14 +341,6 @@ class _Sample(NamedTuple):
         at = torch.searchsorted(piece, self.rows).clamp_max(piece.shape[0] - 1)
         mine = (piece[at] == self.rows).nonzero()[:, 0]
         return _Sample(self.rows[mine], at[mine], self.there[mine], self.weight[mine])
-
-
-class _Piece(NamedTuple):
-    """Rows of one pass. last: the last of the positions. samples: those of them that are compared, for each map."""
-
-    positions: torch.Tensor
-    last: int
-    samples: list[_Sample]
 
 
 def _spread(many: _Many, most: int) -> _Many:

@@ -67,7 +67,7 @@ ACTIONS: dict[str, Callable[[Blender], object]] = {
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_a_model_is_left_as_found(name: str, action: Callable[[Blender], object], attention: str) -> None:
     model = build(CORE[name], attn_implementation=attention)
     before, logits = _state(model), model(IDS).logits
