@@ -20,7 +20,7 @@ from blend.chunks.library import OpenLibrary
 from blend.model.admission import Rotation, moves
 from blend.model.cache import BlendedCache, BlendedLayer
 from blend.model.cpu import use_one_thread
-from blend.store.codecs.base import require_shapes
+from blend.store.codecs import require_shapes
 from blend.timing import Stopwatch
 from blend.types import ChunkCache, PromptLayout, Span
 

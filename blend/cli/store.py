@@ -142,7 +142,7 @@ def verify(store: Path, store_key: Path | None, delete: bool) -> None:
             if problem := verify_entry(one, name):
                 damaged.append((backend, name))
                 say(f"{tier}: {problem}")
-    if damaged and len(damaged) == checked and not caches.knows_its_key:
+    if damaged and len(damaged) == checked and not caches.check_key():
         raise StoreError(
             f"none of {checked:,} caches is what was written, so nothing is removed: is --store-key missing, or another one? "
             "If they are damaged indeed, `blend store clear` removes them"

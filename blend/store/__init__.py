@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from blend.store.addresses import above, hot_backend, is_address, is_mounted, mounted_at, origin_of, remote_backend
 from blend.store.admin import FarPins, note_of
-from blend.store.backend import CACHES, SOURCES, Backend, Blob, MemoryStats, Range, Stored, Timeouts, key_of
-from blend.store.base import ChunkStore, StoreStats
-from blend.store.codecs import codec_names, get_codec, register_codec
-from blend.store.codecs.base import Codec
-from blend.store.memory import MemoryCache, MemoryTier
-from blend.store.reader import ChunkReader, verified_header
-from blend.store.seal import Seal, make_seal, read_descriptions, read_store_key
+from blend.store.backend import CACHES, SOURCES, Backend, Blob, MemoryStats, Range, Stored, Timeouts
+from blend.store.base import ChunkStore, StoreStats, read_descriptions
+from blend.store.codecs import Codec, codec_names, get_codec, register_codec
+from blend.store.memory import MemoryBackend, MemoryCache
+from blend.store.reader import ChunkReader
+from blend.store.seal import Seal, make_seal, read_store_key
 
 if TYPE_CHECKING:
     from blend.store.files import MountedFiles
@@ -83,22 +82,17 @@ def open_store(
     user may only read is opened all the same.
     """
     encoding, seal = get_codec(codec) if isinstance(codec, str) else register_codec(codec), make_seal(key)
-    cache_of = MemoryCache(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
-    backend = _backend(location, budget_bytes, seal, RemoteOptions(cache, hot, timeouts or Timeouts()))
-    here = not hasattr(backend, "tiers")  # nothing is asked of a store elsewhere yet: it is before the first write
-    memory = None
-    if cache_of is not None and not backend.trusted:
-        memory = MemoryTier(cache_of, lambda name, blob: verified_header(blob, key_of(name), seal))
+    memory = MemoryCache(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
+    backend = _backend(location, seal, budget_bytes, cache, hot, timeouts)
     store = ChunkStore(backend, encoding, seal, memory)
-    if here:
+    if not hasattr(backend, "tiers"):  # nothing is asked of a store elsewhere yet: it is before the first write
         store.require_its_key()
     return store
 
 
 def read_words(location: str | os.PathLike[str]) -> dict[str, dict[str, str]]:
     """`ChunkStore.namespaces` of a store: words that say nothing secret, and need no key. Raises `StoreError`."""
-    backend = _backend(location, None, make_seal(None), RemoteOptions(None, None, Timeouts()))
-    return read_descriptions(backend)
+    return read_descriptions(_backend(location, Seal(None)))
 
 
 def read_precomputed(location: str | os.PathLike[str], corpus: str | None = None) -> list[dict[str, str]]:
@@ -106,7 +100,7 @@ def read_precomputed(location: str | os.PathLike[str], corpus: str | None = None
 
     Words are empty where a store has none. Raises `StoreError`.
     """
-    backend = _backend(location, None, make_seal(None), RemoteOptions(None, None, Timeouts()))
+    backend = _backend(location, Seal(None))
     words: dict[str, dict[str, str]] = {space: {} for space in backend.folders(CACHES)}
     words |= read_descriptions(backend)
     notes = [note_of(name) for page in backend.names(SOURCES) for name in page]
@@ -114,29 +108,33 @@ def read_precomputed(location: str | os.PathLike[str], corpus: str | None = None
     return [one for of, one in known if of == corpus] or [one for _, one in known] or list(words.values())
 
 
-class RemoteOptions(NamedTuple):
-    """What `open_store` is told of a store at an address."""
-
-    cache: str | os.PathLike[str] | None
-    hot: str | None
-    timeouts: Timeouts
-
-
-def _backend(location: str | os.PathLike[str], budget_bytes: int | None, seal: Seal, given: RemoteOptions) -> Backend:
-    if location == MEMORY:
-        from blend.store.memory import MemoryBackend
-
-        return MemoryBackend(budget_bytes)
-    if is_address(location):
-        return _tiered(str(location), budget_bytes, seal, given)
+def _backend(
+    location: str | os.PathLike[str],
+    seal: Seal,
+    budget_bytes: int | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    hot: str | None = None,
+    timeouts: Timeouts | None = None,
+) -> Backend:
     from blend.store.disk import DiskBackend
+    from blend.store.tiered import TieredBackend, Tiers
 
-    path = Path(location).expanduser()
-    origin = origin_of(path)
-    if origin is None:
-        return DiskBackend(path, budget_bytes)
-    given = given._replace(cache=path, hot=origin.hot)
-    return _tiered(origin.address, budget_bytes, seal, given, _mounted_above(path))
+    if location == MEMORY:
+        return MemoryBackend(budget_bytes)
+    address, outer = str(location), None
+    if not is_address(location):
+        path = Path(location).expanduser()
+        origin = origin_of(path)
+        if origin is None:
+            return DiskBackend(path, budget_bytes)
+        address, cache, hot, outer = origin.address, path, origin.hot, _mounted_above(path)
+    timeouts = timeouts or Timeouts()
+    local = None if cache is None else DiskBackend(Path(cache).expanduser(), budget_bytes)
+    far = remote_backend(address, timeouts, None if local else budget_bytes, local=local, above=outer)
+    if local is not None:
+        local.pins = FarPins(far, local)
+    near = None if hot is None else hot_backend(hot, far.place, timeouts)
+    return TieredBackend(Tiers(far, near, local), seal, timeouts)
 
 
 def _mounted_above(kv: Path) -> MountedFiles | None:
@@ -149,17 +147,3 @@ def _mounted_above(kv: Path) -> MountedFiles | None:
     if outer is None or origin is None or not is_mounted(origin.address):
         return None
     return MountedFiles(mounted_at(origin.address), DiskBackend(outer))
-
-
-def _tiered(
-    address: str, budget_bytes: int | None, seal: Seal, given: RemoteOptions, outer: MountedFiles | None = None
-) -> Backend:
-    from blend.store.disk import DiskBackend
-    from blend.store.tiered import TieredBackend, Tiers
-
-    local = None if given.cache is None else DiskBackend(Path(given.cache).expanduser(), budget_bytes)
-    far = remote_backend(address, given.timeouts, None if local else budget_bytes, local=local, above=outer)
-    if local is not None:
-        local.pins = FarPins(far, local)
-    hot = None if given.hot is None else hot_backend(given.hot, far.place, given.timeouts)
-    return TieredBackend(Tiers(far, hot, local), seal, given.timeouts)

@@ -11,55 +11,21 @@ Removing a document removes its caches, pinned or not.
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
-from blend.store.backend import CACHES, PINS, SOURCES, Backend, close_all, key_of
+from blend.store.backend import CACHES, SOURCES, Backend, key_of, pin_cache, pinned, still_pinned
+from blend.store.base import ChunkStore
 
-if TYPE_CHECKING:
-    from blend.store.base import ChunkStore
-
-
-PINNED = b"pinned"
-_DIGEST = re.compile(r"[0-9a-f]{8,128}")
 _EVERY_S = 30.0
-_AT_ONCE = 500
-
 _UNNAMED = "_"
 
 Documents = Mapping[str, Mapping[str, str]]
 """Namespace -> digest of a cache -> id of a document."""
-
-
-def pinned(backend: Backend) -> frozenset[str]:
-    """Digests of the caches that are pinned."""
-    return frozenset(name.removeprefix(PINS) for page in backend.names(PINS) for name in page)
-
-
-def still_pinned(backend: Backend, digests: Collection[str]) -> frozenset[str]:
-    """Which of these caches are pinned, each asked for by its name: listings may be of a moment ago. Raises `StoreError`."""
-    found, wanted = set[str](), list(digests)
-    for begin in range(0, len(wanted), _AT_ONCE):
-        batch = wanted[begin : begin + _AT_ONCE]
-        blobs = backend.stored([PINS + digest for digest in batch], 0)
-        close_all(blobs)
-        found |= {digest for digest, blob in zip(batch, blobs, strict=True) if blob is not None}
-    return frozenset(found)
-
-
-def pin_cache(backend: Backend, digest: str, *, on: bool) -> None:
-    """Pin a cache, or let it go again. Raises `StoreError`."""
-    if not _DIGEST.fullmatch(digest):
-        raise StoreError(f"{digest!r:.80} is no digest of a cache: `blend store ls` shows them")
-    if on:
-        backend.put(PINS + digest, [PINNED])
-    else:
-        backend.delete(PINS + digest)
 
 
 class FarPins:
@@ -86,14 +52,9 @@ class FarPins:
             return pinned(self._near) if self._known is None else self._known
         with suppress(StoreError):  # a full or read-only disk: the next process tries again
             noted = pinned(self._near)
-            _each(self._near, pins - noted, on=True)
-            _each(self._near, noted - pins, on=False)
+            for digest in pins ^ noted:
+                pin_cache(self._near, digest, on=digest in pins)
         return pins
-
-
-def _each(backend: Backend, digests: Iterable[str], *, on: bool) -> None:
-    for digest in digests:
-        pin_cache(backend, digest, on=on)
 
 
 class Sources(NamedTuple):
@@ -214,9 +175,8 @@ def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
 def verify_entry(store: ChunkStore, name: str) -> str:
     """The damage of an entry, every byte read; empty when there is none. Raises `StoreError` for an outage."""
     try:
-        reader = store.open(key_of(name))
+        reader = store.over(store.backend).open(key_of(name))  # not through the memory tier, which is for prompts
         if reader is not None:
-            reader.counts = False  # verifying must not push out of memory what prompts ask for
             with reader:
                 for index in range(reader.layers):
                     reader.layer(index)

@@ -23,14 +23,11 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from blend.errors import ConfigError, EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
+from blend.store.format import EntryHeader
 from blend.types import ChunkKey
-
-if TYPE_CHECKING:
-    from blend.store.format import EntryHeader
-
 
 CACHES = "objects/"
 IDENTIFYING_BYTES = 512
@@ -42,6 +39,8 @@ SOURCES, PINS, SEALED = "sources/", "pins/", "sealed"
 
 _HEX = re.compile(r"[0-9A-Za-z_-]{1,128}")
 _ARTIFACT = re.compile(r"[0-9a-z_-]{1,128}")
+_DIGEST = re.compile(r"[0-9a-f]{8,128}")
+_AT_ONCE = 500
 LOG = logging.getLogger("kvblend.store")
 WAIT_S = 600.0  # choosing and measuring takes minutes on a slow machine
 LEASE_S = 30.0
@@ -120,9 +119,6 @@ class Blob(ABC):
     def window(self, offset: int, nbytes: int) -> memoryview | None:
         """These bytes without a copy, where they lie in memory as one piece. Do not write to them."""
         return None
-
-    def used(self, *, counts: bool = True) -> None:  # noqa: B027 - most backends do not ask
-        """Say that the blob is read now. counts: whether for a prompt; verifying an entry does not count."""
 
     def close(self) -> None:  # noqa: B027 - most blobs hold nothing
         """Release what the blob holds; idempotent."""
@@ -225,8 +221,7 @@ class Backend(ABC):
     def delete(self, name: str) -> bool:
         """Delete the name; whether it held anything. Open blobs stay readable."""
 
-    @abstractmethod
-    def touch(self, name: str) -> None:
+    def touch(self, name: str) -> None:  # noqa: B027 - only where there is a budget
         """Note that a cache was used just now, which the budget's eviction asks for. Never fails."""
 
     @abstractmethod
@@ -243,9 +238,12 @@ class Backend(ABC):
         found = (name.removeprefix(prefix).split("/") for page in self.names(prefix) for name in page)
         return {parts[0] for parts in found if len(parts) > 1}
 
-    @abstractmethod
     def writing(self) -> AbstractContextManager[None]:
-        """The lock of all processes that write; not nested. Raises `StoreError` when it takes too long to get."""
+        """The lock of all processes that write; not nested. Raises `StoreError` when it takes too long to get.
+
+        Of a server a lease, which ends half a minute after the process that holds it.
+        """
+        return leased(self)
 
 
 def close_all(blobs: Sequence[Found]) -> None:
@@ -302,6 +300,32 @@ def artifact_name(name: str) -> str:
     return ARTIFACTS + name
 
 
+def pinned(backend: Backend) -> frozenset[str]:
+    """Digests of the caches that are pinned."""
+    return frozenset(name.removeprefix(PINS) for page in backend.names(PINS) for name in page)
+
+
+def still_pinned(backend: Backend, digests: Sequence[str]) -> frozenset[str]:
+    """Which of these caches are pinned, each asked for by its name: listings may be of a moment ago. Raises `StoreError`."""
+    found = set[str]()
+    for begin in range(0, len(digests), _AT_ONCE):
+        batch = digests[begin : begin + _AT_ONCE]
+        blobs = backend.stored([PINS + digest for digest in batch], 0)
+        close_all(blobs)
+        found |= {digest for digest, blob in zip(batch, blobs, strict=True) if blob is not None}
+    return frozenset(found)
+
+
+def pin_cache(backend: Backend, digest: str, *, on: bool) -> None:
+    """Pin a cache, or let it go again. Raises `StoreError`."""
+    if not _DIGEST.fullmatch(digest):
+        raise StoreError(f"{digest!r:.80} is no digest of a cache: `blend store ls` shows them")
+    if on:
+        backend.put(PINS + digest, [b"pinned"])
+    else:
+        backend.delete(PINS + digest)
+
+
 def _safe(name: str) -> str:
     if not _HEX.fullmatch(name):
         raise StoreError(f"{name!r} cannot name a store entry: use the hex digests that CacheIdentity.key makes")
@@ -341,39 +365,21 @@ class CircuitBreaker:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Guards one call. Raises `CircuitOpenError` with the last error while the breaker is open."""
-        self._enter()
+        with self._lock:
+            now = time.monotonic()
+            if self._error is not None and now < self._until:
+                raise CircuitOpenError(str(self._error))
+            self._until = now + self._pause_s  # this call tries; after an outage the others stay refused
+        outage = None
         try:
             yield
-        except EntryDamagedError:
-            self._answered()
-            raise
         except StoreError as error:
-            if self._counts(error):
-                self._trip(error)
-            else:
-                self._answered()
+            if not isinstance(error, EntryDamagedError) and self._counts(error):
+                outage = error
             raise
-        except BaseException:
-            raise
-        else:
-            self._answered()
-
-    def _enter(self) -> None:
-        with self._lock:
-            if self._error is None:
-                return
-            now = time.monotonic()
-            if now < self._until:
-                raise CircuitOpenError(str(self._error))
-            self._until = now + self._pause_s  # this call tries; the others stay refused
-
-    def _trip(self, error: StoreError) -> None:
-        with self._lock:
-            self._error, self._until = error, time.monotonic() + self._pause_s
-
-    def _answered(self) -> None:
-        with self._lock:
-            self._error = None
+        finally:
+            with self._lock:
+                self._error, self._until = outage, time.monotonic() + self._pause_s
 
 
 class WarnOnce:
@@ -428,25 +434,27 @@ def require_lease(backend: Backend, name: str) -> None:
 
 
 class _Lease:
-    """held: what the name holds, as far as is known, and held at the moment `since` of the monotonic clock."""
+    """A lease that `owner` has taken, and held at the moment `since` of the monotonic clock.
 
-    def __init__(self, backend: Backend, held: bytes, since: float, lease_s: float) -> None:
+    The name holds the owner and a number that changes with every renewal, so that others see that it is alive.
+    """
+
+    def __init__(self, backend: Backend, owner: str, since: float, lease_s: float) -> None:
         self.backend, self._lease_s = backend, lease_s
-        self._held, self._since = held, since
-        self._tried: set[bytes] = set()  # the name may hold one of these: the answer may have got lost
+        self._owner, self._since = owner, since
         self._lost = False
         self._lock = threading.Lock()
 
     def keep(self, done: threading.Event) -> None:
-        """Write it anew until then."""
+        """Renew it until then."""
         while not done.wait(self._lease_s / 4):
             with suppress(StoreError):  # the next attempt, or whoever writes, finds out
-                self._write(_token())
+                self._write(_token(self._owner))
 
     def require(self) -> None:
         """Raise `StoreError` unless it is ours for certain."""
         if not self._certain():
-            self._write(_token())
+            self._write(_token(self._owner))
         if not self._certain():
             raise StoreError(
                 f"{self.backend.place} did not answer for {self._lease_s:g} s, and another process may be writing to it: "
@@ -454,7 +462,7 @@ class _Lease:
             )
 
     def release(self) -> None:
-        """It is anybody's."""
+        """Let others take it."""
         self._write(_FREE)
 
     def _certain(self) -> bool:
@@ -464,29 +472,16 @@ class _Lease:
         """Have the name hold `new`, if it is ours. Raises `StoreError` where that is not known."""
         with self._lock:
             began = time.monotonic()
-            if self._lost:
-                return
-            if not self._swapped(new):
-                found = self.backend.read(_NAME, _MOST)
-                if found is None or found not in {self._held, *self._tried}:
-                    self._lost = True
-                    return
-                self._held = found
-                if not self._swapped(new):
-                    return
-            self._since = began
-
-    def _swapped(self, new: bytes) -> bool:
-        self._tried.add(new)
-        if not self.backend.swap(_NAME, new, self._held):
-            return False
-        self._held, self._tried = new, set()
-        return True
+            held = self.backend.read(_NAME, _MOST)
+            if self._lost or held is None or not held.startswith(self._owner.encode()):
+                self._lost = True
+            elif self.backend.swap(_NAME, new, held):
+                self._since = began
 
 
 def _acquired(backend: Backend, lease_s: float, wait_s: float) -> _Lease:
-    mine, began = _token(), time.monotonic()
-    seen, since, delay = b"", began, _LOOK_AFTER_S
+    owner, began = uuid.uuid4().hex, time.monotonic()
+    mine, seen, since, delay = _token(owner), b"", began, _LOOK_AFTER_S
     while True:
         content = backend.read(_NAME, _MOST)
         looked = time.monotonic()
@@ -495,7 +490,7 @@ def _acquired(backend: Backend, lease_s: float, wait_s: float) -> _Lease:
         stale = looked - since > lease_s
         taken = content == mine  # by a swap whose answer got lost
         if taken or ((content in (None, _FREE) or stale) and backend.swap(_NAME, mine, content)):
-            return _Lease(backend, mine, looked, lease_s)
+            return _Lease(backend, owner, looked, lease_s)
         if time.monotonic() - began > wait_s:
             raise StoreError(
                 f"another process has been writing to {backend.place} for {wait_s:g} s; wait for it and try again"
@@ -504,5 +499,5 @@ def _acquired(backend: Backend, lease_s: float, wait_s: float) -> _Lease:
         delay = min(1.5 * delay, _LOOK_EVERY_S)
 
 
-def _token() -> bytes:
-    return uuid.uuid4().hex.encode()
+def _token(owner: str) -> bytes:
+    return f"{owner} {uuid.uuid4().hex}".encode()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
-from blend.errors import EntryDamagedError
-from blend.store.admin import pinned, still_pinned
+from blend.errors import EntryDamagedError, StoreError
 from blend.store.backend import (
     ARTIFACTS,
     CACHES,
+    DESCRIPTIONS,
     GENERATION,
+    SEALED,
     Backend,
-    Blob,
+    Found,
     MemoryStats,
     TierHits,
     artifact_name,
@@ -23,27 +27,18 @@ from blend.store.backend import (
     close_all,
     description_name,
     key_of,
+    pinned,
+    still_pinned,
 )
-from blend.store.codecs.base import Codec
+from blend.store.codecs import Codec
 from blend.store.format import encode_entry
-from blend.store.memory import MemoryTier
+from blend.store.memory import MemoryBlob, MemoryCache
 from blend.store.reader import HEAD, ChunkReader, LayerScratch, damaged, read_header
-from blend.store.seal import (
-    MOST_BYTES,
-    Seal,
-    Unsealed,
-    is_sealed_with,
-    leave_key_check,
-    pack_artifact,
-    pack_description,
-    read_descriptions,
-    require_its_key,
-    unpack_artifact,
-)
+from blend.store.seal import MOST_BYTES, Seal, Unsealed, as_json, pack_artifact, unpack_artifact
 from blend.types import ChunkCache, ChunkKey
 
-_Opening = Callable[[Sequence[str], int], list[Blob | EntryDamagedError | None]]
-_TOKEN_BYTES = 1 << 10
+_Opening = Callable[[Sequence[str], int], list[Found]]
+_MOST_OF_A_TOKEN, _MOST_OF_A_DESCRIPTION = 1 << 10, 1 << 20
 _AT_ONCE = 64
 
 
@@ -63,30 +58,48 @@ class ChunkStore:
     Torch is loaded when an entry is opened or put, not to look at what a store holds.
     """
 
-    def __init__(self, backend: Backend, codec: Codec, seal: Seal, memory: MemoryTier | None = None) -> None:
+    def __init__(self, backend: Backend, codec: Codec, seal: Seal, memory: MemoryCache | None = None) -> None:
         self.backend = backend
         self.codec = codec
         self._seal = Unsealed() if backend.trusted else seal
-        self._memory, self._scratch = memory, LayerScratch()
+        self._memory = None if backend.trusted else memory
+        self._owner, self._scratch = object(), LayerScratch()
         self._key_is_right = self._key_is_marked = backend.trusted
+
+    def check_key(self) -> bool:
+        """Whether the store says that this is its key, as it does from its first artifact on.
+
+        Raises `StoreError` where it is sealed with another key.
+        """
+        try:
+            check = self.backend.read(SEALED, _MOST_OF_A_TOKEN)
+        except EntryDamagedError:  # something took its place: then there is no check
+            check = None
+        if check is None:
+            return False
+        try:
+            unpack_artifact(SEALED, check, self._seal)
+        except EntryDamagedError:
+            remedy = "give --store-key FILE, the key that it was made with"
+            if self._seal.keyed:
+                remedy += f", or remove {SEALED!r} in it to have everything computed again under this one"
+            which = "another" if self._seal.keyed else "a"
+            raise StoreError(f"the store {self.backend.place} is sealed with {which} store key: {remedy}") from None
+        return self._seal.keyed
 
     def require_its_key(self) -> None:
         """Raise `StoreError` when the store is sealed with another key; checked before the first write."""
         if not self._key_is_right:
-            require_its_key(self.backend, self._seal)
-        self._key_is_right = True
-
-    @property
-    def knows_its_key(self) -> bool:
-        """Whether the store is known to be sealed with this key. Raises `StoreError`."""
-        return is_sealed_with(self.backend, self._seal)
+            self.check_key()
+            self._key_is_right = True
 
     def _mark_key(self) -> None:
         """Mark the store as sealed with this key, if there is one. Raises `StoreError`."""
         self.require_its_key()
-        if not self._key_is_marked:
-            leave_key_check(self.backend, self._seal)
-            self._key_is_marked = True
+        if self._seal.keyed and not self._key_is_marked and not self.check_key():
+            with suppress(EntryDamagedError):  # something took its place
+                self.backend.swap(SEALED, b"".join(pack_artifact(SEALED, b"", self._seal)), None)
+        self._key_is_marked = True
 
     def open(self, key: ChunkKey) -> ChunkReader | None:
         """The entry under `key`, or None when there is none. Raises `EntryDamagedError` when it must not be used."""
@@ -101,34 +114,35 @@ class ChunkStore:
         The result has their order, with an error in the place of an entry that must not be used. Raises `StoreError`, and
         leaves nothing open.
         """
-        return self._opened_many(keys, self.backend.open_many)
+        return self._opened_many(keys, self.backend.open_many, self._memory)
 
-    def _opened_many(self, keys: Sequence[ChunkKey], opening: _Opening) -> list[ChunkReader | EntryDamagedError | None]:
-        names = [cache_name(key) for key in keys]
-        blobs = opening(names, HEAD)
+    def _opened_many(
+        self, keys: Sequence[ChunkKey], opening: _Opening, memory: MemoryCache | None = None
+    ) -> list[ChunkReader | EntryDamagedError | None]:
+        blobs = opening([cache_name(key) for key in keys], HEAD)
         try:
-            return [self._opened(*one) for one in zip(keys, names, blobs, strict=True)]
+            return [self._opened(*one, memory) for one in zip(keys, blobs, strict=True)]
         except BaseException:
             close_all(blobs)
             raise
 
-    def _opened(
-        self, key: ChunkKey, name: str, blob: Blob | EntryDamagedError | None
-    ) -> ChunkReader | EntryDamagedError | None:
+    def _opened(self, key: ChunkKey, blob: Found, memory: MemoryCache | None) -> ChunkReader | EntryDamagedError | None:
         if isinstance(blob, EntryDamagedError):
             return damaged(key, str(blob))
         if blob is None:
-            self._forget(name)
+            self._forget(key)
             return None
-        if self._memory is not None:
-            blob = self._memory.nearest(name, blob)
+        used = None
+        if memory is not None:
+            blob = memory.nearest(self._owner, key, blob, self._seal)
+            used = partial(memory.count, hit=isinstance(blob, MemoryBlob))
         try:
             header = blob.header or read_header(blob, key, self._seal)
         except EntryDamagedError as error:
             blob.close()
             return error
-        self.backend.touch(name)
-        return ChunkReader(blob, key, header, self._scratch)
+        self.backend.touch(cache_name(key))
+        return ChunkReader(blob, key, header, self._scratch, used)
 
     def prefetch(self, keys: Iterable[ChunkKey], most_bytes: int | None = None) -> None:
         """Start downloading entries that will be read soon to this machine; does nothing in a store without tiers.
@@ -158,21 +172,19 @@ class ChunkStore:
         Raises `StoreError` when it cannot be written; the store is then as it was.
         """
         self.require_its_key()
-        name = cache_name(key)
         header, blobs = encode_entry(key, cache, self.codec, self._seal)
-        self.backend.put(name, (header, *blobs))
-        self._forget(name)
+        self.backend.put(cache_name(key), (header, *blobs))
+        self._forget(key)
 
     def delete(self, key: ChunkKey) -> None:
         """Remove an entry; nothing happens when there is none. Open readers keep it."""
         self.require_its_key()
-        name = cache_name(key)
-        self.backend.delete(name)
-        self._forget(name)
+        self.backend.delete(cache_name(key))
+        self._forget(key)
 
-    def _forget(self, name: str) -> None:
+    def _forget(self, key: ChunkKey) -> None:
         if self._memory is not None:
-            self._memory.drop(name)
+            self._memory.drop(self._owner, key)
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         """Keys of all entries, or of those in one namespace, in no particular order. Nothing is opened."""
@@ -200,11 +212,11 @@ class ChunkStore:
 
         Replaces the last description. Raises `StoreError` when it cannot be written.
         """
-        self.backend.put(description_name(namespace), [pack_description(description)])
+        self.backend.put(description_name(namespace), [as_json(dict(description))])
 
     def describe_new(self, namespace: str, description: Mapping[str, str]) -> None:
         """`describe` a namespace that has no description yet. Raises `StoreError` when it cannot be written."""
-        self.backend.swap(description_name(namespace), pack_description(description), None)
+        self.backend.swap(description_name(namespace), as_json(dict(description)), None)
 
     def undescribe(self, namespace: str) -> None:
         """Forget the words for a namespace; nothing happens when there are none. Raises `StoreError`."""
@@ -212,8 +224,7 @@ class ChunkStore:
 
     def namespaces(self) -> dict[str, dict[str, str]]:
         """Every namespace that has entries or a description, with its description (empty when there is none)."""
-        listed: dict[str, dict[str, str]] = {name: {} for name in self.backend.folders(CACHES)}
-        return {**listed, **read_descriptions(self.backend)}
+        return {**{name: {} for name in self.backend.folders(CACHES)}, **read_descriptions(self.backend)}
 
     @property
     def generation(self) -> str:
@@ -223,7 +234,7 @@ class ChunkStore:
         be read.
         """
         try:
-            token = self.backend.read(GENERATION, _TOKEN_BYTES)
+            token = self.backend.read(GENERATION, _MOST_OF_A_TOKEN)
         except EntryDamagedError:  # something else took its place
             return ""
         return (token or b"").decode("ascii", errors="replace")
@@ -324,3 +335,16 @@ class ChunkStore:
     def __contains__(self, key: ChunkKey) -> bool:
         """See `held`. Raises `StoreError` when the store cannot be read."""
         return key in self.held([key])
+
+
+def read_descriptions(backend: Backend) -> dict[str, dict[str, str]]:
+    """Every namespace's description; a damaged one reads as empty. Raises `StoreError`."""
+    found: dict[str, dict[str, str]] = {}
+    for name in chain.from_iterable(backend.names(DESCRIPTIONS)):
+        if name.endswith(".json"):
+            fields: object = None
+            with suppress(EntryDamagedError, ValueError, RecursionError):
+                fields = json.loads(backend.read(name, _MOST_OF_A_DESCRIPTION) or b"")
+            words = {key: str(value) for key, value in fields.items()} if isinstance(fields, dict) else {}
+            found[name.removeprefix(DESCRIPTIONS).removesuffix(".json")] = words
+    return found

@@ -22,9 +22,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.errors import ConfigError, StoreError
-from blend.store.codecs import get_codec
-from blend.store.codecs.base import Codec
-from blend.store.seal import DIGEST_CHARS, Seal
+from blend.store.codecs import Codec, get_codec
+from blend.store.seal import DIGEST_CHARS, Buffer, Seal
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
@@ -131,8 +130,13 @@ class LayerLayout(NamedTuple):
 
 
 class EntryHeader(NamedTuple):
-    """A verified header. type: the one that was put in, to which `ChunkReader.layer` decodes. unrotated: see `ChunkCache`."""
+    """A verified header.
 
+    beginning: the bytes of the file up to the first layer. unrotated: see `ChunkCache`. type: the one that was put in, to which
+    `ChunkReader.layer` decodes.
+    """
+
+    beginning: bytes
     start: int
     unrotated: bool
     tokens: int
@@ -140,6 +144,16 @@ class EntryHeader(NamedTuple):
     type: StoredType
     layers: tuple[LayerLayout, ...]
     seal: Seal
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        last = self.layers[-1]
+        return last.offset + last.nbytes
+
+    def holds(self, index: int, *parts: Buffer) -> bool:
+        """Whether these are, in a row, the bytes of that layer."""
+        return self.seal.holds(self.layers[index].checksum, "layer", *parts)
 
 
 def tensor_name(index: int, part: str) -> str:
@@ -187,6 +201,7 @@ def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> Entr
     if not 0 < layers == len(checksums) or len(tensors) != layers * len(codec.parts):
         raise ValueError("it does not hold every layer")
     header = EntryHeader(
+        beginning=raw,
         start=as_count(meta, "start"),
         unrotated=meta["format"] == ENTRY_FORMATS[True],
         tokens=as_count(meta, "tokens"),
@@ -205,10 +220,9 @@ def _digest_range(opening: bytes) -> tuple[int, int]:
 
 
 def _require_whole(header: EntryHeader, file_size: int) -> None:
-    last = header.layers[-1]
-    begin, end = header.layers[0].offset, last.offset + last.nbytes
-    if end != file_size:
-        raise ValueError(f"it holds {file_size - begin} bytes of data, {end - begin} were written")
+    begin = len(header.beginning)
+    if header.nbytes != file_size:
+        raise ValueError(f"it holds {file_size - begin} bytes of data, {header.nbytes - begin} were written")
     if max(layer.nbytes for layer in header.layers) > header.tokens * _MOST_PER_TOKEN:
         raise ValueError(f"a layer of it is too large for {header.tokens} tokens")
     if header.tokens == 0 or not header.type.is_floating_point:

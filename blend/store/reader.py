@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import EntryDamagedError, first_line
-from blend.store.backend import Blob, Range, key_of
+from blend.store.backend import Blob, Range
 from blend.store.format import LENGTH, LONGEST, EntryHeader, LayerLayout, PartLayout, as_bytes, decode_header
-from blend.store.seal import Seal, Unsealed
+from blend.store.seal import Seal
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -69,16 +69,23 @@ class ChunkReader:
 
     It stays readable when the entry is evicted or replaced meanwhile. tokens, layers: of the chunk. start: position of its
     first token when it was computed. unrotated: see `ChunkCache`. codec: how it is kept.
-    stored_bytes: its length in the store. counts: whether reading it counts as a use of the entry; may be set.
+    stored_bytes: its length in the store. used: called at the first read. counts: whether it is; may be set.
     """
 
-    def __init__(self, blob: Blob, key: ChunkKey, header: EntryHeader, scratch: LayerScratch) -> None:
+    def __init__(
+        self,
+        blob: Blob,
+        key: ChunkKey,
+        header: EntryHeader,
+        scratch: LayerScratch,
+        used: Callable[[], None] | None = None,
+    ) -> None:
         self.tokens, self.layers, self.start = header.tokens, len(header.layers), header.start
         self.unrotated, self.codec, self.stored_bytes = header.unrotated, header.codec.name, blob.nbytes
-        self.counts = True
         self._blob: Blob | None = blob
         self._key, self._header, self._scratch = key, header, scratch
-        self._seal = Unsealed() if blob.header else header.seal  # a backend may have verified it
+        self.counts, self._used = True, used
+        self._is_verified = blob.header is not None  # by the backend
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each `[kv_heads, tokens, head_dim]`, verified.
@@ -137,15 +144,16 @@ class ChunkReader:
             raise ValueError("the reader is closed")
         if not 0 <= index < self.layers:
             raise IndexError(f"layer {index} of {self.layers}")
-        blob.used(counts=self.counts)
-        layout = self._header.layers[index]
+        if self.counts and self._used is not None:
+            used, self._used = self._used, None
+            used()
         try:
             buffer = self._filled(blob, index, reuse=reuse)
         except EntryDamagedError as error:
             raise damaged(self._key, f"layer {index}: {error}") from None
         except RuntimeError as error:
             raise damaged(self._key, f"layer {index} has impossible shapes: {first_line(error)}") from None
-        if buffer is None or not self._seal.holds(layout.checksum, "layer", *buffer.views):
+        if buffer is None or not (self._is_verified or self._header.holds(index, *buffer.views)):
             raise damaged(self._key, f"layer {index} is not what was written")
         return buffer.tensors
 
@@ -187,8 +195,8 @@ def verified_header(blob: Blob, key: ChunkKey, seal: Seal) -> EntryHeader | None
         header = read_header(blob, key, seal)
     except EntryDamagedError:
         return None
-    windows = ((layer, blob.window(layer.offset, layer.nbytes)) for layer in header.layers)
-    whole = all(view is not None and header.seal.holds(layer.checksum, "layer", view) for layer, view in windows)
+    windows = [blob.window(layer.offset, layer.nbytes) for layer in header.layers]
+    whole = all(view is not None and header.holds(index, view) for index, view in enumerate(windows))
     return header if whole else None
 
 
@@ -204,30 +212,3 @@ def _beginning(blob: Blob, nbytes: int) -> bytes:
 def damaged(key: ChunkKey, what: str) -> EntryDamagedError:
     """The one-line error for an entry that must be computed again."""
     return EntryDamagedError(f"store entry {key.digest[:16]} must be computed again: {what}")
-
-
-class CheckedEntry(NamedTuple):
-    """An entry as a tier sees it. header: verified. beginning: all bytes in front of the first layer. nbytes: of all."""
-
-    header: EntryHeader
-    beginning: bytes
-    nbytes: int
-
-    @property
-    def pieces(self) -> tuple[LayerLayout, ...]:
-        """Its layers: each lies right behind the one before, up to the end, and has a digest."""
-        return self.header.layers
-
-    def holds(self, index: int, view: memoryview) -> bool:
-        """Whether these are the bytes of that layer."""
-        return self.header.seal.holds(self.pieces[index].checksum, "layer", view)
-
-
-def check_entry(name: str, blob: Blob, seal: Seal) -> CheckedEntry:
-    """What lies under a name, by its header. Raises `EntryDamagedError`, `StoreError` when it cannot be read."""
-    header = read_header(blob, key_of(name), seal)
-    try:
-        beginning = _beginning(blob, header.layers[0].offset)
-    except ValueError as error:
-        raise EntryDamagedError(str(error)) from None
-    return CheckedEntry(header, beginning, blob.nbytes)

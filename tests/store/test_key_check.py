@@ -24,9 +24,9 @@ def write(key):
 def test_without_its_key_a_sealed_store_is_not_opened(tmp_path, write, key, cache, how):
     store = open_store(tmp_path, key=SECRET)
     store.put(key(1), cache())
-    assert not store.knows_its_key
+    assert not store.check_key()
     write[how](store)
-    assert store.knows_its_key
+    assert store.check_key()
     store.describe("abc", {"model": "tiny"})
     with pytest.raises(StoreError, match="is sealed with a store key: give --store-key"):
         open_store(tmp_path)
@@ -89,4 +89,4 @@ def test_a_store_without_a_key_gets_no_check(tmp_path):
     store = open_store(tmp_path)
     store.write_artifact("map", b"content")
     assert not (tmp_path / "sealed").exists()
-    assert not store.knows_its_key
+    assert not store.check_key()

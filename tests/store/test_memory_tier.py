@@ -11,6 +11,7 @@ import torch
 
 from blend.errors import ConfigError, EntryDamagedError
 from blend.store import MemoryCache, open_store
+from blend.store.admin import verify_entry
 from blend.store.backend import cache_name
 from blend.types import ChunkCache
 
@@ -72,13 +73,14 @@ def test_looking_an_entry_up_or_reading_a_part_brings_nothing_in(store, key, cac
     assert store.memory[:4] == (0, 1, 0, 0)
 
 
-def test_reading_that_counts_for_nothing_brings_nothing_in(store, key, cache):
+def test_reading_that_does_not_count_and_verifying_are_no_use(store, key, cache):
     store.put(key(1), cache())
+    assert verify_entry(store, cache_name(key(1))) == ""
+    assert store.memory[:4] == (0, 0, 0, 0)
     with store.open(key(1)) as reader:
         reader.counts = False
-        for index in range(reader.layers):
-            reader.layer(index)
-    assert store.memory[:4] == (0, 0, 0, 0)
+        reader.layer(0)
+    assert store.memory[:2] == (0, 0)
 
 
 def test_the_least_recently_read_entries_go_and_the_budget_holds(store, key):
