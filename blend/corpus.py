@@ -216,14 +216,7 @@ def prepare(change: CorpusChange, *, quick: bool = False, progress: Progress = n
     update = write_index(change, progress)
     library = decide(change, quick=quick)
     variants = library.variants(change.ids, contextual=not quick)
-    return PreparedCorpus(library, variants, _missing(library, variants), update)
-
-
-def _missing(library: ChunkLibrary, variants: Sequence[Variant]) -> list[Variant]:
-    """Caches to compute: not in the store, and in no nearer copy that it can be restored from."""
-    missing = library.missing_of(variants)
-    restored = library.restored(missing)
-    return [one for one in missing if one not in restored]
+    return PreparedCorpus(library, variants, library.missing_of(variants), update)
 
 
 def write_index(change: CorpusChange, progress: Progress = no_progress) -> IndexUpdate:
@@ -368,7 +361,7 @@ def precompute(
     library = decide(change, quick=quick)
     variants = library.variants(change.ids, contextual=not quick)
     mine = variants if share is None else [one for one in variants if share.holds(library.key(one))]
-    missing = _missing(library, mine)
+    missing = library.missing_of(mine)
     begin = time.perf_counter()
     tokens = compute(library, missing, progress)
     seconds = time.perf_counter() - begin

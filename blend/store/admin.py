@@ -1,9 +1,7 @@
-"""What operators do with a store: pins, notes of which document each cache is of, stale copies, verification.
+"""What operators do with a store: notes of which document each cache is of, stale copies, verification; pins of far stores.
 
-    pins/<digest>                  "pinned": the cache is neither pruned nor evicted from a disk, on any machine
     sources/<corpus>.<namespace>   JSON, namespace -> digest of a cache -> id of the document, sealed; `_` is the corpus without
                                    a name. The namespace in the name is that of isolated caches: one note for each model
-    sources/<corpus>               an older note: digest -> id, of the model that came last
 
 Removing a document removes its caches, pinned or not.
 """
@@ -15,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
@@ -60,8 +59,8 @@ class FarPins:
 class Sources(NamedTuple):
     """The notes of all corpora together.
 
-    documents: by the digest of a cache. namespaces: those that notes name; older notes name none. corpora: those with a
-    readable note. unread: names of notes that are damaged, or sealed with another key.
+    documents: by the digest of a cache. namespaces: those that notes name. corpora: those with a readable note. unread: names
+    of notes that are damaged, sealed with another key or of an older version.
     """
 
     documents: Mapping[str, str]
@@ -77,8 +76,8 @@ def write_sources(store: ChunkStore, corpus: str, namespace: str, documents: Doc
     Raises `StoreError`.
     """
     older = f"{SOURCES}{corpus or _UNNAMED}"
+    name = f"{older}.{namespace}"
     with store.writing():
-        name = f"{older}.{namespace}"
         former: dict[str, Mapping[str, str]] = {space: {} for space in _read(store, name) or {}}
         store.put_manifest(name, json.dumps({**former, **documents}).encode())
         store.backend.delete(older)
@@ -86,29 +85,21 @@ def write_sources(store: ChunkStore, corpus: str, namespace: str, documents: Doc
 
 def forget_sources(store: ChunkStore, corpus: str) -> None:
     """Delete the notes of a corpus. Raises `StoreError`."""
-    for name in _names(store):
+    for name in chain.from_iterable(store.backend.names(SOURCES)):
         if note_of(name)[0] == corpus:
             store.backend.delete(name)
 
 
 def read_sources(store: ChunkStore) -> Sources:
     """The notes of all corpora. Raises `StoreError`."""
-    documents: dict[str, str] = {}
-    namespaces, corpora, unread = set[str](), set[str](), list[str]()
-    for name in _names(store):
-        note = _read(store, name)
-        if note is None:
-            unread.append(name)
-            continue
-        corpora.add(note_of(name)[0])
-        namespaces |= note.keys() - {""}
-        for one in note.values():
-            documents |= one
-    return Sources(documents, frozenset(namespaces), frozenset(corpora), tuple(unread))
-
-
-def _names(store: ChunkStore) -> list[str]:
-    return [name for page in store.backend.names(SOURCES) for name in page]
+    names = list(chain.from_iterable(store.backend.names(SOURCES)))
+    notes = {name: note for name in names if (note := _read(store, name)) is not None}
+    return Sources(
+        {digest: document for note in notes.values() for one in note.values() for digest, document in one.items()},
+        frozenset(chain.from_iterable(notes.values())),
+        frozenset(note_of(name)[0] for name in notes),
+        tuple(name for name in names if name not in notes),
+    )
 
 
 def note_of(name: str) -> tuple[str, str]:
@@ -118,19 +109,15 @@ def note_of(name: str) -> tuple[str, str]:
 
 
 def _read(store: ChunkStore, name: str) -> Documents | None:
-    """A note, an older one under the namespace ""; None when there is no usable one."""
+    """A note; None when there is no usable one."""
     _, content = store.read_manifest(name)
     try:
         note = json.loads(content or b"")
     except (ValueError, RecursionError):
         return None
-    note = note if "." in name.removeprefix(SOURCES) else {"": note}
-    return note if _is_note(note) else None
-
-
-def _is_note(note: object) -> bool:
-    of_spaces = list(note.values()) if isinstance(note, dict) else [None]
-    return all(isinstance(one, dict) and all(isinstance(text, str) for text in one.values()) for one in of_spaces)
+    spaces = list(note.values()) if isinstance(note, dict) else [None]
+    sound = all(isinstance(one, dict) and all(isinstance(text, str) for text in one.values()) for one in spaces)
+    return note if sound else None
 
 
 def places(backend: Backend) -> Iterator[tuple[str, Backend]]:

@@ -60,16 +60,11 @@ class Range(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """One name as a listing shows it.
-
-    nbytes: as stored. used: when it was last put or touched, in seconds since 1970. whole: False where something that no `put`
-    made takes its place; it counts, and goes when the name is put or deleted.
-    """
+    """One name as a listing shows it, whatever is there. used: when it was last put or touched, in seconds since 1970."""
 
     name: str
     nbytes: int
     used: float
-    whole: bool = True
 
 
 class MemoryStats(NamedTuple):
@@ -182,10 +177,6 @@ class Backend(ABC):
     def stored(self, names: Sequence[str], head: int) -> list[Found]:
         """`open_many` of the place that decides what is stored: copies in nearer tiers do not count."""
         return self.open_many(names, head)
-
-    def restore(self, name: str) -> bool:
-        """Copy a cache from a nearer tier to the far place; whether one had it. Raises `StoreError`."""
-        return False
 
     def read(self, name: str, most: int) -> bytes | None:
         """The whole content, or None. Raises `EntryDamagedError` when it is longer than `most` bytes."""

@@ -295,8 +295,7 @@ class ChunkStore:
 
     def artifacts(self) -> Iterator[str]:
         """Names of all artifacts, sorted."""
-        found = (stored for page in self.backend.listing(ARTIFACTS) for stored in page if stored.whole)
-        yield from sorted(stored.name.removeprefix(ARTIFACTS) for stored in found)
+        yield from sorted(name.removeprefix(ARTIFACTS) for name in chain.from_iterable(self.backend.names(ARTIFACTS)))
 
     def writing(self) -> AbstractContextManager[None]:
         """The lock of all processes for choosing and writing artifacts; not nested.
@@ -327,10 +326,6 @@ class ChunkStore:
                     found.add(key)
                     reader.close()
         return found
-
-    def restore(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Copy entries that the far place lacks back from a nearer tier; returns which. Raises `StoreError`."""
-        return {key for key in keys if self.backend.restore(cache_name(key))}
 
     def __contains__(self, key: ChunkKey) -> bool:
         """See `held`. Raises `StoreError` when the store cannot be read."""

@@ -120,11 +120,11 @@ class GridCodec(Codec):
     gain by the same treatment (docs/codecs.md), so there is one for both. Centre and step are bfloat16, which has the range of
     float32, and numbers are made for them as they are stored.
 
-    most: the largest number. zero: `_unpack` writes number + zero, which saves it a pass over the numbers. packed: dtype of what
-    `_pack` makes. group: about how many tokens share a centre and a step; fewer than half as many never have their own. clips:
-    shares of a group's extent that its steps may span instead of all of it; the few numbers beyond go to the edge. fits: how
-    often centre and step are then fitted to the numbers by least squares, and the numbers to them. Both where the squared error
-    is less, group by group and channel by channel.
+    most: the largest number. zero: `_unpack` writes number + zero, which saves it a pass. packed: dtype of what `_pack` makes.
+    group: about how many tokens share a centre and a step; fewer than half as many never have their own. clips: shares of a
+    group's extent that its steps may span instead of all of it; the few numbers beyond go to the edge. fits: how often centre
+    and step are then fitted to the numbers by least squares, and the numbers to them. Both where the squared error is less,
+    group by group and channel by channel.
     """
 
     parts = ("k", "k.s", "v", "v.s")

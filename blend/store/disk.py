@@ -259,16 +259,10 @@ class DiskBackend(Backend):
             return None
         except OSError as error:
             raise self._files.failed("written", error) from None
-        return Stored(name, info.st_size, info.st_mtime, _is_file(entry))
+        return Stored(name, info.st_size, info.st_mtime)
 
     def _caches(self) -> Iterator[Stored]:
         """What may be evicted: pinned caches neither count nor go."""
         pins = self.pins()
         for page in self.listing(CACHES):
             yield from (stored for stored in page if key_of(stored.name).digest not in pins)
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    with suppress(OSError):  # a symbolic link that leads nowhere
-        return entry.is_file()
-    return False

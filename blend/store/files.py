@@ -19,16 +19,11 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
 from blend.files import make_private_folder, set_aside, sweep, write_atomically, write_once
 from blend.store.backend import WAIT_S, Backend
 from blend.store.seal import as_json
-
-if TYPE_CHECKING:
-    from filelock import BaseFileLock
-
 
 MANIFEST = "store.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -93,14 +88,10 @@ class StoreFiles:
             return None
         except OSError as error:
             raise self.failed("read", error) from None
-        try:
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return descriptor
-        except BaseException:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise
-        os.close(descriptor)
-        raise EntryDamagedError("it is not a file")
+            raise EntryDamagedError("it is not a file")
+        return descriptor
 
     def write(
         self, path: Path, blobs: Iterable[bytes | memoryview], placing: AbstractContextManager[None] | None = None
@@ -368,14 +359,6 @@ class MountedFiles(StoreFiles):
 @contextmanager
 def locked(files: StoreFiles, name: str = ".writing") -> Iterator[None]:
     """Held by one thread of one process at a time; it ends with the process. Raises `StoreError` after ten minutes."""
-    lock = _acquired(files, name)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _acquired(files: StoreFiles, name: str) -> BaseFileLock:
     from filelock import FileLock, Timeout
 
     files.require_writable()
@@ -392,4 +375,7 @@ def _acquired(files: StoreFiles, name: str) -> BaseFileLock:
         ) from None
     except OSError as error:
         raise files.failed("written", error) from None
-    return lock
+    try:
+        yield
+    finally:
+        lock.release()

@@ -32,7 +32,6 @@ from blend.store.backend import (
     CircuitBreaker,
     CircuitOpenError,
     Found,
-    Range,
     Stored,
     TierHits,
     Timeouts,
@@ -72,6 +71,10 @@ class FarTier:
             self._warnings.warn(self.backend.place, "down", f"{error}; only what is in nearer tiers is used meanwhile")
             raise
 
+    def source(self, blob: Blob) -> EntrySource:
+        """A blob to read from; its errors are raised."""
+        return EntrySource(blob, self.asked, lambda error: None)
+
 
 class CacheTier:
     """A nearer place, which may lack anything. Its errors are logged, and the next tier is asked instead."""
@@ -107,6 +110,10 @@ class CacheTier:
         """The backend, for one read. Raises `StoreError`, at once while the breaker is open."""
         with self._reading():
             yield self.backend
+
+    def source(self, name: str, blob: Blob) -> EntrySource:
+        """A blob to read from."""
+        return EntrySource(blob, self.asked, partial(self.failed, name))
 
     def failed(self, name: str, error: StoreError) -> None:
         """Log what was wrong with a blob; a damaged one is deleted."""
@@ -168,14 +175,6 @@ class TierSearch:
             raise
         return self._in_order(names, found, head)
 
-    def nearest(self, name: str) -> Blob | None:
-        """A cache from the disk, or from the Redis."""
-        for search in (self._in_local, self._in_hot):
-            found = search([name], 0, WeakSet()).get(name)
-            if isinstance(found, Blob):
-                return found
-        return None
-
     def _in_order(self, names: Sequence[str], found: dict[str, Found], head: int) -> list[Found]:
         """In the order of the names; a name that is given twice is opened twice."""
         used: set[str] = set()
@@ -194,25 +193,23 @@ class TierSearch:
 
     def _in_local(self, names: Sequence[str], head: int, together: WeakSet[Download]) -> dict[str, Found]:
         result: dict[str, Found] = {}
-        for name, blob, entry in self._checked(self._local, names, head):
-            assert self._local is not None
-            source = EntrySource(blob, self._local.asked, partial(self._local.failed, name))
+        for name, source, entry in self._checked(self._local, names, head):
             result[name] = TieredBlob(entry, together, source, partial(self._from_elsewhere, name, entry))
         self._count("local", len(result))
         return result
 
     def _from_elsewhere(self, name: str, entry: EntryHeader) -> Download:
         """The same entry from another place than the disk."""
-        for _, blob, found in self._checked(self._hot, [name], len(entry.beginning)):
+        for _, source, found in self._checked(self._hot, [name], len(entry.beginning)):
             if found.beginning == entry.beginning:
-                return self._started(name, entry, self._hot_source(name, blob), far=False)
-            blob.close()
+                return self._started(name, entry, source, far=False)
+            source.blob.close()
         return self._started(name, entry, self._far_again(name, entry), far=True)
 
     def _in_hot(self, names: Sequence[str], head: int, together: WeakSet[Download]) -> dict[str, Found]:
         result: dict[str, Found] = {}
-        for name, blob, entry in self._checked(self._hot, names, head):
-            opened = self._opened(name, entry, self._hot_source(name, blob), together, far=False)
+        for name, source, entry in self._checked(self._hot, names, head):
+            opened = self._opened(name, entry, source, together, far=False)
             if isinstance(opened, TieredBlob):
                 result[name] = opened
         self._count("hot", len(result))
@@ -228,7 +225,7 @@ class TierSearch:
             if isinstance(blob, Blob) and name.startswith(CACHES):
                 entry = self._far_entry(name, blob)
                 if entry is not None:
-                    result[name] = self._opened(name, entry, self._far_source(blob), together, far=True)
+                    result[name] = self._opened(name, entry, self._far.source(blob), together, far=True)
         missing = sum(one is None for one in result.values())
         self._count("far", len(result) - missing)
         self._count("missing", missing)
@@ -236,7 +233,7 @@ class TierSearch:
 
     def _checked(
         self, tier: CacheTier | None, names: Sequence[str], head: int
-    ) -> Iterator[tuple[str, Blob, EntryHeader]]:
+    ) -> Iterator[tuple[str, EntrySource, EntryHeader]]:
         """The usable entries that a nearer tier has of these."""
         if tier is None or not names:
             return
@@ -252,7 +249,7 @@ class TierSearch:
                     blob.close()
                     tier.failed(name, error)
                 else:
-                    yield name, blob, entry
+                    yield name, tier.source(name, blob), entry
 
     def _far_entry(self, name: str, blob: Blob) -> EntryHeader | None:
         try:
@@ -283,13 +280,6 @@ class TierSearch:
             self._downloads[name] = made
             return made
 
-    def _hot_source(self, name: str, blob: Blob) -> EntrySource:
-        assert self._hot is not None
-        return EntrySource(blob, self._hot.asked, partial(self._hot.failed, name))
-
-    def _far_source(self, blob: Blob) -> EntrySource:
-        return EntrySource(blob, self._far.asked, lambda error: None)  # its errors are raised
-
     def _sources(self, name: str, entry: EntryHeader, first: EntrySource) -> Iterator[EntrySource]:
         yield first
         yield self._far_again(name, entry)  # after the far place, too: bytes change on the way
@@ -300,7 +290,7 @@ class TierSearch:
             blob = far.open(name, len(entry.beginning))
         found = None if blob is None else self._far_entry(name, blob)
         if blob is not None and found is not None and found.beginning == entry.beginning:
-            return self._far_source(blob)
+            return self._far.source(blob)
         close_all([blob])
         raise EntryDamagedError("it cannot be read, and no other place holds it")
 
@@ -377,23 +367,6 @@ class TieredBackend(Backend):
         """Of the far place."""
         with self._far.asked() as far:
             return far.open_many(names, head)
-
-    def restore(self, name: str) -> bool:
-        """From the disk or the Redis, every byte verified."""
-        blob = self._search.nearest(name)
-        if blob is None:
-            return False
-        content = memoryview(bytearray(blob.nbytes))
-        try:
-            whole = blob.read(Range(0, content))
-        except EntryDamagedError:
-            return False
-        finally:
-            blob.close()
-        if whole:
-            with self._far.asked() as far:
-                far.put(name, [content])
-        return whole
 
     def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:
         """Download in background threads what is not on this machine's disk."""

@@ -8,7 +8,8 @@ import pytest
 from made_stores import age, call, key, made
 
 from blend.store import open_store
-from blend.store.admin import forget_sources, pin_cache, read_sources, write_sources
+from blend.store.admin import forget_sources, read_sources, write_sources
+from blend.store.backend import pin_cache
 from blend.store.disk import DiskBackend
 
 SECRET = b"s" * 32

@@ -180,9 +180,7 @@ def test_what_another_machine_removed_is_stored_again(corpus, tmp_path):
     everything = set(first.store.keys())
     second.precompute(documents / "harbour.md")
     assert set(second.store.keys()) < everything
-    copies = sum(map(len, first.store.backend.tiers.local.names("objects/")))
-    done = first.precompute(documents)
-    assert copies >= done.reused > done.computed
+    first.precompute(documents)
     assert set(third.store.keys()) == everything
     assert all(third.answer(QUESTION, max_new_tokens=1).blend.hits)
 

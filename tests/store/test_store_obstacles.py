@@ -121,7 +121,6 @@ def test_at_an_artifacts_path(store, obstacle):
     else:
         with pytest.raises(EntryDamagedError, match=r"map in .* cannot be used"):
             store.read_artifact("map")
-    assert list(store.artifacts()) == []
     store.write_artifact("map", b"content")
     assert store.read_artifact("map") == b"content"
     assert list(store.artifacts()) == ["map"]

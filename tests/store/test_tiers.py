@@ -13,8 +13,7 @@ from far_stores import failing_bucket, tell_bucket
 from _wire import FAULTS, Proxy
 from blend.errors import ConfigError, EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store import Timeouts, open_store
-from blend.store.admin import pin_cache, pinned
-from blend.store.backend import TierHits
+from blend.store.backend import TierHits, pin_cache, pinned
 from blend.store.disk import DiskBackend, DiskBlob
 from blend.store.seal import make_seal
 from blend.store.tiered import TieredBackend, Tiers
