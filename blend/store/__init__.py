@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from blend.store.addresses import above, hot_backend, is_address, is_mounted, mounted_at, origin_of, remote_backend
+from blend.store.addresses import hot_backend, is_address, mounted_above, origin_of, remote_backend
 from blend.store.admin import FarPins, note_of
 from blend.store.backend import CACHES, SOURCES, Backend, Blob, MemoryStats, Range, Stored, Timeouts
 from blend.store.base import ChunkStore, StoreStats, read_descriptions
@@ -17,9 +16,6 @@ from blend.store.codecs import Codec, codec_names, get_codec, register_codec
 from blend.store.memory import MemoryBackend, MemoryCache
 from blend.store.reader import ChunkReader
 from blend.store.seal import Seal, make_seal, read_store_key
-
-if TYPE_CHECKING:
-    from blend.store.files import MountedFiles
 
 __all__ = [
     "Backend",
@@ -127,7 +123,7 @@ def _backend(
         origin = origin_of(path)
         if origin is None:
             return DiskBackend(path, budget_bytes)
-        address, cache, hot, outer = origin.address, path, origin.hot, _mounted_above(path)
+        address, cache, hot, outer = origin.address, path, origin.hot, mounted_above(path)
     timeouts = timeouts or Timeouts()
     local = None if cache is None else DiskBackend(Path(cache).expanduser(), budget_bytes)
     far = remote_backend(address, timeouts, None if local else budget_bytes, local=local, above=outer)
@@ -135,15 +131,3 @@ def _backend(
         local.pins = FarPins(far, local)
     near = None if hot is None else hot_backend(hot, far.place, timeouts)
     return TieredBackend(Tiers(far, near, local), seal, timeouts)
-
-
-def _mounted_above(kv: Path) -> MountedFiles | None:
-    """Of a tenant's store in a directory that machines mount: the store that it lies in."""
-    from blend.store.disk import DiskBackend
-    from blend.store.files import MountedFiles
-
-    outer = above(kv)
-    origin = None if outer is None else origin_of(outer)
-    if outer is None or origin is None or not is_mounted(origin.address):
-        return None
-    return MountedFiles(mounted_at(origin.address), DiskBackend(outer))

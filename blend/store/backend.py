@@ -23,6 +23,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import count
 from typing import NamedTuple
 
 from blend.errors import ConfigError, EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
@@ -68,10 +69,7 @@ class Stored(NamedTuple):
 
 
 class MemoryStats(NamedTuple):
-    """What a tier of memory has done since it was made, and what it holds.
-
-    hits, misses: entries that were read from it, and from below it. evictions: for want of room. entries, nbytes: held now.
-    """
+    """Entries that were read from a tier of memory, from below it, and evicted since it was made; and what it holds now."""
 
     hits: int
     misses: int
@@ -82,10 +80,7 @@ class MemoryStats(NamedTuple):
 
 
 class TierHits(NamedTuple):
-    """Entries that were opened, by where they were.
-
-    far: from the far place. missing: nowhere. fetched_bytes: that came over the network.
-    """
+    """Entries that were opened, by where they were, and the bytes that came over the network."""
 
     local: int
     hot: int
@@ -126,8 +121,7 @@ Found = Blob | EntryDamagedError | None
 class Backend(ABC):
     """Moves bytes under names.
 
-    place: where they are, for messages. trusted: whether nobody but this process can write here, and what was put comes back
-    as it was: its bytes then need no digest.
+    place: where they are, for messages. trusted: whether only this process can write here; the bytes then need no digest.
     """
 
     place: str
@@ -135,7 +129,7 @@ class Backend(ABC):
 
     @property
     def tier_hits(self) -> TierHits | None:
-        """Since this was made, where there are tiers."""
+        """Since this was made; None without tiers."""
         return None
 
     @property
@@ -148,21 +142,19 @@ class Backend(ABC):
 
     @abstractmethod
     def open(self, name: str, head: int) -> Blob | None:
-        """What the name holds now, or None.
+        """What the name holds now, or None. head: how many of its first bytes to bring along in the same exchange, at least.
 
-        head: how many of its first bytes to bring along in the same exchange, at least. Raises `EntryDamagedError` for
-        something that no `put` made.
+        Raises `EntryDamagedError` for something that no `put` made.
         """
 
     def open_many(self, names: Sequence[str], head: int) -> list[Found]:
-        """`open` several names in as few exchanges as possible; damage is returned in its place.
+        """`open` several names in as few exchanges as possible; damage takes its place.
 
         Raises `StoreError`, and leaves nothing open.
         """
         found: list[Found] = []
         try:
-            for name in names:
-                found.append(self._open_or_damage(name, head))
+            found.extend(self._open_or_damage(name, head) for name in names)
         except BaseException:
             close_all(found)
             raise
@@ -232,7 +224,7 @@ class Backend(ABC):
     def writing(self) -> AbstractContextManager[None]:
         """The lock of all processes that write; not nested. Raises `StoreError` when it takes too long to get.
 
-        Of a server a lease, which ends half a minute after the process that holds it.
+        A server's is a lease, which ends half a minute after the process that holds it.
         """
         return leased(self)
 
@@ -402,8 +394,8 @@ _WRITERS = _Writers()
 @contextmanager
 def leased(backend: Backend, *, lease_s: float = LEASE_S, wait_s: float = WAIT_S) -> Iterator[None]:
     """Held by one thread of one process at a time. Raises `StoreError` when another keeps it for `wait_s` seconds."""
-    lease = _acquired(backend, lease_s, wait_s)
-    done = threading.Event()
+    lease, done = _Lease(backend, lease_s), threading.Event()
+    lease.acquire(wait_s)
     renewal = threading.Thread(target=lease.keep, args=(done,), name="kvblend-lease", daemon=True)
     renewal.start()
     _WRITERS.leases.append(lease)
@@ -414,7 +406,7 @@ def leased(backend: Backend, *, lease_s: float = LEASE_S, wait_s: float = WAIT_S
         done.set()
         renewal.join()
         with suppress(StoreError):  # it ends by itself after `lease_s`
-            lease.release()
+            lease.write(_FREE)
 
 
 def require_lease(backend: Backend, name: str) -> None:
@@ -425,41 +417,54 @@ def require_lease(backend: Backend, name: str) -> None:
 
 
 class _Lease:
-    """A lease that `owner` has taken, and held at the moment `since` of the monotonic clock.
+    """The name holds the owner and a number that changes with every renewal, so that others see that the owner is alive.
 
-    The name holds the owner and a number that changes with every renewal, so that others see that it is alive.
+    It was certainly ours at the moment `_since` of the monotonic clock.
     """
 
-    def __init__(self, backend: Backend, owner: str, since: float, lease_s: float) -> None:
+    def __init__(self, backend: Backend, lease_s: float) -> None:
         self.backend, self._lease_s = backend, lease_s
-        self._owner, self._since = owner, since
-        self._lost = False
+        self._owner, self._turns = uuid.uuid4().hex, count()
+        self._since, self._lost = float("-inf"), False
         self._lock = threading.Lock()
+
+    def acquire(self, wait_s: float) -> None:
+        """Take it when it is free, or was not renewed for as long as it lasts."""
+        mine, began, delay = self._token(), time.monotonic(), _LOOK_AFTER_S
+        seen, since = b"", began
+        while True:
+            content, looked = self.backend.read(_NAME, _MOST), time.monotonic()
+            if content != seen:
+                seen, since = content or b"", looked
+            free = content in (None, _FREE) or looked - since > self._lease_s
+            # It may be ours by a swap whose answer got lost.
+            if content == mine or (free and self.backend.swap(_NAME, mine, content)):
+                self._since = looked
+                return
+            if time.monotonic() - began > wait_s:
+                raise StoreError(
+                    f"another process has been writing to {self.backend.place} for {wait_s:g} s; wait for it and try again"
+                )
+            time.sleep(delay)
+            delay = min(1.5 * delay, _LOOK_EVERY_S)
 
     def keep(self, done: threading.Event) -> None:
         """Renew it until then."""
         while not done.wait(self._lease_s / 4):
             with suppress(StoreError):  # the next attempt, or whoever writes, finds out
-                self._write(_token(self._owner))
+                self.write(self._token())
 
     def require(self) -> None:
-        """Raise `StoreError` unless it is ours for certain."""
-        if not self._certain():
-            self._write(_token(self._owner))
-        if not self._certain():
+        """Raise `StoreError` unless it is certainly ours."""
+        if not self._is_certain():
+            self.write(self._token())
+        if not self._is_certain():
             raise StoreError(
                 f"{self.backend.place} did not answer for {self._lease_s:g} s, and another process may be writing to it: "
                 "run the same command again"
             )
 
-    def release(self) -> None:
-        """Let others take it."""
-        self._write(_FREE)
-
-    def _certain(self) -> bool:
-        return not self._lost and time.monotonic() - self._since <= self._lease_s
-
-    def _write(self, new: bytes) -> None:
+    def write(self, new: bytes) -> None:
         """Have the name hold `new`, if it is ours. Raises `StoreError` where that is not known."""
         with self._lock:
             began = time.monotonic()
@@ -469,26 +474,8 @@ class _Lease:
             elif self.backend.swap(_NAME, new, held):
                 self._since = began
 
+    def _is_certain(self) -> bool:
+        return not self._lost and time.monotonic() - self._since <= self._lease_s
 
-def _acquired(backend: Backend, lease_s: float, wait_s: float) -> _Lease:
-    owner, began = uuid.uuid4().hex, time.monotonic()
-    mine, seen, since, delay = _token(owner), b"", began, _LOOK_AFTER_S
-    while True:
-        content = backend.read(_NAME, _MOST)
-        looked = time.monotonic()
-        if content != seen:
-            seen, since = content or b"", looked
-        stale = looked - since > lease_s
-        taken = content == mine  # by a swap whose answer got lost
-        if taken or ((content in (None, _FREE) or stale) and backend.swap(_NAME, mine, content)):
-            return _Lease(backend, owner, looked, lease_s)
-        if time.monotonic() - began > wait_s:
-            raise StoreError(
-                f"another process has been writing to {backend.place} for {wait_s:g} s; wait for it and try again"
-            )
-        time.sleep(delay)
-        delay = min(1.5 * delay, _LOOK_EVERY_S)
-
-
-def _token(owner: str) -> bytes:
-    return f"{owner} {uuid.uuid4().hex}".encode()
+    def _token(self) -> bytes:
+        return f"{self._owner} {next(self._turns)}".encode()

@@ -1,6 +1,6 @@
 """Bytes in a bucket: S3 and what speaks its protocol, Google Cloud Storage, Azure; through obstore, names as keys.
 
-Objects have no time of last use: `touch` does nothing, and a listing shows the time of the last `put`. A bucket therefore
+Objects have no time of last use: a listing shows the time of the last `put`. A bucket therefore
 evicts nothing; `blend store prune` does, and a disk tier in front. Decisions between processes are conditional puts.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
-from blend.store.backend import Backend, Blob, Buffer, Range, Stored, leased, require_lease
+from blend.store.backend import Backend, Blob, Buffer, Found, Range, Stored, require_lease
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, UpdateVersion
@@ -86,7 +86,7 @@ class ObjectBackend(Backend):
             raise StoreUnreachableError(f"{self.place} sent half of what it was asked for")
         return ObjectBlob(self, name, about, beginning)
 
-    def open_many(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
+    def open_many(self, names: Sequence[str], head: int) -> list[Found]:
         """As many exchanges, `AT_ONCE` at the same time."""
         if len(names) < 2:
             return super().open_many(names, head)
@@ -119,7 +119,7 @@ class ObjectBackend(Backend):
         """What it holds is looked at, and replaced if nobody has replaced it since."""
         require_lease(self, name)
         if was is None:
-            return self._put_once(name, [content], "create")
+            return self._put_once(name, content, "create")
         found = self.open(name, 0)
         if found is None or found.nbytes != len(was):
             return False
@@ -128,15 +128,15 @@ class ObjectBackend(Backend):
             found.read(Range(0, memoryview(held)))
         except EntryDamagedError:
             return False
-        return held == was and self._put_once(name, [content], found.version)
+        return held == was and self._put_once(name, content, found.version)
 
-    def _put_once(self, name: str, blobs: Sequence[Buffer], mode: Literal["create"] | UpdateVersion) -> bool:
+    def _put_once(self, name: str, content: bytes, mode: Literal["create"] | UpdateVersion) -> bool:
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         with self._exchange("written"):
             try:
-                obstore.put(self._once, name, b"".join(blobs), mode=mode, use_multipart=False)
+                obstore.put(self._once, name, content, mode=mode, use_multipart=False)
             except (AlreadyExistsError, PreconditionError):
                 return False
         return True
@@ -155,9 +155,6 @@ class ObjectBackend(Backend):
             obstore.delete(self._store, name)
         return True
 
-    def touch(self, name: str) -> None:
-        """Nothing: see above."""
-
     def listing(self, prefix: str) -> Iterator[list[Stored]]:
         """A thousand a page."""
         import obstore
@@ -173,10 +170,6 @@ class ObjectBackend(Backend):
         with self._exchange("read"):
             found = obstore.list_with_delimiter(self._store, prefix=prefix)
         return {one.rstrip("/").rpartition("/")[2] for one in found["common_prefixes"]}
-
-    def writing(self) -> AbstractContextManager[None]:
-        """A lease, which ends half a minute after the process that holds it."""
-        return leased(self)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
