@@ -16,7 +16,7 @@ from blend.prompt import PromptTemplate
 from blend.serve.failures import log_failure, reason_of
 from blend.serve.learned import removed_from
 from blend.serve.uploads import UploadQueue, part_of
-from blend.timing import Progress, no_progress
+from blend.types import Progress, no_progress
 from blend_retrieval import Document
 from blend_retrieval.errors import IndexMissingError
 

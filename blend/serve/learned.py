@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from blend.chunks.surrogate import LARGEST_SHARE
+from blend.chunks.library import LARGEST_SHARE
 from blend.errors import StoreError
 from blend.files import make_private_folder, write_atomically
 from blend.types import ChunkKey

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from blend.chunks.surrogate import with_given_surrogate, with_surrogate
+from blend.chunks.library import with_given_surrogate, with_surrogate
 from blend.corpora import corpora, in_words
 from blend.corpus import TitledText
 from blend.errors import ConfigError, ContextLengthError, PromptError, StoreError

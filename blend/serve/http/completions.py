@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from blend.limits import json_text
 from blend.serve.failures import log_error
 from blend.serve.http.bodies import (
     CORPUS_CODES,
@@ -34,7 +35,6 @@ from blend.serve.http.state import AppState, admitted, limited, receive_all, sta
 from blend.serve.http.tracing import RequestTrace
 from blend.serve.metrics import Metrics
 from blend.serve.types import Event, Failed, Finished, Handle, Output, QueueFullError, Started, Token
-from blend.visible import json_text
 
 if TYPE_CHECKING:
     from blend.serve.service import Service
