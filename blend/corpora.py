@@ -169,18 +169,16 @@ class Sharing:
         name = corpus or _UNNAMED
         place, store = f"{INDEXES}{name}/", self._store()
         store.backend.delete(place + _MANIFEST)  # first: it names the others
-        for page in store.backend.names(place):
-            for file in page:
-                store.backend.delete(file)
+        for file in store.backend.names(place):
+            store.backend.delete(file)
         self._forget(name, index_dir(self._root, corpus))
 
     def _sweep(self, store: ChunkStore, place: str, current: set[str]) -> None:
         """Delete files of earlier generations once no reader can still be fetching them."""
         with suppress(StoreError):
-            for page in store.backend.listing(place):
-                for stored in page:
-                    if stored.name not in {*current, place + _MANIFEST} and time.time() - stored.used > _KEEP_S:
-                        store.backend.delete(stored.name)
+            for stored in store.backend.listing(place):
+                if stored.name not in {*current, place + _MANIFEST} and time.time() - stored.used > _KEEP_S:
+                    store.backend.delete(stored.name)
 
     def _fetched(self) -> set[str]:
         """Corpora that were fetched or published from here."""
@@ -220,7 +218,7 @@ def sharing_of(directory: Path, store: ChunkStore) -> tuple[Sharing, str]:
 
 def published(store: ChunkStore) -> set[str]:
     """Corpora that have an index in a shared store, the one without a name as "". Raises `StoreError`."""
-    names = (name for page in store.backend.names(INDEXES) for name in page if name.endswith(f"/{_MANIFEST}"))
+    names = (name for name in store.backend.names(INDEXES) if name.endswith(f"/{_MANIFEST}"))
     return {_named(name.removeprefix(INDEXES).removesuffix(f"/{_MANIFEST}")) for name in names}
 
 

@@ -126,7 +126,7 @@ def verify(store: Path, store_key: Path | None, delete: bool) -> None:
     damaged: list[tuple[Backend, str]] = []
     for tier, backend in places(caches.backend):
         one = caches.over(backend)
-        for name in chain.from_iterable(backend.names(CACHES)):
+        for name in backend.names(CACHES):
             checked += 1
             if problem := verify_entry(one, name):
                 damaged.append((backend, name))
@@ -224,7 +224,7 @@ def _list_caches(caches: ChunkStore, tier: str | None = None) -> Iterator[Listed
         raise ConfigError(f"this store has no tier {tier!r}; it has {', '.join(held)}")
     backend = held[tier] if tier else next(iter(held.values()))
     documents, pins, now = read_sources(caches).documents, pinned(caches.backend), time.time()
-    for stored in chain.from_iterable(backend.listing(CACHES)):
+    for stored in backend.listing(CACHES):
         space, digest = key_of(stored.name)
         age_s = max(0.0, now - stored.used)
         yield Listed(digest, space, stored.nbytes, age_s, documents.get(digest, ""), digest in pins)
@@ -234,7 +234,7 @@ def _tier_stats(name: str, backend: Backend) -> dict[str, Any]:
     """What a tier holds, or why it does not answer."""
     row: dict[str, Any] = {"tier": name, "place": backend.place}
     try:
-        held = list(chain.from_iterable(backend.listing(CACHES)))
+        held = list(backend.listing(CACHES))
     except StoreError as error:
         return row | {"error": str(error)}
     ages = [max(0.0, time.time() - stored.used) for stored in held]
@@ -307,7 +307,7 @@ def _fetched(caches: ChunkStore, wanted: list[Listed]) -> str:
     caches.prefetch(one.key for one in wanted)
     while not backend.wait(_POLL_S):
         pass
-    near = set(chain.from_iterable(backend.tiers.local.names(CACHES)))
+    near = set(backend.tiers.local.names(CACHES))
     return f", {sum(cache_name(one.key) in near for one in wanted):,} of them on this machine's disk"
 
 

@@ -52,30 +52,29 @@ def open_store(
     hot: str | None = None,
     timeouts: Timeouts | None = None,
 ) -> ChunkStore:
-    """A store in memory (`memory:`), in a directory, which is made when it does not exist, or at an address.
+    """Open a store in memory (`memory:`), in a directory, which is made when it does not exist, or at an address.
 
     An address is s3://bucket/prefix (gs://, az:// likewise), redis://host:port/db or file:///path; credentials come from the
-    environment. Such a store is shared by machines, see `tiered`. A directory below a replica (see `replica`) is the disk tier
-    of the store that the replica stands for.
+    environment. Such a store is shared by machines, see `tiered`. A directory below a replica (see `addresses`) is the disk
+    tier of the store that the replica stands for. A directory is closed to other users, unless its setgid bit is set:
+    `chmod 2750` lets its group read, `chmod 2770` also write.
 
-    codec: how new entries are kept, one of `codec_names()` or a `Codec` of your own, which is registered; "native" keeps the
-    dtype they come in.
-    budget_bytes: what all entries may take; the least recently used ones go first.
-    key: a secret of at least 16 bytes (see `read_store_key`) that entries and artifacts are sealed with. Whatever was not
-    written with this key counts as damaged then, so that nobody without it can put KV of their own under a model. It is
-    written nowhere. A store in memory has no use for it.
-    memory_bytes: how much memory recently read entries may take, shared by all readers; or a `MemoryCache` that several stores
-    share. A store in memory has no use for it.
-    cache, hot, timeouts: of a store at an address: a directory of this machine that keeps what is read, within `budget_bytes`;
-    the address of a Redis that keeps it for all machines; how long servers are waited for.
+    Args:
+        location: where the store is.
+        codec: how new entries are kept, one of `codec_names()` or a `Codec` of your own, which is registered; "native" keeps
+            the dtype they come in.
+        budget_bytes: what all entries may take; the least recently used ones go first.
+        key: a secret of at least 16 bytes (see `read_store_key`) that entries and artifacts are sealed with. What was not
+            written with this key counts as damaged. It is written nowhere.
+        memory_bytes: how much memory recently read entries may take; or a `MemoryCache` that several stores share.
+        cache: of a store at an address, a directory of this machine that keeps what is read, within `budget_bytes`.
+        hot: of a store at an address, the address of a Redis that keeps what is read for all machines.
+        timeouts: how long servers are waited for.
 
-    A directory is closed to other users: new files 0600, new folders 0700, whatever the umask, and a store of this user's
-    that everybody may enter is closed when it is opened. To share one within a group, set the setgid bit on it: what the
-    group may do there (`chmod 2750` read, `chmod 2770` write) it may do with everything written from then on.
+    Raises:
+        ConfigError: an unknown codec, a budget that is not positive or a key that is too short.
+        StoreError: the directory is no store, was made by a newer kvblend, cannot be written or is sealed with another key.
 
-    Raises `ConfigError` for an unknown codec, a budget that is not positive or a key that is too short, `StoreError` for a
-    directory that is no store, was made by a newer kvblend, cannot be written or is sealed with another key. A store that this
-    user may only read is opened all the same.
     """
     encoding, seal = get_codec(codec) if isinstance(codec, str) else register_codec(codec), make_seal(key)
     memory = MemoryCache(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
@@ -99,7 +98,7 @@ def read_precomputed(location: str | os.PathLike[str], corpus: str | None = None
     backend = _backend(location, Seal(None))
     words: dict[str, dict[str, str]] = {space: {} for space in backend.folders(CACHES)}
     words |= read_descriptions(backend)
-    notes = [note_of(name) for page in backend.names(SOURCES) for name in page]
+    notes = [note_of(name) for name in backend.names(SOURCES)]
     known = [(of, words[space]) for of, space in notes if "model" in words.get(space, {})]
     return [one for of, one in known if of == corpus] or [one for _, one in known] or list(words.values())
 

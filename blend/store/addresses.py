@@ -57,10 +57,7 @@ def is_address(location: str | os.PathLike[str]) -> bool:
 
 
 def check_address(location: str, *, hot: bool = False) -> str:
-    """The address without a slash at its end, of a Redis with the number of its database.
-
-    Raises `ConfigError` for one that names no store, or with `hot` no Redis.
-    """
+    """The address without a slash at its end, a Redis's with the number of its database. Raises `ConfigError`."""
     scheme = location.partition("://")[0].lower()
     allowed = _REDIS if hot else (*_OBJECTS, *_REDIS, "file")
     if scheme not in allowed or not location.partition("://")[2].strip("/"):
@@ -96,9 +93,8 @@ def remote_backend(
     local: Backend | None = None,
     above: MountedFiles | None = None,
 ) -> Backend:
-    """The backend at an address; nothing is asked of it yet, a directory excepted.
+    """The backend at an address; no server is asked yet. local, above: see `MountedFiles`.
 
-    local, above: see `MountedFiles`.
     Raises `ConfigError` for an address or credentials that cannot be right, or when the `remote` extra is not installed.
     """
     location = check_address(location)
@@ -203,10 +199,9 @@ class Origin(NamedTuple):
 
 
 def replica_of(address: str, cache: Path | None, hot: str | None) -> Path:
-    """The directory that stands for the store at `address`, made when there is none; nothing is asked of the store.
+    """The directory, by default one of this user's, that stands for the store at `address`. Nothing is asked of the store.
 
-    cache: which directory; without it one of this user's. Raises `ConfigError` for addresses that cannot be right, or a
-    directory that stands for another store, and `StoreError` where it cannot be made.
+    Raises `ConfigError` for wrong addresses or a directory that stands for another store, `StoreError` when it cannot be made.
     """
     origin = Origin(check_address(address), check_address(hot, hot=True) if hot else None)
     root = cache or _default_folder(origin.address)

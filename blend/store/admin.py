@@ -85,14 +85,14 @@ def write_sources(store: ChunkStore, corpus: str, namespace: str, documents: Doc
 
 def forget_sources(store: ChunkStore, corpus: str) -> None:
     """Delete the notes of a corpus. Raises `StoreError`."""
-    for name in chain.from_iterable(store.backend.names(SOURCES)):
+    for name in store.backend.names(SOURCES):
         if note_of(name)[0] == corpus:
             store.backend.delete(name)
 
 
 def read_sources(store: ChunkStore) -> Sources:
     """The notes of all corpora. Raises `StoreError`."""
-    names = list(chain.from_iterable(store.backend.names(SOURCES)))
+    names = list(store.backend.names(SOURCES))
     notes = {name: note for name in names if (note := _read(store, name)) is not None}
     return Sources(
         {digest: document for note in notes.values() for one in note.values() for digest, document in one.items()},
@@ -139,17 +139,16 @@ def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
     end when a nearer tier did not.
     """
     (_, far), *nearer = places(backend)
-    held = {name for page in far.names(CACHES) for name in page} if nearer else set()
+    held = set(far.names(CACHES)) if nearer else set()
     removed, left = 0, list[str]()
     for _, tier in nearer:
         try:
-            for page in tier.names(CACHES):
-                missing = [name for name in page if name not in held]
-                pins = still_pinned(far, [key_of(name).digest for name in missing])
-                for name in missing:
-                    if key_of(name).digest not in pins:
-                        removed += 1
-                        _ = dry_run or tier.delete(name)
+            missing = [name for name in tier.names(CACHES) if name not in held]
+            pins = still_pinned(far, [key_of(name).digest for name in missing])
+            for name in missing:
+                if key_of(name).digest not in pins:
+                    removed += 1
+                    _ = dry_run or tier.delete(name)
         except StoreError:
             left.append(tier.place)
     if left and not dry_run:

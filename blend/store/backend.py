@@ -208,17 +208,16 @@ class Backend(ABC):
         """Note that a cache was used just now, which the budget's eviction asks for. Never fails."""
 
     @abstractmethod
-    def listing(self, prefix: str) -> Iterator[list[Stored]]:
-        """What lies under a folder such as `objects/` or `objects/<namespace>/`, in pages and in no particular order."""
+    def listing(self, prefix: str) -> Iterator[Stored]:
+        """What lies under a folder such as `objects/` or `objects/<namespace>/`, in no particular order."""
 
-    def names(self, prefix: str) -> Iterator[list[str]]:
+    def names(self, prefix: str) -> Iterator[str]:
         """The names alone, where they are cheaper to get than their sizes and ages."""
-        for page in self.listing(prefix):
-            yield [stored.name for stored in page]
+        return (stored.name for stored in self.listing(prefix))
 
     def folders(self, prefix: str) -> set[str]:
         """The names of the folders right below a folder."""
-        found = (name.removeprefix(prefix).split("/") for page in self.names(prefix) for name in page)
+        found = (name.removeprefix(prefix).split("/") for name in self.names(prefix))
         return {parts[0] for parts in found if len(parts) > 1}
 
     def writing(self) -> AbstractContextManager[None]:
@@ -285,7 +284,7 @@ def artifact_name(name: str) -> str:
 
 def pinned(backend: Backend) -> frozenset[str]:
     """Digests of the caches that are pinned."""
-    return frozenset(name.removeprefix(PINS) for page in backend.names(PINS) for name in page)
+    return frozenset(name.removeprefix(PINS) for name in backend.names(PINS))
 
 
 def still_pinned(backend: Backend, digests: Sequence[str]) -> frozenset[str]:

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreError
@@ -52,10 +51,8 @@ class StoreStats(NamedTuple):
 class ChunkStore:
     """Content-addressed chunk caches. Threads may share it, and processes where the backend allows it.
 
-    backend: where the bytes are. codec: encodes new entries; entries of every codec are read. seal: verifies entries and
-    artifacts; those with another seal count as damaged. A trusted backend needs none. memory: keeps recently read entries.
-
-    Torch is loaded when an entry is opened or put, not to look at what a store holds.
+    codec: encodes new entries; entries of every codec are read. seal: verifies entries and artifacts; those with another seal
+    count as damaged. memory: keeps recently read entries. Looking at what a store holds loads no torch.
     """
 
     def __init__(self, backend: Backend, codec: Codec, seal: Seal, memory: MemoryCache | None = None) -> None:
@@ -145,10 +142,7 @@ class ChunkStore:
         return ChunkReader(blob, key, header, self._scratch, used)
 
     def prefetch(self, keys: Iterable[ChunkKey], most_bytes: int | None = None) -> None:
-        """Start downloading entries that will be read soon to this machine; does nothing in a store without tiers.
-
-        Returns at once; readers meet errors. most_bytes: larger entries are not fetched.
-        """
+        """Start downloading entries of up to `most_bytes` that will be read soon; readers meet errors."""
         self.backend.prefetch(map(cache_name, keys), most_bytes)
 
     @property
@@ -167,10 +161,7 @@ class ChunkStore:
         return self.backend.evictions
 
     def put(self, key: ChunkKey, cache: ChunkCache) -> None:
-        """Write an entry, replacing one of the same key; a reader sees either nothing, the old or the new one.
-
-        Raises `StoreError` when it cannot be written; the store is then as it was.
-        """
+        """Write or replace an entry; readers see the old or the new one. After a `StoreError` the store is as it was."""
         self.require_its_key()
         header, blobs = encode_entry(key, cache, self.codec, self._seal)
         self.backend.put(cache_name(key), (header, *blobs))
@@ -189,12 +180,11 @@ class ChunkStore:
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         """Keys of all entries, or of those in one namespace, in no particular order. Nothing is opened."""
         folder = CACHES if namespace is None else caches_of(namespace)
-        for page in () if folder is None else self.backend.names(folder):
-            yield from map(key_of, page)
+        return map(key_of, () if folder is None else self.backend.names(folder))
 
     def stats(self) -> StoreStats:
         """What the store holds now."""
-        sizes = [stored.nbytes for page in self.backend.listing(CACHES) for stored in page]
+        sizes = [stored.nbytes for stored in self.backend.listing(CACHES)]
         return StoreStats(len(sizes), sum(sizes))
 
     def prune(self, keep: Collection[ChunkKey], namespace: str) -> int:
@@ -208,14 +198,11 @@ class ChunkStore:
         return len(gone)
 
     def describe(self, namespace: str, description: Mapping[str, str]) -> None:
-        """Remember in words what a namespace stands for, such as {"model": "...", "dtype": "float32"}.
-
-        Replaces the last description. Raises `StoreError` when it cannot be written.
-        """
+        """Remember in words what a namespace stands for, such as {"model": "..."}. Raises `StoreError`."""
         self.backend.put(description_name(namespace), [as_json(dict(description))])
 
     def describe_new(self, namespace: str, description: Mapping[str, str]) -> None:
-        """`describe` a namespace that has no description yet. Raises `StoreError` when it cannot be written."""
+        """`describe` a namespace that has no description yet. Raises `StoreError`."""
         self.backend.swap(description_name(namespace), as_json(dict(description)), None)
 
     def undescribe(self, namespace: str) -> None:
@@ -230,8 +217,7 @@ class ChunkStore:
     def generation(self) -> str:
         """Changes whenever any process calls `advance`: what was read of artifacts before may be out of date then.
 
-        Empty before the first change. Cheap enough to be asked before every prompt. Raises `StoreError` when the store cannot
-        be read.
+        Empty before the first change. Cheap enough for every prompt. Raises `StoreError`.
         """
         try:
             token = self.backend.read(GENERATION, _MOST_OF_A_TOKEN)
@@ -254,9 +240,8 @@ class ChunkStore:
     def write_artifact(self, name: str, content: bytes) -> None:
         """Keep a small named content, replacing the last one, and begin a new generation.
 
-        Artifacts are what chunk caches depend on and what is measured once. They are kept as they are, do not count towards the
-        budget and are never evicted. name: lower-case letters, digits, dashes, underscores. Raises `StoreError` when it
-        cannot be written; the old one is then still there.
+        Artifacts are what chunk caches depend on and what is measured once. They do not count towards the budget and are never
+        evicted. After a `StoreError` the old one is still there.
         """
         self._mark_key()
         self.backend.put(artifact_name(name), pack_artifact(name, content, self._seal))
@@ -293,28 +278,23 @@ class ChunkStore:
         """The same encoding and seal over another backend, such as one tier of this one's."""
         return ChunkStore(backend, self.codec, self._seal)
 
-    def artifacts(self) -> Iterator[str]:
+    def artifacts(self) -> list[str]:
         """Names of all artifacts, sorted."""
-        yield from sorted(name.removeprefix(ARTIFACTS) for name in chain.from_iterable(self.backend.names(ARTIFACTS)))
+        return sorted(name.removeprefix(ARTIFACTS) for name in self.backend.names(ARTIFACTS))
 
     def writing(self) -> AbstractContextManager[None]:
-        """The lock of all processes for choosing and writing artifacts; not nested.
+        """The lock of all processes for choosing and writing artifacts; not nested. Read again inside what was read before.
 
-        Read again inside it what was read before: another process may have written meanwhile. Raises `StoreError` when
-        another one holds it for too long.
+        Raises `StoreError` when another process holds it for too long.
         """
         return self.backend.writing()
 
     def held(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Those of these keys that have a usable entry.
-
-        A store with tiers asks the far place alone: a copy on one machine is no entry for the others. Raises `StoreError` when
-        the store cannot be read.
-        """
+        """Those of these keys that have a usable entry, in tiers in the far place alone. Raises `StoreError`."""
         return self._usable(keys, self.backend.stored)
 
     def readable(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Those of these keys that have an entry which this machine can read, in whatever tier."""
+        """Those of these keys that have an entry in any tier."""
         return self._usable(keys, self.backend.open_many)
 
     def _usable(self, keys: Iterable[ChunkKey], opening: _Opening) -> set[ChunkKey]:
@@ -335,7 +315,7 @@ class ChunkStore:
 def read_descriptions(backend: Backend) -> dict[str, dict[str, str]]:
     """Every namespace's description; a damaged one reads as empty. Raises `StoreError`."""
     found: dict[str, dict[str, str]] = {}
-    for name in chain.from_iterable(backend.names(DESCRIPTIONS)):
+    for name in backend.names(DESCRIPTIONS):
         if name.endswith(".json"):
             fields: object = None
             with suppress(EntryDamagedError, ValueError, RecursionError):

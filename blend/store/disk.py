@@ -218,15 +218,20 @@ class DiskBackend(Backend):
         """Of this process."""
         return self._evictor.evictions
 
-    def listing(self, prefix: str) -> Iterator[list[Stored]]:
-        """Every folder a page."""
-        for page in self._pages(prefix):
-            yield [stored for name, entry in page if (stored := self._stored(name, entry)) is not None]
+    def listing(self, prefix: str) -> Iterator[Stored]:
+        """Folder by folder."""
+        for name, entry in self._entries(prefix):
+            try:
+                info = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # evicted by another process since it was listed
+                continue
+            except OSError as error:
+                raise self._files.failed("written", error) from None
+            yield Stored(name, info.st_size, info.st_mtime)
 
-    def names(self, prefix: str) -> Iterator[list[str]]:
+    def names(self, prefix: str) -> Iterator[str]:
         """As the folders list them; files are not looked at."""
-        for page in self._pages(prefix):
-            yield [name for name, _ in page]
+        return (name for name, _ in self._entries(prefix))
 
     def folders(self, prefix: str) -> set[str]:
         """As the folder lists them, empty ones too."""
@@ -236,15 +241,15 @@ class DiskBackend(Backend):
         """A lock on the file `.writing`, which ends with the process that holds it."""
         return locked(self._files)
 
-    def _pages(self, prefix: str) -> Iterator[list[tuple[str, os.DirEntry[str]]]]:
-        room, *inside = prefix.rstrip("/").split("/")
-        folders = iter([room])
-        for level in range(_LEVELS.get(room, 0)):
+    def _entries(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        first, *inside = prefix.rstrip("/").split("/")
+        folders = iter([first])
+        for level in range(_LEVELS.get(first, 0)):
             folders = self._below(folders, inside[level] if level < len(inside) else None)
-        suffix = _SUFFIXES.get(room, "")
         for folder in folders:
-            entries = self._files.scan(self.root / folder)
-            yield [(f"{folder}/{one.name}", one) for one in entries if one.name.endswith(suffix)]
+            for entry in self._files.scan(self.root / folder):
+                if entry.name.endswith(_SUFFIXES.get(first, "")):
+                    yield f"{folder}/{entry.name}", entry
 
     def _below(self, folders: Iterator[str], wanted: str | None) -> Iterator[str]:
         for folder in folders:
@@ -252,17 +257,7 @@ class DiskBackend(Backend):
                 if wanted in (None, entry.name):
                     yield f"{folder}/{entry.name}"
 
-    def _stored(self, name: str, entry: os.DirEntry[str]) -> Stored | None:
-        try:
-            info = entry.stat(follow_symlinks=False)
-        except FileNotFoundError:  # evicted by someone else since it was listed
-            return None
-        except OSError as error:
-            raise self._files.failed("written", error) from None
-        return Stored(name, info.st_size, info.st_mtime)
-
     def _caches(self) -> Iterator[Stored]:
         """What may be evicted: pinned caches neither count nor go."""
         pins = self.pins()
-        for page in self.listing(CACHES):
-            yield from (stored for stored in page if key_of(stored.name).digest not in pins)
+        return (stored for stored in self.listing(CACHES) if key_of(stored.name).digest not in pins)

@@ -4,9 +4,9 @@
     objects/, artifacts/, ...     see `backend`
     tmp/, .writing                unfinished files; the lock of writers
 
-An error that lies in one file (it is no file, the disk cannot read it) is damage: `EntryDamagedError`, and its content is made
-again. Every other error (no permission, too many open files, a file system that is gone) is an outage: `StoreError`. Taking it
-for a missing file would compute the whole store again.
+An error that lies in one file (it is no file, the disk cannot read it) is damage: `EntryDamagedError`. Every other error (no
+permission, too many open files, a file system that is gone) is an outage: `StoreError`. Taking it for a miss would compute the
+whole store again.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ _SEEN = "seen"
 
 
 class StoreFiles:
-    """Files and folders below `root`. Everything written is closed to other users, whatever the process's umask.
+    """Files and folders below `root`, closed to other users whatever the process's umask.
 
-    Where the setgid bit is set on `root`, the rights that its group has there are those that it has on everything written
-    from then on: that is how a store is shared between users.
+    Where the setgid bit is set on `root`, its group has the same rights on everything written from then on.
     """
 
     def __init__(self, root: Path) -> None:
@@ -77,9 +76,9 @@ class StoreFiles:
         self.require_present()
 
     def open(self, path: Path) -> int | None:
-        """Descriptor of a file, which the caller closes; None when there is none.
+        """Descriptor of a file, which the caller closes; None when there is none. Never waits, as opening a pipe would.
 
-        Raises `EntryDamagedError` for what is there and no file. Waits for nobody, as opening a pipe would.
+        Raises `EntryDamagedError` for what is there and no file.
         """
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -146,10 +145,7 @@ class StoreFiles:
         return self._folder_mode() & 0o660
 
     def failed(self, doing: str, error: OSError) -> StoreError:
-        """The error to raise for one of the operating system: damage of one file that was "read", or an outage.
-
-        Raises `StoreUnreachableError` where what looks like the former is the whole store's.
-        """
+        """The error to raise for one of the operating system: damage of one file that was "read", or an outage."""
         if doing == "read" and error.errno in _ONE_FILE:
             self.require_present()
             return EntryDamagedError(f"it cannot be read ({error.strerror})")
@@ -193,11 +189,7 @@ def unusable(root: Path, error: OSError, doing: str = "written") -> StoreError:
 
 
 def open_root(root: Path) -> StoreFiles:
-    """Make `root` a store unless it is one; raises `StoreError`, and touches nothing, when it is something else.
-
-    Nothing is written to a store that exists, apart from two things where this user may: rights of other users to a folder
-    of ours are withdrawn, and what killed writers left is removed.
-    """
+    """Make `root` a store unless it is one, and tidy it. Raises `StoreError`, and touches nothing, if it is something else."""
     files = StoreFiles(root)
     try:
         make_root(files)
@@ -230,8 +222,7 @@ def tidy(files: StoreFiles) -> None:
 
 
 def _close_to_others(root: Path) -> None:
-    # The root alone keeps everybody out of all that is below. A folder that the rest of the world may not enter was made so on
-    # purpose, and its group's rights with it. Where the setgid bit is set, the group is who shares the store.
+    # The root alone keeps others out. A folder that the rest of the world may not enter was made so on purpose.
     with suppress(OSError):
         info = root.stat()
         mode = stat.S_IMODE(info.st_mode)
@@ -277,8 +268,8 @@ def _content(manifest: Path) -> bytes:
 class MountedFiles(StoreFiles):
     """The files of the store at `root`, which may not be there now.
 
-    local: this machine's disk tier, which remembers the store; without one this process does. above: the store that this one
-    lies in, which is there when this one is made.
+    local: this machine's disk tier, which remembers the store's id; without one this process does. above: the store that this
+    one lies in, which must be there when this one is made.
     """
 
     def __init__(self, root: Path, local: Backend | None = None, above: MountedFiles | None = None) -> None:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
@@ -35,39 +33,22 @@ from blend.types import ChunkKey
 
 
 class MemoryBlob(Blob):
-    """Bytes in memory, in pieces; nothing to close. header: of an entry that was verified."""
+    """Bytes in memory; nothing to close. header: of an entry that was verified."""
 
-    def __init__(self, pieces: Sequence[Buffer], header: EntryHeader | None = None) -> None:
-        self._pieces = tuple(memoryview(piece) for piece in pieces)
-        self._starts = [0, *accumulate(piece.nbytes for piece in self._pieces)]
-        self.nbytes = self._starts[-1]
-        self.head = self._pieces[0] if self._pieces else b""
-        self.header = header
+    def __init__(self, content: memoryview, header: EntryHeader | None = None) -> None:
+        self.nbytes, self.head, self.header = content.nbytes, content, header
 
     def read(self, *ranges: Range) -> bool:
         """Copy the bytes."""
-        return all(self._read(one.offset, one.into) for one in ranges)
+        windows = [self.window(one.offset, one.into.nbytes) for one in ranges]
+        for one, window in zip(ranges, windows, strict=True):
+            if window is not None:
+                one.into[:] = window
+        return None not in windows
 
     def window(self, offset: int, nbytes: int) -> memoryview | None:
-        """The memory itself, where the range lies in one piece."""
-        index = bisect_right(self._starts, offset) - 1
-        begin = offset - self._starts[index]
-        if index >= len(self._pieces) or begin + nbytes > self._pieces[index].nbytes:
-            return None
-        return self._pieces[index][begin : begin + nbytes]
-
-    def content(self) -> bytes:
-        """A copy of all bytes."""
-        return b"".join(self._pieces)
-
-    def _read(self, offset: int, into: memoryview) -> bool:
-        done = 0
-        while done < into.nbytes and offset + done < self.nbytes:
-            index = bisect_right(self._starts, offset + done) - 1
-            part = self._pieces[index][offset + done - self._starts[index] :][: into.nbytes - done]
-            into[done : done + part.nbytes] = part
-            done += part.nbytes
-        return done == into.nbytes
+        """The memory itself."""
+        return memoryview(self.head)[offset : offset + nbytes] if offset + nbytes <= self.nbytes else None
 
 
 class _Stored(NamedTuple):
@@ -116,8 +97,8 @@ class MemoryBackend(Backend):
         return None if held is None else held.blob
 
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
-        """Keep the given memory, then evict."""
-        blob, entries = MemoryBlob(blobs), self._entries(name)
+        """Keep a copy in one piece, then evict."""
+        blob, entries = MemoryBlob(memoryview(bytearray().join(blobs))), self._entries(name)
         with self._lock:
             if entries is self._caches:
                 require_budget(self._budget, blob.nbytes)
@@ -128,9 +109,9 @@ class MemoryBackend(Backend):
         """Compare and replace under the lock."""
         entries = self._entries(name)
         with self._lock:
-            if (entries[name].blob.content() if name in entries else None) != was:
+            if (bytes(entries[name].blob.head) if name in entries else None) != was:
                 return False
-            entries[name] = _Stored(MemoryBlob([content]), time.time())
+            entries[name] = _Stored(MemoryBlob(memoryview(content)), time.time())
         return True
 
     def delete(self, name: str) -> bool:
@@ -145,11 +126,11 @@ class MemoryBackend(Backend):
             if (held := entries.get(name)) is not None:
                 entries[name] = held._replace(used=time.time())
 
-    def listing(self, prefix: str) -> Iterator[list[Stored]]:
-        """One page."""
+    def listing(self, prefix: str) -> Iterator[Stored]:
+        """As of this moment."""
         with self._lock:
             held = self._caches.listed() + self._others.listed()
-        yield [Stored(name, blob.nbytes, used) for name, (blob, used) in held if name.startswith(prefix)]
+        return (Stored(name, blob.nbytes, used) for name, (blob, used) in held if name.startswith(prefix))
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -217,10 +198,10 @@ class MemoryCache:
             return
         with suppress(StoreError, OSError):
             view = private_memory(blob.nbytes)
-            if blob.read(Range(0, view)) and (header := verified_header(MemoryBlob([view]), key, seal)) is not None:
+            if blob.read(Range(0, view)) and (header := verified_header(MemoryBlob(view), key, seal)) is not None:
                 with self._lock:
                     self._entries.pop((owner, key), None)
-                    self._entries[owner, key] = _Stored(MemoryBlob([view], header), 0.0)
+                    self._entries[owner, key] = _Stored(MemoryBlob(view, header), 0.0)
 
 
 def _same(held: MemoryBlob, below: Blob) -> bool:

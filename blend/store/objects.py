@@ -155,13 +155,13 @@ class ObjectBackend(Backend):
             obstore.delete(self._store, name)
         return True
 
-    def listing(self, prefix: str) -> Iterator[list[Stored]]:
-        """A thousand a page."""
+    def listing(self, prefix: str) -> Iterator[Stored]:
+        """A thousand an exchange."""
         import obstore
 
         with self._exchange("read"):
             for page in obstore.list(self._store, prefix=prefix, chunk_size=_PAGE):
-                yield [Stored(one["path"], one["size"], one["last_modified"].timestamp()) for one in page]
+                yield from (Stored(one["path"], one["size"], one["last_modified"].timestamp()) for one in page)
 
     def folders(self, prefix: str) -> set[str]:
         """As the bucket groups them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,35 +21,23 @@ HEAD = 16 << 10  # one read for the header of most models: of some 80 layers of 
 
 
 class LayerBuffer(NamedTuple):
-    """views: the layer's bytes, in a row. tensors: its parts by name."""
+    """One layer's bytes, and its parts as tensors over them."""
 
     parts: tuple[PartLayout, ...]
-    views: tuple[memoryview, ...]
+    view: memoryview
     tensors: dict[str, torch.Tensor]
 
+    @classmethod
+    def over(cls, layout: LayerLayout, view: memoryview | None = None) -> LayerBuffer:
+        """Over this memory, or new memory. Raises RuntimeError for a layer of impossible size."""
+        import torch
 
-def empty_buffer(layout: LayerLayout) -> LayerBuffer:
-    """One piece of memory of its own. Raises RuntimeError for a layer of impossible size."""
-    import torch
-
-    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
-    tensors = {part.name: _tensor(buffer[part.offset : part.offset + part.nbytes], part) for part in layout.parts}
-    return LayerBuffer(layout.parts, (as_bytes(buffer),), tensors)
-
-
-def buffer_over(layout: LayerLayout, views: Sequence[memoryview]) -> LayerBuffer:
-    """The memory that is there, a view a part."""
-    import torch
-
-    pairs = zip(layout.parts, views, strict=True)
-    tensors = {part.name: _tensor(torch.frombuffer(view, dtype=torch.uint8), part) for part, view in pairs}
-    return LayerBuffer(layout.parts, tuple(views), tensors)
-
-
-def _tensor(stored: torch.Tensor, part: PartLayout) -> torch.Tensor:
-    import torch
-
-    return stored.view(getattr(torch, part.type.name)).view(part.shape)
+        buffer = torch.frombuffer(view, dtype=torch.uint8) if view else torch.empty(layout.nbytes, dtype=torch.uint8)
+        tensors = {
+            part.name: buffer[part.offset :][: part.nbytes].view(getattr(torch, part.type.name)).view(part.shape)
+            for part in layout.parts
+        }
+        return cls(layout.parts, as_bytes(buffer), tensors)
 
 
 class LayerScratch(threading.local):
@@ -60,7 +48,7 @@ class LayerScratch(threading.local):
     def take(self, layout: LayerLayout) -> LayerBuffer:
         """A buffer for that layout, valid until this thread takes again; made anew only when the layout changes."""
         if self.buffer is None or self.buffer.parts != layout.parts:
-            self.buffer = empty_buffer(layout)
+            self.buffer = LayerBuffer.over(layout)
         return self.buffer
 
 
@@ -88,11 +76,9 @@ class ChunkReader:
         self._is_verified = blob.header is not None  # by the backend
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, each `[kv_heads, tokens, head_dim]`, verified.
+        """Keys and values of one layer, each `[kv_heads, tokens, head_dim]`, in the dtype that was put. Do not write to them.
 
-        The tensors are decoded to the dtype that was put in and must not be written to: a store may hand out its own
-        memory.
-        Raises `EntryDamagedError` when the bytes are not those that were written, `StoreError` when they cannot be had.
+        Raises `EntryDamagedError` when the bytes are not those that were written, `StoreError` when they cannot be read.
         """
         import torch
 
@@ -105,11 +91,10 @@ class ChunkReader:
         return keys, values
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
-        """Decode one layer, verified, into two `[kv_heads, tokens, head_dim]` tensors of any floating dtype and device.
+        """Decode one layer into two `[kv_heads, tokens, head_dim]` tensors of any floating dtype and device.
 
-        The cheapest way into a larger cache: pass slices of it. One read into a warm buffer, unless the bytes are in memory
-        anyway; one hash, unless they have never left it; decoded straight to where it goes. Raises as `layer` does, and
-        `EntryDamagedError` when the shapes are not those of the destination; nothing is written then.
+        The cheapest way into a larger cache: pass slices of it. Raises as `layer` does, and `EntryDamagedError` when the shapes
+        are not those of the destination; nothing is written then.
         """
         parts = self._read(index, reuse=True)
         with self._decoding(index):
@@ -153,22 +138,17 @@ class ChunkReader:
             raise damaged(self._key, f"layer {index}: {error}") from None
         except RuntimeError as error:
             raise damaged(self._key, f"layer {index} has impossible shapes: {first_line(error)}") from None
-        if buffer is None or not (self._is_verified or self._header.holds(index, *buffer.views)):
+        if buffer is None or not (self._is_verified or self._header.holds(index, buffer.view)):
             raise damaged(self._key, f"layer {index} is not what was written")
         return buffer.tensors
 
     def _filled(self, blob: Blob, index: int, *, reuse: bool) -> LayerBuffer | None:
         """The layer's bytes; None when the blob is shorter."""
         layout = self._header.layers[index]
-        windows = [
-            view
-            for part in layout.parts
-            if part.nbytes and (view := blob.window(layout.offset + part.offset, part.nbytes)) is not None
-        ]
-        if len(windows) == len(layout.parts):
-            return buffer_over(layout, windows)
-        buffer = self._scratch.take(layout) if reuse else empty_buffer(layout)
-        return buffer if blob.read(Range(layout.offset, buffer.views[0])) else None
+        if window := blob.window(layout.offset, layout.nbytes):
+            return LayerBuffer.over(layout, window)
+        buffer = self._scratch.take(layout) if reuse else LayerBuffer.over(layout)
+        return buffer if blob.read(Range(layout.offset, buffer.view)) else None
 
     @contextmanager
     def _decoding(self, index: int) -> Iterator[None]:

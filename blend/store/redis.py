@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import redis
@@ -218,9 +219,9 @@ class RedisBackend(Backend):
         with self._exchange("written"):
             return bool(self._client.unlink(self._key(name)))
 
-    def listing(self, prefix: str) -> Iterator[list[Stored]]:
-        """A page a scan; `used` by the server's idle time where its policy keeps one, else now."""
-        for names in self.names(prefix):
+    def listing(self, prefix: str) -> Iterator[Stored]:
+        """`used` by the server's idle time where its policy keeps one, else now."""
+        for names in self._pages(prefix):
             now = time.time()
             pipe: Any
             with self._exchange("read"), self._client.pipeline(transaction=False) as pipe:
@@ -232,14 +233,16 @@ class RedisBackend(Backend):
                 pipe.execute_command("CLIENT", "NO-TOUCH", "OFF")
                 answers = pipe.execute(raise_on_error=False)[1:-1]
             pairs = zip(names, answers[::2], answers[1::2], strict=True)
-            yield [
-                Stored(name, size, now - (idle if isinstance(idle, int) else 0))
-                for name, idle, size in pairs
-                if isinstance(size, int) and idle is not None
-            ]
+            for name, idle, size in pairs:
+                if isinstance(size, int) and idle is not None:
+                    yield Stored(name, size, now - (idle if isinstance(idle, int) else 0))
 
-    def names(self, prefix: str) -> Iterator[list[str]]:
-        """As a scan finds them, each once."""
+    def names(self, prefix: str) -> Iterator[str]:
+        """As a scan finds them."""
+        return chain.from_iterable(self._pages(prefix))
+
+    def _pages(self, prefix: str) -> Iterator[list[str]]:
+        """Names page by page, each once."""
         seen: set[bytes] = set()
         cursor: int | None = None
         while cursor != 0:

@@ -456,12 +456,12 @@ class TieredBackend(Backend):
         if self._local is not None:
             self._local.write(lambda local: local.touch(name))
 
-    def listing(self, prefix: str) -> Iterator[list[Stored]]:
+    def listing(self, prefix: str) -> Iterator[Stored]:
         """Of the far place."""
         with self._far.asked() as far:
             yield from far.listing(prefix)
 
-    def names(self, prefix: str) -> Iterator[list[str]]:
+    def names(self, prefix: str) -> Iterator[str]:
         """Of the far place."""
         with self._far.asked() as far:
             yield from far.names(prefix)

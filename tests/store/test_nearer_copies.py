@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import servers
+from reading import read
 
 from _wire import Proxy
 from blend.errors import EntryDamagedError, StoreUnreachableError
@@ -23,9 +24,8 @@ def opened(request, tmp_path):
         store = open_store(f"file://{tmp_path / 'far'}", **near, **options)
         for number in (1, 2):
             store.put(key(number), cache(number))
-            with store.open(key(number)) as reader:
-                reader.layer(0)
-        assert getattr(store.backend, "below", store.backend).wait(20)
+            read(store, key(number))
+        assert store.backend.wait(20)
         return store, open_store(f"file://{tmp_path / 'far'}")
 
     return make

@@ -51,27 +51,18 @@ def test_a_full_store_is_not_listed_for_every_put(tmp_path, key, cache, size, li
     assert store.tier_hits is None, "there is one place alone"
 
 
-def test_nor_where_entries_are_replaced(tmp_path, key, cache, size, listings):
+@pytest.mark.parametrize("delete", [False, True])
+def test_nor_where_entries_are_replaced_or_deleted(tmp_path, key, cache, size, listings, delete):
     store = open_store(tmp_path / "store", budget_bytes=40 * size)
     for number in range(40):
         store.put(key(number), cache(number))
     listings.clear()
     for number in range(60):
-        store.put(key(number % 40), cache(number))
+        if delete:
+            store.delete(key(number))
+        store.put(key(number + 40 if delete else number % 40), cache(number))
     assert len(listings) <= 60 // 4
-    assert numbers(store, key, 100) == list(range(40))
-
-
-def test_nor_where_entries_are_deleted(tmp_path, key, cache, size, listings):
-    store = open_store(tmp_path / "store", budget_bytes=40 * size)
-    for number in range(40):
-        store.put(key(number), cache(number))
-    listings.clear()
-    for number in range(60):
-        store.delete(key(number))
-        store.put(key(number + 40), cache(number))
-    assert len(listings) <= 60 // 4
-    assert numbers(store, key, 100) == list(range(60, 100))
+    assert numbers(store, key, 100) == list(range(60, 100) if delete else range(40))
 
 
 def test_entries_opened_since_the_listing_stay(tmp_path, key, cache, size, listings, monkeypatch):

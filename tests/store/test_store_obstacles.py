@@ -7,6 +7,7 @@ import socket
 
 import pytest
 import torch
+from reading import path_of
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.store import open_store
@@ -48,10 +49,6 @@ NO_FILES = [folder, loop, pipe, door, link_to_folder]
 @pytest.fixture
 def store(tmp_path):
     return open_store(tmp_path / "store")
-
-
-def path_of(store, key):
-    return store.backend.root / "objects" / key.namespace / key.digest[:2] / f"{key.digest}.safetensors"
 
 
 def in_the_way(store, path, obstacle):
