@@ -66,10 +66,11 @@ def use_layer(reader, index) -> bool:
     return True
 
 
-def test_the_untouched_entry_reads(entry):
+def test_the_untouched_entry_reads_and_the_forger_can_forge(entry):
     store, path, raw = entry
-    path.write_bytes(raw)
-    assert use(store)
+    for content in (raw, forge(raw, None)):
+        path.write_bytes(content)
+        assert use(store)
 
 
 def test_every_byte_matters_and_every_truncation_is_noticed(entry):
@@ -103,12 +104,6 @@ def test_random_files(entry, content):
     store, path, _ = entry
     path.write_bytes(content)
     assert not use(store)
-
-
-def test_the_forger_can_forge(entry):
-    store, path, raw = entry
-    path.write_bytes(forge(raw, None))
-    assert use(store)
 
 
 def meta(**fields):
@@ -181,15 +176,6 @@ def test_foreign_entries_say_what_is_wrong(entry, change, message):
         read(store, KEY)
 
 
-def test_an_entry_copied_to_another_key(entry):
-    store, _, raw = entry
-    other = ChunkKey(KEY.namespace, "d" * 64)
-    path_of(store, other).parent.mkdir(exist_ok=True)
-    path_of(store, other).write_bytes(raw)
-    assert not use(store, other)
-    store.delete(other)
-
-
 def test_a_file_that_shrinks_under_an_open_reader(entry):
     store, path, raw = entry
     path.write_bytes(raw)
@@ -211,24 +197,6 @@ def test_a_read_error_of_the_disk(entry, monkeypatch):
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(EntryDamagedError, match="Input/output error"):
             reader.layer(0)
-    monkeypatch.setattr(os, "pread", fail)
-    with pytest.raises(EntryDamagedError, match="Input/output error"):
-        store.open(KEY)
-
-
-def test_things_that_are_no_files(tmp_path):
-    store = open_store(tmp_path)
-    path = path_of(store, KEY)
-    path.mkdir(parents=True)
-    with pytest.raises(EntryDamagedError, match="not a file"):
-        store.open(KEY)
-    path.rmdir()
-    os.mkfifo(path)
-    with pytest.raises(EntryDamagedError, match="not a file"):
-        store.open(KEY)
-    path.unlink()
-    path.symlink_to(tmp_path / "nowhere")
-    assert store.open(KEY) is None
 
 
 def test_damage_of_one_among_several(entry):
