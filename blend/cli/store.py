@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -183,7 +182,7 @@ def prune(store: Path, store_key: Path | None, older_than: float | None, unused:
         and not (unused and (one.document or one.age_s < _NEW_S or one.namespace not in sources.namespaces))
     ]
     done = "would go" if dry_run else "removed"
-    gone = going if dry_run else list(chain.from_iterable(_removed(store, caches, going, unused=unused)))
+    gone = going if dry_run else _removed(store, caches, going, unused=unused)
     say(f"{len(gone):,} caches {done}, {_size(sum(one.nbytes for one in gone))}")
     if copies := remove_copies(caches.backend, dry_run=dry_run):
         say(f"{copies:,} copies in nearer tiers of caches that were gone {done}")
@@ -242,8 +241,9 @@ def _tier_stats(name: str, backend: Backend) -> dict[str, Any]:
     return row | {"newest_s": min(ages, default=0.0), "oldest_s": max(ages, default=0.0)}
 
 
-def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bool) -> Iterator[list[Listed]]:
+def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bool) -> list[Listed]:
     """Remove these in batches. Before each batch, leave out what a precompute or a pin has claimed since they were listed."""
+    removed: list[Listed] = []
     for begin in range(0, len(going), _BATCH):
         with caches.writing():
             documents = _sources(store, caches, unused=unused).documents if unused else {}
@@ -252,7 +252,8 @@ def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bo
             batch = [one for one in batch if one.digest not in pins]
             for one in batch:
                 caches.delete(one.key)
-        yield batch
+        removed += batch
+    return removed
 
 
 def _sources(store: Path, caches: ChunkStore, *, unused: bool) -> Sources:

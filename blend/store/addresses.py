@@ -63,7 +63,11 @@ def check_address(location: str, *, hot: bool = False) -> str:
     if scheme not in allowed or not location.partition("://")[2].strip("/"):
         names = ", ".join(f"{one}://" for one in (_REDIS if hot else SCHEMES))
         raise ConfigError(f"{shown(location)!r:.120} is no address of a store: give {names} and where it is")
-    return _with_number(location) if scheme in _REDIS else location.rstrip("/")
+    if scheme not in _REDIS:
+        return location.rstrip("/")
+    _redis(location)
+    parts = urlsplit(location)  # a name behind the host would be taken for the number
+    return urlunsplit(parts._replace(path=parts.path.rstrip("/") or "/0"))
 
 
 def shown(location: str) -> str:
@@ -123,9 +127,7 @@ def _directory(location: str) -> Path:
 
 def hot_backend(location: str, of: str, timeouts: Timeouts) -> Backend:
     """A Redis in front of the store `of`, whose entries lie apart from those of other stores."""
-    location = check_address(location, hot=True)
-    own = hashlib.sha256(of.encode()).hexdigest()[:16]
-    return _server_backend(inside(location, own), timeouts)
+    return _server_backend(inside(check_address(location, hot=True), _hashed(of)), timeouts)
 
 
 def _server_backend(location: str, timeouts: Timeouts) -> Backend:
@@ -153,13 +155,6 @@ def _redis(location: str) -> tuple[str, str]:
         )
     scheme = "rediss" if parts.scheme.lower() in ("rediss", "valkeys") else "redis"
     return urlunsplit((scheme, parts.netloc, f"/{db or 0}", parts.query, "")), prefix
-
-
-def _with_number(location: str) -> str:
-    """What stands behind the number would otherwise be taken for it."""
-    _redis(location)
-    parts = urlsplit(location)
-    return urlunsplit(parts._replace(path=parts.path.rstrip("/") or "/0"))
 
 
 def _object_backend(location: str, timeouts: Timeouts) -> Backend:
@@ -204,7 +199,7 @@ def replica_of(address: str, cache: Path | None, hot: str | None) -> Path:
     Raises `ConfigError` for wrong addresses or a directory that stands for another store, `StoreError` when it cannot be made.
     """
     origin = Origin(check_address(address), check_address(hot, hot=True) if hot else None)
-    root = cache or _default_folder(origin.address)
+    root = cache or cache_root() / "replicas" / _hashed(origin.address)
     try:
         held = _read(root / FILE)
         if held is None and (root / "kv").exists():
@@ -266,5 +261,5 @@ def _read(file: Path) -> Origin | None:
         raise StoreError(f"{file} cannot be read or is damaged: delete it, and name the store by its address") from None
 
 
-def _default_folder(address: str) -> Path:
-    return cache_root() / "replicas" / hashlib.sha256(address.encode()).hexdigest()[:16]
+def _hashed(address: str) -> str:
+    return hashlib.sha256(address.encode()).hexdigest()[:16]

@@ -28,7 +28,7 @@ Documents = Mapping[str, Mapping[str, str]]
 
 
 class FarPins:
-    """The pins of a far store for a disk in front of it: asked for every `every_s` seconds, copied to the disk for outages."""
+    """The pins of a far store, for a disk in front of it: looked up every `every_s` seconds, copied to the disk for outages."""
 
     def __init__(self, far: Backend, near: Backend, *, every_s: float = _EVERY_S) -> None:
         self._far, self._near, self._every_s = far, near, every_s

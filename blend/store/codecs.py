@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from blend.errors import ConfigError, StoreError
@@ -23,9 +23,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 class Codec(ABC):
     """Encodes one layer; stateless, so one instance serves every thread.
 
-    name: what entries call it, the same for as long as they are to be read. parts: names of the tensors that `encode` makes,
-    always all of them. unrotated: whether keys come with positions taken out (`ChunkCache.unrotated`), because they
-    encode better so; it has to encode others as well.
+    name: what entries call it. parts: names of the tensors that `encode` makes, always all of them. unrotated: whether keys
+    come with positions taken out (`ChunkCache.unrotated`), because they encode better so; it has to encode others as well.
     """
 
     name: str
@@ -55,8 +54,7 @@ class Codec(ABC):
     def decode_into(self, parts: Mapping[str, torch.Tensor], keys: torch.Tensor, values: torch.Tensor) -> None:
         """Decode into tensors of any floating-point dtype, strides and device.
 
-        Raises ValueError, and writes nothing, when the parts are not what `encode` makes of tensors of these shapes. A codec
-        that can write there directly does so in place of this.
+        Raises ValueError, and writes nothing, when the parts are not what `encode` makes of tensors of these shapes.
         """
         decoded = self.decode(parts, None)
         require_shapes([tuple(one.shape) for one in decoded], (keys, values))
@@ -153,10 +151,7 @@ class GridCodec(Codec):
         """Write into float32 `[kv_heads, tokens, head_dim]`, each head's rows contiguous."""
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Numbers, and under ".s" the centres and then the steps of all groups, bfloat16 `[kv_heads, 2 * groups, head_dim]`.
-
-        Raises `StoreError` for values that are not finite, or so large that their differences are not.
-        """
+        """Numbers, and under ".s" the centres and then the steps of all groups, bfloat16 `[kv_heads, 2 * groups, head_dim]`."""
         encoded = {}
         for states, (name, scales) in zip((keys, values), _PAIRS, strict=True):
             encoded[name], encoded[scales] = self._encoded(states)
@@ -186,9 +181,8 @@ class GridCodec(Codec):
         count, size = _groups(tokens, max(1, round(tokens / self.group)))
         lacking = count * size - tokens
         filled = torch.cat((states, states[:, -1:].expand(-1, lacking, -1)), dim=1) if lacking else states.contiguous()
-        grouped = filled.view(
-            filled.shape[0], count, size, filled.shape[2]
-        )  # [kv_heads, groups, tokens of a group, head_dim]
+        # [kv_heads, groups, tokens of a group, head_dim]
+        grouped = filled.view(filled.shape[0], count, size, filled.shape[2])
         low, high = grouped.amin(2, keepdim=True), grouped.amax(2, keepdim=True)
         centre = ((low + high) / 2).bfloat16().float()
         extent = torch.maximum(high - centre, centre - low)
@@ -231,11 +225,9 @@ class GridCodec(Codec):
 
     def _shapes(self, parts: Mapping[str, torch.Tensor]) -> list[tuple[int, ...]]:
         """Of keys and values. Raises ValueError when the parts do not belong together."""
-        return list(self._described(parts))
-
-    def _described(self, parts: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, ...]]:
         import torch
 
+        found: list[tuple[int, ...]] = []
         for name, scales in _PAIRS:
             packed, (heads, rows, width) = parts[name], parts[scales].shape
             if packed.dtype != getattr(torch, self.packed) or parts[scales].dtype != torch.bfloat16:
@@ -244,7 +236,8 @@ class GridCodec(Codec):
             count = rows // 2
             if packed.shape[0] != heads or rows % 2 or not 0 < count <= tokens or _groups(tokens, count)[0] != count:
                 raise ValueError(f"{rows} rows of scales do not go with {tokens} tokens in {packed.shape[0]} heads")
-            yield heads, tokens, width
+            found.append((heads, tokens, width))
+        return found
 
     def _decode_into(self, packed: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         import torch
@@ -359,10 +352,9 @@ _CODECS: dict[str, Codec] = {codec.name: codec for codec in _BUILT_IN}
 
 
 def register_codec(codec: Codec) -> Codec:
-    """Make a codec known in this process, so that entries written with it are read; returns it.
+    """Make a codec known in this process; returns it. In a process without it, its entries are damaged.
 
-    Every process that reads such entries has to do so: to others they are damaged, and are computed again. Raises
-    `ConfigError` for a name that belongs to another class of codecs, and for names that cannot stand in an entry.
+    Raises `ConfigError` for a name that belongs to another class of codecs, and for names that cannot stand in an entry.
     """
     if not _NAME.fullmatch(codec.name) or not codec.parts or not all(map(_NAME.fullmatch, codec.parts)):
         raise ConfigError(
