@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -162,32 +161,12 @@ class Sharing:
             return
         place, store = _place(corpus), self._store()
         store.backend.delete(place + _MANIFEST)  # first: it names the others
-<<<<<<< HEAD
         for file in store.backend.names(place):
-            store.backend.delete(file)
-        self._forget(name, index_dir(self._root, corpus))
-
-    def _sweep(self, store: ChunkStore, place: str, current: set[str]) -> None:
-        """Delete files of earlier generations once no reader can still be fetching them."""
-        with suppress(StoreError):
-            for stored in store.backend.listing(place):
-                if stored.name not in {*current, place + _MANIFEST} and time.time() - stored.used > _KEEP_S:
-                    store.backend.delete(stored.name)
-
-    def _fetched(self) -> set[str]:
-        """Corpora that were fetched or published from here."""
-        return {path.stem for path in (self._root / "shared").glob("*.manifest")}
-
-    def _forget(self, corpus: str, directory: Path) -> None:
-        for path in (directory / _MANIFEST, self._memory(corpus)):
-=======
-        for file in chain.from_iterable(store.backend.names(place)):
             store.backend.delete(file)
         self._forget(corpus)
 
     def _forget(self, corpus: str) -> None:
         for path in (index_dir(self._root, corpus) / _MANIFEST, self._remembered(corpus)):
->>>>>>> main
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
@@ -207,17 +186,12 @@ class Sharing:
 
 def published(store: ChunkStore) -> set[str]:
     """Corpora that have an index in a shared store, the one without a name as "". Raises `StoreError`."""
-<<<<<<< HEAD
-    names = (name for name in store.backend.names(INDEXES) if name.endswith(f"/{_MANIFEST}"))
-    return {_named(name.removeprefix(INDEXES).removesuffix(f"/{_MANIFEST}")) for name in names}
-=======
-    names = chain.from_iterable(store.backend.names(INDEXES))
+    names = store.backend.names(INDEXES)
     return {_named(name.removeprefix(INDEXES).partition("/")[0]) for name in names if name.endswith(f"/{_MANIFEST}")}
 
 
 def _place(corpus: str) -> str:
     return f"{INDEXES}{corpus or _UNNAMED}/"
->>>>>>> main
 
 
 def _named(corpus: str) -> str:
@@ -227,7 +201,7 @@ def _named(corpus: str) -> str:
 def _sweep(store: ChunkStore, place: str, current: set[str]) -> None:
     """Delete files of earlier generations once no reader can still be fetching them."""
     with suppress(StoreError):
-        for stored in chain.from_iterable(store.backend.listing(place)):
+        for stored in store.backend.listing(place):
             if stored.name not in current and time.time() - stored.used > _KEEP_S:
                 store.backend.delete(stored.name)
 

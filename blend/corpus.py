@@ -183,28 +183,14 @@ def prepare(
         update = None  # another share is writing it; all shares write the same
     library = _decide(change, quick=quick)
     variants = library.variants(change.ids, contextual=not quick)
-<<<<<<< HEAD
-    return PreparedCorpus(library, variants, library.missing_of(variants), update)
-
-
-def write_index(change: CorpusChange, progress: Progress = no_progress) -> IndexUpdate:
-    """Write the index and publish it.
-
-    Raises `RetrievalError` when it cannot be written, `StoreError` when the store cannot, or another machine has changed it.
-    """
-    update = update_index(change.corpus.index_dir, change.chunks, change.corpus.embedder, progress)
-    change.corpus.publish(change.began)
-=======
     missing = library.missing_of([one for one in variants if share.holds(library.key(one))])
-    restored = library.restored(missing)  # from a nearer copy
-    return PreparedCorpus(library, variants, [one for one in missing if one not in restored], update)
+    return PreparedCorpus(library, variants, missing, update)
 
 
 def _write_index(change: CorpusChange, progress: Progress) -> IndexUpdate:
     corpus = change.corpus
     update = update_index(corpus.index_dir, change.chunks, corpus.embedder, progress)
     corpus.sharing.publish(corpus.config.name, change.began)
->>>>>>> main
     return update
 
 
@@ -326,20 +312,10 @@ def precompute(
     """
     unread = loaded.unread()
     stays = (lambda document: True) if add else None
-<<<<<<< HEAD
-    change = plan_change(corpus, loaded.documents, stays=stays, unread=loaded.unread(), progress=progress)
-    change.forget()  # before the index forgets them
-    update = _write_index_of(change, share, progress)
-    library = decide(change, quick=quick)
-    variants = library.variants(change.ids, contextual=not quick)
-    mine = variants if share is None else [one for one in variants if share.holds(library.key(one))]
-    missing = library.missing_of(mine)
-=======
     change = plan_change(corpus, loaded.documents, stays=stays, unread=unread, progress=progress)
     for key in corpus.spare(change.gone):  # before the index forgets them
         corpus.store.delete(key)
     library, variants, missing, update = prepare(change, quick=quick, share=share, progress=progress)
->>>>>>> main
     begin = time.perf_counter()
     tokens = compute(library, missing, progress)
     seconds = time.perf_counter() - begin
