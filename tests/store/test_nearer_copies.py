@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import servers
+from wire import Proxy
 
-from _wire import Proxy
 from blend.errors import EntryDamagedError, StoreUnreachableError
 from blend.store import Timeouts, open_store
 from blend.store.admin import pin_cache, remove_copies

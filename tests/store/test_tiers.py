@@ -9,8 +9,8 @@ import pytest
 import servers
 import torch
 from far_stores import failing_bucket, tell_bucket
+from wire import FAULTS, Proxy
 
-from _wire import FAULTS, Proxy
 from blend.errors import ConfigError, EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store import Timeouts, open_store
 from blend.store.admin import pin_cache, pinned
