@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 import servers
-<<<<<<< HEAD
-from wire import Proxy
-=======
 from reading import read
->>>>>>> main
+from wire import Proxy
 
 from blend.errors import EntryDamagedError, StoreUnreachableError
 from blend.store import Timeouts, open_store
