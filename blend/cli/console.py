@@ -92,11 +92,13 @@ def show_fetch(stage: str, done: int, total: int) -> None:
 
 
 def seconds(value: float) -> str:
-    """A time, short: 12 ms, 1.23 s, 75 s, 12 min 5 s."""
+    """A time, short: 12 ms, 1.23 s, 75 s, 12 min 5 s, 7.1 h, 40 days."""
     if value < 0.9995:
         return f"{value * 1000:.0f} ms"
     if value < 120:
         return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
+    if value >= 7200:
+        return f"{value / 3600:.1f} h" if value < 172_800 else f"{value / 86_400:,.0f} days"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes} min {rest} s"
 

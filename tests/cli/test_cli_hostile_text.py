@@ -176,7 +176,7 @@ def test_mistakes_and_what_is_not_there(blend: Blend, hostile_model: Path, tmp_p
         (2, ("analyze", "x", "--html", tmp_path / f"{FILE_NAME}.file" / "below")),
         (8, ("corpus", tmp_path / "c", "--module", HOSTILE)),
     ):
-        result = blend(*call)
+        result = blend.here(*call)
         _harmless(result, code)
         assert result.err.count("\n") == 1
         one_line(result.err)
