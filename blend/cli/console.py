@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,15 @@ def hushed(quiet: bool) -> Iterator[None]:
         yield
     finally:
         errors.quiet = before
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Print warnings from inside as notes."""
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        yield
+    for warning in caught:
+        note(str(warning.message))
 
 
 def print_json(document: Mapping[str, Any]) -> None:

