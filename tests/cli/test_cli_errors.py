@@ -132,39 +132,22 @@ def test_models_that_are_not_there(filled: Blend, tmp_path: Path) -> None:
         assert "Loading" not in result.err
 
 
-def test_a_folder_that_transformers_cannot_load(filled: Blend, model: Path, tmp_path: Path) -> None:
+def test_what_shows_when_the_model_is_loaded(filled: Blend, model: Path, texts: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text((model / "config.json").read_text())
-    result = filled("answer", "x", "--model", "./broken")
-    assert (result.code, result.out) == (2, "")
-    assert "holds no causal language model" in one_line(result.err)
-
-
-def test_a_model_whose_keys_cannot_be_moved(filled: Blend, texts: dict[str, str], tmp_path: Path) -> None:
     shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
     save_tiny_model(tmp_path / "gpt2", "\n".join(texts.values()), family="GPT2", **shape)
-    for call in (("answer", "x"), ("precompute", ".")):
-        result = filled(*call, "--model", "./gpt2")
-        assert (result.code, result.out) == (4, "")
-        assert "use full prefill for this model" in one_line(result.err)
-
-
-def test_a_check_layer_beyond_the_model(filled: Blend) -> None:
-    result = filled("answer", "x", "--selector", "hkvd:check_layer=9")
-    assert (result.code, result.out) == (2, "")
-    assert "layers 0 to 3" in one_line(result.err)
-
-
-def test_a_gpu_that_is_not_there(filled: Blend) -> None:
-    result = filled("answer", "x", "--device", "cuda", env={"CUDA_VISIBLE_DEVICES": ""})
-    assert (result.code, result.out) == (2, "")
-    assert "use --device cpu" in one_line(result.err)
-
-
-def test_an_embedder_that_is_not_there(filled: Blend) -> None:
-    result = filled("answer", "x", "--embedder", "nobody/nothing")
-    assert (result.code, result.out) == (8, "")
-    assert "use `minilm`" in one_line(result.err)
+    for arguments, code, told in (
+        (("answer", "x", "--model", "./broken"), 2, "holds no causal language model"),
+        (("answer", "x", "--model", "./gpt2"), 4, "use full prefill for this model"),
+        (("precompute", ".", "--model", "./gpt2"), 4, "use full prefill for this model"),
+        (("answer", "x", "--selector", "hkvd:check_layer=9"), 2, "layers 0 to 3"),
+        (("answer", "x", "--device", "cuda"), 2, "use --device cpu"),
+        (("answer", "x", "--embedder", "nobody/nothing"), 8, "use `minilm`"),
+    ):
+        result = filled(*arguments, env={"CUDA_VISIBLE_DEVICES": ""})
+        assert (result.code, result.out) == (code, ""), arguments
+        assert told in one_line(result.err)
 
 
 def test_nothing_to_read(blend: Blend, tmp_path: Path) -> None:

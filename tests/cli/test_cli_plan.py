@@ -74,5 +74,5 @@ def test_tokens_and_chunks_are_two_ways_to_say_it(blend: Blend) -> None:
 def test_words_for_people(blend: Blend) -> None:
     shown = blend("plan", *GIVEN, "--chunks", "1000000").out
     assert shown.startswith("1,000,000 chunks, 256,000,000 tokens; 8B in bfloat16, two caches a chunk.\n")
-    for words in ("bfloat16  67.1 MB  67.1 TB", "float32", "objects, 500 MB/s", "Prices are assumptions"):
-        assert words in shown
+    for words in ("bfloat16 +67.1 MB +67.1 TB ", "float32 ", "objects, 500 MB/s ", "Prices are assumptions"):
+        assert re.search(words, shown), words
