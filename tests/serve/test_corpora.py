@@ -28,10 +28,10 @@ def tower(number: int) -> GivenDocument:
     return GivenDocument(" ".join(said), f"Tower {number}", f"umm{number}")
 
 
-@pytest.fixture
-def service(filled: tuple[Path, Path], tmp_path: Path) -> Iterator[Service]:
-    """With documents in the corpus without a name, and others in one that is called kell."""
-    with serving(tmp_path / "store", filled[1]) as made:
+@pytest.fixture(scope="module")
+def service(filled: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """With documents in the corpus without a name, and others in one that is called kell; each test changes its own."""
+    with serving(tmp_path_factory.mktemp("corpora") / "store", filled[1]) as made:
         for name, make in (("", tower), ("kell", observatory)):
             documents = made.documents("", name)
             documents.add(texts=[make(n) for n in range(5)])

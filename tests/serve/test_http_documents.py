@@ -231,6 +231,7 @@ def test_a_delete_holds_though_the_index_cannot_be_written_yet(
     first, second, *_ = sorted(before)
     with monkeypatch.context() as patch:
         patch.setattr(CorpusUpdater, "apply", down)
+        patch.setattr("blend.serve.http.documents.REMOVED_S", 0.2)
         assert mine.delete(f"{DOCUMENTS}/{first}").json()["deleted"]
         assert first not in listed(mine)
         assert error(mine.delete(f"{DOCUMENTS}/{first}")) == (404, "not_found")
