@@ -28,10 +28,9 @@ from blend.errors import ConfigError, StoreError
 from blend.files import make_private_folder, sweep, write_atomically
 from blend.limits import shown
 from blend.serve.types import GivenDocument, QueueFullError
-from blend_retrieval import Document, LoadedDocuments
 from blend_retrieval.document import clean, clean_title
 from blend_retrieval.errors import DocumentsError
-from blend_retrieval.isolated import IsolatedReader, ReadingLimits
+from blend_retrieval.isolated import ReadingLimits
 from blend_retrieval.readers import SUFFIXES
 
 INCOMING = "incoming"  # the folder next to an index
@@ -162,13 +161,6 @@ def checked(files: Sequence[UploadedFile], texts: Sequence[GivenDocument], limit
         if times > 1:
             raise ConfigError(f"{times} documents of one request have the id {shown(name)}: give each its own")
     return found
-
-
-def read(upload: Upload, files: IsolatedReader) -> LoadedDocuments:
-    """The documents in an upload, and what could not be read. Raises as `files` does."""
-    if upload.kind == "file":
-        return files.read(upload.id, upload.data)
-    return LoadedDocuments((Document(upload.id, upload.title, upload.data.decode(), upload.id),), ())
 
 
 def _file(file: UploadedFile) -> Upload:

@@ -7,6 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -105,6 +106,15 @@ def add(documents: Documents, files: Sequence[UploadedFile] = (), texts: Sequenc
     """Add documents and wait until everything is computed."""
     documents.add(files, texts)
     assert documents.wait(LAST_S)
+
+
+def delete(documents: Documents, name: str, wait_s: float = 10.0) -> bool:
+    """Delete a document and wait until it is out of the index; whether it was there."""
+    removal = documents.delete(name)
+    if removal is not None:
+        with suppress(TimeoutError):
+            removal.result(wait_s)
+    return removal is not None
 
 
 def status_of(documents: Documents, name: str) -> DocumentStatus:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changing import LAST_S, Engine, add, caches, ids, left, open_corpus, page, states, status_of, until, words
+from changing import LAST_S, Engine, add, caches, delete, ids, left, open_corpus, page, states, status_of, until, words
 from served import logged
 
 from blend import Rag
@@ -102,7 +102,7 @@ def test_the_corpus_changes_under_four_who_ask(rag: Rag, make: Make) -> None:
         try:
             documents.add([page("quarry", 6)], [GivenDocument(words("orchard", 4), "Orchard", "orchard")])
             add(documents, [page("mill", 10)])
-            assert documents.delete("harbour.md")
+            assert delete(documents, "harbour.md")
             removed.set()
             add(documents, [page("quarry", 4)])
         finally:
@@ -124,14 +124,14 @@ def test_what_goes_takes_its_caches_along_but_not_those_of_other_corpora(
     assert documents.wait(LAST_S)
     assert other.wait(LAST_S)
     before = caches(rag)
-    assert documents.delete("harbour.md")
-    assert not documents.delete("harbour.md")
+    assert delete(documents, "harbour.md")
+    assert not delete(documents, "harbour.md")
     assert documents.get("harbour.md") is None
     between = caches(rag)
     assert between < before
-    assert documents.delete("mill.md")
+    assert delete(documents, "mill.md")
     assert (documents.listing(), caches(rag)) == ((), between)
-    assert other.delete("mill.md")
+    assert delete(other, "mill.md")
     assert caches(rag) == 0
     assert left(rag) == []
 
@@ -141,7 +141,7 @@ def test_a_document_that_goes_while_it_is_computed_leaves_nothing(rag: Rag, make
     documents = make(compute=engine)
     documents.add([page("harbour", 6)])
     until(lambda: bool(engine.handed))
-    assert documents.delete("harbour.md")
+    assert delete(documents, "harbour.md")
     assert engine.cancelled.is_set()
     engine.go.set()  # this one goes on all the same
     for thread in engine.threads:
@@ -171,8 +171,8 @@ def test_a_file_of_many_documents_is_asked_for_and_deleted_as_one(make: Make) ->
     whole = status_of(documents, "set.jsonl")
     assert "1 left out" in whole.reason
     assert whole.chunks == 2
-    assert documents.delete("set.jsonl#a")
-    assert documents.delete("set.jsonl")
+    assert delete(documents, "set.jsonl#a")
+    assert delete(documents, "set.jsonl")
     assert documents.listing() == ()
 
 
@@ -218,7 +218,7 @@ def test_corrections_are_measured_when_everything_is_computed(make: Make) -> Non
     documents = make(calibrate=calibrate)
     documents.add([page("harbour"), page("mill", 4)])
     until(lambda: bool(measured))
-    assert documents.delete("mill.md", wait_s=LAST_S)
+    assert delete(documents, "mill.md", wait_s=LAST_S)
     assert set(states(documents.listing())) == {"harbour.md"}
     until(lambda: len(measured) > 1)
     busy.clear()
@@ -248,7 +248,7 @@ def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
         return apply(*given)
 
     monkeypatch.setattr(CorpusUpdater, "apply", later)
-    assert documents.delete("mill.md", wait_s=0.05)
+    assert delete(documents, "mill.md", wait_s=0.05)
     assert "mill.md" in {chunk.document_id for chunk in rag.index.chunks}
     assert sources() == {"The harbour"}
     assert len(room.retrieved("", question, 3)) == 3
@@ -293,9 +293,9 @@ def test_texts_with_fragments_in_their_ids_are_documents_and_no_records_of_a_fil
     file = UploadedFile("set.jsonl", b'{"id": "a", "text": "The harbour."}')
     add(documents, [file], texts(GUIDE, INSTALL, "set.jsonl#b"))
     assert status_of(documents, INSTALL).title == "Title 1"
-    assert documents.delete(GUIDE)
+    assert delete(documents, GUIDE)
     assert documents.get(GUIDE) is None
-    assert documents.delete("set.jsonl")
+    assert delete(documents, "set.jsonl")
     assert [one.title for one in documents.listing()] == ["Title 1", "Title 2"]
     assert status_of(documents, "set.jsonl#b").id == "set.jsonl_b"
 

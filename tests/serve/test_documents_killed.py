@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from changing import LAST_S, Engine, WordCounts, add, caches, ids, left, page, states, until
+from changing import LAST_S, Engine, WordCounts, add, caches, delete, ids, left, page, states, until
 from places import PYTHONPATH
 
 from blend import Rag
@@ -99,7 +99,7 @@ def test_caches_of_what_went_go_even_if_the_process_ends_before(
     with monkeypatch.context() as patch:
         patch.setattr(type(rag.store), "delete", down)
         if change == "delete":
-            assert documents.delete("harbour.md", wait_s=0.01)
+            assert delete(documents, "harbour.md", wait_s=0.01)
         else:
             documents.add(texts=[GivenDocument("The harbour.", "Harbour", "harbour.md")])
         until(lambda: documents.problem == "the store is down")
@@ -129,7 +129,7 @@ def test_what_ends_the_process_again_and_again_is_given_up(rag: Rag, make: Make)
     kept = (incoming / "000000000007.failed").read_text()
     assert "given up" in kept
     assert kept.endswith("The harbour.")
-    assert documents.delete("deadly")
+    assert delete(documents, "deadly")
     assert left(rag) == ["000000000009.failed"]
 
 
@@ -155,7 +155,7 @@ def test_what_kills_the_server_again_and_again_takes_no_innocent_document_along(
         assert states(documents.listing()).keys() >= {*names} - ({"quarry"} if kill > 1 else set())
         assert states(documents.listing())["deadly"] in ("queued", "reading", "indexing")
         if kill == 1:
-            assert documents.delete("quarry", wait_s=0.01)
+            assert delete(documents, "quarry", wait_s=0.01)
             assert documents.get("quarry") is None
         documents = make()
     for _ in range(2):
@@ -166,5 +166,5 @@ def test_what_kills_the_server_again_and_again_takes_no_innocent_document_along(
         assert "given up" in found.reason
         documents.close()
         documents = make()
-    assert documents.delete("deadly")
+    assert delete(documents, "deadly")
     assert set(states(documents.listing())) == {"harbour", "mill"}

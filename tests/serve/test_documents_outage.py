@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from changing import LAST_S, WordCounts, add, caches, ids, left, open_corpus, page, states, status_of, until
+from changing import LAST_S, WordCounts, add, caches, delete, ids, left, open_corpus, page, states, status_of, until
 
 from blend import Rag
 from blend.errors import StoreError
@@ -134,7 +134,7 @@ def test_a_document_that_itself_is_at_fault_fails_at_once_and_is_told_after_a_re
     assert before == documents.get("broken.pdf")
     assert before is not None
     assert (before.state, "is not a PDF" in before.reason) == ("failed", True)
-    assert documents.delete("broken.pdf")
+    assert delete(documents, "broken.pdf")
     assert set(states(same_after_restart(rag, documents, make).listing())) == {"harbour.md"}
     assert left(rag) == []
 
@@ -145,7 +145,7 @@ def test_a_document_is_deleted_on_a_full_disk_and_makes_room(disk: Path, on_disk
     assert documents.wait(LAST_S)
     before = caches(on_disk)
     fill(disk, pages)
-    assert documents.delete("mill.md", wait_s=LAST_S)
+    assert delete(documents, "mill.md", wait_s=LAST_S)
     assert ids(on_disk) == {"harbour.md"}
     assert caches(on_disk) < before
     add(documents, [page("quarry", 2)])
@@ -160,7 +160,7 @@ def test_a_document_that_waits_is_deleted_on_a_full_disk(disk: Path, on_disk: Ra
     documents.add([page("quarry", 2)])
     until(lambda: bool(documents.problem))
     fill(disk, name="more")
-    assert documents.delete("quarry.md", wait_s=LAST_S)
+    assert delete(documents, "quarry.md", wait_s=LAST_S)
     documents = same_after_restart(on_disk, documents, make)
     assert set(states(documents.listing())) == {"harbour.md", "mill.md"}
 
@@ -170,10 +170,10 @@ def test_a_removal_that_cannot_be_kept_is_refused(disk: Path, on_disk: Rag, make
     assert documents.wait(LAST_S)
     mount("-o", "remount,ro", str(disk))
     with pytest.raises(StoreError, match="Read-only file system"):
-        documents.delete("mill.md")
+        delete(documents, "mill.md")
     mount("-o", "remount,rw", str(disk))
     assert states(documents.listing()) == {"harbour.md": "ready", "mill.md": "ready"}
-    assert documents.delete("mill.md")
+    assert delete(documents, "mill.md")
     assert ids(on_disk) == {"harbour.md"}
 
 
@@ -183,7 +183,7 @@ def test_a_removal_that_the_index_does_not_take_yet_is_tried_again(on_disk: Rag,
     mount("--bind", index, index)
     try:
         mount("-o", "remount,ro,bind", index)
-        assert documents.delete("mill.md", wait_s=2)
+        assert delete(documents, "mill.md", wait_s=2)
         assert set(states(documents.listing())) == {"harbour.md"}
         documents = same_after_restart(on_disk, documents, make)
         until(lambda: bool(documents.problem))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from changing import LAST_S, Engine, add, ids, left, page, states, status_of, until
+from changing import LAST_S, Engine, add, delete, ids, left, page, states, status_of, until
 
 from blend import Rag
 from blend.errors import ConfigError, StoreError
@@ -42,7 +42,7 @@ def test_hostile_names(rag: Rag, make: Make) -> None:
     assert states(documents.listing()) == dict.fromkeys(NAMES.values(), "ready")
     for name, expected in NAMES.items():
         assert status_of(documents, name).id == status_of(documents, expected).id == expected
-        assert documents.delete(name)
+        assert delete(documents, name)
     assert {path for path in rag.root.parent.rglob("*") if rag.root not in path.parents} <= around | {rag.root}
 
 
@@ -72,7 +72,7 @@ def test_damaged_files_fail_with_a_reason_and_harm_no_other(rag: Rag, make: Make
     for file, reason in reasons.items():
         held = status_of(documents, file.name)
         assert (held.state, reason in held.reason, "\n" in held.reason) == ("failed", True, False)
-        assert documents.delete(file.name)
+        assert delete(documents, file.name)
     assert states(documents.listing()) == {"harbour.md": "ready"}
     assert left(rag) == []
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from changing import delete
 from rooms import FEW, QUESTION, Answer, ask, serving, settled
 
 from blend.errors import PromptError
@@ -48,7 +49,7 @@ def test_documents_that_are_added_are_answered_from(service: Service) -> None:
     told = ask(service, "How many domes has the observatory?", top_k=2, tenant="alpha")
     assert {source.title for source in told.sources} == {"The observatory"}
     assert all(source.hit for source in told.sources)
-    assert documents.delete("kell")
+    assert delete(documents, "kell")
     with pytest.raises(PromptError, match="no chunks"):
         ask(service, "How many domes has the observatory?", top_k=2, tenant="alpha")
 
@@ -92,7 +93,7 @@ def test_a_deleted_documents_cache_does_not_come_back(service: Service) -> None:
     try:
         service.submit(Request((Message("user", QUESTION),), documents=by_id, sampling=FEW), told)
         assert prefilling.wait(60)
-        assert documents.delete("orchard.md")
+        assert delete(documents, "orchard.md")
     finally:
         go.set()
     assert told.done.wait(60)

@@ -67,7 +67,7 @@ async def get(request: Request) -> Response:
 async def delete(request: Request) -> Response:
     """DELETE: no new answer uses the document."""
     name = request.path_params["id"]
-    removal: Future[None] | None = await _of_corpus(request, lambda documents: documents.remove(name))
+    removal: Future[None] | None = await _of_corpus(request, lambda documents: documents.delete(name))
     if removal is None:
         raise _no_document(name)
     with suppress(TimeoutError):  # without a thread: earlier changes of the corpus may take a while
