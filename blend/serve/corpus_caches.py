@@ -58,7 +58,7 @@ def current_index(rag: Rag) -> ChunkIndex | None:
         return None
 
 
-class _WatchedTemplate(PromptTemplate):
+class WatchedTemplate(PromptTemplate):
     """Reports progress before every text that it tokenises: splitting a long document tokenises thousands."""
 
     def __init__(self, template: PromptTemplate, progress: Progress) -> None:
@@ -133,7 +133,7 @@ class CorpusUpdater:
             return not any(part_of(document, upload) for upload in removed)
 
         rag, config = self._rag, self._rag.corpus_config
-        template = _WatchedTemplate(rag.template, progress)
+        template = WatchedTemplate(rag.template, progress)
         others = {name: index_dir(rag.root, name) for name in corpora(rag.root) if name != config.name}
         corpus = Corpus(rag.decoder, template, rag.embedder, rag.store, rag.index_dir, config, others, self._known)
         return plan_change(corpus, documents, stays=stays, progress=progress)
