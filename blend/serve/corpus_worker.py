@@ -169,6 +169,7 @@ class CorpusWorker:
         except Exception as error:  # no document may end the thread
             again = is_transient(error) or isinstance(error, StoppedError)
             if len(uploads) == 1 and not again:
+                self._look = True  # caches may be gone that are still of use
                 self._finish(uploads[0], error)
                 return
             with self.changed:
