@@ -203,6 +203,7 @@ def test_deletes_that_wait_for_the_index_hold_up_nobody(
             return apply(*given)
 
         monkeypatch.setattr(CorpusUpdater, "apply", later)
+        monkeypatch.setattr("blend.serve.http.documents.REMOVED_S", 60)
         try:
             deleted = [pool.submit(httpx.delete, f"{served.url}{DOCUMENTS}/{name}", timeout=60) for name in names]
             until(lambda: documents.leaving >= {*names})
