@@ -342,7 +342,8 @@ class Learning:
         """Choose the surrogate context, compute the caches that need it, and calibrate on them."""
         rag, learned = tenant.rag(), tenant.learned
         assert learned is not None
-        library = choose_surrogate(rag.corpus(), _latest(tenant, learned))
+        library = rag.blender.library(rag.template.prefix)
+        library = choose_surrogate(library, rag.template, rag.corpus_config, _latest(tenant, learned))
         chunks = _latest(tenant, learned)  # questions since then computed caches without a surrogate context
         tenant.use("", chunks, learned)
         self._compute_all(library, library.missing(chunks))
