@@ -257,6 +257,9 @@ def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
     go_on.set()
     assert documents.wait(LAST_S)
     assert sources() == {"The harbour"}
+    assert delete(documents, "harbour.md")
+    with pytest.raises(PromptError, match="no chunks"):
+        room.retrieved("", question, 3)
 
 
 def test_what_another_process_precomputed_is_taken_up(rag: Rag, tmp_path: Path, make: Make) -> None:
