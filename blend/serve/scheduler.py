@@ -249,7 +249,8 @@ class EmbeddedEngine:
         for sequence in sequences:
             sequence.release()
         for encoding in encodings if self._failed else ():
-            encoding.abandon(EngineFailedError())
+            while encoding.left:
+                encoding.end_first(EngineFailedError())
 
     @property
     def _closing(self) -> bool:
@@ -421,10 +422,9 @@ class Scheduler:
         members = [one for one in live if one.blend is not None or (one is prefilling and ready)]
         self._passes += 1
         turn = self._passes % (TURN_AMONG_PROMPTS if ready else TURN) == 0
-        encoding = self._encodings.first()
-        if encoding is not None and encoding.ready() and (turn or not members):  # `ready` also advances its I/O
+        if self._encodings.ready() and (turn or not members):  # `ready` also advances its I/O
             # In place of the prompt's piece: the pass stays as short as the others.
-            return [*(one for one in members if one is not prefilling), encoding]
+            return [*(one for one in members if one is not prefilling), self._encodings]
         return [*members]
 
     def _prepare(self, sequence: Sequence, rows: int) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Listed
 from contextlib import suppress
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from blend.errors import StoreError
 from blend.model.forward import Resume, RowRequest, Steps
 from blend.select import make_selector
 from blend.select.base import needs_of, scoring_layers
-from blend.serve.background import FindMissing, Stepper, missing_caches
+from blend.serve.background import FindMissing, Stepper
 from blend.serve.failures import STORE_UNREACHABLE, is_outage
 from blend.serve.types import (
     ASKED_FOR,
@@ -40,6 +40,7 @@ from blend.types import common_length
 
 if TYPE_CHECKING:
     from blend.blender import Blend, Blender
+    from blend.chunks.library import ChunkLibrary, Variant
     from blend.config import BlendConfig
     from blend.model.decoder import Decoder
     from blend.serve.background import IOPool
@@ -139,10 +140,16 @@ class Sequence:
 
     def find_missing(self) -> FindMissing | None:
         """How to find the caches that the store lacked; None if it lacked none."""
-        if self.reason == "cold":  # which caches are missing is not known yet
-            return partial(missing_caches, self.blender, self.request.layout, ())
         missing = self.blend.missing if self.blend is not None else ()
-        return partial(missing_caches, self.blender, self.request.layout, missing) if missing else None
+        if not missing and self.reason != "cold":  # cold: which caches are missing is not known yet
+            return None
+        library, chunks = self.blender.library, [chunk for chunk in self.request.layout.stored if chunk is not None]
+
+        def find() -> tuple[ChunkLibrary, Listed[Variant]]:
+            found = library(self.request.layout.kept_behind)
+            return found, missing or found.missing(chunks)
+
+        return find
 
     def _find(self) -> Found | None:
         """The prompt's beginning in the prefix cache, if that is more than the blender's own prefix."""
