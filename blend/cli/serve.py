@@ -31,7 +31,7 @@ from blend.serve.limits import (
 
 if TYPE_CHECKING:
     from blend.serve.access import ApiKeys
-    from blend.serve.http.state import AppState
+    from blend.serve.http.requests import AppState
     from blend.serve.http.tracing import Tracing
     from blend.serve.service import Service
 
@@ -138,7 +138,7 @@ def _check_host(host: str, tenants: ApiKeys, *, insisted: bool) -> None:
 def serve(given: dict[str, Any], tenants: ApiKeys) -> None:
     """Serve until a signal. Raises errors of listening and loading."""
     from blend.serve.http.app import make_app
-    from blend.serve.http.log import log_to_stderr
+    from blend.serve.http.requests import log_to_stderr
     from blend.serve.http.server import Server, listen, raise_descriptor_limit, url_of
     from blend.serve.limits import RequestLimits
     from blend.serve.metrics import Metrics

@@ -13,7 +13,7 @@ from typing import Any
 
 from blend.serve.access import ApiKeys
 from blend.serve.http.app import make_app
-from blend.serve.http.log import JsonLines
+from blend.serve.http.requests import JsonLines
 from blend.serve.http.server import Server, listen, url_of
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import Metrics

@@ -1,4 +1,4 @@
-"""Bodies of requests as JSON: OpenAI's fields and our own under `kvblend`. A null field counts as absent.
+"""Bodies of requests, received within limits and checked: OpenAI's fields, and our own under `kvblend`. null counts as absent.
 
 Types are strict: "1" is not a number. Messages are those of pydantic. Fields of OpenAI's protocol that cannot change an answer
 are ignored. Those that the server does not support are refused by name, unless their value asks for nothing.
@@ -6,15 +6,21 @@ are ignored. Those that the server does not support are refused by name, unless 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
+from starlette.requests import Request as HttpRequest
+from starlette.types import Message as AsgiMessage
+from starlette.types import Receive
 
 from blend.corpora import in_words
 from blend.limits import NUMBERS, shown
-from blend.serve.http.errors import ApiError, refuse
+from blend.serve.http.errors import ApiError, refuse, unavailable
 from blend.serve.limits import RequestLimits
 from blend.serve.types import GivenDocument, Message, Request, Sampling
 
@@ -50,6 +56,65 @@ _LONGEST_NAME = 512
 _MOST_STOPS = 4
 _MOST_LOGPROBS = 20
 _LONGEST_PLACE = 100  # characters of a path in a message
+_DRAIN_FACTOR = 4  # times the limit: a client reads its refusal only after it has sent everything
+_DRAIN_S = 5.0
+_FREE = 1 << 16  # bytes of each body that the budget does not count: ordinary questions always pass
+
+
+@dataclass
+class BodyBudget:
+    """Memory for the bodies of all requests. most: bytes. Used by the event loop alone."""
+
+    most: int
+    held: int = 0
+
+    @contextmanager
+    def receiving(self, request: HttpRequest, most: int, seconds: float) -> Iterator[HttpRequest]:
+        """The request with a body of at most `most` bytes, which must arrive in so many seconds.
+
+        Reading it raises `ApiError` beyond these limits, and when the budget is exhausted. The end of the context returns the
+        bytes to the budget.
+        """
+        until = asyncio.get_running_loop().time() + seconds
+        announced = request.headers.get("content-length", "")
+        over = announced.isascii() and announced.isdigit() and len(announced) < 20 and int(announced) > most
+        taken = counted = 0
+
+        async def receive() -> AsgiMessage:
+            nonlocal taken, counted
+            try:
+                async with asyncio.timeout_at(until):
+                    message = await request.receive()
+            except TimeoutError:
+                raise refuse("the body did not come in time", None, "timeout", 408) from None
+            taken += len(message.get("body", b""))
+            if over or taken > most:
+                if message.get("more_body", False):
+                    await _drain(request.receive, most * _DRAIN_FACTOR)
+                words = f"the body is larger than {most:,} bytes, all that a request may bring"
+                raise refuse(words, None, "body_too_large", 413)
+            more = max(0, taken - _FREE) - counted
+            if more and self.held + more > self.most:
+                raise unavailable("the server is receiving too many large requests; try again later", retry_s=5.0)
+            self.held += more
+            counted += more
+            return message
+
+        try:
+            yield HttpRequest(request.scope, receive)
+        finally:
+            self.held -= counted
+
+
+async def _drain(receive: Receive, most: int) -> None:
+    """Discard the rest of a body, up to `most` bytes and for a few seconds."""
+    seen, more = 0, True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            while more and seen < most:
+                message = await receive()
+                seen += len(message.get("body", b""))
+                more = message.get("more_body", False)
 
 
 def _content(value: Any) -> Any:
