@@ -17,15 +17,13 @@ from blend.chunks.fit import calibrate
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
-from blend.model.decoder import check_ids
 from blend.model.forward import Resume, RowRequest, Steps
 from blend.recompute import MostRows, Recompute, make_plan
 from blend.select import make_selector
 from blend.select.selectors import All
 from blend.store import open_store
 from blend.store.base import ChunkStore
-from blend.timing import Progress, Stopwatch, no_progress
-from blend.types import ChunkCache, PromptLayout, Selection
+from blend.types import ChunkCache, Progress, PromptLayout, Selection, Stopwatch, no_progress
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
@@ -83,7 +81,7 @@ class Blend(Filled):
         decoder: that computed it.
         layout: the prompt.
         first_token: the token with the highest logit.
-        stages: seconds per stage (`blend.timing.STAGES`).
+        stages: seconds per stage (`blend.types.STAGES`).
         ttft_s: seconds from the call to the first token's id on the host.
 
     """
@@ -335,7 +333,7 @@ class Filler:
         if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows)
-        check_ids(self.decoder.vocabulary, layout.token_ids)
+        self.decoder.check_ids(layout.token_ids)
 
     def corrections(self, placed: Placed) -> Corrections:
         """The KV correction of each place of a prompt; a first chunk that is exact needs none."""

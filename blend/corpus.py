@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.encode import leave_probe
-from blend.chunks.library import ChunkLibrary, Tokens, Variant
-from blend.chunks.surrogate import with_given_surrogate, with_surrogate, without_surrogate
+from blend.chunks.library import ChunkLibrary, Tokens, Variant, with_given_surrogate, with_surrogate, without_surrogate
 from blend.config import CorpusConfig
 from blend.corpora import sharing_of
 from blend.errors import StoreChangedError
 from blend.prompt import PromptTemplate, render_chunk
 from blend.store.admin import write_sources
 from blend.store.base import ChunkStore
-from blend.timing import Progress, no_progress
-from blend.types import ChunkKey
+from blend.types import ChunkKey, Progress, no_progress
 from blend_retrieval import (
     Chunk,
     ChunkIndex,

@@ -15,8 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.assemble import assemble
-from blend.chunks.library import ChunkLibrary
-from blend.chunks.surrogate import LARGEST_SHARE, choose, with_given_surrogate
+from blend.chunks.library import LARGEST_SHARE, ChunkLibrary, choose, with_given_surrogate
 from blend.corpus import divided
 from blend.errors import ConfigError
 from blend.model.decoder import full_prefill

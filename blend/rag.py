@@ -22,8 +22,7 @@ from blend.model.generate import Generation, OnText, generate
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.store.addresses import is_address, origin_of, replica_of
-from blend.timing import Progress, Stopwatch, no_progress
-from blend.types import PromptLayout
+from blend.types import Progress, PromptLayout, Stopwatch, no_progress
 from blend.weights import lasting_name, resolve_model
 from blend_retrieval import (
     ChunkIndex,

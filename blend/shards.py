@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.errors import ConfigError, WorkersError
 from blend.limits import shown
-from blend.timing import Progress
+from blend.types import Progress
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary, Tokens, Variant

@@ -176,8 +176,8 @@ def _layout(model: Path) -> Any:
 
     from blend.config import PromptConfig
     from blend.prompt import PromptTemplate
-    from blend.serve.text import ChatTemplate, Passage, question_turns
-    from blend.serve.types import Message
+    from blend.serve.text import ChatTemplate, question_turns
+    from blend.serve.types import Message, Passage
 
     tokenizer = AutoTokenizer.from_pretrained(str(model))
     template = PromptTemplate(tokenizer)

@@ -16,14 +16,13 @@ import torch
 from blend.blender import Blender
 from blend.chunks.correction import POSITION_FEATURES, Bounds, KVCorrection, LayerCorrection
 from blend.chunks.fit import RANK
-from blend.chunks.surrogate import with_surrogate
+from blend.chunks.library import with_surrogate
 from blend.config import CorpusConfig
 from blend.store import ChunkStore
-from blend.timing import Stopwatch
-from blend.types import ChunkCache, PromptLayout
+from blend.types import ChunkCache, PromptLayout, Stopwatch
 
 if TYPE_CHECKING:
-    from blend.model.admission import LayerRotation
+    from blend.model.cache import LayerRotation
     from blend.model.decoder import Decoder
 
 SAMPLE = 256 << 20  # bytes that a bandwidth is measured on, at most

@@ -22,9 +22,9 @@ from blend.analyze.readings import readings
 from blend.analyze.study import KINDS
 from blend.config import BlendConfig
 from blend.eval.report import write_whole
+from blend.limits import json_text, visible
 from blend.select import make_selector
 from blend.select.base import scoring_layers
-from blend.visible import json_text, visible
 
 if TYPE_CHECKING:
     from blend.analyze.study import PromptAnalysis

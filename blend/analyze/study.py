@@ -22,9 +22,9 @@ from blend.blender import Blend, Blender
 from blend.chunks.assemble import assemble, place
 from blend.errors import ConfigError, PromptError
 from blend.model.forward import AttentionCall
+from blend.recompute import query_attention
 from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector
 from blend.select.base import scoring_layers
-from blend.select.evidence import query_attention
 from blend.select.selectors import combine, deviation
 from blend.types import PromptLayout, Span
 

@@ -17,17 +17,13 @@ import torch
 
 from blend.chunks.correction import Added, KVCorrection, position_features
 from blend.chunks.library import OpenLibrary
-from blend.model.admission import Rotation, moves
-from blend.model.cache import BlendedCache, BlendedLayer
+from blend.model.cache import BlendedCache, BlendedLayer, Deltas, LayerRotation, Rotation
 from blend.model.cpu import use_one_thread
 from blend.store.codecs.base import require_shapes
-from blend.timing import Stopwatch
-from blend.types import ChunkCache, PromptLayout, Span
+from blend.types import ChunkCache, PromptLayout, Span, Stopwatch
 
 if TYPE_CHECKING:
-    from blend.model.admission import LayerRotation
     from blend.model.decoder import RowDecoder
-    from blend_kernels import Deltas
 
 
 _Shapes = tuple[tuple[int, int], tuple[int, int]]
@@ -288,7 +284,7 @@ class Stretch:
     def __init__(self, shifts: Sequence[_Shift], device: torch.device) -> None:
         self.span = Span(shifts[0].span.start, shifts[-1].span.stop)
         self._shifts = [
-            (span, moves(torch.arange(*span, device=device)) if delta is None else delta) for span, delta in shifts
+            (span, Deltas(torch.arange(*span, device=device)) if delta is None else delta) for span, delta in shifts
         ]
 
     def put(self, layer: BlendedLayer, staged: StagedLayer, rotation: LayerRotation, index: int, base: int) -> None:
@@ -307,8 +303,8 @@ class CorrectedStretch(Stretch):
         rows = torch.split(there, [shift.span.length for shift in shifts])
         moved = torch.cat([shift.moved(mine) for shift, mine in zip(shifts, rows, strict=True)])
         # What has no position needs none taken out; where that holds of all, nothing turns twice.
-        self._back = None if torch.equal(moved, there) else moves(moved - there)
-        self._there, self._added = moves(there), added
+        self._back = None if torch.equal(moved, there) else Deltas(moved - there)
+        self._there, self._added = Deltas(there), added
         self._features = position_features(layout, there, added.map.before, added.map.length)
 
     def put(self, layer: BlendedLayer, staged: StagedLayer, rotation: LayerRotation, index: int, base: int) -> None:

@@ -26,8 +26,7 @@ from blend.types import PromptLayout
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary, OpenLibrary
-    from blend.model.admission import LayerRotation
-    from blend.model.cache import BlendedCache
+    from blend.model.cache import BlendedCache, LayerRotation
     from blend.model.decoder import RowDecoder
     from blend.store.base import ChunkStore
 

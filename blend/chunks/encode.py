@@ -16,13 +16,12 @@ from safetensors.torch import load, save
 
 from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError, PromptError
-from blend.model.admission import Rotation, moves, probe_ids, tolerance
-from blend.model.cache import BlendedCache
+from blend.model.admission import probe_ids, tolerance
+from blend.model.cache import BlendedCache, Deltas, LayerRotation, Rotation
 from blend.model.forward import RowRequest, RowSteps
 from blend.types import ChunkCache
 
 if TYPE_CHECKING:
-    from blend.model.admission import LayerRotation
     from blend.model.decoder import RowDecoder
     from blend.store.base import ChunkStore
 
@@ -155,7 +154,7 @@ def _cut(cache: BlendedCache, row: int, start: int, length: int) -> ChunkCache:
 def without_positions(cache: ChunkCache, rotations: Sequence[LayerRotation]) -> ChunkCache:
     """The same cache with the positions taken out of whatever turns, float32. rotations: of the decoder it is of."""
     positions = torch.arange(cache.start, cache.start + cache.tokens, device=cache.keys[0].device)
-    back = moves(-positions)
+    back = Deltas(-positions)
 
     def rotated_back(states: Sequence[torch.Tensor], turns: Sequence[Rotation]) -> tuple[torch.Tensor, ...]:
         return tuple(

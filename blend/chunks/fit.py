@@ -32,8 +32,7 @@ from blend.chunks.correction import (
 )
 from blend.chunks.library import ChunkLibrary, Tokens
 from blend.model import cpu
-from blend.timing import Progress, no_progress
-from blend.types import ChunkCache, PromptLayout
+from blend.types import ChunkCache, Progress, PromptLayout, no_progress
 
 if TYPE_CHECKING:
     from blend.chunks.correction import StoredCorrections

@@ -1,28 +1,31 @@
-"""The chunk caches behind one prefix: find, load and compute them.
+"""The chunk caches behind one prefix: find, load and compute them, and choose the surrogate context.
 
 A chunk can have two caches. Its *isolated* cache is computed right behind the prefix; it is exact for the first chunk of a
 prompt. Its *contextual* cache is computed behind the prefix and a surrogate context: a few chunks of the corpus, the same for
 all. Most of what a chunk's KV gains from earlier text does not depend on that text (docs/study.md), so the contextual cache is
 closer to full recompute in every other place.
+
+The surrogate context is chosen once, stored as a small artifact, and verified before use. `with_surrogate` to
+`without_surrogate` change it while no other process writes to the store, and return the library as the store has it afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+import json
+import random
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from blend.chunks.encode import ChunkEncoder, beyond, without_positions
-from blend.chunks.surrogate import read_surrogate
 from blend.config import BATCH_TOKENS
-from blend.errors import EntryDamagedError
+from blend.errors import EntryDamagedError, PromptError
 from blend.store.base import ChunkStore
 from blend.store.format import LONGEST
 from blend.store.reader import ChunkReader
-from blend.timing import Progress, no_progress
-from blend.types import ChunkCache, ChunkKey
+from blend.types import ChunkCache, ChunkKey, Progress, no_progress
 
 if TYPE_CHECKING:
     from blend.model.decoder import RowDecoder
@@ -57,14 +60,14 @@ def open_chunks(
     readers: list[ChunkReader | None] = []
     problems: dict[ChunkKey, str] = {}
     for one in entries:
-        reader = EntryDamagedError(known[one.key]) if one.key in known else _fitting(*next(found), layers)
+        reader = EntryDamagedError(known[one.key]) if one.key in known else _checked(*next(found), layers)
         if isinstance(reader, EntryDamagedError):
             problems[one.key] = str(reader)
         readers.append(None if isinstance(reader, EntryDamagedError) else reader)
     return OpenChunks(tuple(readers), tuple(problems.values()))
 
 
-def _fitting(
+def _checked(
     expected: Expected, reader: ChunkReader | EntryDamagedError | None, layers: int
 ) -> ChunkReader | EntryDamagedError | None:
     """The reader; an error if it has another position or another number of tokens, layers or bytes."""
@@ -396,3 +399,121 @@ class ChunkLibrary:
             opened.close()
         computed = dict(self._computed(opened.missing, self.variants(chunks)))
         return [cache for one, mine in zip(best, held, strict=True) if (cache := computed.get(one, mine)) is not None]
+
+
+LARGEST_SHARE = 8  # one chunk in so many may be in the surrogate context: those have no contextual cache
+
+
+KeysInUse = Callable[[], "Collection[ChunkKey]"]
+"""Says which caches others use and must not be removed; called only before a removal."""
+
+
+def no_keys() -> Collection[ChunkKey]:
+    """No cache is used elsewhere."""
+    return ()
+
+
+def with_surrogate(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
+    """Choose some of these chunks, at most `tokens` tokens, as the surrogate context, unless there is one.
+
+    The choice stays, because contextual caches are useful only behind it. Raises `StoreError` when the store cannot be written.
+    """
+    with library.store.writing():
+        now = library.reread()
+        if now.surrogate or not (chosen := choose(_fitting(now, chunks, tokens), tokens, len(chunks))):
+            return now
+        return _decide(now, chosen)
+
+
+def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse = no_keys) -> ChunkLibrary:
+    """Take these tokens as the surrogate context, and remove what was made behind another, except `keep`.
+
+    Contextual caches have read the surrogate context, so it must be text that every user may read. Raises `PromptError` if it
+    is empty or too long for the model, `StoreError` when the store cannot be written.
+    """
+    if not tokens:
+        raise PromptError("the surrogate text is empty; give a paragraph or more")
+    library.decoder.check_length(len(library.prefix) + len(tokens) + 1)
+    with library.store.writing():
+        now = library.reread()
+        if now.surrogate == (tokens,):
+            return now
+        _forget_contextual(now, keep)
+        return _decide(now, (tokens,))
+
+
+def without_surrogate(library: ChunkLibrary, keep: KeysInUse = no_keys) -> ChunkLibrary:
+    """Have no surrogate context, and remove what was made behind one, except `keep`.
+
+    Raises `StoreError` when the store cannot be written.
+    """
+    with library.store.writing():
+        now = library.reread()
+        _forget_contextual(now, keep)
+        return _decide(now, ())
+
+
+def _forget_contextual(library: ChunkLibrary, keep: KeysInUse) -> None:
+    """Remove what was made behind the surrogate context, and its description if no other corpus uses it."""
+    if library.contextual is None:
+        return
+    store, namespace = library.store, library.contextual.identity.namespace
+    store.prune(keep(), namespace)
+    store.delete_artifact(library.contextual.identity.correction_name)
+    if not any(store.keys(namespace)):
+        store.undescribe(namespace)
+
+
+def _decide(library: ChunkLibrary, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
+    write_surrogate(library.store, library.isolated.identity.surrogate_name, chosen)
+    return library.reread()
+
+
+def _fitting(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> list[Tokens]:
+    """Distinct chunks that leave room for the longest chunk in the model's context."""
+    longest, context = max(map(len, chunks), default=0), library.decoder.context_length
+    room = tokens if context is None else min(tokens, context - len(library.prefix) - longest)
+    return [chunk for chunk in dict.fromkeys(chunks) if 0 < len(chunk) <= room]
+
+
+def choose(chunks: Sequence[Tokens], tokens: int, corpus: int) -> tuple[Tokens, ...]:
+    """Chunks in random order, the same for the same ones, as many as `tokens` and the size of the corpus allow."""
+    chosen: list[Tokens] = []
+    for chunk in random.Random(0).sample(chunks, len(chunks)):
+        if sum(map(len, chosen)) + len(chunk) <= tokens and len(chosen) < corpus // LARGEST_SHARE:
+            chosen.append(chunk)
+    return tuple(chosen)
+
+
+class StoredSurrogate(NamedTuple):
+    """decided: whether the store holds a choice, of none too. chunks: their token ids. problems: why one is not used."""
+
+    decided: bool
+    chunks: tuple[Tokens, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def read_surrogate(store: ChunkStore, name: str, vocabulary: int) -> StoredSurrogate:
+    """Read the surrogate context of this name; a damaged one, or ids outside the vocabulary, count as absent."""
+    try:
+        content = store.read_artifact(name)
+        if content is None:
+            return StoredSurrogate(decided=False)
+        return StoredSurrogate(True, _parsed(content, vocabulary))
+    except (EntryDamagedError, ValueError) as error:
+        return StoredSurrogate(False, (), (f"the surrogate context cannot be used: {error}",))
+
+
+def write_surrogate(store: ChunkStore, name: str, chunks: Sequence[Tokens]) -> None:
+    """Store this choice under this name. Raises `StoreError` when the store cannot be written."""
+    store.write_artifact(name, json.dumps({"chunks": chunks}).encode())
+
+
+def _parsed(content: bytes, vocabulary: int) -> tuple[Tokens, ...]:
+    try:
+        chunks = tuple(tuple(chunk) for chunk in json.loads(content)["chunks"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError("it is no list of chunks") from None
+    if not all(chunk and all(type(t) is int and 0 <= t < vocabulary for t in chunk) for chunk in chunks):
+        raise ValueError(f"it has tokens that a vocabulary of {vocabulary} does not")
+    return chunks

@@ -22,8 +22,8 @@ from typing import Any
 import click
 
 from blend.errors import is_out_of_memory
+from blend.limits import visible
 from blend.version import __version__
-from blend.visible import visible
 
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
 

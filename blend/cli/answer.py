@@ -16,8 +16,7 @@ from blend.cli.console import ANSWER_KEEPS, counted, hushed, note, output, print
 from blend.cli.options import TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import PromptError
-from blend.limits import LONGEST_QUESTION, is_text
-from blend.visible import visible
+from blend.limits import LONGEST_QUESTION, is_text, visible
 
 if TYPE_CHECKING:
     from blend.rag import Answer, FullAnswer, Rag

@@ -1,7 +1,7 @@
 """What the commands show: progress and notes on stderr, results on stdout.
 
 All text is written here or in `blend.cli`. Titles, file names, ids and answers may hold control characters, which
-`blend.visible` makes harmless.
+`blend.limits` makes harmless.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.text import Text
 
 from blend.errors import ConfigError
-from blend.visible import json_text, visible
+from blend.limits import json_text, visible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from blend.timing import Progress as OnProgress
+    from blend.types import Progress as OnProgress
 
 
 ANSWER_KEEPS = "\n\t"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from blend.corpus import Precomputed
     from blend.rag import Rag
     from blend.store import StoreStats
-    from blend.timing import Progress
+    from blend.types import Progress
     from blend_retrieval import LoadedDocuments
 
 _RESUME = "interrupted; what was computed is stored, run the same command again to go on"

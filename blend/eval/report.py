@@ -15,7 +15,7 @@ from blend.errors import ConfigError
 from blend.eval.machine import Machine
 from blend.eval.metrics import Interval, IntervalEnds, mean_interval, median_bounds, paired_interval
 from blend.files import check_creatable, write_atomically
-from blend.visible import json_text
+from blend.limits import json_text
 
 # Fields of `Measurement` that judge the answer, in the order of every table.
 QUALITY_METRICS = ("f1", "em", "rouge_l", "recall", "kl", "top1")

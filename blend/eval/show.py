@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from blend.errors import ConfigError
 from blend.eval.metrics import Interval
 from blend.eval.report import QUALITY_METRICS, MethodSummary, Report, counted, write_whole
-from blend.visible import visible
+from blend.limits import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

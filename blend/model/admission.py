@@ -4,59 +4,18 @@
 2. A blended prefill over all rows, and one that narrows to scattered rows over an exact cache, must give the logits of the
    model's own forward pass.
 A model that fails is refused with the reason; nothing is assumed from its name.
-
-A rotary key is stored as R(p) k. Moving it from p to p' multiplies by R(p' - p) (RoFormer, Su et al. 2021, eq. 14-16). Models
-differ in which dimensions rotate, in which pairs and at which frequencies. A factor on cos and sin (YaRN's attention scaling)
-is part of the stored key and is never applied again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from blend.errors import BlendError, UnsupportedModelError, first_line
-from blend.model.cache import BlendedCache, output_cache
-from blend.model.driver import RowDriver
-from blend.model.forward import Narrowing, RowRequest
-from blend_kernels import Deltas, rotate_keys
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """How one cached tensor of one layer rotates with position.
-
-    inv_freq: float64 `[pairs]`, radians per position; None if the tensor does not depend on position. interleaved: pairs are
-    neighbours (0, 1), (2, 3) instead of halves (i, i + pairs). offset: first dimension that rotates.
-    """
-
-    inv_freq: torch.Tensor | None = None
-    interleaved: bool = False
-    offset: int = 0
-
-    def apply(
-        self, states: torch.Tensor, delta: int | torch.Tensor | Deltas, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Move `states` `[batch, kv_heads, tokens, head_dim]` by `delta` positions: int, int64 `[tokens]` or `Deltas`.
-
-        Writes to `out` if given (any dtype, may be a view), never to its input.
-        """
-        if self.inv_freq is None:
-            return states.clone() if out is None else out.copy_(states)
-        return rotate_keys(
-            states, delta, self.inv_freq, interleaved=self.interleaved, rotary_offset=self.offset, out=out
-        )
-
-
-def moves(deltas: torch.Tensor) -> Deltas:
-    """Positions that each token moves by, int64 `[tokens]`, prepared for many calls of `Rotation.apply`."""
-    return Deltas(deltas)
-
-
-FIXED = Rotation()
+from blend.model.cache import BlendedCache, LayerRotation, Rotation, output_cache
+from blend.model.forward import Narrowing, RowDriver, RowRequest
 
 
 def find_rotation(
@@ -76,7 +35,7 @@ def _error(rotation: Rotation, at_start: torch.Tensor, moved: torch.Tensor, delt
 
 
 def _candidates(head_dim: int, frequencies: Iterable[torch.Tensor]) -> Iterable[Rotation]:
-    yield FIXED
+    yield Rotation()
     for inv_freq in frequencies:
         width = 2 * inv_freq.shape[0]
         if width > head_dim:
@@ -99,26 +58,9 @@ _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
-class LayerRotation(NamedTuple):
-    """How one layer's cached keys and values rotate with position (values only where a cache keeps MLA's rotary part there).
-
-    key_shape, value_shape: heads and head dimension.
-    """
-
-    keys: Rotation
-    values: Rotation
-    key_shape: tuple[int, int]
-    value_shape: tuple[int, int]
-
-    @property
-    def width(self) -> int:
-        """Numbers in one row of keys and values."""
-        return self.key_shape[0] * self.key_shape[1] + self.value_shape[0] * self.value_shape[1]
-
-
-def admit(driver: RowDriver, config: Any, name: str) -> tuple[LayerRotation, ...]:
-    """Rotations of all layers. config: of the model's text part. Raises `UnsupportedModelError` if it cannot be blended."""
-    _check_layer_kinds(config, name)
+def admit(driver: RowDriver, name: str) -> tuple[LayerRotation, ...]:
+    """Rotations of all layers. Raises `UnsupportedModelError` if the model cannot be blended."""
+    _check_layer_kinds(driver.config, name)
     ids = probe_ids(driver.vocabulary).to(driver.device)
     try:
         with torch.inference_mode():

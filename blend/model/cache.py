@@ -1,18 +1,26 @@
-"""The blended cache: stored KV and fresh rows in one preallocated buffer per layer, behind transformers' `Cache`."""
+"""The blended cache: stored KV and fresh rows in one preallocated buffer per layer, behind transformers' `Cache`.
+
+A rotary key is stored as R(p) k. Moving it from p to p' multiplies by R(p' - p) (RoFormer, Su et al. 2021, eq. 14-16). Models
+differ in which dimensions rotate, in which pairs and at which frequencies (`Rotation`). A factor on cos and sin (YaRN's
+attention scaling) is part of the stored key and is never applied again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from blend.errors import PromptError
 from blend.model import cpu
+from blend_kernels import Deltas as Deltas
+from blend_kernels import rotate_keys
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -221,3 +229,46 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             theirs.values[:, :, : mine.length] = mine.values[:, :, : mine.length]
             theirs.length = mine.length
         return copy
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How one cached tensor of one layer rotates with position.
+
+    inv_freq: float64 `[pairs]`, radians per position; None if the tensor does not depend on position. interleaved: pairs are
+    neighbours (0, 1), (2, 3) instead of halves (i, i + pairs). offset: first dimension that rotates.
+    """
+
+    inv_freq: torch.Tensor | None = None
+    interleaved: bool = False
+    offset: int = 0
+
+    def apply(
+        self, states: torch.Tensor, delta: int | torch.Tensor | Deltas, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Move `states` `[batch, kv_heads, tokens, head_dim]` by `delta` positions: int, int64 `[tokens]` or `Deltas`.
+
+        Writes to `out` if given (any dtype, may be a view), never to its input.
+        """
+        if self.inv_freq is None:
+            return states.clone() if out is None else out.copy_(states)
+        return rotate_keys(
+            states, delta, self.inv_freq, interleaved=self.interleaved, rotary_offset=self.offset, out=out
+        )
+
+
+class LayerRotation(NamedTuple):
+    """How one layer's cached keys and values rotate with position (values only where a cache keeps MLA's rotary part there).
+
+    key_shape, value_shape: heads and head dimension.
+    """
+
+    keys: Rotation
+    values: Rotation
+    key_shape: tuple[int, int]
+    value_shape: tuple[int, int]
+
+    @property
+    def width(self) -> int:
+        """Numbers in one row of keys and values."""
+        return self.key_shape[0] * self.key_shape[1] + self.value_shape[0] * self.value_shape[1]

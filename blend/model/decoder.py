@@ -1,79 +1,102 @@
 """The decoder: a HuggingFace causal language model with its tokenizer, admitted by a check instead of by its name.
 
-`RowDecoder` is the contract that blended prefill needs; `Decoder` implements it. An engine with a model of its own (vLLM)
-implements it too. `full_prefill` is the model's own prefill, the baseline of every measurement.
+`RowDecoder` is the contract that blended prefill needs; `Decoder` implements it, and so does vLLM's worker. `full_prefill` is
+the model's own prefill, the baseline of every measurement.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence, Sized
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from blend.config import MaskMode
-from blend.errors import ConfigError, ContextLengthError, PromptError, UnsupportedModelError, first_line
-from blend.model.admission import LayerRotation, admit, longest_prompt
-from blend.model.cache import BlendedCache, output_cache
-from blend.model.driver import RowDriver
+from blend.errors import ConfigError, ContextLengthError, PromptError, first_line
+from blend.model.admission import admit, longest_prompt
+from blend.model.cache import BlendedCache, LayerRotation, output_cache
 from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
-from blend.model.forward import AttentionCall, Narrowing, RowRequest
-from blend.timing import Stopwatch
-from blend.types import CacheIdentity, ChunkCache, PromptLayout
+from blend.model.forward import AttentionCall, Halt, Narrowing, RowDriver, RowRequest
+from blend.types import CacheIdentity, ChunkCache, PromptLayout, Stopwatch
 from blend.weights.catalog import here_or_from_hub
 
 
-class RowDecoder(Protocol):
-    """What blended prefill needs of a decoder. Its properties never change."""
+class RowDecoder(ABC):
+    """What blended prefill needs of a decoder. Its properties never change.
+
+    name: in messages and in a store. layers: has the length of the number of layers. rotations: how cached keys and values
+    rotate with position, layer by layer.
+    """
+
+    name: str
+    layers: Any
+    rotations: tuple[LayerRotation, ...]
 
     @property
-    def name(self) -> str:
-        """Its name in messages and in a store."""
-
-    @property
-    def layers(self) -> Sized:
-        """Has the length of the number of layers."""
-
-    @property
-    def rotations(self) -> tuple[LayerRotation, ...]:
-        """How cached keys and values rotate with position, layer by layer."""
-
-    @property
+    @abstractmethod
     def device(self) -> torch.device:
         """The device of weights and caches."""
 
     @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
         """The dtype of keys and values."""
 
     @property
+    @abstractmethod
     def vocabulary(self) -> int:
         """Number of token ids."""
 
     @property
+    @abstractmethod
     def context_length(self) -> int | None:
         """The longest prompt in tokens, or None."""
 
+    @abstractmethod
     def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
         """What determines a chunk's cache besides its tokens: model, dtype and prefix."""
 
     def check_length(self, rows: int) -> None:
-        """Raise `PromptError` for a prompt that is too long."""
+        """Raise `ContextLengthError` for a prompt of `rows` tokens beyond the decoder's context."""
+        if self.context_length is not None and rows > self.context_length:
+            raise ContextLengthError(
+                f"the prompt has {rows} tokens but {self.name} reads at most {self.context_length}; "
+                "use fewer or smaller chunks (--top-k, --chunk-tokens)",
+                self.context_length,
+                rows,
+            )
 
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raise `PromptError` for token ids outside the vocabulary, which would break a GPU's context."""
+        for wrong in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= wrong < self.vocabulary:
+                raise PromptError(
+                    f"the prompt holds token id {wrong}; the model has those from 0 to {self.vocabulary - 1}"
+                )
+
+    @abstractmethod
     def new_cache(self, capacity: int) -> BlendedCache:
         """An empty cache with room for `capacity` rows."""
 
     def no_rows(self) -> ChunkCache:
         """The KV of zero tokens."""
+        keys, values = (
+            tuple(torch.empty((heads, 0, width), dtype=self.dtype, device=self.device) for heads, width in shapes)
+            for shapes in zip(*((layer.key_shape, layer.value_shape) for layer in self.rotations), strict=True)
+        )
+        return ChunkCache(keys, values, 0)
 
+    @abstractmethod
     def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
         """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
 
+    @abstractmethod
     def watch_attention(
         self,
         token_ids: torch.Tensor,
@@ -90,38 +113,10 @@ class RowDecoder(Protocol):
         """
 
 
-def check_length(name: str, context_length: int | None, rows: int) -> None:
-    """Raise `ContextLengthError` for a prompt of `rows` tokens beyond the decoder's context."""
-    if context_length is not None and rows > context_length:
-        raise ContextLengthError(
-            f"the prompt has {rows} tokens but {name} reads at most {context_length}; "
-            "use fewer or smaller chunks (--top-k, --chunk-tokens)",
-            context_length,
-            rows,
-        )
-
-
-def check_ids(vocabulary: int, ids: Sequence[int]) -> None:
-    """Raise `PromptError` for token ids outside the vocabulary, which would break a GPU's context."""
-    for wrong in (min(ids, default=0), max(ids, default=0)):
-        if not 0 <= wrong < vocabulary:
-            raise PromptError(f"the prompt holds token id {wrong}; the model has those from 0 to {vocabulary - 1}")
-
-
-def no_rows(rotations: Sequence[LayerRotation], dtype: torch.dtype, device: torch.device) -> ChunkCache:
-    """The KV of zero tokens, with the shapes of these layers."""
-    shapes = [(layer.key_shape, layer.value_shape) for layer in rotations]
-    keys, values = (
-        tuple(torch.empty((heads, 0, width), dtype=dtype, device=device) for heads, width in kind)
-        for kind in zip(*shapes, strict=True)
-    )
-    return ChunkCache(keys, values, 0)
-
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Decoder:
+class Decoder(RowDriver, RowDecoder):
     """A HuggingFace decoder that blended prefill can drive.
 
     Args:
@@ -135,14 +130,11 @@ class Decoder:
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str = "model", *, weights: str | None = None) -> None:
-        self.model = model.eval()
+        super().__init__(model.eval())
         self._weights = weights
         self.tokenizer = tokenizer
         self.name = name
-        self.config = model.config.get_text_config(decoder=True)
-        self.layers = _decoder_layers(model, self.config)
-        self.driver = RowDriver(model, self.layers)
-        self.rotations: tuple[LayerRotation, ...] = admit(self.driver, self.config, name)
+        self.rotations = admit(self, name)
 
     @classmethod
     def load(cls, location: str, *, name: str | None = None, device: str = "auto", dtype: str = "auto") -> Decoder:
@@ -182,21 +174,6 @@ class Decoder:
         return cls(model.to(place), tokenizer, name or location, weights=weights)
 
     @property
-    def device(self) -> torch.device:
-        """The device of the model and of its caches."""
-        return self.driver.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights and KV."""
-        return self.driver.dtype
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of token ids."""
-        return self.driver.vocabulary
-
-    @property
     def context_length(self) -> int | None:
         """The longest prompt in tokens, or None if the configuration states no limit."""
         return longest_prompt(self.config)
@@ -210,17 +187,9 @@ class Decoder:
         """What determines a chunk's cache besides its tokens: model, dtype and prefix."""
         return CacheIdentity(self.fingerprint, str(self.dtype).removeprefix("torch."), prefix)
 
-    def check_length(self, rows: int) -> None:
-        """Raise `PromptError` for a prompt of `rows` tokens beyond the model's context."""
-        check_length(self.name, self.context_length, rows)
-
     def new_cache(self, capacity: int) -> BlendedCache:
         """An empty cache with room for `capacity` rows."""
         return BlendedCache(len(self.layers), capacity)
-
-    def no_rows(self) -> ChunkCache:
-        """The KV of zero tokens."""
-        return no_rows(self.rotations, self.dtype, self.device)
 
     def prefill_rows(
         self,
@@ -246,26 +215,22 @@ class Decoder:
         request = RowRequest(token_ids, positions, cache, tuple(narrowings))
         return self.prefill([request], mask=mask)
 
-    def prefill(self, requests: Sequence[RowRequest], *, mask: MaskMode = "exact") -> torch.Tensor:
-        """Compute the rows of several prompts in one forward pass. Returns next-token logits `[prompts, vocab]`."""
-        return self.driver.prefill(requests, mask=mask)
-
     @torch.inference_mode()
     def append(self, token_ids: torch.Tensor, cache: BlendedCache) -> torch.Tensor:
         """Run tokens `[1, n]` right after the cache's rows (decoding, teacher forcing). Returns logits `[1, n, vocab]`."""
-        return self.driver.run([_following(token_ids, cache)]).logits  # type: ignore[no-any-return]
+        return self.run([_following(token_ids, cache)]).logits  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[torch.Tensor], caches: Sequence[BlendedCache]) -> torch.Tensor:
         """One decoding step of several sequences: a token `[1, 1]` each. Returns logits `[sequences, vocab]`."""
         steps = [_following(ids, cache) for ids, cache in zip(token_ids, caches, strict=True)]
-        return self.driver.run(steps).logits[0]  # type: ignore[no-any-return]
+        return self.run(steps).logits[0]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
         """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
         positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
-        self.driver.run([RowRequest(token_ids, positions, cache)], halt_at=len(self.layers) - 1)
+        self.run([RowRequest(token_ids, positions, cache)], halt_at=len(self.layers) - 1)
 
     @torch.inference_mode()
     def watch_attention(
@@ -278,13 +243,15 @@ class Decoder:
         last_layer: int | None = None,
         await_layer: Callable[[int], None] | None = None,
     ) -> None:
-        """Run rows to observe their attention, up to and including `last_layer`; KV is written.
-
-        await_layer: see `RowRequest`.
-        """
+        """Run rows to observe their attention, up to and including `last_layer`; KV is written."""
         last = len(self.layers) - 1 if last_layer is None else last_layer
-        request = RowRequest(token_ids, positions, cache, observe=observe, await_layer=await_layer)
-        self.driver.watch(request, last)
+
+        def observe_and_halt(call: AttentionCall) -> None:
+            observe(call)
+            if call.layer >= last:
+                raise Halt((call.key, call.value))
+
+        self.run([RowRequest(token_ids, positions, cache, observe=observe_and_halt, await_layer=await_layer)])
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -292,14 +259,14 @@ class Decoder:
 
         Needed for direct calls such as `model.generate`: a blended prefill temporarily replaces the model's attention.
         """
-        with self.driver.lock:
+        with self.lock:
             yield
 
     @contextmanager
     def before_head(self, call: Callable[[], None]) -> Iterator[None]:
         """Call `call` when a forward pass reaches the LM head."""
         head = self.model.get_output_embeddings()
-        with self.driver.lock:
+        with self.lock:
             handle = head.register_forward_pre_hook(lambda module, args: call())
             try:
                 yield
@@ -319,18 +286,6 @@ def _following(token_ids: torch.Tensor, cache: BlendedCache) -> RowRequest:
     stop = start + token_ids.shape[1]
     cache.reserve(stop)
     return RowRequest(token_ids, torch.arange(start, stop, device=token_ids.device), cache)
-
-
-def _decoder_layers(model: Any, config: Any) -> torch.nn.ModuleList:
-    """The list of modules whose length is the decoder's depth."""
-    depth = getattr(config, "num_hidden_layers", None)
-    base = model.get_decoder() if hasattr(model, "get_decoder") else model
-    lists = [m for m in base.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth]
-    if not lists:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no list of {depth} decoder layers to drive; use full prefill for this model"
-        )
-    return lists[0]
 
 
 def pick_device(device: str) -> torch.device:
@@ -382,18 +337,18 @@ class FullPrefill:
     @torch.inference_mode()
     def append(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Run further tokens `[1, n]`. Returns logits `[1, n, vocab]`."""
-        driver = self.decoder.driver
-        out = driver.run_whole(input_ids=token_ids, use_cache=True, **{driver.cache_argument: self.cache})
+        cache = {self.decoder.cache_argument: self.cache}
+        out = self.decoder.run_whole(input_ids=token_ids, use_cache=True, **cache)
         return out.logits  # type: ignore[no-any-return]
 
 
 @torch.inference_mode()
 def full_prefill(decoder: Decoder, layout: PromptLayout) -> FullPrefill:
     """Prefill the whole prompt with the model's own forward pass. Raises `PromptError` for unknown token ids."""
-    check_ids(decoder.vocabulary, layout.token_ids)
+    decoder.check_ids(layout.token_ids)
     watch = Stopwatch(decoder.device)
     ids = torch.tensor([layout.token_ids], device=decoder.device)
-    out = decoder.driver.run_whole(input_ids=ids, use_cache=True, **decoder.last_row_only)
+    out = decoder.run_whole(input_ids=ids, use_cache=True, **decoder.last_row_only)
     logits = out.logits[:, -1]
     first_token = int(logits[0].argmax())
     return FullPrefill(decoder, output_cache(out), logits, first_token, watch.total())

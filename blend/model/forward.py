@@ -1,25 +1,31 @@
-"""A forward pass over chosen rows: what to compute, where KV is written, and the attention of scattered rows.
+"""Runs a HuggingFace decoder over chosen rows of prompts, through transformers' own extension points.
 
-The rows of several prompts lie one after another in one flat sequence; every prompt keeps its own cache. `ForwardPass` holds
-the state that cache and attention share. It changes only when a selector narrows the rows at some layer.
+The rows of several prompts lie one after another in one flat sequence; every prompt keeps its own cache. The model's modules do
+all the work. For the time of one pass, its attention goes through `row_attention`, its cache consists of `PassLayer`s, and
+pre-forward hooks narrow the rows at one layer. `ForwardPass` holds the state that they share. The model is left as found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
+from threading import Lock, RLock
 from typing import Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
+import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blend.config import MaskMode
 from blend.errors import ConfigError, UnsupportedModelError
-from blend.model.cache import KV, BlendedCache, Run
+from blend.model.cache import KV, BlendedCache, Run, cache_argument
+from blend.model.cpu import FewRows, few_rows_pay_off
 from blend_kernels import attention_mass, selective_attention
 
 # Arguments of other kinds of attention; a model that passes one is refused.
@@ -174,16 +180,6 @@ def _same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     )
 
 
-class PassCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """The cache that the model sees during a pass: each layer's KV goes to the caches of the pass's requests.
-
-    halt_at: this layer's `update` writes its KV, then ends the pass with `Halt`.
-    """
-
-    def __init__(self, forward: ForwardPass, layers: int, halt_at: int | None = None) -> None:
-        super().__init__(layers=[PassLayer(forward, index, halts=index == halt_at) for index in range(layers)])
-
-
 class Halt(BaseException):
     """Ends a forward pass from inside a layer, with the layer's fresh KV; the driver catches it."""
 
@@ -192,7 +188,10 @@ class Halt(BaseException):
 
 
 class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of a `PassCache`. probing: the next `update` raises `Halt` with the fresh KV instead of writing it."""
+    """One layer of the cache that the model sees during a pass: its KV goes to the caches of the pass's requests.
+
+    halts: `update` writes the KV, then ends the pass with `Halt`. probing: `update` raises `Halt` before it writes.
+    """
 
     is_sliding = False
     is_croppable = False
@@ -210,10 +209,8 @@ class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the rows' fresh KV. Returns the KV for the model's attention."""
-        if self.probing:
-            raise Halt((key_states, value_states))
-        written = self._forward.write(self._index, key_states, value_states)
-        if self._halts:
+        written = None if self.probing else self._forward.write(self._index, key_states, value_states)
+        if written is None or self._halts:
             raise Halt((key_states, value_states))
         return written
 
@@ -243,14 +240,6 @@ def running(forward: ForwardPass) -> Iterator[None]:
         _running.reset(token)
 
 
-def current_pass() -> ForwardPass:
-    """The current pass of this thread. Raises RuntimeError without one."""
-    forward = _running.get()
-    if forward is None:
-        raise RuntimeError("row_attention runs only inside a kvblend forward pass")
-    return forward
-
-
 @dataclass(frozen=True)
 class AttentionCall:
     """One layer's attention as the model calls it.
@@ -272,13 +261,8 @@ class AttentionCall:
 
     @property
     def _rule(self) -> dict[str, Any]:
-        return {
-            "mode": self.mask,
-            "window": self.window,
-            "softcap": self.softcap,
-            "scale": self.scale,
-            "sinks": self.sinks,
-        }
+        names = ("window", "softcap", "scale", "sinks")
+        return {"mode": self.mask, **{name: getattr(self, name) for name in names}}
 
     def output(self) -> torch.Tensor:
         """Attention's output, `[batch, heads, rows, value_dim]` over memory `[batch, rows, heads, value_dim]`."""
@@ -287,14 +271,7 @@ class AttentionCall:
 
     def mass(self, *, per_head: bool = False, reduce: Literal["sum", "max"] = "sum") -> torch.Tensor:
         """Attention that each key receives from all rows (their sum or maximum), fp32 `[batch, (heads,) keys]`."""
-        return attention_mass(
-            self.query,
-            self.key,
-            self.positions,
-            **self._rule,
-            per_head=per_head,
-            reduce=reduce,
-        )
+        return attention_mass(self.query, self.key, self.positions, **self._rule, per_head=per_head, reduce=reduce)
 
 
 def row_attention(
@@ -314,7 +291,9 @@ def row_attention(
     The pass comes from a context variable: not every architecture hands keyword arguments of the forward pass to attention.
     Returns `[batch, rows, heads, value_dim]` and no weights.
     """
-    forward = current_pass()
+    forward = _running.get()
+    if forward is None:
+        raise RuntimeError("row_attention runs only inside a kvblend forward pass")
     if attention_mask is not None or any(others.get(name) is not None for name in _UNSUPPORTED):
         raise UnsupportedModelError(
             f"{type(module).__name__} adds a mask or bias of its own to attention, which blended prefill cannot reproduce; "
@@ -324,19 +303,265 @@ def row_attention(
     out = []
     parts = zip(forward.requests, forward.runs, forward.spans(), forward.keys_and_values(key, value), strict=True)
     for request, run, span, (keys, values) in parts:
-        call = AttentionCall(
-            layer,
-            query[:, :, span],
-            keys,
-            values,
-            run.positions,
-            forward.mask,
-            sliding_window,
-            softcap,
-            scaling,
-            s_aux,
-        )
+        rows = (query[:, :, span], keys, values, run.positions)
+        call = AttentionCall(layer, *rows, forward.mask, sliding_window, softcap, scaling, s_aux)
         if request.observe is not None:
             request.observe(call)
         out.append(call.output().transpose(1, 2))
     return torch.cat(out, dim=1) if len(out) > 1 else out[0].contiguous(), None
+
+
+ATTENTION_NAME = "kvblend_rows"
+_LOCKS: WeakKeyDictionary[torch.nn.Module, AbstractContextManager[bool]] = WeakKeyDictionary()
+_LOCKS_LOCK = Lock()
+
+
+class AttentionSwitch:
+    """Routes the attention of one model through `row_attention` while a pass runs.
+
+    It sets the configurations directly: `set_attn_implementation` walks all modules, which takes 5 ms.
+    """
+
+    def __init__(self, model: Any) -> None:
+        modules = [c for m in model.modules() if (c := getattr(m, "config", None)) is not None]
+        found = {id(part): part for config in modules for part in _with_parts(config)}
+        self._configs = [part for part in found.values() if hasattr(part, "_attn_implementation")]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Route attention through `row_attention`, then restore it.
+
+        Raises `UnsupportedModelError` if the model's configuration does not take the new attention.
+        """
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, row_attention)
+        before = [config._attn_implementation for config in self._configs]
+        try:
+            self._set([ATTENTION_NAME] * len(before))
+            left = next((c for c in self._configs if c._attn_implementation != ATTENTION_NAME), None)
+            if left is not None:
+                raise UnsupportedModelError(
+                    f"transformers {transformers.__version__} leaves the attention of {type(left).__name__} at "
+                    f"{left._attn_implementation!r}, so it cannot be driven; use full prefill for this model"
+                )
+            yield
+        finally:
+            self._set(before)
+
+    def _set(self, names: list[str | None]) -> None:
+        for config, name in zip(self._configs, names, strict=True):  # a whole before its parts, which it sets as well
+            config._attn_implementation = name
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    """A configuration and all configurations in it."""
+    yield config
+    for key in getattr(config, "sub_configs", ()):
+        if (part := getattr(config, key, None)) is not None:
+            yield from _with_parts(part)
+
+
+@contextmanager
+def narrowing_hooks(layers: torch.nn.ModuleList, forward: ForwardPass, cache: Cache) -> Iterator[None]:
+    """At each narrowing's layer, probe it, choose rows and keep only those, in later layers too."""
+    narrower = _Narrower(sum(forward.counts))
+    wanted = sorted({narrowing.layer for request in forward.requests for narrowing in request.narrowings})
+
+    def cut(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return narrower.cut(args, kwargs)
+
+    def choose_at(index: int) -> Callable[..., Any]:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            for turn in range(_turns(forward, index)):
+                fresh = _probe(module, args, kwargs, cache.layers[index])
+                narrower.keep(_choose(forward, index, turn, fresh))
+                args, kwargs = narrower.cut(args, kwargs)
+            return args, kwargs
+
+        return hook
+
+    # A user's hooks see arguments of equal length: cutting runs before them, choosing after them.
+    handles = [
+        layer.register_forward_pre_hook(cut, with_kwargs=True, prepend=True) for layer in list(layers)[wanted[0] + 1 :]
+    ]
+    handles += [layers[index].register_forward_pre_hook(choose_at(index), with_kwargs=True) for index in wanted]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _turns(forward: ForwardPass, layer: int) -> int:
+    """The largest number of narrowings that a request has at this layer."""
+    return max(sum(n.layer == layer for n in request.narrowings) for request in forward.requests)
+
+
+def _choose(forward: ForwardPass, layer: int, turn: int, fresh: KV) -> torch.Tensor:
+    """Let the requests that narrow here choose. Returns the indices of all kept rows among the rows so far."""
+    kept = []
+    for number, (request, kv) in enumerate(zip(forward.requests, forward.fresh(*fresh), strict=True)):
+        run, here = forward.runs[number], [n for n in request.narrowings if n.layer == layer]
+        if turn < len(here):
+            if here[turn].keep_kv:
+                request.write(layer, run, *kv)
+            kept.append(here[turn].choose(*kv))
+        else:
+            kept.append(run.positions)
+    return forward.narrow(kept)
+
+
+def _probe(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layer: PassLayer) -> KV:
+    """The layer's fresh KV of the current rows, without writing it or running attention and MLP.
+
+    Calls `forward` directly: the layer's hooks have run on these arguments and would change them twice. Hooks of modules inside
+    the layer run twice, here and for the kept rows.
+    """
+    layer.probing = True
+    try:
+        module.forward(*args, **kwargs)
+    except Halt as halt:
+        return halt.fresh
+    finally:
+        layer.probing = False
+    raise AssertionError("the layer never updated the cache")
+
+
+class _Narrower:
+    """Cuts row-shaped arguments of a decoder layer (hidden states, cos and sin, position ids) to the kept rows.
+
+    Arguments made before the first layer have all rows; hidden states have those that the last layer ran on. The number of rows
+    of a tensor says which.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._index: dict[int, torch.Tensor] = {}
+        self._done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep(self, places: torch.Tensor) -> None:
+        """From now on cut to the rows at these indices `[rows]` of the rows kept so far."""
+        self._index = {rows: index[places] for rows, index in self._index.items()}
+        self._index[self._rows] = places
+        self._rows = places.shape[0]
+        self._index.pop(self._rows, None)
+        self._done.clear()
+
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a layer's forward pass, cut to the kept rows."""
+        return tuple(map(self._value, args)), {name: self._value(value) for name, value in kwargs.items()}
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, tuple):
+            return tuple(map(self._value, value))
+        return value
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        dim = min(1, value.ndim - 1)
+        index = self._index.get(value.shape[dim]) if value.ndim else None
+        if index is None:
+            return value
+        # Every layer gets the same cos, sin and ids: cut them once. Keeping the original keeps its id unique.
+        if id(value) not in self._done:
+            self._done[id(value)] = (value, value.index_select(dim, index))
+        return self._done[id(value)][1]
+
+
+def _lock_of(model: torch.nn.Module) -> AbstractContextManager[bool]:
+    """The model's one lock, shared by all its drivers: a pass changes the model's attention for all of them."""
+    with _LOCKS_LOCK:
+        return _LOCKS.setdefault(model, RLock())
+
+
+class RowDriver:
+    """Runs one HuggingFace decoder over chosen rows.
+
+    model: the causal language model. config: of its text part. layers: its decoder layers, in order. lock: held by whoever runs
+    the model. reads_caches: see `ForwardPass`; None until the first pass has found out.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+        self.layers = _decoder_layers(model, self.config)
+        self.lock = _lock_of(model)
+        self.reads_caches: bool | None = None
+        self.cache_argument = cache_argument(model)
+        self._few_rows = FewRows(model)
+        self._switch = AttentionSwitch(model)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model and of its caches."""
+        return torch.device(self.model.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and KV."""
+        return self.model.dtype  # type: ignore[no-any-return]
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @torch.inference_mode()
+    def prefill(self, requests: Sequence[RowRequest], *, mask: MaskMode = "exact") -> torch.Tensor:
+        """Compute the rows of several prompts in one forward pass. Returns each one's next-token logits, `[prompts, vocab]`.
+
+        The result of a prompt does not depend on the others. In the last layer all rows get KV, but only the last row of each
+        prompt goes through attention and MLP.
+        """
+        logits: torch.Tensor = self.run([self._with_one_last_row(request) for request in requests], mask=mask).logits
+        return logits[:, -1] if len(requests) == 1 else logits[0]
+
+    def _with_one_last_row(self, request: RowRequest) -> RowRequest:
+        last = Narrowing(len(self.layers) - 1, lambda keys, values: request.positions[-1:], keep_kv=True)
+        return replace(request, narrowings=(*request.narrowings, last)) if request.positions.shape[0] > 1 else request
+
+    def run(self, requests: Sequence[RowRequest], *, mask: MaskMode = "exact", halt_at: int | None = None) -> Any:
+        """Run the rows of these requests in one forward pass, and write each one's KV to its cache.
+
+        Returns the model's output with logits `[batch, remaining rows, vocab]`, or None if the pass halted. halt_at: stop in
+        this layer once its KV is written. Raises `ConfigError` for requests that cannot run together.
+        """
+        forward = ForwardPass(requests, mask, reads_caches=bool(self.reads_caches))
+        cache = Cache(layers=[PassLayer(forward, i, halts=i == halt_at) for i in range(len(self.layers))])
+        with ExitStack() as stack:
+            stack.enter_context(self.lock)
+            stack.enter_context(self._switch.installed())
+            stack.enter_context(running(forward))
+            stack.callback(self._learn, forward)
+            stack.enter_context(suppress(Halt))
+            if few_rows_pay_off(forward.token_ids.numel(), self.device, self.dtype):
+                stack.enter_context(self._few_rows)
+            if any(request.narrowings for request in requests):
+                stack.enter_context(narrowing_hooks(self.layers, forward, cache))
+            return self.model(
+                input_ids=forward.token_ids,
+                position_ids=forward.position_ids,
+                use_cache=True,
+                **{self.cache_argument: cache},
+            )
+
+    def _learn(self, forward: ForwardPass) -> None:
+        if self.reads_caches is None and forward.views:
+            self.reads_caches = forward.unchanged
+
+    def run_whole(self, **arguments: Any) -> Any:
+        """The model's own forward pass, while no pass over rows changes the model."""
+        with self.lock:
+            return self.model(**arguments)
+
+
+def _decoder_layers(model: Any, config: Any) -> torch.nn.ModuleList:
+    """The list of modules whose length is the decoder's depth."""
+    depth = getattr(config, "num_hidden_layers", None)
+    base = model.get_decoder() if hasattr(model, "get_decoder") else model
+    lists = [m for m in base.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth]
+    if not lists:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no list of {depth} decoder layers to drive; use full prefill for this model"
+        )
+    return lists[0]

@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from blend.limits import check_fields
-from blend.select.base import KV, Evidence, Needs, QueryRows, QueryScore, Selector, Step, top_candidates
+from blend.errors import ConfigError
+from blend.limits import check_fields, shown
+from blend.select.base import KV, Evidence, Needs, QueryRows, QueryScore, Selector, Step, parsed, top_candidates
 
 if TYPE_CHECKING:
     import torch
@@ -316,3 +317,30 @@ class Oracle(ScoringSelector):
         """The rows with the highest weight."""
         assert evidence.truth is not None
         return self.allot(evidence.truth, evidence)
+
+
+SELECTORS: dict[str, type[Selector]] = {
+    kind.name: kind
+    for kind in (HighDeviation, GradualDeviation, QueryGuided, Mixed, FirstK, Random, Oracle, All, Nothing)
+}
+"""The built-in selectors by the names that specs have for them."""
+
+
+def make_selector(spec: str | Selector) -> Selector:
+    """The selector that a spec describes, `NAME` or `NAME:key=value,key=value` (`parameters`); a selector as it is.
+
+    Raises `ConfigError` in one line for a name, a key or a value that is not known, with those that are.
+    """
+    if isinstance(spec, Selector):
+        return spec
+    if not isinstance(spec, str):
+        raise ConfigError(f"selector is {shown(spec)}; give a name, NAME:key=value,key=value or a blend.Selector")
+    name, colon, given = spec.partition(":")
+    if name not in SELECTORS:
+        raise ConfigError(f"unknown selector {shown(name)}; choose one of {', '.join(SELECTORS)}")
+    kind = SELECTORS[name]
+    arguments = parsed(kind, name, given) if colon else {}
+    try:
+        return kind(**arguments)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None

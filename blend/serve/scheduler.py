@@ -30,7 +30,7 @@ from blend.serve.limits import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUD
 from blend.serve.prefixes import PrefixCache
 from blend.serve.sequence import LEAST_GAIN, Sequence, gains_from
 from blend.serve.types import EndReason, EngineFailedError, EngineStats, OnEvent, QueueFullError, Request
-from blend.timing import Stopwatch
+from blend.types import Stopwatch
 
 if TYPE_CHECKING:
     from blend.blender import Blender

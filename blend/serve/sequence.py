@@ -35,8 +35,7 @@ from blend.serve.types import (
     TopToken,
     TracedToken,
 )
-from blend.timing import Stopwatch
-from blend.types import common_length
+from blend.types import Stopwatch, common_length
 
 if TYPE_CHECKING:
     from blend.blender import Blend, Blender

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from blend.errors import WeightsError
 from blend.files import cache_root
-from blend.timing import Progress, no_progress
+from blend.types import Progress, no_progress
 from blend.weights.catalog import CATALOG, CatalogModel, answers_for, is_cached
 from blend.weights.fetch import convert_gguf, fetch, is_ready, require_converter
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from blend.errors import WeightsError
 from blend.files import write_atomically
-from blend.timing import Progress
+from blend.types import Progress
 from blend.weights.catalog import CatalogModel
 
 _BLOCK = 4 << 20

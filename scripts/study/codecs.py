@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.blender import Blender
-from blend.chunks.surrogate import with_surrogate
+from blend.chunks.library import with_surrogate
 from blend.config import BlendConfig, CorpusConfig
 from blend.eval.evaluator import Recorder
 from blend.eval.metrics import kl_divergence, paired_interval, top1_agreement

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blend.errors import ConfigError, DatasetError
 from blend.eval.metrics import Interval
 from blend.eval.report import write_whole
-from blend.eval.show import SUFFIXES, place_labels
+from blend.eval.show import SUFFIXES
 from study.methods import BASELINE, FULL, ratio_of
 from study.rows import Row, read_rows
 from study.stats import Summary, kl_interval, paired, sets_of, summaries
@@ -95,7 +96,7 @@ def _difference(interval: Interval | None) -> str:
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _MARKERS = "os^vDP*X<>h"
-_AS_IN_TABLES = {"query": "kvblend", "reuse": "plain reuse"}
+_APART = 1.13  # least ratio of the costs of two points that both have a label
 
 
 class Point(NamedTuple):
@@ -146,44 +147,52 @@ def draw_frontier(model: str, rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     by_rows, by_ttft = figure.subplots(1, 2, sharey=True)
     for number, (family, points) in enumerate(families(rows).items()):
-        style = (_COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)])
-        _line(by_rows, family, points, [point.rows for point in points], style)
-        _line(by_ttft, family, points, [point.ttft for point in points], style)
+        _line(by_rows, number, family, points, [point.rows for point in points])
+        _line(by_ttft, number, family, points, [point.ttft for point in points])
     _label(by_rows, by_ttft)
     records, sets = len({(row.set, row.id) for row in rows}), len(sets_of(rows))
     figure.suptitle(
         f"{model}: fidelity against cost; {records} records, mean over {sets} set{'' if sets == 1 else 's'}, 95 % intervals"
     )
-    figure.draw_without_rendering()
-    for axes in (by_rows, by_ttft):
-        place_labels(axes)
     return figure
 
 
-def _line(axes: Axes, family: str, points: Sequence[Point], x: Sequence[float], style: tuple[str, str]) -> None:
-    colour, marker = style
+def shown_name(family: str) -> str:
+    """A family as the documentation calls it."""
+    name = {"reuse": "plain reuse", BASELINE: f"{BASELINE} (CacheBlend's)"}.get(family, family)
+    return re.sub("^query\\b", "query_guided", name)
+
+
+def _line(axes: Axes, number: int, family: str, points: Sequence[Point], x: Sequence[float]) -> None:
+    """A family's points, joined. Ratios stand below the first line and above the others, where a falling line leaves room."""
+    colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
     spread = [[point.kl - point.low for point in points], [point.high - point.kl for point in points]]
     kl = [point.kl for point in points]
     form: dict[str, Any] = {"marker": marker, "color": colour, "capsize": 2, "elinewidth": 0.8, "lw": 1.4}
-    axes.errorbar(x, kl, spread, label=_AS_IN_TABLES.get(family, family), **form)
-    leader = {"arrowstyle": "-", "lw": 0.4}
-    for place, point in zip(x, points, strict=True) if len(points) > 1 else ():
-        at, text = (place, point.kl), f"{point.percent} %"
-        axes.annotate(text, at, (0, 0), textcoords="offset points", fontsize=8, color=colour, arrowprops=leader)
+    axes.errorbar(x, kl, spread, label=shown_name(family), **form)
+    below, above = {"xytext": (-5, -6), "ha": "right", "va": "top"}, {"xytext": (5, 5), "va": "bottom"}
+    side: dict[str, Any] = below if number == 0 else above
+    side["bbox"] = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.4}
+    right = math.inf
+    for place, point in reversed(list(zip(x, points, strict=True))) if len(points) > 1 else ():
+        if place * _APART < right:
+            text, at, right = f"{point.percent} %", (place, point.kl), place
+            axes.annotate(text, at, textcoords="offset points", fontsize=8.5, color=colour, **side)
 
 
 def _label(by_rows: Axes, by_ttft: Axes) -> None:
     from matplotlib.ticker import LogLocator
 
-    by_rows.set(
-        xlabel="rows computed, % of full prefill", ylabel="mean KL to full recompute, nats per token", yscale="log"
-    )
+    by_rows.set(xlabel="rows computed, % of full prefill", ylabel="mean KL to full recompute, nats per token")
     by_ttft.set(xlabel="TTFT, % of full prefill (median)")
-    by_rows.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    by_rows.yaxis.set_major_formatter("{x:g}")
-    by_rows.yaxis.set_minor_formatter("")
     by_ttft.legend(fontsize=9, frameon=False)
     for axes in (by_rows, by_ttft):
+        axes.set(xscale="log", yscale="log")
+        axes.margins(x=0.08)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
 

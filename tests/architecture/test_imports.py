@@ -19,7 +19,7 @@ IMPORTERS = {
     "sentence_transformers": "blend_retrieval.embedders.sentence",
     "py3langid": "blend_retrieval.embedders.sentence",
     "triton": "blend_kernels",
-    "blend_kernels": "blend_kernels blend.model.forward blend.model.admission blend.select.selectors",
+    "blend_kernels": "blend_kernels blend.model.forward blend.model.cache blend.select.selectors",
     "matplotlib": "blend.eval",
     "rouge_score": "blend.eval",
     "gguf": "blend.weights",

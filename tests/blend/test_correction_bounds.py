@@ -15,12 +15,11 @@ from blend.blender import LEAST_RATIO_UNCORRECTED, Blend, Blender, Filled, Fille
 from blend.chunks import fit
 from blend.chunks.correction import Bounds, CorrectionCheck, KVCorrection, nearest
 from blend.chunks.fit import LayerRows, RowPlaces, fit_layer
-from blend.chunks.surrogate import with_surrogate
+from blend.chunks.library import with_surrogate
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
 from blend.store import open_store
-from blend.timing import Stopwatch
-from blend.types import PromptLayout
+from blend.types import PromptLayout, Stopwatch
 
 PREFIX, SUFFIX = (5, 6, 7, 8, 9), (11, 12, 13)
 GUIDED = BlendConfig(selector="query_guided", ratio=0.15)

@@ -19,7 +19,7 @@ from blend.config import BlendConfig
 from blend.model.decoder import Decoder
 from blend.model.generate import generate
 from blend.store import open_store
-from blend.timing import STAGES, Stopwatch
+from blend.types import STAGES, Stopwatch
 
 LAYOUT = make_layout()
 # The first chunk stands where it was computed, right behind the prefix: its stored KV is exact, none of its rows is run.

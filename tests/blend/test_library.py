@@ -15,8 +15,14 @@ from models import decoder, eager_model
 
 from blend.blender import Blender
 from blend.chunks.correction import position_features, rows_of
-from blend.chunks.library import ChunkLibrary, OpenLibrary, Variant
-from blend.chunks.surrogate import with_given_surrogate, with_surrogate, without_surrogate
+from blend.chunks.library import (
+    ChunkLibrary,
+    OpenLibrary,
+    Variant,
+    with_given_surrogate,
+    with_surrogate,
+    without_surrogate,
+)
 from blend.config import BlendConfig
 from blend.errors import PromptError
 from blend.store import open_store

@@ -14,7 +14,7 @@ from models import LAYERS, decoder
 
 from blend.blender import Blender
 from blend.chunks import assemble as loader
-from blend.chunks.surrogate import with_surrogate
+from blend.chunks.library import with_surrogate
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, StoreError
 from blend.model.decoder import Decoder

@@ -58,12 +58,12 @@ def requests(dec: Decoder) -> list[RowRequest]:
 @contextmanager
 def copying(dec: Decoder, copies: str) -> Iterator[None]:
     """Keys of all prompts side by side for attention, also where the model would let them lie where they are."""
-    measured = dec.driver.reads_caches
-    dec.driver.reads_caches = measured and copies == "as measured"
+    measured = dec.reads_caches
+    dec.reads_caches = measured and copies == "as measured"
     try:
         yield
     finally:
-        dec.driver.reads_caches = measured
+        dec.reads_caches = measured
 
 
 @pytest.mark.parametrize("copies", COPIES)
@@ -85,7 +85,7 @@ def test_prompts_in_one_pass_get_what_each_gets_alone(name: str, copies: str) ->
 @pytest.mark.parametrize("name", FAMILIES)
 def test_most_models_let_keys_lie_where_they_are(name: str) -> None:
     """Multi-head latent attention makes keys out of what its cache holds."""
-    assert decoder(name).driver.reads_caches == (name != "deepseek-v3")
+    assert decoder(name).reads_caches == (name != "deepseek-v3")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

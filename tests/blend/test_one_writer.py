@@ -8,7 +8,7 @@ from models import decoder
 
 from blend.blender import Blender
 from blend.chunks import fit
-from blend.chunks.surrogate import with_given_surrogate, with_surrogate
+from blend.chunks.library import with_given_surrogate, with_surrogate
 from blend.store import open_store
 
 PREFIX = make_layout().prefix

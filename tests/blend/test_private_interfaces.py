@@ -16,7 +16,7 @@ from models import CORE, LAYERS, build, decoder, tokenizer
 
 from blend.blender import Blend, Blender
 from blend.errors import UnsupportedModelError
-from blend.model import cpu, driver
+from blend.model import cpu
 from blend.model.decoder import Decoder
 from blend.model.generate import SUPPORTED, generate
 from blend.store import open_store
@@ -28,23 +28,6 @@ def _prefilled(dec: Decoder, selector: str) -> Blend:
     blender = Blender(dec, open_store("memory:"), SELECTORS[selector])
     cache_chunks(blender, LAYOUT)
     return blender.prefill(LAYOUT)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_without_the_private_field_attention_is_switched_in_public(
-    monkeypatch: pytest.MonkeyPatch, attention: str
-) -> None:
-    model = build(CORE["llama"], attn_implementation=attention)
-    expected = _prefilled(Decoder(model, tokenizer()), "hkvd").logits
-    monkeypatch.setattr(driver, "ATTENTION_FIELD", "_no_such_field")
-    calls: list[Any] = []
-    public = type(model).set_attn_implementation
-    monkeypatch.setattr(
-        type(model), "set_attn_implementation", lambda self, name: (calls.append(name), public(self, name))[1]
-    )
-    assert torch.equal(_prefilled(Decoder(model, tokenizer()), "hkvd").logits, expected)
-    assert calls[:2] == [driver.ATTENTION_NAME, attention]
-    assert model.config._attn_implementation == attention
 
 
 class Stubborn(transformers.LlamaConfig):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from cases import make_layout
 from models import decoder
 
-from blend.chunks.library import ChunkLibrary
-from blend.chunks.surrogate import (
+from blend.chunks.library import (
+    ChunkLibrary,
     with_given_surrogate,
     with_surrogate,
     without_surrogate,

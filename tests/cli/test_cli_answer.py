@@ -11,8 +11,8 @@ import torch
 from blend_process import SHORT_CONTEXT, Blend, entries, one_line
 
 from blend.chunks.correction import Bounds, KVCorrection
+from blend.limits import visible
 from blend.store import open_store
-from blend.visible import visible
 
 QUESTION = "When did the glacier open?"
 CHUNKS = ("--chunk-tokens", "64")

@@ -8,8 +8,7 @@ import pytest
 import transformers
 from models import BASE, FAMILIES, decoder
 
-from blend.chunks.library import ChunkLibrary
-from blend.chunks.surrogate import with_surrogate
+from blend.chunks.library import ChunkLibrary, with_surrogate
 from blend.config import CorpusConfig
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.outline import ModelOutline, outline

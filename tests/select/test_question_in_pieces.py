@@ -10,8 +10,7 @@ from models import decoder
 
 from blend.blender import Blend, Blender, run_steps
 from blend.config import BlendConfig
-from blend.model.driver import RowDriver
-from blend.model.forward import RowRequest
+from blend.model.forward import RowDriver, RowRequest
 from blend.select import QueryGuided
 from blend.select.base import QueryRows
 from blend.store import open_store

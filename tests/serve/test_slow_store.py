@@ -125,13 +125,13 @@ def test_a_prompt_that_was_alone_when_it_began_to_load_runs_in_small_pieces_besi
     slow(engine, monkeypatch, "read", gate)
     other = ask(engine, layout)
     gate.wait()
-    answer, passes, run = running(engine), list[int](), engine.decoder.driver.run
+    answer, passes, run = running(engine), list[int](), engine.decoder.run
 
     def counted(requests: Sequence[RowRequest], **more: object) -> object:
         passes.append(sum(request.positions.shape[0] for request in requests))
         return run(requests, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine.decoder.driver, "run", counted)
+    monkeypatch.setattr(engine.decoder, "run", counted)
     gate.open()
     assert other.wait().tokens
     assert not answer.done.is_set()

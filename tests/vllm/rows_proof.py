@@ -19,7 +19,7 @@ from tiny import save_model
 
 from blend.blender import Blend, Blender
 from blend.chunks.encode import leave_probe
-from blend.chunks.surrogate import with_surrogate
+from blend.chunks.library import with_surrogate
 from blend.config import BlendConfig
 from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.decoder import Place

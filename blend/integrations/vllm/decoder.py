@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from blend.integrations.vllm.contract import Site, slots_of
-from blend.model.admission import LayerRotation
-from blend.model.cache import KV, BlendedCache, BlendedLayer, Run
-from blend.model.decoder import check_length, no_rows
+from blend.model.cache import KV, BlendedCache, BlendedLayer, LayerRotation, Run
+from blend.model.decoder import RowDecoder
 from blend.model.forward import AttentionCall, Halt, RowRequest
-from blend.types import CacheIdentity, ChunkCache
+from blend.types import CacheIdentity
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -327,7 +326,7 @@ def _hook(on_layer: OnLayer, index: int, layer: Any, args: tuple[Any, ...], kwar
     )
 
 
-class PagedDecoder:
+class PagedDecoder(RowDecoder):
     """A `RowDecoder`. fingerprint, kept_as: name and dtype under which its caches are stored. rotations: as measured."""
 
     def __init__(
@@ -335,15 +334,11 @@ class PagedDecoder:
     ) -> None:
         self.model, self.fingerprint, self.kept_as, self.rotations = model, fingerprint, kept_as, rotations
         self.layers = model.site.layers
+        self.name = str(model.site.config.model_config.model)
 
     def named(self, fingerprint: str, kept_as: str) -> PagedDecoder:
         """The same decoder, its caches under another fingerprint and dtype."""
         return PagedDecoder(self.model, fingerprint, kept_as, self.rotations)
-
-    @property
-    def name(self) -> str:
-        """The model's name in vLLM."""
-        return str(self.model.site.config.model_config.model)
 
     @property
     def device(self) -> torch.device:
@@ -369,10 +364,6 @@ class PagedDecoder:
         """What, besides a chunk's tokens, determines its cache."""
         return CacheIdentity(self.fingerprint, self.kept_as, prefix)
 
-    def check_length(self, rows: int) -> None:
-        """Refuse prompts beyond the engine's context, with `PromptError`."""
-        check_length(self.name, self.context_length, rows)
-
     def new_cache(self, capacity: int) -> PagedCache:
         """An empty cache in scratch memory."""
         return PagedCache(len(self.layers), capacity)
@@ -380,10 +371,6 @@ class PagedDecoder:
     def cache_in(self, place: Place, capacity: int) -> PagedCache:
         """An empty cache of a prompt in the engine's blocks."""
         return PagedCache(len(self.layers), capacity, place)
-
-    def no_rows(self) -> ChunkCache:
-        """The KV of no tokens."""
-        return no_rows(self.rotations, self.dtype, self.device)
 
     def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
         """Write the KV of consecutive tokens `[batch, n]` at positions `start...` into `cache`."""

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from blend.blender import Filler
-from blend.chunks.library import Tokens, Variant
-from blend.chunks.surrogate import with_surrogate
+from blend.chunks.library import Tokens, Variant, with_surrogate
 from blend.config import CorpusConfig
 from blend.corpora import corpora, in_words, published
 from blend.errors import ConfigError, StoreError, first_line

@@ -21,7 +21,8 @@ from blend.serve.limits import RequestLimits
 from blend.serve.types import ASKED_FOR, Request
 
 if TYPE_CHECKING:
-    from blend.serve.tenant import Cited, TenantState
+    from blend.serve.tenant import TenantState
+    from blend.serve.types import Cited
 
 CORPUS = "+corpus"
 """Behind a model's name; the name of a corpus may follow."""

@@ -43,15 +43,14 @@ from blend.integrations.vllm.decoder import (
 from blend.integrations.vllm.learning import BackgroundEncoder, LearnedTexts, MissedCaches, learn_budget
 from blend.integrations.vllm.prompts import CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.transport import SOCKET, HeldKV, KVPair, TransportError, connect, digest, receive, send
-from blend.model.admission import PROBE_DELTA, LayerRotation, Rotation, find_rotation, probe_ids, tolerance
-from blend.model.cache import KV
+from blend.model.admission import PROBE_DELTA, find_rotation, probe_ids, tolerance
+from blend.model.cache import KV, LayerRotation, Rotation
 from blend.model.fingerprint import files_fingerprint
 from blend.model.forward import RowRequest
 from blend.rag import Rag
 from blend.serve.background import IOPool
 from blend.store.base import ChunkStore
-from blend.timing import Stopwatch
-from blend.types import PromptLayout
+from blend.types import PromptLayout, Stopwatch
 
 _ANSWERS_S = 10.0  # for the prefill process to send a descriptor: the KV is ready
 _CONFIG = ("ratio", "selector", "surrogate", "correction")  # options that are entries of `BlendConfig`

@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from blend.limits import json_text
 from blend.serve.failures import log_error
 from blend.serve.http.bodies import (
     CORPUS_CODES,
@@ -32,7 +33,6 @@ from blend.serve.http.errors import GONE, ApiError, Failure, ended_early, failur
 from blend.serve.http.requests import AppState, LogEntry, admitted, entry_of, state_of
 from blend.serve.http.tracing import TracedRequest
 from blend.serve.types import Event, Failed, Finished, Handle, Output, QueueFullError, Started, Token
-from blend.visible import json_text
 
 if TYPE_CHECKING:
     from blend.serve.service import Service

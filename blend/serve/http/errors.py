@@ -9,9 +9,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from blend.errors import ContextLengthError, StoreError
+from blend.limits import json_text
 from blend.serve.failures import CLIENT_ERRORS, STORE_FAILS
 from blend.serve.types import EndReason, EngineFailedError, QueueFullError
-from blend.visible import json_text
 from blend_retrieval.errors import IndexMissingError, RetrievalError
 
 _CLOSING = "shutting_down"
