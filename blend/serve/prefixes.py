@@ -50,8 +50,8 @@ class _Conversation(NamedTuple):
 class _Node:
     """A run of tokens and their KV. siblings: the children of its parent, itself among them."""
 
-    def __init__(self, owner: str, ids: Tokens, cache: ChunkCache, siblings: dict[int, _Node]) -> None:
-        self.owner, self.ids, self.cache, self.siblings = owner, ids, cache, siblings
+    def __init__(self, ids: Tokens, cache: ChunkCache, siblings: dict[int, _Node]) -> None:
+        self.ids, self.cache, self.siblings = ids, cache, siblings
         self.children: dict[int, _Node] = {}
         siblings[ids[0]] = self
 
@@ -96,7 +96,7 @@ class PrefixCache:
             if done == len(tokens):
                 return
             siblings = self._split(*path[-1]).children if path else self._trees.setdefault(owner, {})
-            node = _Node(owner, tokens[done:], _rows(cache, done, len(tokens)), siblings)
+            node = _Node(tokens[done:], _rows(cache, done, len(tokens)), siblings)
             self._recent[node] = None
             self.nbytes += node.cache.nbytes
             self._path(owner, tokens)  # marks the nodes above as used more recently
@@ -114,12 +114,6 @@ class PrefixCache:
             self._recent[key] = None
             self.nbytes += known.nbytes
             self._shrink()
-
-    def forget(self, owner: str) -> None:
-        """Remove all rows of this owner."""
-        with self._lock:
-            for entry in [entry for entry in self._recent if entry.owner == owner]:
-                self._drop(entry)
 
     def _too_large(self, cache: BlendedCache, rows: int) -> bool:
         """Whether the rows exceed the whole budget: they would evict all others and then themselves."""
@@ -150,7 +144,7 @@ class PrefixCache:
         """Split the node after `count` rows; the first part, now its parent."""
         if count == len(node.ids):
             return node
-        upper = _Node(node.owner, node.ids[:count], _cut(node.cache, 0, count), node.siblings)
+        upper = _Node(node.ids[:count], _cut(node.cache, 0, count), node.siblings)
         # Copies: views would keep the memory of both alive.
         node.cache = _cut(node.cache, count, len(node.ids))
         node.ids, node.siblings = node.ids[count:], upper.children

@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Listed
 from contextlib import suppress
 from dataclasses import replace
@@ -86,7 +86,7 @@ class EmbeddedEngine:
         self._most_running = most_running
         if pass_rows is None:
             pass_rows = CPU_ROWS if self.decoder.device.type == "cpu" else GPU_ROWS
-        piece_rows, self._kv_budget = max(1, pass_rows - most_running), kv_budget
+        self._piece_rows, self._kv_budget = max(1, pass_rows - most_running), kv_budget
         self._row_bytes = sum(layer.width for layer in self.decoder.rotations) * self.decoder.dtype.itemsize
         self.prefixes = PrefixCache(prefix_budget)
         self._numbers = itertools.count()
@@ -95,13 +95,11 @@ class EmbeddedEngine:
         self._running: list[Sequence] = []
         self._loads = IOPool("kvblend-loads", LOADING, self._wake)
         self._caches = IOPool("kvblend-caches", 1, self._wake)
-        self._encodings = EncodingQueue(self._caches, piece_rows)
-        self._scheduler = Scheduler(
-            self.decoder, self._encodings, self._loads, piece_rows=piece_rows, remember=remember, on_pass=on_pass
-        )
+        self._encodings = EncodingQueue(self._caches, self._piece_rows)
+        self._remember, self._on_pass, self._passes = remember, on_pass, 0
         self._trimmed, self._untrimmed = time.monotonic(), False
         self._open = True
-        self._failed = self._idle = self._news = False
+        self._failed = self._idle = self._news = self._closing = False
         self._threads, self._begun = torch.get_num_threads(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name="kvblend-engine", daemon=True)
         self._thread.start()
@@ -116,7 +114,12 @@ class EmbeddedEngine:
         if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows + request.sampling.max_tokens)
-        request, blender = self._placed(request)
+        blender = self.blender  # full prefill needs no store, so any blender does
+        if request.method != "full":
+            try:
+                blender = self._blender_of(request.tenant, request.corpus)
+            except StoreError:  # the tenant's store cannot be opened
+                request = replace(request, method="full", reason=STORE_UNREACHABLE)
         sequence = Sequence(request, blender, self.prefixes, next(self._numbers), on_event, least_gain=self._least_gain)
         if self._bytes(sequence) > self._kv_budget:
             raise ContextLengthError(
@@ -134,17 +137,8 @@ class EmbeddedEngine:
                 blender.read_ahead(layout)
         return sequence
 
-    def _placed(self, request: Request) -> tuple[Request, Blender]:
-        """A prompt and the blender of its corpus. Full prefill needs no store, so any blender does."""
-        if request.method != "full":
-            try:
-                return request, self._blender_of(request.tenant, request.corpus)
-            except StoreError:  # the tenant's store cannot be opened
-                request = replace(request, method="full", reason=STORE_UNREACHABLE)
-        return request, self.blender
-
     def require_room(self, tenant: str = "") -> None:
-        """Raise `QueueFullError` if too many prompts wait, of this tenant or of all; `EngineFailedError` as `submit` does."""
+        """Raise `QueueFullError` if too many prompts wait, of this tenant or of all, and `EngineFailedError`."""
         with self._changed:
             self._require_open()
             self._waiting.require_room(tenant)
@@ -174,17 +168,13 @@ class EmbeddedEngine:
             self._wake()
             return self._encodings.add(library, variants, on_done)
 
-    def forget(self, tenant: str) -> None:
-        """Remove this tenant's rows from the prefix cache."""
-        self.prefixes.forget(tenant)
-
     def close(self, finish_s: float = 0.0) -> None:
         """Accept nothing more, let what runs finish within `finish_s`, and end the rest."""
         until = time.monotonic() + finish_s
         with self._changed:
-            self._open = self._scheduler.remember = False
+            self._open = self._remember = False
             self._changed.wait_for(lambda: not (self._running or self._waiting), max(0.0, until - time.monotonic()))
-            self._most_running = 0  # the loop ends everything
+            self._closing = True  # the loop ends everything
             self._wake()
         self._thread.join()
 
@@ -228,10 +218,44 @@ class EmbeddedEngine:
         if closing:
             return False
         with torch.inference_mode():
-            self._idle = not self._scheduler.run(running)
+            self._idle = not self.step(running)
         self._untrimmed = self._untrimmed or not self._idle
         self._release_ended()
         return True
+
+    def step(self, sequences: Listed[Sequence]) -> bool:
+        """Run one pass of these, in the engine's thread; False if everything waits for the store."""
+        for sequence in sequences:
+            if reason := sequence.end_reason:
+                sequence.end(reason)
+        live = [sequence for sequence in sequences if not sequence.ended]
+        prefilling = next((one for one in live if one.blend is None and not one.waits), None)
+        if prefilling is not None:
+            alone = all(one is prefilling for one in live)  # larger pieces are quicker, and no answer waits
+            rows = max(self._piece_rows, ROWS_ALONE) if alone else self._piece_rows
+            _guarded(prefilling, partial(prefilling.prepare, rows, self._loads))
+        if items := self._batch(live, prefilling):
+            run_pass(self.decoder, items, self._on_pass if _as_full_prefill(items) else None)
+        if prefilling is not None and prefilling.prefilled:
+            _guarded(prefilling, partial(self._remember_missing, prefilling))
+        return bool(items) or prefilling is not None
+
+    def _batch(self, live: list[Sequence], prefilling: Sequence | None) -> list[BatchItem]:
+        """The members of the next pass."""
+        ready = prefilling is not None and not prefilling.ended and prefilling.piece is not None
+        members = [one for one in live if one.blend is not None or (one is prefilling and ready)]
+        self._passes += 1
+        turn = self._passes % (TURN_AMONG_PROMPTS if ready else TURN) == 0
+        if self._encodings.ready() and (turn or not members):  # `ready` also advances its I/O
+            # In place of the prompt's piece: the pass stays as short as the others.
+            return [*(one for one in members if one is not prefilling), self._encodings]
+        return [*members]
+
+    def _remember_missing(self, sequence: Sequence) -> None:
+        """Queue the caches that the store lacked for this prompt."""
+        request = sequence.request
+        if self._remember and request.remember and (find := sequence.find_missing()):
+            self._encodings.remember(find, request.arrived)
 
     def _end_all(self) -> None:
         """End what is left: the server shuts down, or the engine has failed."""
@@ -251,10 +275,6 @@ class EmbeddedEngine:
         for encoding in encodings if self._failed else ():
             while encoding.left:
                 encoding.end_first(EngineFailedError())
-
-    @property
-    def _closing(self) -> bool:
-        return self._most_running == 0
 
     def _admit(self) -> None:
         """Admit the next prompt if it can begin at once; until then a more urgent one may come."""
@@ -324,7 +344,7 @@ class WaitingQueue:
         return max(1.0, self._interval_s, time.monotonic() - self._admitted)
 
     def add(self, sequence: Sequence) -> None:
-        """Add it at the end."""
+        """Let it wait."""
         self._waiting.append(sequence)
 
     def first(self, eligible: Callable[[Sequence], bool] = lambda sequence: True) -> Sequence | None:
@@ -374,71 +394,6 @@ class BatchItem(Protocol):
 
     def fail(self, error: Exception) -> None:
         """Its rows cannot be run."""
-
-
-class Scheduler:
-    """Runs pass after pass over the running prompts. Only the engine's thread calls it.
-
-    loads: the pool in which prompts wait for the store. piece_rows: of a prefill that shares its pass with answers. remember:
-    compute and store the caches that prompts lacked. on_pass: called after passes like those of a full prefill.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        encodings: EncodingQueue,
-        loads: IOPool,
-        *,
-        piece_rows: int,
-        remember: bool,
-        on_pass: OnPass | None,
-    ) -> None:
-        self._decoder, self._encodings, self._loads = decoder, encodings, loads
-        self._piece_rows, self._on_pass = piece_rows, on_pass
-        self.remember = remember
-        self._passes = 0
-
-    def run(self, sequences: Iterable[Sequence]) -> bool:
-        """Run one pass; False if everything waits for the store."""
-        sequences = list(sequences)
-        for sequence in sequences:
-            if reason := sequence.end_reason:
-                sequence.end(reason)
-        live = [sequence for sequence in sequences if not sequence.ended]
-        prefilling = next((one for one in live if one.blend is None and not one.waits), None)
-        if prefilling is not None:
-            alone = all(one is prefilling for one in live)  # larger pieces are quicker, and no answer waits
-            rows = max(self._piece_rows, ROWS_ALONE) if alone else self._piece_rows
-            _guarded(prefilling, partial(self._prepare, prefilling, rows))
-        if items := self._batch(live, prefilling):
-            run_pass(self._decoder, items, self._on_pass if _as_full_prefill(items) else None)
-        if prefilling is not None and prefilling.blend is not None:
-            _guarded(prefilling, partial(self._remember_missing, prefilling))
-        return bool(items) or prefilling is not None
-
-    def _batch(self, live: list[Sequence], prefilling: Sequence | None) -> list[BatchItem]:
-        """The members of the next pass."""
-        ready = prefilling is not None and not prefilling.ended and prefilling.piece is not None
-        members = [one for one in live if one.blend is not None or (one is prefilling and ready)]
-        self._passes += 1
-        turn = self._passes % (TURN_AMONG_PROMPTS if ready else TURN) == 0
-        if self._encodings.ready() and (turn or not members):  # `ready` also advances its I/O
-            # In place of the prompt's piece: the pass stays as short as the others.
-            return [*(one for one in members if one is not prefilling), self._encodings]
-        return [*members]
-
-    def _prepare(self, sequence: Sequence, rows: int) -> None:
-        if not sequence.begun:
-            sequence.begin(self._loads)
-        sequence.prepare(rows)
-        if sequence.ended:
-            self._remember_missing(sequence)
-
-    def _remember_missing(self, sequence: Sequence) -> None:
-        """Queue the caches that the store lacked for this prompt."""
-        request = sequence.request
-        if self.remember and request.remember and (find := sequence.find_missing()):
-            self._encodings.remember(find, request.arrived)
 
 
 def run_pass(decoder: Decoder, items: list[BatchItem], on_pass: OnPass | None = None) -> None:

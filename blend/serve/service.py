@@ -8,25 +8,31 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
 
-from blend.errors import ContextLengthError, PromptError, StoreError
+from blend.errors import ContextLengthError, PromptError
 from blend.model.decoder import full_prefill
 from blend.rag import NONE_RETRIEVED
 from blend.serve.documents import Documents
-from blend.serve.failures import LOG, STORE_UNREACHABLE, StoreWatch
+from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.limits import LEARN_BUDGET
-from blend.serve.tenant import Learning, TenantState, begun_corpora, kept_corpora, require_length, tenant_root
+from blend.serve.tenant import (
+    Learning,
+    StoreWatch,
+    TenantState,
+    begun_corpora,
+    kept_corpora,
+    require_length,
+    tenant_root,
+)
 from blend.serve.text import DIRECT, Detokenizer, question_turns
 from blend.serve.types import (
     ASKED_FOR,
     EndReason,
     EngineFailedError,
     Event,
-    Failed,
     Finished,
     Handle,
     Message,
@@ -38,7 +44,6 @@ from blend.serve.types import (
     Source,
     Started,
     Token,
-    TracedToken,
 )
 from blend.types import PromptLayout
 
@@ -163,16 +168,13 @@ class Service:
             if not self._open:
                 raise QueueFullError(0, 1.0)
             if (tenant, corpus) not in self._documents:
-                made = Documents(rag, self.engine.encode, calibrate=partial(self._calibrate_corpus, rag))
+                # A calibration that this server's end cut short is not tried again.
+                made = Documents(
+                    rag, self.engine.encode, calibrate=lambda *given: self._calibrate(rag, *given) or not self._open
+                )
                 self._documents[tenant, corpus] = made
                 room.hide(corpus, lambda: made.leaving)
             return self._documents[tenant, corpus]
-
-    def _calibrate_corpus(
-        self, rag: Rag, chunks: Sequence[tuple[int, ...]], anew: bool, give_up: Callable[[], bool]
-    ) -> bool:
-        """Calibrate a corpus whose documents change; False if such a change was more urgent."""
-        return self._calibrate(rag, chunks, anew, give_up) or not self._open
 
     def _calibrate(
         self,
@@ -207,19 +209,15 @@ class Service:
             if not self._asked or self._calibrating or not self.engine.stats().idle:
                 continue
             self._asked = False
-            request = Request(
-                layout=self._profile.sample,
-                sampling=Sampling(max_tokens=1),
-                method="full",
-                cold=True,
-                remember=False,
-            )
+            sample, one = self._profile.sample, Sampling(max_tokens=1)
+            request = Request(layout=sample, sampling=one, method="full", cold=True, remember=False)
             with suppress(QueueFullError, EngineFailedError):
                 self._timing = self.engine.submit(request, self._on_timed)
 
     def _on_timed(self, event: Event) -> None:
         if isinstance(event, Started):
-            self._profile.timed(_prefill_s(event))
+            figures = event.figures
+            self._profile.timed(figures.ttft_s - figures.waited_s - figures.stages["prepare"])
 
     def submit(self, request: Request, on_event: OnEvent, require: Require = lambda: None) -> Handle:
         """Accept a request; its events go to `on_event`, from another thread.
@@ -238,8 +236,11 @@ class Service:
         room = self.tenant(request.tenant)
         reachable = room.watch.reachable()
         request = build_prompt(room, request, require)
-        rag, full = room.rag(request.corpus), self.full or request.method == "full"
-        max_tokens = _room_for(rag, request.layout, request.sampling.max_tokens)
+        decoder, full = room.rag().decoder, self.full or request.method == "full"
+        decoder.check_length(request.layout.rows + 1)
+        max_tokens = request.sampling.max_tokens
+        if decoder.context_length is not None:
+            max_tokens = min(max_tokens, decoder.context_length - request.layout.rows)
         return replace(
             request,
             sampling=replace(request.sampling, max_tokens=max_tokens),
@@ -322,13 +323,6 @@ def _require_length(room: TenantState, request: Request, require: Require) -> No
             require_length(tokens, longest)
 
 
-def _room_for(rag: Rag, layout: PromptLayout, most: int) -> int:
-    """Tokens that the answer may have within the model's context."""
-    rag.decoder.check_length(layout.rows + 1)
-    longest = rag.decoder.context_length
-    return most if longest is None else min(most, longest - layout.rows)
-
-
 class OutputProcessor:
     """Adds text and sources to the events of one request; a `Handle`."""
 
@@ -367,7 +361,7 @@ class OutputProcessor:
             self._finish(event.reason)
         else:
             self._finished = True
-            self._send(Failed(event.error))
+            self._send(event)
 
     def _add(self, token: Token) -> None:
         spelled = self._request.sampling.logprobs is not None
@@ -400,7 +394,10 @@ class OutputProcessor:
             Source(one.kind, one.id, one.document, one.title, one.text, one.score, hit, len(one.passage.ids))
             for one, hit in zip(request.cited, started.hits, strict=True)
         )
-        measured = self._full_measured(started)
+        prompt = hash((request.tenant, request.layout.token_ids))
+        if request.cold and figures.rows_computed == figures.rows and request.handover is None:
+            self._profile.took(prompt, figures.ttft_s - figures.waited_s)
+        measured = self._profile.measured(prompt)
         retrieved = any(one.kind in ("retrieved", "document") for one in request.cited)
         notes = (NONE_RETRIEVED,) if request.top_k is not None and not retrieved else ()
         figures = figures._replace(
@@ -408,22 +405,9 @@ class OutputProcessor:
             full_measured_s=measured,
             notes=(*figures.notes, *notes),
         )
-        return started._replace(figures=figures, sources=sources, trace=self._trace(started.trace))
-
-    def _full_measured(self, started: Started) -> float | None:
-        """Seconds that full prefill of this prompt took, now or when the tenant last asked for it; None if unknown."""
-        request, figures = self._request, started.figures
-        prompt = hash((request.tenant, request.layout.token_ids))
-        if request.cold and figures.rows_computed == figures.rows and request.handover is None:
-            self._profile.took(prompt, figures.ttft_s - figures.waited_s)
-        return self._profile.measured(prompt)
-
-    def _trace(self, trace: tuple[TracedToken, ...]) -> tuple[TracedToken, ...]:
-        """The same with texts."""
-        if not trace:
-            return ()
-        texts = self._tokenizer.batch_decode([[token] for token in self._request.layout.token_ids])
-        return tuple(row._replace(text=text) for row, text in zip(trace, texts, strict=True))
+        texts = self._tokenizer.batch_decode([[token] for token in request.layout.token_ids]) if started.trace else ()
+        trace = tuple(row._replace(text=text) for row, text in zip(started.trace, texts, strict=True))
+        return started._replace(figures=figures, sources=sources, trace=trace)
 
 
 class PrefillProfile:
@@ -461,7 +445,7 @@ class PrefillProfile:
             self._prompts[prompt] = seconds
 
     def measured(self, prompt: int) -> float | None:
-        """Seconds of the last full prefill of this prompt; None if unknown."""
+        """Seconds of its last full prefill; None if unknown."""
         with self._lock:
             return self._prompts.get(prompt)
 
@@ -479,9 +463,3 @@ class PrefillProfile:
     def operations(self, rows: int, pairs: int) -> float:
         """Operations of rows that attend to `pairs` keys in total."""
         return rows * self._of_row + pairs * self._of_pair
-
-
-def _prefill_s(started: Started) -> float:
-    """Seconds of the prefill alone."""
-    figures = started.figures
-    return figures.ttft_s - figures.waited_s - figures.stages["prepare"]

@@ -347,7 +347,7 @@ def test_the_page_and_all_that_it_names(http: httpx.Client) -> None:
     assert {"app.js", "frame.css"} <= set(names)
     for name in names:
         kind = http.get(f"/page/{name}").headers["content-type"]
-        assert kind.partition(";")[0] in ("text/javascript", "text/css", "image/svg+xml")
+        assert kind.partition(";")[0] in ("text/javascript", "application/javascript", "text/css", "image/svg+xml")
     assert not re.search(r"<script(?![^>]*src=)|<style|\son[a-z]+=", page.text), "nothing inline"
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self';")

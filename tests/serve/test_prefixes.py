@@ -59,8 +59,6 @@ def test_the_longest_beginning_is_found(prompts: list[tuple[str, list[int]]]) ->
         kept.add((owner, ids))
     rows = {(owner, ids[: i + 1]) for owner, ids in kept for i in range(len(ids))}
     assert prefixes.nbytes == ROW * len(rows)
-    prefixes.forget("")
-    assert prefixes.nbytes == ROW * len({row for row in rows if row[0]})
 
 
 def test_what_was_used_last_stays_within_the_budget() -> None:
