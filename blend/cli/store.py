@@ -174,7 +174,7 @@ def clear(store: Path, store_key: Path | None, yes: bool) -> None:
 @command.command()
 @options.store_option
 @options.store_key_option
-@number("--older-than", "older_than", "Remove what was not used, or where that is not known put, for so many days.")
+@number("older_than", "Remove what was not used, or where that is not known put, for so many days.")
 @click.option(
     "--unused",
     is_flag=True,

@@ -10,8 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from blend.chunks.library import ChunkLibrary, Tokens, Variant
-from blend.corpora import corpora, index_dir
-from blend.corpus import Corpus, CorpusChange, PreparedCorpus, plan_change, prepare
+from blend.corpus import CorpusChange, PreparedCorpus, plan_change, prepare
 from blend.errors import ConfigError, StoreError
 from blend.prompt import PromptTemplate
 from blend.serve.failures import log_failure, reason_of
@@ -123,8 +122,10 @@ class CorpusUpdater:
 
     def _delete(self, change: CorpusChange) -> None:
         """Delete the caches of chunks that are gone. Running prompts keep those that they opened, and write none again."""
-        removed_from(self._rag.store).add(change.spare)
-        change.forget()
+        spare = change.corpus.spare(change.gone)
+        removed_from(self._rag.store).add(spare)
+        for key in spare:
+            self._rag.store.delete(key)
 
     def _plan(
         self, documents: Sequence[Document], removed: Sequence[str], progress: Progress = no_progress
@@ -132,10 +133,7 @@ class CorpusUpdater:
         def stays(document: str) -> bool:
             return not any(part_of(document, upload) for upload in removed)
 
-        rag, config = self._rag, self._rag.corpus_config
-        template = _WatchedTemplate(rag.template, progress)
-        others = {name: index_dir(rag.root, name) for name in corpora(rag.root) if name != config.name}
-        corpus = Corpus(rag.decoder, template, rag.embedder, rag.store, rag.index_dir, config, others, self._known)
+        corpus = replace(self._rag.corpus(), template=_WatchedTemplate(self._rag.template, progress), known=self._known)
         return plan_change(corpus, documents, stays=stays, progress=progress)
 
 
