@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
 
-from blend.errors import ContextLengthError, PromptError
+from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model.decoder import full_prefill
 from blend.rag import NONE_RETRIEVED
 from blend.serve.documents import Documents
