@@ -215,7 +215,6 @@ def make_service(given: dict[str, Any]) -> Service:
         kv_budget=_bytes(given["kv_budget"]),
         prefix_budget=_bytes(given["prefix_budget"]),
         remember=not given["full"],
-        on_pass=profile.saw,
     )
     # The cores are the engine's. With helper threads for the others there would be more threads than cores, and GNU's OpenMP
     # then lets the engine's own helpers sleep between operations: passes take two to three times as long.

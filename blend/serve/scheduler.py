@@ -30,7 +30,6 @@ from blend.serve.limits import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUD
 from blend.serve.prefixes import PrefixCache
 from blend.serve.sequence import LEAST_GAIN, Sequence, gains_from
 from blend.serve.types import EndReason, EngineFailedError, EngineStats, OnEvent, QueueFullError, Request
-from blend.types import Stopwatch
 
 if TYPE_CHECKING:
     from blend.blender import Blender
@@ -53,9 +52,6 @@ GPU_ROWS = 1024
 # Seconds between two times that freed memory is given back to the system: .2 s a gigabyte, in which no token is computed.
 TRIM_IDLE_S, TRIM_BUSY_S = 60.0, 600.0
 
-OnPass = Callable[[int, int, float], None]
-"""Called after a pass with its rows, the keys that they attended to in total, and seconds."""
-
 
 class EmbeddedEngine:
     """Answers prompts over a blender's decoder and store, many at once. Threads may share it.
@@ -63,8 +59,7 @@ class EmbeddedEngine:
     blender_of: the blender of a tenant's corpus, on the same decoder; default: `blender` for all. most_running, most_waiting:
     prompts. pass_rows: of one pass, decoding and prefill together. kv_budget: bytes for the KV caches of running prompts; a
     prompt waits until there is room. prefix_budget: bytes of the prefix cache. least_gain: rows that blending must save.
-    remember: compute and store what the store lacked for a prompt, when idle. on_pass: called after passes like those of a
-    full prefill.
+    remember: compute and store what the store lacked for a prompt, when idle.
     """
 
     def __init__(
@@ -79,7 +74,6 @@ class EmbeddedEngine:
         prefix_budget: int = PREFIX_BUDGET,
         least_gain: int = LEAST_GAIN,
         remember: bool = True,
-        on_pass: OnPass | None = None,
     ) -> None:
         self.blender, self.decoder, self._least_gain = blender, blender.decoder, least_gain
         self._blender_of = blender_of or (lambda tenant, corpus: blender)
@@ -96,7 +90,7 @@ class EmbeddedEngine:
         self._loads = IOPool("kvblend-loads", LOADING, self._wake)
         self._caches = IOPool("kvblend-caches", 1, self._wake)
         self._encodings = EncodingQueue(self._caches, self._piece_rows)
-        self._remember, self._on_pass, self._passes = remember, on_pass, 0
+        self._remember, self._passes = remember, 0
         self._trimmed, self._untrimmed = time.monotonic(), False
         self._open = True
         self._failed = self._idle = self._news = self._closing = False
@@ -235,7 +229,7 @@ class EmbeddedEngine:
             rows = max(self._piece_rows, ROWS_ALONE) if alone else self._piece_rows
             _guarded(prefilling, partial(prefilling.prepare, rows, self._loads))
         if items := self._batch(live, prefilling):
-            run_pass(self.decoder, items, self._on_pass if _as_full_prefill(items) else None)
+            run_pass(self.decoder, items)
         if prefilling is not None and prefilling.prefilled:
             _guarded(prefilling, partial(self._remember_missing, prefilling))
         return bool(items) or prefilling is not None
@@ -396,9 +390,9 @@ class BatchItem(Protocol):
         """Its rows cannot be run."""
 
 
-def run_pass(decoder: Decoder, items: list[BatchItem], on_pass: OnPass | None = None) -> None:
+def run_pass(decoder: Decoder, items: list[BatchItem]) -> None:
     """Run one pass. If it fails, each member runs alone, so that only the faulty one fails."""
-    error = _together(decoder, items, on_pass)
+    error = _together(decoder, items)
     if error is None:
         return
     traceback.clear_frames(error.__traceback__)  # frees the memory of the pass, which may have been exhausted
@@ -409,16 +403,12 @@ def run_pass(decoder: Decoder, items: list[BatchItem], on_pass: OnPass | None = 
             _guarded(item, partial(_alone, decoder, item, error))
 
 
-def _together(decoder: Decoder, items: list[BatchItem], on_pass: OnPass | None) -> Exception | None:
+def _together(decoder: Decoder, items: list[BatchItem]) -> Exception | None:
     requests = [item.next_rows() for item in items]
-    watch = None if on_pass is None else Stopwatch(decoder.device)
     try:
         logits = decoder.prefill(requests)
     except Exception as error:
         return error
-    if on_pass is not None and watch is not None:
-        rows = sum(request.positions.shape[0] for request in requests)
-        on_pass(rows, sum(int(request.positions.sum()) for request in requests) + rows, watch.total())
     for number, item in enumerate(items):
         _guarded(item, partial(item.took, logits[number : number + 1]))
     return None
@@ -435,8 +425,3 @@ def _guarded(item: BatchItem, call: Callable[[], None]) -> None:
         call()
     except Exception as error:
         item.fail(error)
-
-
-def _as_full_prefill(items: list[BatchItem]) -> bool:
-    """Whether the pass is a large piece of a prompt that is computed in full, and nothing else."""
-    return len(items) == 1 and isinstance(items[0], Sequence) and items[0].full_piece_rows >= ROWS_ALONE

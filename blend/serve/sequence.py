@@ -116,11 +116,6 @@ class Sequence:
         """Whether its prefill waits for the store: it can neither advance nor be released."""
         return self._stepper is not None and self._stepper.busy
 
-    @property
-    def full_piece_rows(self) -> int:
-        """Rows of the next piece if the prompt is computed in full, else 0."""
-        return self.piece.positions.shape[0] if self.reason and self.piece is not None else 0
-
     def prepare(self, most_rows: int, io: IOPool) -> None:
         """Advance until a `piece` is ready, the prefill ends, or it waits for the store. most_rows: of new pieces."""
         if self._stepper is None:
@@ -136,11 +131,11 @@ class Sequence:
         missing = self.blend.missing if self.blend is not None else ()
         if not missing and self.reason != "cold":  # cold: which caches are missing is not known yet
             return None
-        library, chunks = self.blender.library, [chunk for chunk in self.request.layout.stored if chunk is not None]
+        blender, layout = self.blender, self.request.layout
 
         def find() -> tuple[ChunkLibrary, Listed[Variant]]:
-            found = library(self.request.layout.kept_behind)
-            return found, missing or found.missing(chunks)
+            library = blender.library(layout.kept_behind)
+            return library, missing or library.missing([chunk for chunk in layout.stored if chunk is not None])
 
         return find
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -73,8 +72,7 @@ class Service:
     """Answers requests of many tenants over one engine. Threads may share it.
 
     rag: the unnamed corpus of the unnamed tenant; its decoder answers. engine: over that decoder. learn_budget: bytes of each
-    tenant's store for caches of texts from requests; 0 learns nothing. full: never blend. profile: of full prefill; the engine
-    keeps it up to date.
+    tenant's store for caches of texts from requests; 0 learns nothing. full: never blend. profile: of full prefill.
     """
 
     def __init__(
@@ -436,8 +434,7 @@ class PrefillProfile:
 
     def timed(self, seconds: float) -> None:
         """Full prefill of the `sample` took so long; this replaces earlier timings."""
-        rows = self.sample.rows
-        self.saw(rows, rows * (rows + 1) // 2, seconds, anew=True)
+        self._rate = self._operations(self.sample.rows) / max(seconds, 1e-9)
 
     def took(self, prompt: int, seconds: float) -> None:
         """Full prefill of this prompt, named by a hash, took so long."""
@@ -449,17 +446,9 @@ class PrefillProfile:
         with self._lock:
             return self._prompts.get(prompt)
 
-    def saw(self, rows: int, pairs: int, seconds: float, *, anew: bool = False) -> None:
-        """A pass computed rows that attended to `pairs` keys in total in so many seconds."""
-        rate = self.operations(rows, pairs) / max(seconds, 1e-9)
-        with self._lock:
-            known = None if anew else self._rate
-            self._rate = rate if known is None else math.exp(0.9 * math.log(known) + 0.1 * math.log(rate))
-
     def seconds(self, rows: int) -> float | None:
         """The estimate for a prompt of so many rows; None while nothing was measured."""
-        return None if self._rate is None else self.operations(rows, rows * (rows + 1) // 2) / self._rate
+        return None if self._rate is None else self._operations(rows) / self._rate
 
-    def operations(self, rows: int, pairs: int) -> float:
-        """Operations of rows that attend to `pairs` keys in total."""
-        return rows * self._of_row + pairs * self._of_pair
+    def _operations(self, rows: int) -> float:
+        return rows * self._of_row + rows * (rows + 1) // 2 * self._of_pair

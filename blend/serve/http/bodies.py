@@ -210,7 +210,6 @@ class OwnBody(Body):
     """The field `kvblend`. corpus: of documents that are named by ids, and of pasted text."""
 
     corpus: str | None = None
-    documents: list[DocumentBody] | None = None
     retrieve: RetrieveBody | None = None
     method: Literal["blend", "full"] | None = None
     cold: bool | None = None
@@ -290,13 +289,8 @@ def read_body(raw: bytes, kind: type[BodyT], limits: RequestLimits) -> BodyT:
     values = without_unsupported(_json(raw), UNSUPPORTED)
     for name in IGNORED:
         values.pop(name, None)
-    own = values.get("kvblend")
-    for name, holder, most in (
-        ("messages", values, limits.messages),
-        ("documents", values, limits.documents),
-        ("documents", own if isinstance(own, dict) else {}, limits.documents),
-    ):
-        if isinstance(held := holder.get(name), list) and len(held) > most:
+    for name, most in (("messages", limits.messages), ("documents", limits.documents)):
+        if isinstance(held := values.get(name), list) and len(held) > most:
             raise refuse(f"{len(held):,} {name} are more than {most:,}, all that a request may bring; send fewer", name)
     if isinstance(messages := values.get("messages"), list):
         values["messages"] = [_message(number, one) for number, one in enumerate(messages)]
@@ -368,10 +362,16 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
     """The request for the service. Raises `ApiError`, or `ConfigError` for invalid sampling."""
     _check_combinations(body)
     own = body.kvblend or OwnBody()
-    documents = body.documents or own.documents or []
     top_k, corpus = _retrieval(body.model or names.model, own, names, limits.top_k)
     if isinstance(body, CompletionBody):
-        _check_no_passages(body, own, retrieving=top_k is not None)
+        # A completion has no place for documents.
+        for name, found in (
+            ("documents", body.documents),
+            ("kvblend.retrieve", own.retrieve),
+            ("model", top_k is not None),
+        ):
+            if found:
+                raise refuse(f"{name} brings documents to a completion; ask /v1/chat/completions", name)
     if names.tenant and (own.priority or 0) < 0:
         message = "a key with a tenant may not be more urgent than others; give a priority of 0 or more"
         raise refuse(message, "kvblend.priority", "forbidden", 403)
@@ -388,7 +388,7 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
         messages=_messages(body) if isinstance(body, ChatBody) else (),
         prompt=body.prompt if isinstance(body, CompletionBody) else None,
         tenant=names.tenant,
-        documents=tuple(_document(number, one) for number, one in enumerate(documents)),
+        documents=tuple(_document(number, one) for number, one in enumerate(body.documents or ())),
         top_k=top_k,
         corpus=corpus,
         sampling=sampling,
@@ -405,23 +405,12 @@ def _check_combinations(body: ChatBody | CompletionBody) -> None:
     """Fields that need or contradict each other."""
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options is for streams; set stream to true or leave it out", "stream_options")
-    if body.documents and body.kvblend and body.kvblend.documents:
-        raise refuse("documents stand in two places; give them in one", "kvblend.documents")
     if not isinstance(body, ChatBody):
         return
     if body.top_logprobs is not None and not body.logprobs:
         raise refuse("top_logprobs needs logprobs to be true", "top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise refuse("max_tokens and max_completion_tokens differ; give one", "max_tokens")
-
-
-def _check_no_passages(body: CompletionBody, own: OwnBody, *, retrieving: bool) -> None:
-    """Refuse what brings documents to a prompt without a place for them."""
-    brought = {"documents": body.documents, "kvblend.documents": own.documents, "kvblend.retrieve": own.retrieve}
-    for name, found in (*brought.items(), ("model", retrieving)):
-        if found:
-            message = f"{name} brings documents, and a completion has no place for them; ask /v1/chat/completions"
-            raise refuse(message, name)
 
 
 def _messages(body: ChatBody) -> tuple[Message, ...]:
