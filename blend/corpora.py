@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -162,7 +161,7 @@ class Sharing:
             return
         place, store = _place(corpus), self._store()
         store.backend.delete(place + _MANIFEST)  # first: it names the others
-        for file in chain.from_iterable(store.backend.names(place)):
+        for file in store.backend.names(place):
             store.backend.delete(file)
         self._forget(corpus)
 
@@ -187,7 +186,7 @@ class Sharing:
 
 def published(store: ChunkStore) -> set[str]:
     """Corpora that have an index in a shared store, the one without a name as "". Raises `StoreError`."""
-    names = chain.from_iterable(store.backend.names(INDEXES))
+    names = store.backend.names(INDEXES)
     return {_named(name.removeprefix(INDEXES).partition("/")[0]) for name in names if name.endswith(f"/{_MANIFEST}")}
 
 
@@ -202,7 +201,7 @@ def _named(corpus: str) -> str:
 def _sweep(store: ChunkStore, place: str, current: set[str]) -> None:
     """Delete files of earlier generations once no reader can still be fetching them."""
     with suppress(StoreError):
-        for stored in chain.from_iterable(store.backend.listing(place)):
+        for stored in store.backend.listing(place):
             if stored.name not in current and time.time() - stored.used > _KEEP_S:
                 store.backend.delete(stored.name)
 

@@ -184,8 +184,7 @@ def prepare(
     library = _decide(change, quick=quick)
     variants = library.variants(change.ids, contextual=not quick)
     missing = library.missing_of([one for one in variants if share.holds(library.key(one))])
-    restored = library.restored(missing)  # from a nearer copy
-    return PreparedCorpus(library, variants, [one for one in missing if one not in restored], update)
+    return PreparedCorpus(library, variants, missing, update)
 
 
 def _write_index(change: CorpusChange, progress: Progress) -> IndexUpdate:

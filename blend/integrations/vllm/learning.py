@@ -30,7 +30,8 @@ from blend.serve.background import EncodingQueue, IOPool
 from blend.serve.learned import SHARE, LearnedCaches, RecentTexts, removed_from
 from blend.serve.limits import LEARN_BUDGET
 from blend.store.addresses import root_of
-from blend.store.admin import pinned, read_sources
+from blend.store.admin import read_sources
+from blend.store.backend import pinned
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
