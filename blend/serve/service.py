@@ -364,10 +364,9 @@ class OutputProcessor:
     def _add(self, token: Token) -> None:
         spelled = self._request.sampling.logprobs is not None
         self._held.append(self._detokenizer.spelled(token) if spelled else token)
-        certain = self._detokenizer.add(token.id)
-        if certain.text:
-            self._output(certain.text)
-        if certain.stopped:
+        if text := self._detokenizer.add(token.id):
+            self._output(text)
+        if self._detokenizer.stopped:
             self._finish("stop")
             self.cancel()
 

@@ -67,7 +67,7 @@ def said(tokenizer: Any, ids: list[int]) -> tuple[str, list[Token]]:
     speaker, text, told = Detokenizer(tokenizer), "", []
     for one in ids:
         told.append(speaker.spelled(Token(one, -1.0, (TopToken(one, -1.0),))))
-        text += speaker.add(one).text
+        text += speaker.add(one)
     return text + speaker.finish(), told
 
 
