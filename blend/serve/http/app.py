@@ -80,7 +80,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         refused = refuse(f"{request.method} is not for this path; it takes {allowed}", None, "method_not_allowed", 405)
-        response = refused.failure.response
+        response = refused.response
         response.headers["allow"] = allowed
         return response
     raise refuse("there is nothing here; see /v1/models", None, "not_found", error.status_code)
@@ -98,7 +98,7 @@ async def _ready(request: Request) -> Response:
     try:
         state_of(request).require_service()
     except ApiError as error:
-        return error.failure.response
+        return error.response
     return json_response({"status": "ready"})
 
 

@@ -29,7 +29,7 @@ from blend.serve.http.bodies import (
     read_body,
     request_of,
 )
-from blend.serve.http.errors import GONE, ApiError, Failure, ended_early, failure_of, json_response
+from blend.serve.http.errors import GONE, ApiError, ended_early, failure_of, json_response
 from blend.serve.http.requests import AppState, LogEntry, admitted, entry_of, state_of
 from blend.serve.http.tracing import TracedRequest
 from blend.serve.types import Event, Failed, Finished, Handle, Output, QueueFullError, Started, Token
@@ -66,7 +66,7 @@ async def _answer(request: HttpRequest, kind: type[Body]) -> Response:
             # A stream starts with its first event: until then a failure still has a status of its own.
             first = await channel.next(state.limits.keep_alive_s)
             if first is not None and (failure := failure_in(first)):
-                raise ApiError(failure)
+                raise failure
             return EventStream(channel, _parts(channel, first, reply, entry_of(request), state.limits.keep_alive_s))
         found = await channel.collect()
     except BaseException:
@@ -101,7 +101,7 @@ def _submit(
     try:
         request = request_of(body, ModelNames(service.model, tenant, service.corpora(tenant)), state.limits)
     except ApiError as error:
-        if error.failure.code in CORPUS_CODES:  # which corpora exist is unknown while the store is unreachable
+        if error.code in CORPUS_CODES:  # which corpora exist is unknown while the store is unreachable
             service.require_store(tenant)
         raise
     request = replace(request, arrived=channel.begun)
@@ -140,9 +140,9 @@ class EventChannel:
     def require(self, deadline_s: float | None = None) -> None:
         """Raise `ApiError` if the client has left or the deadline has passed."""
         if self._left:
-            raise ApiError(ended_early("cancelled"))
+            raise ended_early("cancelled")
         if deadline_s is not None and time.monotonic() - self.begun > deadline_s:
-            raise ApiError(ended_early("deadline"))
+            raise ended_early("deadline")
 
     def accepted(self, handle: Handle) -> None:
         """The service has accepted the request."""
@@ -164,7 +164,7 @@ class EventChannel:
         while not isinstance(event := await self._queue.get(), Finished | Failed):
             outputs.extend([event] if isinstance(event, Output) else [])
         if failure := failure_in(event):
-            raise ApiError(failure)
+            raise failure
         assert self._started is not None
         assert isinstance(event, Finished)
         return self._started, outputs, event
@@ -213,8 +213,8 @@ class EventChannel:
                 log_error(event.error, self._entry.id)
 
 
-def failure_in(event: Event) -> Failure | None:
-    """The failure for the client if this event ends an answer early; else None."""
+def failure_in(event: Event) -> ApiError | None:
+    """The error for the client if this event ends an answer early; else None."""
     if isinstance(event, Failed):
         return failure_of(event.error)
     if isinstance(event, Finished) and event.reason not in ("stop", "length"):

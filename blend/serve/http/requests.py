@@ -25,7 +25,7 @@ from blend.limits import shown
 from blend.serve.access import ApiKeys, is_loopback
 from blend.serve.failures import LOG, log_error
 from blend.serve.http.bodies import BodyBudget
-from blend.serve.http.errors import ApiError, Failure, closing, engine_failed, failure_of, refuse, unavailable
+from blend.serve.http.errors import ApiError, closing, engine_failed, failure_of, refuse, unavailable
 from blend.serve.http.tracing import Tracing
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import Metrics
@@ -148,9 +148,9 @@ class LogEntry:
     error: str = ""
     begun: float = field(default_factory=time.monotonic)
 
-    def failed(self, failure: Failure) -> None:
-        """The request ended with a failure."""
-        self.status, self.error = failure.status, failure.code
+    def failed(self, error: ApiError) -> None:
+        """The request ended with this error."""
+        self.status, self.error = error.status, error.code
 
 
 def entry_of(request: Request) -> LogEntry:
