@@ -292,6 +292,8 @@ class Rewriter:
             if self._local is None:
                 self._local = LocalPrompts(self._engine.renderer.get_tokenizer(), self._rows)
             return await asyncio.to_thread(self._local.prompt, part)
+        except ApiError:
+            raise
         except Exception as error:
             raise failure_of(error) from error
 
