@@ -12,7 +12,7 @@ from ray_here import QUIET, needs_ray
 from undisturbed import CHUNKS as SMALL
 from undisturbed import Undisturbed
 
-from _store_servers import given_bucket
+from tests.store.servers import given_bucket
 
 CHUNKS = ("--chunk-tokens", "64")
 
