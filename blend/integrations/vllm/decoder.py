@@ -12,7 +12,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -334,11 +334,15 @@ class PagedDecoder(RowDecoder):
     ) -> None:
         self.model, self.fingerprint, self.kept_as, self.rotations = model, fingerprint, kept_as, rotations
         self.layers = model.site.layers
-        self.name = str(model.site.config.model_config.model)
 
     def named(self, fingerprint: str, kept_as: str) -> PagedDecoder:
         """The same decoder, its caches under another fingerprint and dtype."""
         return PagedDecoder(self.model, fingerprint, kept_as, self.rotations)
+
+    @cached_property
+    def name(self) -> str:
+        """The model's name in vLLM."""
+        return str(self.model.site.config.model_config.model)
 
     @property
     def device(self) -> torch.device:
