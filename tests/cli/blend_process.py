@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from blend.cli import blend as group
+from blend.cli import exit_code_of
+
 REPOSITORY = Path(__file__).parents[2]
 SHORT_CONTEXT = 512
+CHUNKS = ("--chunk-tokens", "32")
+ASK = ("answer", "How many crates are in lot 3?", "--json", "--max-new-tokens", "8")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'kvblend[ray]'")
+# No token in the home directory; workers that are not the last in the queue for the processor, and are not killed because
+# something else on this machine takes its memory.
+QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
 
 
 class Result(NamedTuple):
@@ -45,7 +57,7 @@ class Running:
     def err(self) -> str:
         return Path(self.files[2]).read_text(encoding="utf-8")
 
-    def until(self, happened: Callable[[], bool], timeout: float = 60) -> Running:
+    def until(self, happened: Callable[[], bool], timeout: float = 120) -> Running:
         deadline = time.monotonic() + timeout
         while not happened():
             assert time.monotonic() < deadline, f"did not happen: {self.err}"
@@ -105,6 +117,18 @@ class Blend:
     def __call__(self, *arguments: str | Path, **options: Any) -> Result:
         return self.start(*arguments, **options).wait()
 
+    def here(self, *arguments: str | Path) -> Result:
+        """The same in this process, which is quicker: for what ends before a model is loaded."""
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.chdir(self.folder)
+            patch.setenv("KVBLEND_MODEL", str(self.model))
+            if self.store is not None:
+                patch.setenv("KVBLEND_STORE", str(self.store))
+            words = [str(argument) for argument in arguments]
+            code = exit_code_of(lambda: group.main(words, prog_name="blend", standalone_mode=False))
+        return Result(code, out.getvalue(), err.getvalue())
+
     def at(self, store: Path) -> Blend:
         """The same with another store."""
         return Blend(self.server, self.folder, self.model, store, self._count)
@@ -131,3 +155,25 @@ def one_line(text: str) -> str:
     last = text.strip().splitlines()[-1]
     assert last.startswith("blend: "), text
     return last
+
+
+def contents(store: Path) -> dict[str, bytes]:
+    """Every byte of caches, artifacts and index by name; left out is what says when and how fast they were made."""
+    names = {path.relative_to(store): path for path in store.rglob("*") if path.is_file()}
+    kept = {
+        name: path
+        for name, path in names.items()
+        if name.parts[1] not in ("generation", ".lock", ".writing", "namespaces")
+    }
+    return {str(name): path.read_bytes() for name, path in kept.items()}
+
+
+class Undisturbed(NamedTuple):
+    """What one process makes of the documents, and answers from it."""
+
+    contents: dict[str, bytes]
+    answer: dict[str, Any]
+
+
+def all_caches(store: Path) -> int:
+    return len(entries(store)) + len(entries(store, "contextual"))

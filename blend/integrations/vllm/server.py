@@ -152,11 +152,8 @@ class PrefillService:
         return {"prompt": ids, "right": right, "wrong": wrong}
 
     def _prefilled(self, ids: list[int]) -> Any:
-        decoder, rows = self._decoder, len(ids)
-        cache = decoder.new_cache(rows)
-        with torch.inference_mode():
-            tokens = torch.tensor([ids], device=decoder.device)
-            decoder.prefill_rows(tokens, torch.arange(rows, device=decoder.device), cache)
+        cache = self._decoder.new_cache(len(ids))
+        self._decoder.encode_rows(torch.tensor([ids], device=self._decoder.device), 0, cache)
         return cache
 
     def holding(self) -> Message:
