@@ -32,7 +32,7 @@ from blend.integrations.vllm.prompts import (
 )
 from blend.integrations.vllm.transport import SOCKET, VARIABLE, PrefillConnection, TransportError
 from blend.integrations.vllm.transport import Message as PrefillMessage
-from blend.serve.http.errors import ApiError, Failure, failure_of, refuse, unavailable
+from blend.serve.http.errors import ApiError, failure_of, refuse, unavailable
 from blend.serve.types import ASKED_FOR
 
 NO_PROCESS = "no prefill process"
@@ -216,7 +216,7 @@ class Rewriter:
             if status >= 500:
                 raise TransportError("the prefill process failed at a request, its log says where")
             if wanted:
-                raise ApiError(Failure(status, words, code, param))
+                raise ApiError(status, words, code, param)
             return Rewritten(plain)  # it may be right for vLLM
         if "pass" in message:
             return Rewritten(plain)
@@ -244,7 +244,7 @@ class Rewriter:
         except ApiError as error:
             if wanted:
                 raise
-            if error.failure.status >= 500:
+            if error.status >= 500:
                 self._circuit.warn(f"passages in a prompt could not be looked for ({error.__cause__})")
             return Rewritten(plain)  # it may be right for vLLM
         self._circuit.answered()
@@ -292,8 +292,10 @@ class Rewriter:
             if self._local is None:
                 self._local = LocalPrompts(self._engine.renderer.get_tokenizer(), self._rows)
             return await asyncio.to_thread(self._local.prompt, part)
+        except ApiError:
+            raise
         except Exception as error:
-            raise ApiError(failure_of(error)) from error
+            raise failure_of(error) from error
 
     def begin(self) -> None:
         """At the server's start: compare with a prefill process that is there already."""
@@ -359,7 +361,7 @@ class KVBlend:
             return
         kinds = _content_types(scope)
         if scope["type"] == "http" and len(kinds) > 1:  # readers could disagree about which one counts
-            await refuse("a request has one header content-type, not several").failure.response(scope, receive, send)
+            await refuse("a request has one header content-type, not several").response(scope, receive, send)
             return
         if scope["type"] != "http" or scope["method"] != "POST" or kinds[0].startswith("multipart/"):
             await self._app(scope, receive, send)
@@ -403,7 +405,7 @@ class RewrittenExchange:
         self._next: asyncio.Future[Message] | None = None
         self._found = Rewritten({})
         self._reply: _Reply | None = None
-        self.failure: Failure | None = None
+        self.failure: ApiError | None = None
 
     async def receive(self) -> Message:
         """For vLLM: the rewritten body, then whatever the client does."""
@@ -472,15 +474,15 @@ class RewrittenExchange:
             raise
         except Exception as error:
             LOG.error("kvblend: a request could not be rewritten", exc_info=True)
-            raise ApiError(failure_of(error)) from error
+            raise failure_of(error) from error
         if self._found.shown is not None:
             self._reply = _Reply(self._found.shown)
         return None
 
     def _failed(self, error: ApiError) -> HTTPException:
         """For vLLM, so that it stops; its own reply to this is not sent."""
-        self.failure = error.failure
-        return HTTPException(error.failure.status)
+        self.failure = error
+        return HTTPException(error.status)
 
 
 def strip(body: dict[str, Any]) -> None:
