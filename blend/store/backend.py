@@ -323,13 +323,13 @@ class CircuitOpenError(StoreUnreachableError):
 class CircuitBreaker:
     """Refuses calls for `pause_s` seconds after one failed with an outage, then lets one through to try.
 
-    counts: whether an error is an outage; damage never is.
+    counts: whether an error is an outage; damage never is. Others show that the place answers.
     """
 
-    def __init__(self, pause_s: float, counts: Callable[[StoreError], bool]) -> None:
+    def __init__(self, pause_s: float, counts: Callable[[Exception], bool]) -> None:
         self._pause_s, self._counts = pause_s, counts
         self._lock = threading.Lock()
-        self._error: StoreError | None = None
+        self._error: Exception | None = None
         self._until = 0.0
 
     @property
@@ -347,13 +347,11 @@ class CircuitBreaker:
         except EntryDamagedError:
             self._answered()
             raise
-        except StoreError as error:
+        except Exception as error:
             if self._counts(error):
                 self._trip(error)
             else:
                 self._answered()
-            raise
-        except BaseException:
             raise
         else:
             self._answered()
@@ -367,7 +365,7 @@ class CircuitBreaker:
                 raise CircuitOpenError(str(self._error))
             self._until = now + self._pause_s  # this call tries; the others stay refused
 
-    def _trip(self, error: StoreError) -> None:
+    def _trip(self, error: Exception) -> None:
         with self._lock:
             self._error, self._until = error, time.monotonic() + self._pause_s
 

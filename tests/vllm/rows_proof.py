@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from offline import Engine
-from rows_connector import STAGES
+from rows_connector import MADE
 from tiny import save_model
 
 from blend.blender import Blend, Blender
@@ -74,7 +74,7 @@ class Proof:
             library.compute(library.missing(layout.chunks))
         options = {"stage": "rows", "store": str(folder / "store"), "learn": False, **SETTINGS}
         self.engine = Engine(model, options, "rows_connector", max_num_seqs=8, max_num_batched_tokens=1024, **more)
-        self.stage = STAGES[-1]
+        self.stage = MADE[-1]
         self.rows = self.stage.blender
 
     def decoded(self, salt: str, *, tickets: bool = True) -> list[list[int]]:

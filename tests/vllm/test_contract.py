@@ -23,10 +23,9 @@ from blend.integrations.vllm.contract import (
     refuse,
     refuse_version,
     rows_options,
-    stage_of,
 )
 from blend.integrations.vllm.prompts import blended
-from blend.integrations.vllm.stage import CopyStage, LoadRunner, RowStage
+from blend.integrations.vllm.stage import CopyStage, LoadRunner, RowStage, stage_of
 from blend.types import Part, PromptLayout
 
 NAME, SALT = "f" * 32, "salt"

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from machines import HEADERS, Machines, until
+from machines import Machines, until
 from proofs import found_by
 from quantised import save_int8
 
@@ -95,17 +94,7 @@ def server(tmp_path: Path) -> Iterator[Machines]:
 
 def test_a_corpus_of_the_model_as_it_was_is_answered_by_the_quantised_one(server: Machines) -> None:
     def ask(question: str, **kvblend: Any) -> tuple[str, dict[str, Any]]:
-        body = {
-            "model": "tiny+corpus",
-            "messages": [{"role": "user", "content": question}],
-            "kvblend": {"retrieve": {"top_k": len(TOWNS)}, **kvblend},
-            "temperature": 0,
-            "max_tokens": 16,
-            "ignore_eos": True,
-        }
-        given = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=HEADERS, timeout=300)
-        assert given.status_code == 200, given.text
-        return given.json()["choices"][0]["message"]["content"], given.json()["kvblend"]
+        return server.ask(question, model="tiny+corpus", kvblend={"retrieve": {"top_k": len(TOWNS)}, **kvblend})
 
     def files() -> int:
         return sum(one.is_file() for one in (server.store / "kv").rglob("*"))

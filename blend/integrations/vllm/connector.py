@@ -29,9 +29,8 @@ from blend.integrations.vllm.contract import (
     Site,
     refuse,
     refuse_version,
-    stage_of,
 )
-from blend.integrations.vllm.stage import FinishedLoads, LoadRunner
+from blend.integrations.vllm.stage import FinishedLoads, LoadRunner, stage_of
 
 COUNTERS = {
     "prompts_blended": "Prompts whose KV came from chunk caches, at least in part.",

@@ -1,4 +1,4 @@
-"""What vLLM's server, scheduler and workers agree on: loads and the stages that do them, signed tickets, what is refused."""
+"""What vLLM's server, scheduler and workers agree on: loads, signed tickets, what is refused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import hmac
 import json
 import logging
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from importlib import import_module
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -28,15 +26,9 @@ PARAMETER = "kvblend"
 """Our key in a request's `kv_transfer_params`."""
 DAMAGED = "damaged"
 """A figure for vLLM's metrics, not for replies: how many damaged store entries a load found."""
-STAGES = {
-    "copied": "blend.integrations.vllm.stage:CopyStage",
-    "rows": "blend.integrations.vllm.stage:RowStage",
-}
-"""Where each stage is made, by the value of the option "stage"."""
 NEARER = 10
 """How many times nearer exact KV must be than wrong KV: rounding to 16 bits is 100 times nearer, other rotations no nearer."""
 _TOP = 10  # log-probabilities that are compared
-_OPTIONS = {"stage", "load"}
 
 
 class Load(NamedTuple):
@@ -94,59 +86,6 @@ def slots_of(positions: torch.Tensor, blocks: Sequence[int], block_size: int) ->
     """Cache slots int64 `[rows]` of these positions, as the engine counts them."""
     table = torch.tensor(tuple(blocks), dtype=torch.int64, device=positions.device)
     return table[positions // block_size] * block_size + positions % block_size
-
-
-class Stage(ABC):
-    """Fills requests' blocks in one worker process.
-
-    apart: whether `fill` may run in a thread during forward passes; otherwise it runs between them, in the engine's thread.
-    options: names of the connector's options that the stage takes. Making one raises `ModelRefusedError` for a model, and
-    `ValueError`, in one line, for wrong options.
-    """
-
-    apart = False
-    options = frozenset[str]()
-
-    def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
-        self.site = site
-
-    @abstractmethod
-    def fill(self, load: Load) -> dict[str, Any] | None:
-        """Write the KV of the rows of `load` in every layer. Returns figures for the reply and for vLLM's metrics.
-
-        Every forward pass that begins after the return sees the KV. Other requests' blocks are never written. After a
-        preemption it is called again for the request, with other blocks and another start. Raises `LoadFailedError`; what was
-        written by then is not used.
-        """
-
-    def rest(self, *, alone: bool) -> None:  # noqa: B027 - a stage may have nothing to defer
-        """Do deferred work in an engine step without loads; not called where `apart`.
-
-        alone: no request computes anything in this step; otherwise running answers wait for this call.
-        """
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether `rest` has more to do: the engine then keeps stepping after all requests have ended."""
-        return False
-
-    def close(self) -> None:  # noqa: B027 - a stage may hold nothing
-        """The worker process ends."""
-
-
-def stage_of(options: Mapping[str, Any]) -> type[Stage]:
-    """The stage that the connector's options name. Raises `ValueError` for unknown options and values."""
-    stage, load = options.get("stage", "copied"), options.get("load")
-    if stage not in STAGES:
-        raise ValueError(f"kvblend: there is no stage {stage!r}; choose {' or '.join(STAGES)}")
-    if load not in (None, "async", "sync"):
-        raise ValueError(f"kvblend: load is {load!r}; choose async or sync")
-    module, _, name = STAGES[stage].partition(":")
-    made: type[Stage] = getattr(import_module(module), name)
-    known = _OPTIONS | made.options
-    if unknown := sorted(set(options) - known):
-        raise ValueError(f"kvblend: stage {stage} has no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
-    return made
 
 
 def rows_options(config: Any) -> Mapping[str, Any] | None:
