@@ -239,8 +239,10 @@ class Rewriter:
             async with asyncio.timeout(self._timeouts.check):
                 with closing(await Connection.open(self._socket, asked)) as connection:
                     message = await connection.receive()
-                    reason = str(message.get("refused", "")) or await self._compared(message["checks"])
-                    await connection.send({"verdict": reason})
+                    reason = str(message.get("refused", ""))
+                    if not reason:
+                        reason = await self._compared(message["checks"])
+                        await connection.send({"verdict": reason})
         except BaseException:
             del self._verdicts[model]  # the next request tries again
             raise

@@ -29,6 +29,7 @@ from blend.integrations.vllm.transport import (
     Message,
     PoolFullError,
     TransportError,
+    check_user,
 )
 from blend.serve.failures import LOG, log_error
 from blend.serve.http.completions import figures_of
@@ -271,6 +272,7 @@ class PrefillServer:
         self._connections += 1
         try:
             with closing(Connection(reader, writer)) as connection:
+                check_user(writer.get_extra_info("socket"))
                 async with asyncio.timeout(self._timeout_s):
                     message = await connection.receive()
                 await self._answer(connection, message)

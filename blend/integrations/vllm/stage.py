@@ -59,11 +59,9 @@ _DTYPES = ("float32", "bfloat16", "float16")  # in which a store may have been p
 
 @dataclass
 class FinishedLoads:
-    """Since the last call: requests whose load ended, the failed ones, their blocks, and figures of the others."""
+    """Loads that ended since the last call. failed: their blocks, by request. figures: of the others."""
 
-    requests: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    blocks: set[int] = field(default_factory=set)
+    failed: dict[str, set[int]] = field(default_factory=dict)
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -109,18 +107,6 @@ class LoadRunner:
         self._stage.close()
 
     def _do(self, load: Load) -> None:
-        figures = self._filled(load)
-        blocks = load.blocks[load.start // self._block_size : (load.stop - 1) // self._block_size + 1]
-        with self._lock:
-            self._done.requests.add(load.request)
-            if figures is not None:
-                self._done.figures[load.request] = figures
-            else:
-                self._done.failed.add(load.request)
-                self._done.blocks.update(blocks)
-
-    def _filled(self, load: Load) -> dict[str, Any] | None:
-        """Figures of a load; None for one that failed."""
         try:
             with torch.inference_mode():
                 figures = self._stage.fill(load) or {}
@@ -129,11 +115,15 @@ class LoadRunner:
                 known = isinstance(error, LoadFailedError)
                 LOG.warning("kvblend: %s; vLLM prefills by itself until it works again", error, exc_info=not known)
             self._warned = True
-            return None
+            first, last = load.start // self._block_size, (load.stop - 1) // self._block_size
+            with self._lock:
+                self._done.failed[load.request] = set(load.blocks[first : last + 1])
+            return
         if self._warned:
             LOG.info("kvblend: blended KV is loaded again")
         self._warned = False
-        return figures
+        with self._lock:
+            self._done.figures[load.request] = figures
 
 
 class Stage(ABC):

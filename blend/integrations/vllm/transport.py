@@ -102,7 +102,7 @@ def request(name: str, message: Message, seconds: float) -> tuple[Message, int |
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(seconds)
             sock.connect(address(name))
-            _check_user(sock)
+            check_user(sock)
             sock.sendall(_line(message))
             line, fds, _, _ = socket.recv_fds(sock, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
             while not line.endswith(b"\n") and (more := sock.recv(1 << 16)):
@@ -114,7 +114,7 @@ def request(name: str, message: Message, seconds: float) -> tuple[Message, int |
         raise TransportError(f"the prefill process does not answer at {name} ({error})") from None
 
 
-def _check_user(sock: Any) -> None:
+def check_user(sock: Any) -> None:
     """Raise `TransportError` unless the other end's process belongs to this user or root."""
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user = _CREDENTIALS.unpack(found)[1]
@@ -140,27 +140,23 @@ def _message(line: bytes) -> Message:
 
 
 class Connection:
-    """Messages both ways, at either end. The prefill process cancels its work and frees its KV when a client closes it.
-
-    Raises `TransportError` for an end that is not trusted.
-    """
+    """Messages both ways, at either end. The prefill process cancels its work and frees its KV when a client closes it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._socket = writer.get_extra_info("socket")
-        try:
-            _check_user(self._socket)
-        except TransportError:
-            writer.close()
-            raise
 
     @classmethod
     async def open(cls, name: str, message: Message) -> Connection:
         """Connect to the prefill process, and send a message. Raises `TransportError`."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
         try:
-            found = cls(*await asyncio.open_unix_connection(address(name), limit=MOST_BYTES))
+            sock.connect(address(name))  # at once or never; uvloop knows no abstract names
+            check_user(sock)
         except (OSError, TransportError) as error:
+            sock.close()
             raise TransportError(f"the prefill process does not answer at {name} ({error})") from None
+        found = cls(*await asyncio.open_unix_connection(sock=sock, limit=MOST_BYTES))
         try:
             await found.send(message)
         except BaseException:
@@ -175,7 +171,7 @@ class Connection:
                 self._writer.write(_line(message))
                 await self._writer.drain()
             else:
-                with self._socket.dup() as sock:
+                with self._writer.get_extra_info("socket").dup() as sock:
                     socket.send_fds(sock, [_line(message)], [fd])
         except OSError as error:
             raise TransportError(f"the other end has gone ({error})") from None
