@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -76,43 +75,35 @@ class Sharing:
 
     def __init__(self, root: Path, store: Callable[[], ChunkStore], *, every_s: float = 5.0) -> None:
         self._root, self._store, self._every_s = root, store, every_s
-        self._lock = Lock()
-        self._after = float("-inf")
-
-    @cached_property
-    def shared(self) -> bool:
-        """Whether the directory is the replica of a shared store."""
-        return root_of(self._root) is not None
+        self._shared, self._lock, self._after = root_of(root) is not None, Lock(), float("-inf")
 
     def refresh(self, *, now: bool = False) -> None:
         """Fetch indexes that others have published, at most every few seconds unless `now`.
 
         If the store does not answer, the fetched indexes stay in use. Raises `StoreError`, also if there are none.
         """
-        if not self.shared:
+        if not self._shared:
             return
         with self._lock:
             if not now and time.monotonic() < self._after:
                 return
             self._after = time.monotonic() + self._every_s
-            self._fetch_all()
-
-    def _fetch_all(self) -> None:
-        store = self._store()
-        try:
-            for corpus in sorted({*store.backend.folders(INDEXES), *self._fetched()}):
-                if corpus == _UNNAMED or is_corpus_name(corpus):
-                    self._fetch(store, corpus)
-        except StoreUnreachableError:
-            if not self._fetched():
-                raise
+            store, fetched = self._store(), {path.stem for path in (self._root / "shared").glob("*.manifest")}
+            try:
+                for corpus in sorted({*store.backend.folders(INDEXES), *fetched}):
+                    if corpus == _UNNAMED or is_corpus_name(corpus):
+                        self._fetch(store, _named(corpus))
+            except StoreUnreachableError:
+                if not fetched:
+                    raise
 
     def _fetch(self, store: ChunkStore, corpus: str) -> None:
-        place, directory = f"{INDEXES}{corpus}/", index_dir(self._root, _named(corpus))
+        place, directory = _place(corpus), index_dir(self._root, corpus)
         raw, manifest = store.read_manifest(place + _MANIFEST)
-        if raw is None and self._known(corpus) is not None:
-            self._forget(corpus, directory)
-        if raw is None or (raw == self._known(corpus) and (directory / _MANIFEST).is_file()):
+        known = self.begun_with(corpus)
+        if raw is None and known is not None:
+            self._forget(corpus)
+        if raw is None or (raw == known and (directory / _MANIFEST).is_file()):
             return
         if manifest is None:
             raise StoreError(
@@ -126,8 +117,11 @@ class Sharing:
         self._remember(corpus, raw)
 
     def begun_with(self, corpus: str) -> bytes | None:
-        """The manifest that `publish` will replace. Call it before reading the index, which `refresh` may change."""
-        return self._known(corpus or _UNNAMED)
+        """The manifest that was fetched or published last, for `publish`. Ask before reading the index, as it may change."""
+        try:
+            return self._remembered(corpus).read_bytes()
+        except OSError:
+            return None
 
     def publish(self, corpus: str, was: bytes | None) -> None:
         """Publish the corpus's index in place of `was`, the manifest that `begun_with` returned.
@@ -135,19 +129,18 @@ class Sharing:
         Raises `StoreChangedError` when another machine has published one since, and `StoreError` when the store cannot be
         written; the next `refresh` then fetches the published index.
         """
-        if not self.shared:
+        if not self._shared:
             return
-        name = corpus or _UNNAMED
         try:
-            self._publish(corpus, name, was)
+            self._publish(corpus, was)
         except StoreError:
             with suppress(StoreError):
-                if self._known(name) is not None:
-                    self._remember(name, b"")  # the index here is not the published one
+                if self.begun_with(corpus) is not None:
+                    self._remember(corpus, b"")  # the index here is not the published one
             raise
 
-    def _publish(self, corpus: str, name: str, was: bytes | None) -> None:
-        place, store = f"{INDEXES}{name}/", self._store()
+    def _publish(self, corpus: str, was: bytes | None) -> None:
+        place, store = _place(corpus), self._store()
         manifest, files = generation_files(index_dir(self._root, corpus))
         raw, content = store.read_manifest(place + _MANIFEST)
         if content != manifest:
@@ -159,49 +152,29 @@ class Sharing:
                     f"another machine has changed the index in {store.backend.place} meanwhile: run the same command again"
                 )
             raw, _ = store.read_manifest(place + _MANIFEST)
-            self._sweep(store, place, {place + file for file in files})
-        self._remember(name, raw or b"")
+            _sweep(store, place, {place + file for file in (*files, _MANIFEST)})
+        self._remember(corpus, raw or b"")
 
     def withdraw(self, corpus: str) -> None:
         """Delete the corpus's index from the shared store. Raises `StoreError`."""
-        if not self.shared:
+        if not self._shared:
             return
-        name = corpus or _UNNAMED
-        place, store = f"{INDEXES}{name}/", self._store()
+        place, store = _place(corpus), self._store()
         store.backend.delete(place + _MANIFEST)  # first: it names the others
-        for page in store.backend.names(place):
-            for file in page:
-                store.backend.delete(file)
-        self._forget(name, index_dir(self._root, corpus))
+        for file in store.backend.names(place):
+            store.backend.delete(file)
+        self._forget(corpus)
 
-    def _sweep(self, store: ChunkStore, place: str, current: set[str]) -> None:
-        """Delete files of earlier generations once no reader can still be fetching them."""
-        with suppress(StoreError):
-            for page in store.backend.listing(place):
-                for stored in page:
-                    if stored.name not in {*current, place + _MANIFEST} and time.time() - stored.used > _KEEP_S:
-                        store.backend.delete(stored.name)
-
-    def _fetched(self) -> set[str]:
-        """Corpora that were fetched or published from here."""
-        return {path.stem for path in (self._root / "shared").glob("*.manifest")}
-
-    def _forget(self, corpus: str, directory: Path) -> None:
-        for path in (directory / _MANIFEST, self._memory(corpus)):
+    def _forget(self, corpus: str) -> None:
+        for path in (index_dir(self._root, corpus) / _MANIFEST, self._remembered(corpus)):
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
-    def _memory(self, corpus: str) -> Path:
-        return self._root / "shared" / f"{corpus}.manifest"
-
-    def _known(self, corpus: str) -> bytes | None:
-        try:
-            return self._memory(corpus).read_bytes()
-        except OSError:
-            return None
+    def _remembered(self, corpus: str) -> Path:
+        return self._root / "shared" / f"{corpus or _UNNAMED}.manifest"
 
     def _remember(self, corpus: str, raw: bytes) -> None:
-        path = self._memory(corpus)
+        path = self._remembered(corpus)
         try:
             make_private_folder(path.parent)
             write_atomically(path, [raw])
@@ -211,21 +184,26 @@ class Sharing:
             ) from None
 
 
-def sharing_of(directory: Path, store: ChunkStore) -> tuple[Sharing, str]:
-    """The sharing of the store that an index directory belongs to, and the corpus's name."""
-    named = directory.parent.parent.name == _FOLDER
-    root = directory.parent.parent.parent if named else directory.parent
-    return Sharing(root, lambda: store), directory.parent.name if named else ""
-
-
 def published(store: ChunkStore) -> set[str]:
     """Corpora that have an index in a shared store, the one without a name as "". Raises `StoreError`."""
-    names = (name for page in store.backend.names(INDEXES) for name in page if name.endswith(f"/{_MANIFEST}"))
-    return {_named(name.removeprefix(INDEXES).removesuffix(f"/{_MANIFEST}")) for name in names}
+    names = store.backend.names(INDEXES)
+    return {_named(name.removeprefix(INDEXES).partition("/")[0]) for name in names if name.endswith(f"/{_MANIFEST}")}
+
+
+def _place(corpus: str) -> str:
+    return f"{INDEXES}{corpus or _UNNAMED}/"
 
 
 def _named(corpus: str) -> str:
     return "" if corpus == _UNNAMED else corpus
+
+
+def _sweep(store: ChunkStore, place: str, current: set[str]) -> None:
+    """Delete files of earlier generations once no reader can still be fetching them."""
+    with suppress(StoreError):
+        for stored in store.backend.listing(place):
+            if stored.name not in current and time.time() - stored.used > _KEEP_S:
+                store.backend.delete(stored.name)
 
 
 def _content(store: ChunkStore, name: str) -> bytes:

@@ -9,7 +9,7 @@ caches that are missing. A run that was stopped leaves such an index, and the ne
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from blend.chunks.encode import leave_probe
 from blend.chunks.library import ChunkLibrary, Tokens, Variant, with_given_surrogate, with_surrogate, without_surrogate
 from blend.config import CorpusConfig
-from blend.corpora import sharing_of
+from blend.corpora import Sharing
 from blend.errors import StoreChangedError
 from blend.prompt import PromptTemplate, render_chunk
 from blend.store.admin import write_sources
 from blend.store.base import ChunkStore
-from blend.types import ChunkKey, Progress, no_progress
+from blend.types import ChunkKey, Progress, Share, no_progress
 from blend_retrieval import (
     Chunk,
     ChunkIndex,
@@ -39,18 +39,17 @@ from blend_retrieval.errors import IndexBusyError, IndexMissingError
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
-    from blend.shards import Share
     from blend_retrieval import Embedder
 
 RATE = "tokens_per_s"  # in a namespace's description: tokens of isolated and contextual caches together
 RATE_TOKENS = 4_000  # a shorter run says nothing about the rate
+WHOLE = Share(1, 1)
 
 Compute = Callable[[ChunkLibrary, Sequence[Variant], Progress], int]
 """Computes and stores these caches; returns how many tokens they have."""
 
 
-@dataclass(frozen=True)
-class TitledText:
+class TitledText(NamedTuple):
     """A chunk as a prompt needs it."""
 
     title: str
@@ -59,10 +58,10 @@ class TitledText:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus and everything that it is kept with.
+    """A corpus and everything that it is kept with, for the time of one change.
 
-    others: name and index directory of the store's other corpora; caches that they use are not removed. known: token ids of
-    chunks by chunk id, filled as they are asked for.
+    sharing: publishes its index. others: name and index directory of the store's other corpora. known: token ids of chunks by
+    chunk id, filled as they are asked for.
     """
 
     decoder: Decoder
@@ -71,11 +70,13 @@ class Corpus:
     store: ChunkStore
     index_dir: Path
     config: CorpusConfig
+    sharing: Sharing
     others: Mapping[str, Path] = field(default_factory=dict)
     known: dict[str, Tokens] = field(default_factory=dict)
 
+    @cached_property
     def library(self) -> ChunkLibrary:
-        """The corpus's chunk caches as the store holds them now."""
+        """The corpus's chunk caches as the store held them before the change."""
         config = self.config
         return ChunkLibrary(self.decoder, self.store, self.template.prefix, config.batch_tokens, corpus=config.name)
 
@@ -86,35 +87,19 @@ class Corpus:
             self.known[chunk.id] = ids = self.template.chunk_ids(chunk)
         return ids
 
-    def begun_with(self) -> bytes | None:
-        """The published index that a change begins with; None if the store is not shared."""
-        sharing, name = sharing_of(self.index_dir, self.store)
-        return sharing.begun_with(name)
-
-    def publish(self, was: bytes | None) -> None:
-        """Publish the index in place of `was`. Raises `StoreError`."""
-        sharing, name = sharing_of(self.index_dir, self.store)
-        sharing.publish(name, was)
-
-
-@dataclass(frozen=True)
-class OtherCorpora:
-    """The other corpora of a store and the caches that they use.
-
-    library: of the corpus at hand. indexes: name and index directory of each other corpus.
-    """
-
-    library: ChunkLibrary
-    template: PromptTemplate
-    indexes: Mapping[str, Path]
+    @cached_property
+    def _other_libraries(self) -> dict[str, ChunkLibrary]:
+        """Of the other corpora. The corpus without a name may have learned texts, even if it has no documents."""
+        names = {"", *self.others}.difference((self.config.name,))
+        return {name: ChunkLibrary(self.decoder, self.store, self.template.prefix, corpus=name) for name in names}
 
     @cached_property
-    def used(self) -> frozenset[ChunkKey]:
-        """The caches that they use. A corpus whose index cannot be read uses none."""
+    def used_elsewhere(self) -> frozenset[ChunkKey]:
+        """The caches that other corpora use. A corpus whose index cannot be read uses none."""
         keys = set[ChunkKey]()
-        for name, directory in self.indexes.items():
+        for name, directory in self.others.items():
             held = [self.template.chunk_ids(chunk) for chunk in _held(directory, required=False)]
-            keys |= self._libraries[name].keys(held)
+            keys |= self._other_libraries[name].keys(held)
         return frozenset(keys)
 
     def spare(self, gone: Sequence[Tokens]) -> frozenset[ChunkKey]:
@@ -124,59 +109,35 @@ class OtherCorpora:
         """
         if not gone:
             return frozenset()
-        libraries = (self.library, *self._libraries.values())
-        keys = {library.key(one) for library in libraries for one in library.variants(gone)}
-        return frozenset(keys.difference(self.used))
-
-    @cached_property
-    def _libraries(self) -> dict[str, ChunkLibrary]:
-        """Of the other corpora. The corpus without a name may have learned texts, even if it has no documents."""
-        mine = self.library
-        names = {"", *self.indexes}.difference((mine.corpus,))
-        return {name: ChunkLibrary(mine.decoder, mine.store, mine.prefix, corpus=name) for name in names}
+        libraries = (self.library, *self._other_libraries.values())
+        return frozenset(key for library in libraries for key in library.keys(gone)).difference(self.used_elsewhere)
 
 
 @dataclass(frozen=True)
 class CorpusChange:
     """The chunks that a corpus is to hold; nothing is written yet.
 
-    library: the caches before the change. ids: token ids of the chunks, each once. gone: chunks that the corpus holds now and
-    loses. began: the published index, see `Corpus.begun_with`.
+    ids: token ids of the chunks, each once. gone: chunks that the corpus holds now and loses. began: the published index that
+    the change begins with.
     """
 
     corpus: Corpus
-    library: ChunkLibrary
     chunks: tuple[Chunk, ...]
     ids: tuple[Tokens, ...]
     gone: tuple[Tokens, ...]
-    began: bytes | None = None
-
-    def forget(self) -> None:
-        """Remove the caches of chunks that are gone. Raises `StoreError` when the store cannot be written."""
-        for key in self.spare:
-            self.library.store.delete(key)
-
-    @cached_property
-    def spare(self) -> frozenset[ChunkKey]:
-        """The caches of chunks that are gone, unless other corpora use them."""
-        return self._others.spare(self.gone)
-
-    def keep(self) -> Collection[ChunkKey]:
-        """The caches that other corpora use."""
-        return self._others.used
-
-    @cached_property
-    def _others(self) -> OtherCorpora:
-        return OtherCorpora(self.library, self.corpus.template, self.corpus.others)
+    began: bytes | None
 
 
 class PreparedCorpus(NamedTuple):
-    """A corpus with its new index. variants: the caches that it should have; missing: those to compute."""
+    """A corpus with its new index. variants: the caches that it should have; missing: those to compute.
+
+    update: what changed in the index; None if another share was writing it.
+    """
 
     library: ChunkLibrary
     variants: list[Variant]
     missing: list[Variant]
-    update: IndexUpdate
+    update: IndexUpdate | None
 
 
 def plan_change(
@@ -193,7 +154,7 @@ def plan_change(
     read now; it stays as well. Raises `RetrievalError` when documents cannot be divided, or when some are to stay and the index
     cannot be read.
     """
-    began = corpus.begun_with()
+    began = corpus.sharing.begun_with(corpus.config.name)
     held = _held(corpus.index_dir, required=stays is not None)
     stay = [says for says in (stays, unread) if says is not None]
     given = {document.id for document in documents}
@@ -203,47 +164,43 @@ def plan_change(
     chunks = (*kept, *divided(documents, corpus.template, corpus.config, progress))
     ids = dict.fromkeys(map(corpus.token_ids, chunks))
     gone = dict.fromkeys(ids_of for chunk in held if (ids_of := corpus.token_ids(chunk)) not in ids)
-    return CorpusChange(corpus, corpus.library(), chunks, tuple(ids), tuple(gone), began)
+    return CorpusChange(corpus, chunks, tuple(ids), tuple(gone), began)
 
 
-def prepare(change: CorpusChange, *, quick: bool = False, progress: Progress = no_progress) -> PreparedCorpus:
+def prepare(
+    change: CorpusChange, *, quick: bool = False, share: Share = WHOLE, progress: Progress = no_progress
+) -> PreparedCorpus:
     """Update the index, choose the surrogate context, and list the missing caches.
 
-    quick: see `precompute`. Raises `RetrievalError` when the index cannot be written, `StoreError` when the store cannot.
+    quick, share: see `precompute`. Raises `RetrievalError` when the index cannot be written, `StoreError` when the store
+    cannot.
     """
-    update = write_index(change, progress)
-    library = decide(change, quick=quick)
+    try:
+        update = _write_index(change, progress)
+    except (IndexBusyError, StoreChangedError):
+        if share.of == 1:
+            raise
+        update = None  # another share is writing it; all shares write the same
+    library = _decide(change, quick=quick)
     variants = library.variants(change.ids, contextual=not quick)
-    return PreparedCorpus(library, variants, _missing(library, variants), update)
+    missing = library.missing_of([one for one in variants if share.holds(library.key(one))])
+    return PreparedCorpus(library, variants, missing, update)
 
 
-def _missing(library: ChunkLibrary, variants: Sequence[Variant]) -> list[Variant]:
-    """Caches to compute: not in the store, and in no nearer copy that it can be restored from."""
-    missing = library.missing_of(variants)
-    restored = library.restored(missing)
-    return [one for one in missing if one not in restored]
-
-
-def write_index(change: CorpusChange, progress: Progress = no_progress) -> IndexUpdate:
-    """Write the index and publish it.
-
-    Raises `RetrievalError` when it cannot be written, `StoreError` when the store cannot, or another machine has changed it.
-    """
-    update = update_index(change.corpus.index_dir, change.chunks, change.corpus.embedder, progress)
-    change.corpus.publish(change.began)
+def _write_index(change: CorpusChange, progress: Progress) -> IndexUpdate:
+    corpus = change.corpus
+    update = update_index(corpus.index_dir, change.chunks, corpus.embedder, progress)
+    corpus.sharing.publish(corpus.config.name, change.began)
     return update
 
 
-def decide(change: CorpusChange, *, quick: bool = False) -> ChunkLibrary:
-    """The corpus's caches with a surrogate context: the one that was chosen before, or one chosen now. quick: choose none.
-
-    Raises `StoreError` when the store cannot be written.
-    """
-    corpus, library = change.corpus, change.library
+def _decide(change: CorpusChange, *, quick: bool) -> ChunkLibrary:
+    """The corpus's caches with a surrogate context: the one that was chosen before, or one chosen now. quick: choose none."""
+    corpus, library = change.corpus, change.corpus.library
     space = library.isolated.identity.namespace
     corpus.store.describe(space, {**corpus.store.namespaces().get(space, {}), **library.words(contextual=False)})
     if not quick:
-        library = _with_surrogate(library, change)
+        library = _with_surrogate(change)
     if library.contextual:
         corpus.store.describe(library.contextual.identity.namespace, library.words(contextual=True))
     write_sources(corpus.store, corpus.config.name, space, _sources(library, change))
@@ -260,14 +217,14 @@ def _sources(library: ChunkLibrary, change: CorpusChange) -> dict[str, dict[str,
     return found
 
 
-def _with_surrogate(library: ChunkLibrary, change: CorpusChange) -> ChunkLibrary:
-    config = change.corpus.config
+def _with_surrogate(change: CorpusChange) -> ChunkLibrary:
+    corpus, config = change.corpus, change.corpus.config
     if not config.surrogate_tokens:
-        return without_surrogate(library, change.keep)
+        return without_surrogate(corpus.library, lambda: corpus.used_elsewhere)
     if config.surrogate_text:
-        given = tuple(change.corpus.template.encode(config.surrogate_text)[: config.surrogate_tokens])
-        return with_given_surrogate(library, given, change.keep)
-    return with_surrogate(library, change.ids, config.surrogate_tokens)
+        given = tuple(corpus.template.encode(config.surrogate_text)[: config.surrogate_tokens])
+        return with_given_surrogate(corpus.library, given, lambda: corpus.used_elsewhere)
+    return with_surrogate(corpus.library, change.ids, config.surrogate_tokens)
 
 
 def divided(
@@ -345,28 +302,20 @@ def precompute(
     *,
     add: bool = False,
     quick: bool = False,
-    share: Share | None = None,
+    share: Share = WHOLE,
     compute: Compute = compute_here,
     progress: Progress = no_progress,
 ) -> Precomputed:
-    """Make the corpus hold exactly these documents; with `add`, also those it held before.
+    """Make the corpus hold exactly these documents; see `Rag.precompute`.
 
     A document that exists but could not be read this time stays as it was.
-
-    quick: compute one cache a chunk, the isolated one if there is none; the next run without it computes the rest. share:
-    compute only the caches of this share. compute: what computes and stores the missing caches.
-
-    Raises `RetrievalError` when nothing can be indexed, or when the index to add to cannot be read, and `StoreError` when the
-    store cannot be written.
     """
+    unread = loaded.unread()
     stays = (lambda document: True) if add else None
-    change = plan_change(corpus, loaded.documents, stays=stays, unread=loaded.unread(), progress=progress)
-    change.forget()  # before the index forgets them
-    update = _write_index_of(change, share, progress)
-    library = decide(change, quick=quick)
-    variants = library.variants(change.ids, contextual=not quick)
-    mine = variants if share is None else [one for one in variants if share.holds(library.key(one))]
-    missing = _missing(library, mine)
+    change = plan_change(corpus, loaded.documents, stays=stays, unread=unread, progress=progress)
+    for key in corpus.spare(change.gone):  # before the index forgets them
+        corpus.store.delete(key)
+    library, variants, missing, update = prepare(change, quick=quick, share=share, progress=progress)
     begin = time.perf_counter()
     tokens = compute(library, missing, progress)
     seconds = time.perf_counter() - begin
@@ -375,33 +324,23 @@ def precompute(
         _note_rate(library, tokens, seconds)
     left = [library.key(one) for one in library.missing_of(variants)]
     if update is None and not left:  # all shares are done; another process wrote the index, or was stopped at it
-        update = write_index(replace(change, began=corpus.begun_with()), progress)
-    given, unread = {document.id for document in loaded.documents}, loaded.unread()
+        update = _write_index(replace(change, began=corpus.sharing.begun_with(corpus.config.name)), progress)
+    documents = {chunk.document_id for chunk in change.chunks}
     return Precomputed(
-        documents=len({chunk.document_id for chunk in change.chunks}),
+        documents=len(documents),
         chunks=len(change.chunks),
         added=update.added if update else 0,
         removed=update.removed if update else 0,
         computed=len(missing),
-        reused=len(mine) - len(missing),
-        evicted=sum(share is None or share.holds(key) for key in left),
+        reused=sum(share.holds(library.key(one)) for one in variants) - len(missing),
+        evicted=sum(map(share.holds, left)),
         tokens=tokens,
         seconds=seconds,
         skipped=loaded.skipped,
-        unread=sum(map(unread, {chunk.document_id for chunk in change.chunks} - given)),
+        unread=sum(map(unread, documents - {document.id for document in loaded.documents})),
         rebuilt=update.reason if update else "",
-        shares_left=() if share is None else tuple(sorted({share.number_of(key) for key in left})),
+        shares_left=() if share.of == 1 else tuple(sorted({share.number_of(key) for key in left})),
     )
-
-
-def _write_index_of(change: CorpusChange, share: Share | None, progress: Progress) -> IndexUpdate | None:
-    """Write the index. If another share is writing it, return None: all shares write the same."""
-    try:
-        return write_index(change, progress)
-    except (IndexBusyError, StoreChangedError):
-        if share is None:
-            raise
-        return None
 
 
 def _note_rate(library: ChunkLibrary, tokens: int, seconds: float) -> None:

@@ -58,13 +58,21 @@ def write_atomically(
 
     """
     with _part(tmp or path.parent) as part:
-        with _created(part, mode) as file:
-            for blob in blobs:
-                _write_fully(file.fileno(), memoryview(blob))
-            if durable:
-                os.fsync(file.fileno())
+        _write(part, blobs, mode, durable=durable)
         with placing or nullcontext():
             _place(part, path, tmp)
+
+
+def write_once(path: Path, content: bytes, mode: int) -> None:
+    """Write a file unless there is one. The last writer wins where the file system has no hard links. Raises OSError."""
+    with _part(path.parent) as part:
+        _write(part, [content], mode, durable=True)
+        try:
+            os.link(part, path)
+        except FileExistsError:
+            pass
+        except OSError:
+            part.replace(path)
 
 
 def check_creatable(folder: Path) -> None:
@@ -91,6 +99,16 @@ def _created(part: Path, mode: int | None) -> FileIO:
         with suppress(OSError):  # a file system without permissions; the file is not wider than it was opened
             os.fchmod(file.fileno(), mode)
     return file
+
+
+def _write(part: Path, blobs: Iterable[bytes | memoryview], mode: int | None, *, durable: bool) -> None:
+    with _created(part, mode) as file:
+        for blob in blobs:
+            view = memoryview(blob)
+            while view.nbytes:
+                view = view[os.write(file.fileno(), view) :]
+        if durable:
+            os.fsync(file.fileno())
 
 
 def _place(part: Path, path: Path, tmp: Path | None) -> None:
@@ -146,8 +164,3 @@ def _is_alive(pid: int) -> bool:
     except (OSError, OverflowError):
         return True
     return True
-
-
-def _write_fully(descriptor: int, view: memoryview) -> None:
-    while view.nbytes:
-        view = view[os.write(descriptor, view) :]

@@ -93,9 +93,7 @@ NUMBERS = {
     # Of a plan.
     "chunks": Limits(1, 10**13),
     "tokens": Limits(1, 10**15),
-    "machines": Limits(1, 1_000_000),
     "prefill_rate": Limits(1e-3, 1e9, whole=False),
-    "load_rate": Limits(1e-3, 1e9, whole=False),
     "hour_price": Limits(0, 1e6, whole=False),
     "head": Limits(0, MOST_LAYERS - 1),
     # Of the server.

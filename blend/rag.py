@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from blend.blender import Blend, Blender
 from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import Sharing, corpora, index_dir, require_corpus
-from blend.corpus import Compute, Corpus, Precomputed, compute_here, precompute
+from blend.corpus import WHOLE, Compute, Corpus, Precomputed, compute_here, precompute
 from blend.errors import ConfigError, PromptError, StoreError
-from blend.lazy import loaded_once
 from blend.limits import check_number
 from blend.model.decoder import Decoder, full_prefill, pick_device
 from blend.model.generate import Generation, OnText, generate
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.store.addresses import is_address, origin_of, replica_of
-from blend.types import Progress, PromptLayout, Stopwatch, no_progress
+from blend.types import Progress, PromptLayout, Share, Stopwatch, no_progress
 from blend.weights import lasting_name, resolve_model
 from blend_retrieval import (
     ChunkIndex,
@@ -37,10 +36,11 @@ from blend_retrieval import (
 from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
-    from blend.shards import Share
     from blend.store import ChunkStore
     from blend.store.memory import MemoryCache
     from blend_retrieval import Embedder
+
+_Value = TypeVar("_Value")
 
 NONE_RETRIEVED = "no passage is similar enough to the question (--min-score): answered without documents"
 
@@ -87,6 +87,26 @@ class Answer:
     def ttft_s(self) -> float:
         """Seconds to the first token, without retrieval."""
         return self.blend.ttft_s - self.stages.get("retrieve", 0.0)
+
+
+class loaded_once(Generic[_Value]):  # noqa: N801
+    """A `functools.cached_property` that only one thread loads: since Python 3.12 that has no lock.
+
+    The lock, the object's `loading`, is one for all its properties, because loading one may ask for others.
+    """
+
+    def __init__(self, load: Callable[[Any], _Value]) -> None:
+        self._load, self._name, self.__doc__ = load, load.__name__, load.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> _Value:
+        """Called only until the value stands in the object itself."""
+        if instance is None:
+            return self  # type: ignore[return-value]  # of the class, for tools that read its documentation
+        with instance.loading:
+            if self._name not in vars(instance):
+                vars(instance)[self._name] = self._load(instance)
+            value: _Value = vars(instance)[self._name]
+        return value
 
 
 class Rag:
@@ -138,8 +158,9 @@ class Rag:
         cache: str | Path | None = None,
         hot: str | None = None,
     ) -> None:
-        self._shared, self._memory = (decoder, embedder, kv), memory
-        self.loading = RLock()
+        self.loading, self._memory = RLock(), memory
+        given = {"decoder": decoder, "embedder": embedder, "store": kv}
+        vars(self).update({name: value for name, value in given.items() if value is not None})
         if is_address(store):
             self.root = replica_of(str(store), None if cache is None else Path(cache).expanduser(), hot)
         else:
@@ -177,7 +198,7 @@ class Rag:
         )
         with suppress(RetrievalError, ConfigError):  # no such corpus yet, or a question will raise it again
             if other.index.embedder != self.embedder.name:
-                other._shared = self.decoder, load_embedder(other.index.embedder), kv
+                vars(other)["embedder"] = load_embedder(other.index.embedder)
         return other
 
     def recipe(self) -> dict[str, Any]:
@@ -204,12 +225,9 @@ class Rag:
     @loaded_once
     def store(self) -> ChunkStore:
         """The store of chunk caches."""
-        if self._shared[2] is not None:
-            return self._shared[2]
-        codec = self.corpus_config.codec
         return open_store(
             self.root / "kv",
-            codec=codec,
+            codec=self.corpus_config.codec,
             budget_bytes=self._budget_bytes,
             key=self._store_key,
             memory_bytes=self._memory,
@@ -218,8 +236,6 @@ class Rag:
     @loaded_once
     def decoder(self) -> Decoder:
         """The decoder."""
-        if self._shared[0] is not None:
-            return self._shared[0]
         pick_device(self._device)  # before weights are fetched in vain
         location = resolve_model(self.model, progress=self._on_fetch)
         return Decoder.load(str(location), name=self.model, device=self._device, dtype=self._dtype)
@@ -232,7 +248,7 @@ class Rag:
     @loaded_once
     def embedder(self) -> Embedder:
         """The embedding model."""
-        return self._shared[1] or load_embedder(self.corpus_config.embedder)
+        return load_embedder(self.corpus_config.embedder)
 
     @loaded_once
     def blender(self) -> Blender:
@@ -275,7 +291,7 @@ class Rag:
         *,
         add: bool = False,
         quick: bool = False,
-        share: Share | None = None,
+        share: Share = WHOLE,
         compute: Compute = compute_here,
         progress: Progress = no_progress,
     ) -> Precomputed:
@@ -303,20 +319,20 @@ class Rag:
         loaded = documents if isinstance(documents, LoadedDocuments) else load_documents(documents)
         store = self.store
         self.refresh()
-        corpus = Corpus(
-            self.decoder, self.template, self.embedder, store, self.index_dir, self.corpus_config, self.other_corpora
-        )
+        corpus = self.corpus()
         done = precompute(corpus, loaded, add=add, quick=quick, share=share, compute=compute, progress=progress)
         if not quick and not done.shares_left:
             self.calibrate(anew=done.computed > done.reused, progress=progress)
         store.advance()
         return done
 
-    @property
-    def other_corpora(self) -> dict[str, Path]:
-        """Names and index directories of the store's other corpora."""
-        mine = self.corpus_config.name
-        return {other: index_dir(self.root, other) for other in corpora(self.root) if other != mine}
+    def corpus(self) -> Corpus:
+        """The corpus, as one change of it needs it."""
+        config = self.corpus_config
+        others = {name: index_dir(self.root, name) for name in corpora(self.root) if name != config.name}
+        return Corpus(
+            self.decoder, self.template, self.embedder, self.store, self.index_dir, config, self._sharing, others
+        )
 
     def calibrate(self, *, anew: bool, progress: Progress = no_progress) -> None:
         """Fit the KV corrections on the corpus if there are none, or `anew`."""

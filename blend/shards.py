@@ -1,10 +1,6 @@
-"""A precompute shared by many: by processes that each compute one share, or by the workers of a Ray cluster.
+"""A precompute by the workers of a Ray cluster, each of which computes one share of the caches after another.
 
-A cache's digest decides which share it belongs to, so shares need no coordination but the store. Every share gets the same
-documents and options, may run at any time and on any machine, and may be run again after a kill. The first one decides on the
-surrogate context; the one that finds all caches stored fits the KV corrections.
-
-Ray workers write straight into the shared store. Every node needs kvblend, and the same model and store under the same names:
+Workers write straight into the shared store. Every node needs kvblend, and the same model and store under the same names:
 a store on a disk that all nodes mount, or at an address such as s3://bucket/name.
 """
 
@@ -21,48 +17,17 @@ from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.errors import ConfigError, WorkersError
-from blend.limits import shown
-from blend.types import Progress
+from blend.types import Progress, Share
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary, Tokens, Variant
     from blend.rag import Rag
-    from blend.types import ChunkKey
 
-MOST_SHARES = 10_000
 _CONNECT_S = 10.0  # for a cluster to accept a connection
 _START_S = 1800.0  # until a first worker has loaded its model
 _RETRIES = 3  # how often Ray restarts a worker, and retries what it was computing
 _BATCHES = 4  # per worker: fewer show no progress, more pad more
 _OBJECT_BYTES = 100 << 20  # of a Ray started here: caches go to the store, Ray passes on little
-
-
-class Share(NamedTuple):
-    """The share `number`, from 1, of `of` shares."""
-
-    number: int
-    of: int
-
-    @classmethod
-    def parse(cls, text: str) -> Share:
-        """Parse a share such as 2/4. Raises `ConfigError`."""
-        number, slash, of = text.partition("/")
-        if slash and all(part.isascii() and part.isdigit() and len(part) < 6 for part in (number, of)):
-            share = cls(int(number), int(of))
-            if 1 <= share.number <= share.of <= MOST_SHARES:
-                return share
-        raise ConfigError(f"{shown(text)} is no share: give its number and how many there are, such as 2/4")
-
-    def number_of(self, key: ChunkKey) -> int:
-        """The number of the share that computes this cache."""
-        return int(key.digest[:16], 16) % self.of + 1
-
-    def holds(self, key: ChunkKey) -> bool:
-        """Whether this share computes this cache."""
-        return self.number_of(key) == self.number
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.of}"
 
 
 class RayWorker:

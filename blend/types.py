@@ -14,10 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from blend.errors import ConfigError
+from blend.limits import shown
+
 if TYPE_CHECKING:
     import torch
 
 FORMAT_VERSION = 1
+MOST_SHARES = 10_000
 
 
 class Span(NamedTuple):
@@ -201,6 +205,37 @@ class ChunkKey(NamedTuple):
 
     namespace: str
     digest: str
+
+
+class Share(NamedTuple):
+    """The share `number`, from 1, of `of` shares of a precompute.
+
+    A cache's digest decides which share it belongs to, so shares need no coordination but the store.
+    """
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        """Parse a share such as 2/4. Raises `ConfigError`."""
+        number, slash, of = text.partition("/")
+        if slash and all(part.isascii() and part.isdigit() and len(part) < 6 for part in (number, of)):
+            share = cls(int(number), int(of))
+            if 1 <= share.number <= share.of <= MOST_SHARES:
+                return share
+        raise ConfigError(f"{shown(text)} is no share: give its number and how many there are, such as 2/4")
+
+    def number_of(self, key: ChunkKey) -> int:
+        """The number of the share that computes this cache."""
+        return int(key.digest[:16], 16) % self.of + 1
+
+    def holds(self, key: ChunkKey) -> bool:
+        """Whether this share computes this cache."""
+        return self.number_of(key) == self.number
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from _servers import project_environment
+from _paths import project_environment
 
 FULLNESS = 0.6  # of the tokens that a passage may have; shorter ones are left out, so that prompts are alike
 # Every request has a connection of its own: none waits for another one's answer.
@@ -121,8 +121,8 @@ class Sample:
     """What became of one request; moments are seconds after the start of the load.
 
     at_s: when it was to be sent; late_s: so much later it was. pieces_s: when each piece of text came. tokens: of the answer,
-    as the server counts them; prompt_tokens, cached_tokens: of the prompt. figures: of `blend serve`'s prefill. error: why
-    there is no whole answer.
+    as the server counts them; prompt_tokens, cached_tokens: of the prompt. extension: what `blend serve` adds; figures: of its
+    prefill. ended: whether the stream said so. error: why there is no whole answer; refused: status and body of such a reply.
     """
 
     at_s: float
@@ -133,6 +133,9 @@ class Sample:
     cached_tokens: int = 0
     text: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
+    extension: dict[str, Any] = field(default_factory=dict)
+    ended: bool = False
+    refused: tuple[int, bytes] | None = None
     done_s: float | None = None
     error: str | None = None
 
@@ -153,8 +156,8 @@ class Sample:
         return [after - before for before, after in zip(self.pieces_s, self.pieces_s[1:], strict=False)]
 
     def plain(self) -> dict[str, Any]:
-        """As JSON, without the text."""
-        return {key: value for key, value in asdict(self).items() if key != "text"}
+        """As JSON, without what the server said."""
+        return {key: value for key, value in asdict(self).items() if key not in ("text", "extension", "refused")}
 
 
 async def ask(client: httpx.AsyncClient, request: Request, sample: Sample, start: float) -> Sample:
@@ -164,7 +167,8 @@ async def ask(client: httpx.AsyncClient, request: Request, sample: Sample, start
     try:
         async with client.stream("POST", request.path, json=body) as response:
             if response.status_code != 200:
-                sample.error = _error(response.status_code, await response.aread())
+                sample.refused = response.status_code, await response.aread()
+                sample.error = _error(*sample.refused)
                 return sample
             async for line in response.aiter_lines():
                 if line.startswith("data:"):
@@ -181,9 +185,11 @@ async def ask(client: httpx.AsyncClient, request: Request, sample: Sample, start
 def _take(data: str, sample: Sample, now: float) -> None:
     """Take one event of the stream."""
     if data == "[DONE]":
+        sample.ended = True
         return
     event = json.loads(data)
     if "error" in event:
+        sample.refused = 500, data.encode()
         sample.error = str(event["error"].get("message", event["error"]))
     for choice in event.get("choices", ()):
         text = choice.get("text") or (choice.get("delta") or {}).get("content")
@@ -191,6 +197,7 @@ def _take(data: str, sample: Sample, now: float) -> None:
             sample.pieces_s.append(now)
             sample.text += text
     if own := event.get("kvblend"):
+        sample.extension |= own
         sample.figures |= own.get("figures", {})
     if usage := event.get("usage"):
         sample.tokens, sample.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]

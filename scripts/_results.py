@@ -46,7 +46,7 @@ class Results:
         self.save()
 
     def begin(self, options: argparse.Namespace, free: Collection[str]) -> None:
-        """Note options, machine, command and code. Raises SystemExit where the file's rows had other options.
+        """Note options, machine, command and code. Raises SystemExit where the rows had other options or another machine.
 
         free: options that may differ, because each row says them itself or they do not matter.
         """
@@ -54,9 +54,13 @@ class Results:
 
         given = {key: value for key, value in vars(options).items() if key not in free}
         settings = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
-        if self.held.get("options", settings) != settings:
+        machine = asdict(describe_machine())
+        held = {"options": settings, "machine": machine, **self.held}
+        if held["options"] != settings:
             raise SystemExit(f"{self.file} was measured with other options: name another file")
-        self.held |= {"options": settings, "machine": asdict(describe_machine()), "command": " ".join(sys.argv)}
+        if any(held["machine"].get(name) != machine[name] for name in ("cpu", "gpu", "versions")):
+            raise SystemExit(f"{self.file} was measured on another machine or with other versions: name another file")
+        self.held |= {"options": settings, "machine": machine, "command": " ".join(sys.argv)}
         self.held["code"] = sorted({*self.held.get("code", ()), code_digest()})
 
     def save(self) -> None:

@@ -15,12 +15,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, Any, Literal
 
-if TYPE_CHECKING:
-    from _load import Request, TimedQuestion, Words
+from _load import Request, TimedQuestion, Words
+from _paths import project_environment
 
-ROOT = Path(__file__).resolve().parents[1]
 Way = Literal["documents", "pasted"]
 BLEND = ("-m", "blend", "serve", "--dtype", "float32", "--host", "127.0.0.1", "--port", "0")
 VLLM = (
@@ -53,15 +52,6 @@ class Server:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def project_environment(threads: int) -> dict[str, str]:
-    """The environment of this repository's commands: so many threads, and no options of the user's own."""
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "retrieval"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    kept = {
-        name: value for name, value in os.environ.items() if name == "KVBLEND_CACHE" or not name.startswith("KVBLEND_")
-    }
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
-
-
 def blend_server(
     name: str,
     store: Path,
@@ -79,8 +69,6 @@ def blend_server(
 
 
 def _chat_words(way: Way, answer_tokens: int) -> Words:
-    from _load import Request
-
     return lambda asked: Request("/v1/chat/completions", {**chat(asked, way), **greedy(answer_tokens)})
 
 
@@ -100,65 +88,41 @@ def greedy(tokens: int) -> dict[str, Any]:
     return {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
 
-def vllm_server(
-    python: str,
-    model: Path,
-    *,
-    threads: int,
-    answer_tokens: int,
-    longest: int,
-    eager: bool = False,
-    dtype: str = "float32",
-) -> Server:
+@dataclass(frozen=True)
+class Vllm:
     """The server that comes with vLLM, on so many cores, in the environment of `python`.
 
-    It gets the token ids that kvblend makes of the question and its passages. longest: tokens of a prompt and its answer.
-    eager: without compiling, which takes minutes.
+    longest: tokens of a prompt and its answer. eager: without compiling, which takes minutes.
     """
-    from _load import Request
 
-    layout = _layout(model)
+    python: str
+    model: Path
+    threads: int
+    answer_tokens: int
+    longest: int
+    eager: bool = False
+    dtype: str = "float32"
 
-    def words(asked: TimedQuestion) -> Request:
-        return Request("/v1/completions", {"prompt": list(layout(asked)), **greedy(answer_tokens)})
+    def plain(self) -> Server:
+        """By itself; it gets the token ids that kvblend makes of the question and its passages."""
+        layout, answer = _layout(self.model), greedy(self.answer_tokens)
+        return self._server("vllm", lambda asked: Request("/v1/completions", {"prompt": list(layout(asked)), **answer}))
 
-    return _vllm("vllm", python, (), model, words, vllm_environment(python, threads), (longest, eager, dtype))
+    def blended(self, store: Path, ratio: float) -> Server:
+        """With kvblend in it: vLLM's own model recomputes this share of the rows."""
+        connector = {**CONNECTOR, "kv_connector_extra_config": {"stage": "rows", "store": str(store), "ratio": ratio}}
+        added = ("--middleware", MIDDLEWARE, "--kv-transfer-config", json.dumps(connector))
+        path = project_environment(self.threads)["PYTHONPATH"]
+        return self._server("vllm + kvblend", _chat_words("documents", self.answer_tokens), added, {"PYTHONPATH": path})
 
-
-def blended_vllm_server(
-    python: str,
-    store: Path,
-    model: Path,
-    *,
-    threads: int,
-    answer_tokens: int,
-    longest: int,
-    eager: bool = False,
-    ratio: float = 0.15,
-    dtype: str = "float32",
-) -> Server:
-    """The same server with kvblend in it: vLLM's own model recomputes this share of the rows."""
-    options = {"stage": "rows", "store": str(store), "ratio": ratio}
-    connector = {**CONNECTOR, "kv_connector_extra_config": options}
-    added = ("--middleware", MIDDLEWARE, "--kv-transfer-config", json.dumps(connector))
-    environment = vllm_environment(python, threads) | {"PYTHONPATH": project_environment(threads)["PYTHONPATH"]}
-    words = _chat_words("documents", answer_tokens)
-    return _vllm("vllm + kvblend", python, added, model, words, environment, (longest, eager, dtype))
-
-
-def _vllm(
-    name: str,
-    python: str,
-    added: tuple[str, ...],
-    model: Path,
-    words: Words,
-    environment: Mapping[str, str],
-    sizes: tuple[int, bool, str],
-) -> Server:
-    port, (longest, eager, dtype) = free_port(), sizes
-    command = (python, *VLLM, "--dtype", dtype, *(("--enforce-eager",) if eager else ()), *added)
-    more = ("--model", str(model), "--max-model-len", str(longest), "--port", str(port))
-    return Server(name, (*command, *more), words, f"http://127.0.0.1:{port}", environment=environment)
+    def _server(
+        self, name: str, words: Words, added: tuple[str, ...] = (), environment: Mapping[str, str] | None = None
+    ) -> Server:
+        port = str(free_port())
+        command = (self.python, *VLLM, "--dtype", self.dtype, *(("--enforce-eager",) if self.eager else ()), *added)
+        more = ("--model", str(self.model), "--max-model-len", str(self.longest), "--port", port)
+        environment = {**vllm_environment(self.python, self.threads), **(environment or {})}
+        return Server(name, (*command, *more), words, f"http://127.0.0.1:{port}", environment=environment)
 
 
 def vllm_environment(python: str, threads: int) -> dict[str, str]:
@@ -176,8 +140,8 @@ def _layout(model: Path) -> Any:
 
     from blend.config import PromptConfig
     from blend.prompt import PromptTemplate
-    from blend.serve.text import ChatTemplate, Passage, question_turns
-    from blend.serve.types import Message
+    from blend.serve.text import ChatTemplate, question_turns
+    from blend.serve.types import Message, Passage
 
     tokenizer = AutoTokenizer.from_pretrained(str(model))
     template = PromptTemplate(tokenizer)

@@ -7,7 +7,6 @@ correction gains do not: random weights say nothing of them.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,36 +48,6 @@ class Shape:
         ordinary = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         made = getattr(transformers, f"{self.family}Config")
         return made(**sizes, max_position_embeddings=LONGEST, rope_parameters=rope, **ordinary)
-
-    @property
-    def parameters(self) -> int:
-        """Numbers in the weights, norms and biases apart."""
-        heads = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
-        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
-        return self.num_hidden_layers * layer + self.vocab_size * self.hidden_size * (2 - self.tie_word_embeddings)
-
-    @property
-    def kv_width(self) -> int:
-        """Numbers in a token's keys and values of all layers."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
-
-    def why_not(self, tokens: int, device: torch.device, itemsize: int) -> str | None:
-        """Why prompts of so many tokens do not fit the device's memory, or None where they do.
-
-        Counted are weights, two caches and one layer's states; on a CPU the stored caches too, isolated and contextual.
-        """
-        import torch
-
-        states = tokens * (3 * self.intermediate_size + 8 * self.hidden_size)
-        needed = itemsize * (self.parameters + 2 * tokens * self.kv_width + states)
-        if device.type == "cuda":
-            where, free = "on the GPU", torch.cuda.mem_get_info(device)[0]
-        else:
-            needed += 2 * tokens * self.kv_width * itemsize
-            where, free = "of memory", free_host_bytes() or needed
-        if needed <= free:
-            return None
-        return f"needs about {needed / 2**30:.1f} GiB {where}, {free / 2**30:.1f} GiB are free"
 
 
 SHAPES = {
@@ -125,13 +94,3 @@ def random_ids(vocabulary: int, count: int, seed: int) -> tuple[int, ...]:
     import torch
 
     return tuple(torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
-
-
-def free_host_bytes() -> int | None:
-    """Memory of this machine that programs can still take; None where that cannot be told."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = dict(line.split(":", 1) for line in lines)
-    return int(found["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in found else None

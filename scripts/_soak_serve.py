@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import shutil
 import time
@@ -21,6 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import httpx
 import numpy as np
 
+from _load import Request, Sample, ask
 from blend.serve.types import IN_MEMORY
 
 CHAT, CORPUS = "/v1/chat/completions", "soak"
@@ -28,7 +30,6 @@ TIMEOUT_S = 300.0
 MEGABYTE = 1 << 20
 TIE = 1e-3  # nats between the two likeliest tokens; below it rounding decides
 LEAST_BLENDED = 0.5  # of all answers; with fewer a soak is one of something else
-TOGETHER = 8  # requests that are always being answered while the capacity is measured
 
 How = Literal["blended", "computed", "remembered"]
 
@@ -161,8 +162,8 @@ class Nonsense(NamedTuple):
     path: str = CHAT
 
 
-def nonsense(model: str) -> tuple[Nonsense, ...]:
-    """Bodies that are no JSON, JSON that is no request, and requests for what does not exist."""
+def nonsense(model: str, megabytes: int) -> tuple[Nonsense, ...]:
+    """Bodies that are no JSON, JSON that is no request, requests for what does not exist, and so many megabytes."""
     good = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     bodies: Mapping[str, Any] = {
         "a list": [good],
@@ -181,6 +182,7 @@ def nonsense(model: str) -> tuple[Nonsense, ...]:
         "a corpus that is not there": {**good, "kvblend": {"retrieve": {"corpus": "no-such-corpus"}}},
     }
     text = json.dumps(good).encode()
+    long = text.replace(b"Hello", b"a question that does not end " * (megabytes * MEGABYTE // 29 + 1))
     return (
         *(Nonsense(name, json.dumps(body).encode()) for name, body in bodies.items()),
         Nonsense("nothing", b""),
@@ -191,18 +193,9 @@ def nonsense(model: str) -> tuple[Nonsense, ...]:
         Nonsense("very deep", b"[" * 100_000),
         Nonsense("another method", b"", "DELETE"),
         Nonsense("another path", text, "POST", "/v1/nothing"),
+        Nonsense("megabytes of a message", long),
+        Nonsense("megabytes of nothing", b"\x00" * (megabytes * MEGABYTE)),
         Nonsense("documents in words", b'{"documents": "x"}', "POST", "/v1/documents"),
-    )
-
-
-def huge(model: str, megabytes: int) -> tuple[Nonsense, ...]:
-    """So many megabytes of one message, and of nothing that is JSON."""
-    words = "a question that does not end "
-    text = words * (megabytes * MEGABYTE // len(words) + 1)
-    chat = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
-    return (
-        Nonsense(f"{megabytes} MB of a message", json.dumps(chat).encode()),
-        Nonsense(f"{megabytes} MB of nothing", b"\x00" * (megabytes * MEGABYTE)),
     )
 
 
@@ -219,8 +212,8 @@ class Question:
 class Visitors:
     """All visitors of the server.
 
-    megabytes: of the largest bodies. broken: whether the store fails now; breaks: how often it was mended. documents: number
-    -> id of the notices in the corpus; removed: numbers of those that were.
+    megabytes: of the largest bodies. failing_until: the moment until which the store failed last. documents: number -> id of
+    the notices in the corpus; removed: numbers of those that were.
     """
 
     client: httpx.AsyncClient
@@ -229,15 +222,14 @@ class Visitors:
     ledger: Ledger
     draws: random.Random
     megabytes: int = 10
-    broken: bool = False
-    breaks: int = 0
+    failing_until: float = -math.inf
     documents: dict[str, str] = field(default_factory=dict)
     removed: set[str] = field(default_factory=set)
     number: int = 0
 
     async def visit(self) -> None:
         """Send one visitor by chance. Nothing is raised."""
-        kinds = {self.whole: 20, self.stream: 52, self.leave: 10, self.nonsense: 9, self.huge: 1, self.retrieve: 8}
+        kinds = {self.ask: 72, self.leave: 10, self.nonsense: 10, self.retrieve: 8}
         [kind] = self.draws.choices(list(kinds), weights=list(kinds.values()))
         name = kind.__name__
         self.ledger.count(f"came: {name}")
@@ -248,33 +240,16 @@ class Visitors:
         except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
             self.ledger.wrong(f"{name}: {type(error).__name__}: {error}")
 
-    async def whole(self) -> None:
-        """Ask for an answer in one piece."""
-        question, state = self.draws.choice(self.questions), self._state()
-        response = await self.client.post(CHAT, json=question.body)
-        if response.status_code != 200:
-            return self._refused("whole", response.status_code, response.content, state)
-        document = response.json()
-        answer = Answer.of(document["choices"][0]["message"]["content"], document.get("kvblend", {}))
-        return self.ledger.judge(question.name, answer, question.references)
-
-    async def stream(self) -> None:
+    async def ask(self) -> None:
         """Ask for an answer piece by piece."""
-        question, state = self.draws.choice(self.questions), self._state()
-        async with self.client.stream("POST", CHAT, json={**question.body, "stream": True}) as response:
-            if response.status_code != 200:
-                return self._refused("stream", response.status_code, await response.aread(), state)
-            text, extension, ended = "", dict[str, Any](), False
-            async for line in response.aiter_lines():
-                event = json.loads(line[5:]) if line.startswith("data:") and "[DONE]" not in line else {}
-                if "error" in event:
-                    return self._refused("stream", 500, line[5:].encode(), state)
-                extension = event.get("kvblend") or extension
-                text += "".join((choice["delta"].get("content") or "") for choice in event.get("choices", ()))
-                ended = ended or "[DONE]" in line
-        if not ended:
-            return self.ledger.wrong("stream: ended without [DONE]")
-        return self.ledger.judge(question.name, Answer.of(text, extension), question.references)
+        question, since = self.draws.choice(self.questions), time.monotonic()
+        sample = await ask(self.client, Request(CHAT, question.body), Sample(0.0), time.perf_counter())
+        if sample.refused is not None:
+            self._refused("ask", *sample.refused, since)
+        elif sample.error is not None or not sample.ended:
+            self.ledger.wrong(f"ask: {sample.error or 'ended without [DONE]'}")
+        else:
+            self.ledger.judge(question.name, Answer.of(sample.text, sample.extension), question.references)
 
     async def leave(self) -> None:
         """Go away before the first word or after some."""
@@ -289,34 +264,30 @@ class Visitors:
         self.ledger.count("left")
 
     async def nonsense(self) -> None:
-        """Send what is to be refused."""
-        await self._bad(self.draws.choice(nonsense(self.model)))
-
-    async def huge(self) -> None:
-        """Send megabytes; a server may hang up meanwhile."""
+        """Send what is to be refused; a server may hang up on megabytes."""
+        one, since = self.draws.choice(nonsense(self.model, self.megabytes)), time.monotonic()
+        headers = {"content-type": "application/json"}
         try:
-            await self._bad(self.draws.choice(huge(self.model, self.megabytes)))
+            response = await self.client.request(one.method, one.path, content=one.content, headers=headers)
         except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
-            self.ledger.count("hung up on megabytes")
-
-    async def _bad(self, one: Nonsense) -> None:
-        state, headers = self._state(), {"content-type": "application/json"}
-        response = await self.client.request(one.method, one.path, content=one.content, headers=headers)
+            if len(one.content) < MEGABYTE:
+                raise
+            return self.ledger.count("hung up on megabytes")
         if response.status_code < 400:
             return self.ledger.wrong(f"nonsense, {one.name}: status {response.status_code}")
-        return self._refused(f"nonsense, {one.name}", response.status_code, response.content, state)
+        return self._refused(f"nonsense, {one.name}", response.status_code, response.content, since)
 
     async def retrieve(self) -> None:
         """Ask the corpus that changes: what was removed before must not be among the sources."""
         if not self.documents:
             return None
-        state, removed = self._state(), set(self.removed)
+        since, removed = time.monotonic(), set(self.removed)
         own = {"retrieve": {"top_k": 3, "corpus": CORPUS}}
         question = [{"role": "user", "content": "What does the newest notice say?"}]
         body = {"model": self.model, "messages": question, "max_tokens": 4, "temperature": 0, "kvblend": own}
         response = await self.client.post(CHAT, json=body)
         if response.status_code != 200:
-            return self._refused("retrieve", response.status_code, response.content, state)
+            return self._refused("retrieve", response.status_code, response.content, since)
         texts = [source["text"] for source in response.json()["kvblend"]["sources"]]
         gone = [text for text in texts if any(notice_name(number) in text for number in removed)]
         if gone:
@@ -325,7 +296,7 @@ class Visitors:
 
     async def change(self) -> None:
         """Add a document, or remove the oldest of more than three."""
-        state = self._state()
+        since = time.monotonic()
         if len(self.documents) > 3:
             number = next(iter(self.documents))
             place = f"/v1/documents/{self.documents[number]}"
@@ -336,25 +307,19 @@ class Visitors:
         else:
             self.number += 1
             number = str(self.number)
-            text = (
-                f"This is {notice_name(number)}. "
-                + f"Boats leave at {8 + self.number % 9} o'clock on day {number}. " * 12
-            )
+            times = f"Boats leave at {8 + self.number % 9} o'clock on day {number}. " * 12
+            text = f"This is {notice_name(number)}. {times}"
             document = {"id": f"notice-{number}", "title": notice_name(number), "text": text}
             response = await self.client.post("/v1/documents", json={"documents": [document], "corpus": CORPUS})
             if response.status_code < 300:
                 self.documents[number] = document["id"]
         if response.status_code >= 300:
-            return self._refused("documents", response.status_code, response.content, state)
+            return self._refused("documents", response.status_code, response.content, since)
         return self.ledger.count("corpus changed")
 
-    def _state(self) -> tuple[int, bool]:
-        return self.breaks, self.broken
-
-    def _refused(self, name: str, status: int, content: bytes, state: tuple[int, bool]) -> None:
-        """state: of the store when the request came; the store may have failed at any moment since."""
-        breaks, broken = state
-        self.ledger.refused(name, status, content, expected=broken or self.broken or breaks != self.breaks)
+    def _refused(self, name: str, status: int, content: bytes, since: float) -> None:
+        """since: when the request was sent; the store may have failed at any moment since."""
+        self.ledger.refused(name, status, content, expected=self.failing_until >= since)
 
 
 def notice_name(number: str) -> str:
@@ -433,30 +398,14 @@ async def references(client: httpx.AsyncClient, body: Mapping[str, Any]) -> list
     return found
 
 
-async def capacity(client: httpx.AsyncClient, questions: Sequence[Question], seconds: float) -> float:
-    """Requests per second when a few at a time are always being answered."""
-    until, done = time.monotonic() + seconds, 0
-
-    async def keep_asking(draws: random.Random) -> None:
-        nonlocal done
-        while time.monotonic() < until:
-            response = await client.post(CHAT, json=draws.choice(questions).body)
-            done += response.status_code == 200
-
-    begin = time.monotonic()
-    await asyncio.gather(*(keep_asking(random.Random(number)) for number in range(TOGETHER)))
-    return done / (time.monotonic() - begin)
-
-
 @dataclass
 class Soak:
-    """One run. rate: visitors per second. quiet_s: in which everything opened for requests must be closed again."""
+    """One run. quiet_s: in which everything opened for requests must be closed again."""
 
     options: argparse.Namespace
     visitors: Visitors
     pid: int
     store: Path
-    rate: float
     quiet_s: float = 60.0
     begun: float = field(default_factory=time.monotonic)
     looks: list[Held] = field(default_factory=list)
@@ -467,10 +416,11 @@ class Soak:
         return time.monotonic() - self.begun
 
     async def settle(self) -> None:
-        """One of each visitor, then quiet: what the server holds then it may hold at the end."""
+        """As many of each visitor as come at a time, then quiet: what the server holds then it may hold at the end."""
         one = self.visitors
-        for kind in (one.whole, one.stream, one.leave, one.nonsense, one.huge, one.change):
-            await kind()
+        await one.change()
+        for kind in (one.ask, one.retrieve, one.nonsense, one.leave):
+            await asyncio.gather(*(kind() for _ in range(self.options.visitors)))
         await asyncio.sleep(self.options.idle)
         await self._stir()
         self.before = look(self.pid, self.now())
@@ -478,15 +428,15 @@ class Soak:
 
     async def run(self) -> None:
         """Everything at once until the time is over, then the answers that are still due."""
-        until = 60 * self.options.minutes
-        others = [asyncio.create_task(one(until)) for one in (self._change, self._fail, self._watch)]
-        visits = set()
+        until, many = 60 * self.options.minutes, self.options.visitors
+        others = (self._change(until), self._fail(until), self._watch(until))
+        await asyncio.gather(*others, *(self._come(until) for _ in range(many)))
+
+    async def _come(self, until: float) -> None:
+        """One visitor after another."""
         while self.now() < until:
-            await asyncio.sleep(self.visitors.draws.expovariate(self.rate))
-            visit = asyncio.create_task(self.visitors.visit())
-            visits.add(visit)
-            visit.add_done_callback(visits.discard)
-        await asyncio.gather(*others, *visits)
+            await self.visitors.visit()
+            await asyncio.sleep(self.visitors.draws.expovariate(10))
 
     async def _change(self, until: float) -> None:
         while self.now() + self.options.change < until:
@@ -504,10 +454,10 @@ class Soak:
             await asyncio.sleep(works)
             name = BREAKS[number % len(BREAKS)]
             with broken(name, self.store, self.visitors.draws):
-                self.visitors.broken = True
+                self.visitors.failing_until = math.inf
                 self.visitors.ledger.count(f"store {name}")
                 await asyncio.sleep(fails)
-            self.visitors.broken, self.visitors.breaks = False, self.visitors.breaks + 1
+            self.visitors.failing_until = time.monotonic()
             number += 1
 
     async def _watch(self, until: float) -> None:

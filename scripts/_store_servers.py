@@ -206,7 +206,7 @@ def main() -> None:
     WSGIRequestHandler.protocol_version = "HTTP/1.1"
     fault = os.environ.get("KVBLEND_S3_FAULT")
     app = OneAtATime(DomainDispatcherApplication(create_backend_app), Path(fault) if fault else None)
-    server = make_server("127.0.0.1", 0, app, threaded=True)  # type: ignore[arg-type]
+    server = make_server("127.0.0.1", 0, app, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     secrets = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
     client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{server.server_port}", **secrets)

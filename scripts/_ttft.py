@@ -1,251 +1,234 @@
-"""Time to first token of one shape with random weights: methods and stores, each row written as soon as it is measured."""
+"""Time to first token of one model: full prefill and blended methods in turns, over one prompt, for each store."""
 
 from __future__ import annotations
 
 import gc
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from _results import Results, Row, say
-from _shapes import SHAPES, random_decoder, random_ids, random_layout
-from _stores import copy_rate, drop_page_cache, file_system, fill, lacks_room, move, read_rate
 from blend.blender import Blend, Blender
-from blend.config import BlendConfig
+from blend.chunks.correction import POSITION_FEATURES, Bounds, KVCorrection, LayerCorrection
+from blend.chunks.fit import RANK
+from blend.chunks.library import with_surrogate
+from blend.config import BlendConfig, CorpusConfig
 from blend.eval.evaluator import PLAIN_REUSE, floor_seconds
-from blend.model.decoder import full_prefill
-from blend.store import ChunkStore, open_store
-from blend.store.disk import DiskBackend
+from blend.model.decoder import FullPrefill, full_prefill
+from blend.store import open_store
+from blend.types import Stopwatch
 
 if TYPE_CHECKING:
+    from blend.model.cache import LayerRotation
     from blend.model.decoder import Decoder
     from blend.types import PromptLayout
 
-METHODS = {
+FULL = "full"
+METHODS: dict[str, BlendConfig | None] = {
+    FULL: None,
     "reuse": PLAIN_REUSE,
+    "hkvd 5 %": BlendConfig(selector="hkvd", ratio=0.05),
+    "hkvd 15 %": BlendConfig(selector="hkvd", ratio=0.15),
     "query_guided 5 %": BlendConfig(selector="query_guided", ratio=0.05),
     "query_guided 15 %": BlendConfig(selector="query_guided", ratio=0.15),
-    "hkvd 15 %": BlendConfig(selector="hkvd", ratio=0.15),
 }
-STORES = ("memory", "disk", "disk-cold")  # where the caches may lie, in the order in which they are measured
-FULL = "full"
+STORES = ("memory", "disk")  # a disk store is read out of the page cache
 RANDOM = "random weights: times, bytes and memory mean something, answers and which rows a selector finds do not"
 _STAGES = ("load", "reposition", "select", "recompute")
+_SAMPLE = 256 << 20  # bytes that a bandwidth is measured on, at most
 
 
-class NotColdError(Exception):
-    """The page cache still holds what it was asked to forget."""
+class Subject(NamedTuple):
+    """A model and its prompts.
+
+    layout: a prompt of so many context tokens. others: chunks for the surrogate context. random: whether the weights are, which
+    leaves a KV correction nothing to predict.
+    """
+
+    decoder: Decoder
+    layout: Callable[[int], PromptLayout]
+    others: Sequence[tuple[int, ...]]
+    random: bool
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured at one shape. folder: where the disk store is made."""
-
-    shape: str
-    device: torch.device
-    dtype: torch.dtype
-    chunk_tokens: int
-    codec: str
-    correction: str
-    rounds: int
-    stores: tuple[str, ...]
-    folder: Path
-
-    def key(self, tokens: int, store: str, method: str) -> dict[str, object]:
-        """What tells a row from others: everything that its meaning depends on."""
-        about: dict[str, object] = {"device": self.device.type, "dtype": str(self.dtype).removeprefix("torch.")}
-        about |= {"chunk_tokens": self.chunk_tokens, "codec": self.codec, "correction": self.correction}
-        return {"shape": self.shape, "tokens": tokens, "store": store, "method": method, **about}
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Store and method of every row of a length; full prefill has no store."""
-        return [("", FULL), *((store, method) for store in self.stores for method in METHODS)]
-
-
+@dataclass
 class Bench:
-    """Measures a plan into `results`; with `resume` existing rows stay as they are."""
+    """Measures into `results` what they do not hold.
 
-    def __init__(self, plan: Plan, results: Results, *, resume: bool) -> None:
-        self.plan, self.results, self.resume = plan, results, resume
+    load: makes the subject, when the first missing row needs it. about: what every row says besides tokens, store and method.
+    """
+
+    load: Callable[[], Subject]
+    about: Mapping[str, object]
+    results: Results
+    codec: str
+    rounds: int
+    folder: Path | None = None
 
     @cached_property
-    def decoder(self) -> Decoder:
-        """Made when the first row needs it."""
-        return random_decoder(self.plan.shape, self.plan.device, self.plan.dtype)
+    def subject(self) -> Subject:
+        """The model and its prompts."""
+        return self.load()
 
-    def run(self, lengths: Iterable[int]) -> list[Row]:
-        """The rows of these lengths, measured now or before."""
+    def run(self, lengths: Iterable[int], stores: Iterable[str]) -> list[Row]:
+        """The rows of these lengths and stores, measured now or before."""
         found = []
-        for tokens in lengths:
-            if missing := [names for names in self.plan.rows() if not (self.resume and self._row(tokens, names))]:
-                self._measure(tokens, missing)
-            found += [row for names in self.plan.rows() if (row := self._row(tokens, names))]
+        for name in stores:
+            with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+                place = "memory:" if name == "memory" else folder
+                for tokens in lengths:
+                    keys = [self._key(tokens, name, method) for method in METHODS]
+                    if not all(self.results.find("ttft", key) for key in keys):
+                        self._measure(tokens, name, place)
+                    found += [row for key in keys if (row := self.results.find("ttft", key))]
         return found
 
-    def _row(self, tokens: int, names: tuple[str, str]) -> Row | None:
-        return self.results.find("ttft", self.plan.key(tokens, *names))
+    def _key(self, tokens: int, store: str, method: str) -> dict[str, object]:
+        return {**self.about, "codec": self.codec, "tokens": tokens, "store": store, "method": method}
 
-    def _measure(self, tokens: int, missing: list[tuple[str, str]]) -> None:
-        plan, shape = self.plan, SHAPES[self.plan.shape]
-        reason = None if "decoder" in self.__dict__ else shape.why_not(tokens, plan.device, plan.dtype.itemsize)
-        if reason:
-            self._skip(tokens, missing, reason)
-            return
-        layout = random_layout(shape.vocab_size, tokens, plan.chunk_tokens)
-        if ("", FULL) in missing:
-            self._full(layout, tokens)
-        if any(store for store, _ in missing):
-            self._stored(layout, tokens, missing)
-
-    def _skip(self, tokens: int, rows: Iterable[tuple[str, str]], reason: str) -> None:
-        """Write into the rows why they have no figures."""
-        say(f"{self.plan.shape}, {tokens} tokens: {reason}")
-        for names in rows:
-            self.results.put("ttft", self.plan.key(tokens, *names), {"why_not": reason})
-
-    def _full(self, layout: PromptLayout, tokens: int) -> None:
-        def prefill() -> tuple[float, Row]:
-            done = full_prefill(self.decoder, layout)
-            return done.ttft_s, {"wrong": None if bool(done.logits.isfinite().all()) else "logits are not finite"}
-
-        self._timed(tokens, ("", FULL), layout, prefill, lambda seconds, row: {"speedup": 1.0})
-
-    def _stored(self, layout: PromptLayout, tokens: int, missing: list[tuple[str, str]]) -> None:
-        """Fill a store in memory, then measure store after store, each emptied into the next."""
-        vocabulary, size = SHAPES[self.plan.shape].vocab_size, self.plan.chunk_tokens
-        others = [random_ids(vocabulary, size, 100 + number) for number in range(16)]
-        store = open_store("memory:", codec=self.plan.codec)
-        fill(self.decoder, store, layout, others, self.plan.correction)
-        for name in STORES:
-            methods = [method for wanted, method in missing if wanted == name]
-            reason = lacks_room(self.plan.folder, store.stats().nbytes) if name == "disk" else None
-            if methods and reason:
-                self._skip(tokens, [(name, method) for method in methods], reason)
-            elif methods:
-                if name != "memory" and not isinstance(store.backend, DiskBackend):
-                    memory, store = store, open_store(self.plan.folder, codec=self.plan.codec)
-                    move(memory, store)
-                self._methods(name, store, layout, tokens, methods)
-        for key in list(store.keys()):
-            store.delete(key)
-
-    def _methods(self, name: str, store: ChunkStore, layout: PromptLayout, tokens: int, methods: list[str]) -> None:
-        blender, cold = Blender(self.decoder, store), name == "disk-cold"
-        full = (self._row(tokens, ("", FULL)) or {}).get("ttft_s")
-        held, rate = name, copy_rate(self.plan.device)
-        if name != "memory":
-            held = f"{file_system(self.plan.folder)}, {'cold' if cold else 'in the page cache'}"
-            rate = min(read_rate(self.plan.folder, cold=cold), rate)
-        for method in methods:
-            config = METHODS[method]
-            if self.plan.correction == "off":
-                config = replace(config, correction=False)
-
-            def prefill(config: BlendConfig = config) -> tuple[float, Row]:
-                if cold and not drop_page_cache(self.plan.folder):
-                    raise NotColdError
-                blend = blender.prefill(layout, config=config)
-                return blend.ttft_s, _about(blend)
-
-            def figures(seconds: float, row: Row) -> Row:
-                return {"held": held, **_against(full, seconds, row, rate, len(self.decoder.layers))}
-
-            self._timed(tokens, (name, method), layout, prefill, figures)
-
-    def _timed(
-        self,
-        tokens: int,
-        names: tuple[str, str],
-        layout: PromptLayout,
-        prefill: Callable[[], tuple[float, Row]],
-        figures: Callable[[float, Row], Row],
-    ) -> None:
-        """Warm up once, time the rounds, write the row. Nothing of one run is alive in the next."""
-        say(f"{self.plan.shape}, {tokens} tokens, {', '.join(filter(None, names))}")
-        cuda = self.plan.device.type == "cuda"
+    def _measure(self, tokens: int, name: str, place: str) -> None:
+        say(f"{tokens} tokens, {name}")
+        rows: dict[str, Row]
         try:
-            _alone(prefill)
-            if cuda:
-                torch.cuda.reset_peak_memory_stats(self.plan.device)
-            runs = [_alone(prefill) for _ in range(self.plan.rounds)]
+            rows = self._rows(tokens, name, place)
         except torch.OutOfMemoryError:
-            self._skip(tokens, [names], "out of GPU memory")
-        except NotColdError:
-            self._skip(tokens, [names], "this file system does not forget files when it is asked to")
-        else:
-            seconds, row = [seconds for seconds, _ in runs], _merged([row for _, row in runs])
-            row |= {"ttft_s": median(seconds), "all_s": seconds, "prompt": layout.rows, **figures(median(seconds), row)}
-            row["peak_bytes"] = torch.cuda.max_memory_allocated(self.plan.device) if cuda else None
-            row["when"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            self.results.put("ttft", self.plan.key(tokens, *names), row)
-        if cuda:
-            torch.cuda.empty_cache()
+            rows = {method: {"why_not": "out of GPU memory"} for method in METHODS}
+        for method, row in rows.items():
+            self.results.put("ttft", self._key(tokens, name, method), row)
+
+    def _rows(self, tokens: int, name: str, place: str) -> dict[str, Row]:
+        """Warm up once, then let the methods take turns. Nothing of one run is alive in the next."""
+        decoder, layout = self.subject.decoder, self.subject.layout(tokens)
+        blender = self.filled(place, layout)
+        rate = copy_rate(decoder.device)
+        if name != "memory":
+            rate = min(rate, read_rate(Path(place)))
+        runs: dict[str, list[Row]] = {method: [] for method in METHODS}
+        for turn in range(self.rounds + 1):
+            for method, config in METHODS.items():
+                gc.collect()
+                row = _run(blender, layout, config)
+                if turn:
+                    runs[method].append(row)
+            say(f"  round {turn} of {self.rounds}")
+        full = [row["ttft_s"] for row in runs[FULL]]
+        return {method: _merged(found, full, rate, len(decoder.layers)) for method, found in runs.items()}
+
+    def filled(self, place: str, layout: PromptLayout) -> Blender:
+        """A store with the caches of the prompt's chunks, a surrogate context, and a KV correction."""
+        blender = Blender(self.subject.decoder, open_store(place, codec=self.codec))
+        library = with_surrogate(
+            blender.library(layout.kept_behind), self.subject.others, CorpusConfig().surrogate_tokens
+        )
+        library.compute(library.missing(layout.chunks))
+        if not self.subject.random:
+            blender.calibrate(layout.prefix, layout.chunks)
+            return blender
+        content = neutral_correction(self.subject.decoder).to_bytes()
+        for contextual in (False, True):
+            name = library.encoder(contextual=contextual).identity.correction_name
+            blender.store.write_artifact(name, content)
+        return blender
 
 
-def _alone(prefill: Callable[[], tuple[float, Row]]) -> tuple[float, Row]:
-    """One run, after everything that an earlier one left is gone."""
-    gc.collect()
-    return prefill()
+def _run(blender: Blender, layout: PromptLayout, config: BlendConfig | None) -> Row:
+    """One prefill, without what it made."""
+    device = blender.decoder.device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    prefill = full_prefill(blender.decoder, layout) if config is None else blender.prefill(layout, config=config)
+    wrong = [] if bool(prefill.logits.isfinite().all()) else ["logits are not finite"]
+    row = {"ttft_s": prefill.ttft_s, "prompt": layout.rows, "stages": {}, "notes": []}
+    if not isinstance(prefill, FullPrefill):
+        row |= _about(prefill)
+        wrong += [*prefill.problems, *prefill.artifact_problems]
+        wrong += [] if all(prefill.hits) else ["chunks were missing"]
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {**row, "wrong": "; ".join(wrong) or None, "peak_bytes": peak}
 
 
 def _about(blend: Blend) -> Row:
-    """The figures of one run, apart from its time."""
-    wrong = [] if bool(blend.logits.isfinite().all()) else ["logits are not finite"]
-    wrong += [] if all(blend.hits) else ["chunks were missing"]
-    wrong += [*blend.problems, *blend.artifact_problems]
-    found = {"rows_share": blend.rows_share, "bytes_loaded": blend.bytes_loaded, "stages": dict(blend.stages)}
-    return {**found, "notes": list(blend.notes), "wrong": "; ".join(wrong) or None}
+    found = {"rows_share": blend.rows_share, "bytes_loaded": blend.bytes_loaded}
+    return {**found, "stages": dict(blend.stages), "notes": list(blend.notes)}
 
 
-def _merged(rows: list[Row]) -> Row:
-    """Several runs as one: of stages the median, of the rest the last."""
-    last = dict(rows[-1])
-    if "stages" in last:
-        last["stages"] = {name: median(row["stages"].get(name, 0.0) for row in rows) for name in last["stages"]}
-    return last
+def _merged(runs: Sequence[Row], full: Sequence[float], rate: float, layers: int) -> Row:
+    """Several runs as one row: medians of times, the median of the turns' speed-ups, of the rest the last."""
+    times = [row["ttft_s"] for row in runs]
+    row = {**runs[-1], "ttft_s": median(times), "all_s": times, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    row["stages"] = {name: median(one["stages"].get(name, 0.0) for one in runs) for name in row["stages"]}
+    row["speedup"] = median(theirs / mine for theirs, mine in zip(full, times, strict=True))
+    if "rows_share" in row:
+        floor = floor_seconds(row["rows_share"] * median(full), row["bytes_loaded"] / rate, layers)
+        row |= {"bandwidth": rate, "floor_s": floor, "over_floor": row["ttft_s"] / floor}
+    return row
 
 
-def _against(full: float | None, seconds: float, row: Mapping[str, Any], rate: float, layers: int) -> Row:
-    """Speed-up over full prefill, and the time over the floor; nothing where full prefill has no time."""
-    if full is None:
-        return {"bandwidth": rate}
-    floor = floor_seconds(row["rows_share"] * full, row["bytes_loaded"] / rate, layers)
-    return {"bandwidth": rate, "speedup": full / seconds, "floor_s": floor, "over_floor": seconds / floor}
+def neutral_correction(decoder: Decoder) -> KVCorrection:
+    """As wide and of the rank that fitting gives, in every layer but the first; it predicts no gain anywhere."""
+    return KVCorrection((None, *map(_neutral_layer, decoder.rotations[1:])), before=1 << 20, length=1 << 20)
 
 
-def table(rows: Iterable[Row]) -> list[str]:
+def _neutral_layer(rotation: LayerRotation) -> LayerCorrection:
+    width, (heads, dim) = rotation.width, rotation.key_shape
+    down = torch.randn(width + POSITION_FEATURES, RANK, generator=torch.Generator().manual_seed(0)) / width**0.5
+    up, centre, scale = torch.zeros(RANK, width), torch.zeros(width), torch.ones(width)
+    return LayerCorrection(centre, scale, down, up, down.clone(), Bounds(1e6, 1.0, 1.0), heads * dim)
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second of a copy from memory to `device`, for a GPU from page-locked memory, median of five."""
+    size = _SAMPLE if device.type == "cuda" else _SAMPLE // 4
+    source = torch.ones(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target, seconds = torch.empty(size, dtype=torch.uint8, device=device), []
+    for _ in range(5):
+        watch = Stopwatch(device)
+        target.copy_(source)
+        seconds.append(watch.total())
+    return size / median(seconds)
+
+
+def read_rate(folder: Path) -> float:
+    """Bytes a second of reading a store's files one after another."""
+    buffer, done = bytearray(16 << 20), 0
+    watch = Stopwatch()
+    for path in sorted(path for path in (folder / "objects").rglob("*") if path.is_file()):
+        with path.open("rb", buffering=0) as file:
+            while done < _SAMPLE and (count := file.readinto(buffer)):
+                done += count
+    return done / watch.total()
+
+
+def table(rows: Iterable[Row]) -> Iterator[str]:
     """Lines of a table; a row without a time says why."""
-    head = f"{'shape':<10} {'tokens':>7} {'store':<10} {'method':<18} {'TTFT':>9} {'speed-up':>9} {'rows':>6}"
-    stages = "".join(f" {name:>10}" for name in _STAGES)
-    return [f"{head} {'floor':>9} {'x floor':>7}{stages} {'GPU peak':>9}", *map(_line, rows)]
+    head = f"{'model':<12} {'tokens':>7} {'store':<7} {'method':<18} {'TTFT':>9} {'speed-up':>9} {'rows':>6}"
+    yield f"{head} {'floor':>9} {'x floor':>7}" + "".join(f" {name:>10}" for name in (*_STAGES, "GPU peak"))
+    yield from map(_line, rows)
 
 
 def _line(row: Row) -> str:
-    line = f"{row['shape']:<10} {row['tokens']:>7} {row['store'] or '-':<10} {row['method']:<18}"
+    line = f"{row['shape']:<12.12} {row['tokens']:>7} {row['store']:<7} {row['method']:<18}"
     if "ttft_s" not in row:
         return f"{line} {row['why_not']}"
-    peak = row["peak_bytes"]
-    cells = [
-        _ms(row["ttft_s"], 9),
-        _cell(row.get("speedup"), ">8.1f", "x", 9),
-        _cell(row.get("rows_share"), ">6.1%", "", 6),
-    ]
-    cells += [_ms(row.get("floor_s"), 9), _cell(row.get("over_floor"), ">7.2f", "", 7)]
-    cells += [_ms(row.get("stages", {}).get(name), 10) for name in _STAGES]
-    cells += [_cell(peak and peak / 2**30, ">5.1f", " GiB", 9)]
-    notes = [*(row.get("notes") or ()), *([f"WRONG: {row['wrong']}"] if row.get("wrong") else ())]
-    return "  ".join([" ".join([line, *cells]), *notes])
+    cells = [_ms(row["ttft_s"], 9), f"{row['speedup']:>8.1f}x", _cell(row.get("rows_share"), ">6.1%", 6)]
+    cells += [_ms(row.get("floor_s"), 9), _cell(row.get("over_floor"), ">7.2f", 7)]
+    cells += [_ms(row["stages"].get(name), 10) for name in _STAGES]
+    cells.append(_cell(row["peak_bytes"] and row["peak_bytes"] / 2**30, ">6.1f", 6, " GiB"))
+    wrong = [f"WRONG: {row['wrong']}"] if row["wrong"] else []
+    return "  ".join([" ".join([line, *cells]), *row["notes"], *wrong])
 
 
 def _ms(seconds: float | None, width: int) -> str:
-    return _cell(None if seconds is None else 1e3 * seconds, f">{width - 3}.0f", " ms", width)
+    return _cell(None if seconds is None else 1e3 * seconds, f">{width - 3}.0f", width - 3, " ms")
 
 
-def _cell(value: float | None, form: str, unit: str, width: int) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value:{form}}{unit}"
+def _cell(value: Any, form: str, width: int, unit: str = "") -> str:
+    return f"{'-':>{width + len(unit)}}" if value is None else f"{value:{form}}{unit}"

@@ -16,7 +16,7 @@ from typing import Any
 
 from _load import Corpus, Sample, TimedQuestion, Traffic, make_corpus, one_by_one, open_loop
 from _results import Results, Row, say
-from _servers import Running, Server, blended_vllm_server, chat, running, vllm_server
+from _servers import Running, Server, Vllm, chat, running
 from _serving import MARGIN, STYLES, together
 
 PLAIN, BLENDED = "vllm", "vllm + kvblend"
@@ -57,10 +57,8 @@ class VllmBench:
         """The two servers, without kvblend and with it."""
         given = self.options
         longest = max(given.context_tokens) + given.answer_tokens + MARGIN
-        sizes = {"answer_tokens": given.answer_tokens, "threads": given.threads, "longest": longest}
-        sizes |= {"eager": given.tiny, "dtype": given.dtype}
-        ours = blended_vllm_server(given.vllm, self.store, self.model, ratio=given.ratio, **sizes)
-        return [vllm_server(given.vllm, self.model, **sizes), ours]
+        made = Vllm(given.vllm, self.model, given.threads, given.answer_tokens, longest, given.tiny, given.dtype)
+        return [made.plain(), made.blended(self.store, given.ratio)]
 
     def measure(self) -> None:
         """Measure what was asked for and is not in the results yet."""

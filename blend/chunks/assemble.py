@@ -19,7 +19,7 @@ from blend.chunks.correction import Added, KVCorrection, position_features
 from blend.chunks.library import OpenLibrary
 from blend.model.cache import BlendedCache, BlendedLayer, Deltas, LayerRotation, Rotation
 from blend.model.cpu import use_one_thread
-from blend.store.codecs.base import require_shapes
+from blend.store.codecs import require_shapes
 from blend.types import ChunkCache, PromptLayout, Span, Stopwatch
 
 if TYPE_CHECKING:

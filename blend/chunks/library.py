@@ -261,14 +261,6 @@ class ChunkLibrary:
         held = self.store.held(map(self.key, variants))
         return [one for one in variants if self.key(one) not in held]
 
-    def restored(self, missing: Sequence[Variant]) -> set[Variant]:
-        """Restore missing caches from nearer tiers of the store; those that were restored.
-
-        Raises `StoreError` when the store cannot be written.
-        """
-        keys = self.store.restore(map(self.key, missing))
-        return {one for one in missing if self.key(one) in keys}
-
     def key(self, variant: Variant) -> ChunkKey:
         """Where the store keeps this cache."""
         return self.encoder(contextual=variant.contextual).identity.key(variant.chunk)

@@ -1,4 +1,4 @@
-"""The command line: one file a command, imported when it runs.
+"""The command line: one file a command, imported when it runs; those that list something share one.
 
 Every mistake, interruption, signal and closed pipe ends in one line on stderr and an exit code: those of `blend.errors` and
 `blend_retrieval.errors`, 2 for a command line that cannot be parsed, 130 after Ctrl-C, 141 when the reader of a pipe went away,
@@ -150,7 +150,9 @@ class LazyGroup(click.Group):
         """The command of that name, imported now."""
         if cmd_name not in _COMMANDS:
             return None
-        command = import_module(f"blend.cli.{cmd_name}").command
+        listing = cmd_name in ("env", "models", "selectors")
+        module = import_module(f"blend.cli.{'lists' if listing else cmd_name}")
+        command = getattr(module, cmd_name if listing else "command")
         assert isinstance(command, click.Command)
         return command
 

@@ -27,11 +27,11 @@ MOST_VIEWS = 8
 @click.command("analyze")
 @click.argument("question", required=False, type=TEXT)
 @click.option("--dataset", type=PLACE, help="JSONL question file to analyze instead of QUESTION.")
-@number("--limit", "limit", "At most so many questions of the file.  [default: all]")
+@number("limit", "At most so many questions of the file.  [default: all]")
 @click.option("--html", "page", type=OUTPUT, help="Write the page, one file that loads nothing.")
 @click.option("--json", "json_path", type=OUTPUT, help="Write the numbers that the page shows.")
-@number("--layer", "layer", "Layer to picture first.  [default: a middle one]")
-@number("--head", "head", "Head to picture.  [default: each layer's most cross-chunk one]")
+@number("layer", "Layer to picture first.  [default: a middle one]")
+@number("head", "Head to picture.  [default: each layer's most cross-chunk one]")
 @options.without_tiers
 @options.common
 @options.retrieval
@@ -53,7 +53,8 @@ def command(
     """
     _check_usage(question, dataset, page, json_path)
     records = _load(dataset, limit)
-    rag = opening.open_for_questions(given) if dataset else opening.open_corpus(given)
+    opening.check(given, needs_corpus=question is not None or bool(given["name"]))
+    rag = opening.open_rag(given, needs_index=question is not None)
     _check_layer(rag, layer)
     prompts = _recorded(rag, records) if question is None else _asked(rag, question)
     if records:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @click.command("answer")
 @click.argument("question", type=TEXT)
-@number("--max-new-tokens", "max_new_tokens", "Longest answer.", default=ANSWER_TOKENS, show_default=True)
+@number("max_new_tokens", "Longest answer.", ANSWER_TOKENS)
 @click.option("--compare", is_flag=True, help="Also answer after full prefill of the same token ids.")
 @click.option("-q", "--quiet", is_flag=True, help="Print the answer and nothing else.")
 @options.json_option
@@ -39,7 +39,8 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
     """
     question = _asked(question)
     with hushed(quiet):
-        rag = opening.open_corpus(given)
+        opening.check(given, needs_corpus=True)
+        rag = opening.open_rag(given)
         rag.warm_up(compare=compare)
         on_text = None if as_json else stream
         answer = rag.answer(question, max_new_tokens=max_new_tokens, compare=compare, on_text=on_text)

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -132,51 +132,34 @@ FORESEEABLE = 50  # the first of so many parts, with all that happens once, says
 
 @contextmanager
 def stage_progress(part: str = "") -> Iterator[OnProgress]:
-    """What `precompute` and calibration call, for as long as the block runs; part: of what, where it is not all."""
-    with _bars(part) if errors.is_terminal else _lines(part) as show:
-        yield lambda stage, done, total: show(stage, done, total) if total else None
+    """What `precompute` and calibration call, for as long as the block runs; part: of what, where it is not all.
 
-
-@contextmanager
-def _bars(part: str) -> Iterator[OnProgress]:
-    """A bar per stage with rate and time left."""
+    On a terminal every stage has a bar; elsewhere it has a line every so often, and at its end.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[pace]}"))
-    bar = Progress(TextColumn("{task.description}"), *columns, console=errors)
-    tasks: dict[str, Any] = {}
-    begun: dict[str, float] = {}
-
-    def show(stage: str, done: int, total: int) -> None:
-        words, unit = _STAGES[stage]
-        now = time.monotonic()
-        if stage not in tasks:
-            tasks[stage], begun[stage] = bar.add_task(words + part, total=total, pace=""), now
-        bar.update(tasks[stage], completed=done, pace=_pace(unit, done, total, now - begun[stage]).removeprefix(", "))
-
-    with bar:
-        yield show
-
-
-@contextmanager
-def _lines(part: str) -> Iterator[OnProgress]:
-    """A line when a stage has run for a while, then every so often, and when it ends after that."""
+    bars = Progress(TextColumn("{task.description}"), *columns, console=errors)
     begun: dict[str, float] = {}
     shown: dict[str, float] = {}
+    tasks: dict[str, Any] = {}
 
     def show(stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        last = shown.setdefault(stage, begun.setdefault(stage, now))
-        if done and (now - last >= LINE_EVERY_S or (done == total and stage == "encode")):
+        if not total:
+            return
+        (words, unit), now = _STAGES[stage], time.monotonic()
+        pace = _pace(unit, done, total, now - begun.setdefault(stage, now))
+        last = shown.setdefault(stage, now)
+        if errors.is_terminal:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(words + part, total=total, pace="")
+            bars.update(tasks[stage], completed=done, pace=pace)
+        elif done and (now - last >= LINE_EVERY_S or (done == total and stage == "encode")):
             shown[stage] = now
-            note(_line(stage, done, total, now - begun[stage], part))
+            note(f"{words}{part}: {done:,} of {total:,} {unit}{pace and f', {pace}'}")
 
-    yield show
-
-
-def _line(stage: str, done: int, total: int, elapsed: float, part: str = "") -> str:
-    words, unit = _STAGES[stage]
-    return f"{words}{part}: {done:,} of {total:,} {unit}{_pace(unit, done, total, elapsed)}"
+    with bars if errors.is_terminal else nullcontext():
+        yield show
 
 
 def _pace(unit: str, done: int, total: int, elapsed: float) -> str:
@@ -184,4 +167,4 @@ def _pace(unit: str, done: int, total: int, elapsed: float) -> str:
     if not elapsed or done < total / FORESEEABLE:
         return ""
     left = f", {seconds((total - done) * elapsed / done)} left" if done < total else ""
-    return f", {done / elapsed:,.0f} {unit}/s{left}"
+    return f"{done / elapsed:,.0f} {unit}/s{left}"

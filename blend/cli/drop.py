@@ -12,7 +12,7 @@ import click
 
 from blend.cli import opening, options
 from blend.cli.console import counted, make_sure, print_json, say
-from blend.corpora import Sharing, corpora, in_words, require_corpus
+from blend.corpora import corpora, in_words, require_corpus
 from blend.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -67,18 +67,15 @@ def drop_corpus(rag: Rag) -> Dropped:
 
     Raises `StoreError` for what cannot be deleted, `RetrievalError` for an index that cannot be read.
     """
-    from blend.corpus import OtherCorpora
     from blend.store.admin import forget_sources
 
-    store, name, held, others = rag.store, rag.corpus_config.name, rag.index.chunks, rag.other_corpora
-    before, library = store.stats().entries, rag.blender.library(rag.template.prefix)
-    gone = tuple(dict.fromkeys(map(rag.template.chunk_ids, held)))
-    spare = OtherCorpora(library, rag.template, others).spare(gone)
-    Sharing(rag.root, lambda: store).withdraw(name)  # or other machines would bring it back
+    store, name, held, corpus = rag.store, rag.corpus_config.name, rag.index.chunks, rag.corpus()
+    before, spare = store.stats().entries, corpus.spare(tuple(dict.fromkeys(map(rag.template.chunk_ids, held))))
+    corpus.sharing.withdraw(name)  # or other machines would bring it back
     _remove_index(rag)
     for key in spare:
         store.delete(key)
-    artifacts = _artifacts(store, name, last=not others)
+    artifacts = _artifacts(store, name, last=not corpus.others)
     for one in artifacts:
         store.delete_artifact(one)
     forget_sources(store, name)

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from blend.cli.console import note, show_fetch
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
-from blend.corpora import index_dir, require_corpus
+from blend.corpora import Sharing, corpora, index_dir, require_corpus
 from blend.errors import ConfigError, StoreError, StoreUnreachableError
-from blend.store import read_precomputed, read_words
+from blend.store import open_store, read_precomputed, read_store_key, read_words
 from blend.store.addresses import root_of
 from blend.weights import CATALOG, lasting_name, resolve_model
 from blend.weights.catalog import is_cached, require_on_hub
+from blend_retrieval import ChunkIndex, RetrievalError
 
 if TYPE_CHECKING:
     from blend.rag import Rag
-    from blend.store.memory import MemoryCache
 
 
-def check_store(store: Path) -> None:
+def _check_store(store: Path) -> None:
     """Raise `StoreError` when the store's place cannot be reached, or something that is no directory stands there."""
     try:
         in_the_way = store.exists() and not store.is_dir()
@@ -61,38 +61,45 @@ def corpus_config(options: dict[str, Any]) -> CorpusConfig:
     return config
 
 
-def check(options: dict[str, Any]) -> None:
-    """Check options and store without loading anything. Raises `ConfigError` or `StoreError`."""
+def check(options: dict[str, Any], *, needs_corpus: bool = False) -> None:
+    """Check options and store, and with `needs_corpus` that the corpus is there; loads nothing.
+
+    Raises `ConfigError`, `StoreError` or, where nothing was precomputed, `RetrievalError`.
+    """
     _pick(BlendConfig, options)
     _pick(CorpusConfig, options)
-    check_store(options["store"])
+    _check_store(options["store"])
     fetch_indexes(options)
+    if needs_corpus:
+        require_corpus(options["store"], options["name"] or "")
+        if not corpora(options["store"]):
+            ChunkIndex.load(index_dir(options["store"], ""))  # raises `IndexMissingError`
 
 
 def fetch_indexes(options: dict[str, Any]) -> None:
     """Fetch the indexes that others have published to a shared store. Raises `StoreError`."""
     if root_of(options["store"]) is None:
         return
-    from blend.corpora import Sharing
-    from blend.store import open_store
-
     with warnings.catch_warnings(action="ignore"):  # `open_rag` shows them
         key = store_key(options)
     Sharing(options["store"], lambda: open_store(options["store"] / "kv", key=key)).refresh(now=True)
 
 
-def open_rag(options: dict[str, Any]) -> Rag:
-    """A `Rag` from parsed options; unknown ones are ignored. Loads no model."""
-    check(options)
+def open_rag(options: dict[str, Any], *, needs_index: bool = True) -> Rag:
+    """A `Rag` from parsed options that passed `check`; unknown ones are ignored. Loads no model.
+
+    Its embedder is the one that made the index, unless another was named. Raises `RetrievalError` for a damaged index, if
+    `needs_index`.
+    """
     key, model = store_key(options), model_of(options)
     check_model(model)
     note(f"Loading {model} ...")
     from blend.rag import Rag
+    from blend.store.memory import MemoryCache
 
     _note_other_caches(options, model)
-
     budget, memory = options.get("store_budget"), options.get("memory_budget")
-    return Rag(
+    rag = Rag(
         options["store"],
         model=model,
         device=options["device"],
@@ -103,8 +110,15 @@ def open_rag(options: dict[str, Any]) -> Rag:
         budget_bytes=int(budget * 1e9) if budget is not None else None,
         store_key=key,
         on_fetch=show_fetch,
-        memory=_memory_cache(memory),
+        memory=MemoryCache(round(memory * 1e9)) if memory else None,
     )
+    if not options.get("embedder"):
+        usual = rag.corpus_config.embedder
+        with suppress(*(() if needs_index else (RetrievalError,))):
+            rag.take_embedder_of_index()
+        if rag.corpus_config.embedder != usual:
+            note(f"Embedding with {rag.corpus_config.embedder}, which made the index; --embedder names another")
+    return rag
 
 
 def model_of(options: dict[str, Any]) -> str:
@@ -149,61 +163,8 @@ def _words(store: Path, read: Callable[[Path], list[dict[str, str]]]) -> list[di
     return []
 
 
-def _memory_cache(gigabytes: float | None) -> MemoryCache | None:
-    """Memory for recently read chunk caches."""
-    if not gigabytes:
-        return None
-    from blend.store.memory import MemoryCache
-
-    return MemoryCache(round(gigabytes * 1e9))
-
-
-def open_corpus(options: dict[str, Any]) -> Rag:
-    """`open_rag` for a corpus that must be there, with the embedder that made its index unless another one was named."""
-    from blend_retrieval import ChunkIndex
-
-    check(options)
-    name = options["name"] or ""
-    require_corpus(options["store"], name)
-    index = ChunkIndex.load(index_dir(options["store"], name))
-    return open_rag({**options, "embedder": options.get("embedder") or index.embedder})
-
-
-def open_all_corpora(options: dict[str, Any]) -> Rag:
-    """`open_rag` for the corpus without a name, there or not yet; it knows the others."""
-    check(options)
-    rag = open_rag(options)
-    if not options.get("embedder"):
-        rag.take_embedder_of_index()
-    return rag
-
-
-def open_for_documents(options: dict[str, Any]) -> Rag:
-    """`open_rag` for a corpus that is to hold documents, with the embedder that made its index unless one was named."""
-    from blend_retrieval import RetrievalError
-
-    rag = open_rag(options)
-    if not options["embedder"]:
-        usual = rag.corpus_config.embedder
-        with suppress(RetrievalError):  # writing the index will raise it again
-            rag.take_embedder_of_index()
-        if rag.corpus_config.embedder != usual:
-            note(f"Embedding with {rag.corpus_config.embedder}, which made the index; --embedder names another")
-    return rag
-
-
-def open_for_questions(options: dict[str, Any]) -> Rag:
-    """`open_rag` for questions that bring their own documents; a corpus that is named must be there all the same."""
-    check(options)
-    if options["name"]:
-        require_corpus(options["store"], options["name"])
-    return open_rag(options)
-
-
 def store_key(options: dict[str, Any]) -> bytes | None:
-    """The key that entries are sealed with, out of the file that --store-key names; None without one."""
-    from blend.store import read_store_key
-
+    """The key that entries are sealed with, from the file that --store-key names; None without one."""
     path = options.get("store_key")
     if path is None:
         return None

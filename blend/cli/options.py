@@ -9,69 +9,33 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import click
 
 from blend.config import DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, MaskMode, PromptConfig
 from blend.errors import ConfigError
-from blend.limits import NUMBERS, Limits, check_corpus_name, is_text, shown
+from blend.limits import NUMBERS, check_corpus_name, is_text, shown
 from blend.select import make_selector
 from blend.store import codec_names
 from blend.store.addresses import is_address, replica_of
 
-F = TypeVar("F", bound=Callable[..., Any])
+Option = Callable[[Any], Any]  # a decorator of a command
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
-class Number(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
-    """A number within limits. Unlike click's ranges, it refuses NaN and says what is allowed."""
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
+    """What `parse` makes of a value; its `ConfigError` is the user's mistake. name: stands for the value in the help."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.name = "integer" if limits.whole else "float"
+    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
+        self.name, self._parse = name, parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
-        """Parsed as Python does."""
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The parsed value."""
         try:
-            return self.limits.parsed(value)
+            return self._parse(value)
         except ConfigError as error:
             self.fail(str(error), param, ctx)
-
-
-class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
-    """UTF-8 text in any locale. Python passes bytes outside the locale's encoding as surrogates."""
-
-    name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """As it is."""
-        try:
-            return str(value) if is_text(value) else os.fsencode(value).decode("utf-8")
-        except UnicodeError:
-            self.fail(f"{shown(value)} is not UTF-8 text", param, ctx)
-
-
-class _Name(_Text):
-    """Text that is not empty."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """As it is."""
-        if not value.strip():
-            self.fail("the name is empty", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-class _Selector(_Text):
-    """A selector's spec, checked without a model."""
-
-    name = "spec"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The spec without parameters at their defaults."""
-        try:
-            return make_selector(super().convert(value, param, ctx)).spec
-        except ConfigError as error:
-            self.fail(f"{error}; `blend selectors` lists all", param, ctx)
 
 
 class _Place(click.Path):
@@ -86,102 +50,111 @@ class _Place(click.Path):
         return super().convert(value, param, ctx)
 
 
-class _HomePlace(_Place):
-    """A path in which ~ is the home directory, since an environment variable may hold one."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """A `Path`."""
-        place = super().convert(value, param, ctx)
-        try:
-            return place.expanduser()
-        except RuntimeError:
-            self.fail(f"{shown(value)}: no such user", param, ctx)
+def _text(value: str) -> str:
+    """UTF-8 text in any locale. Python passes bytes outside the locale's encoding as surrogates."""
+    try:
+        return value if is_text(value) else os.fsencode(value).decode("utf-8")
+    except UnicodeError:
+        raise ConfigError(f"{shown(value)} is not UTF-8 text") from None
 
 
-class _StorePlace(_HomePlace):
-    """Such a path, or the address of a shared store."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """A `Path`, or the text of an address."""
-        try:
-            elsewhere = is_address(value)
-        except ConfigError as error:
-            self.fail(str(error), param, ctx)
-        return value if elsewhere else super().convert(value, param, ctx)
+def _name(value: str) -> str:
+    if not value.strip():
+        raise ConfigError("the name is empty")
+    return _text(value)
 
 
-SELECTOR = _Selector()
-TEXT = _Text()
-NAME = _Name()
-PLACE = _Place(path_type=Path)
-STORE = _StorePlace(path_type=Path)
-STORE_DIRECTORY = _HomePlace(path_type=Path, file_okay=False)
-FOLDER = _Place(path_type=Path, file_okay=False)
-OUTPUT = _Place(path_type=Path, dir_okay=False)
-OUTPUT_OR_STDOUT = _Place(path_type=Path, dir_okay=False, allow_dash=True)
-
-
-def number(flag: str, name: str, words: str, **attributes: Any) -> Callable[[F], F]:
-    """An option with the limits that `blend.limits` has for `name`, which its help shows."""
-    limits = NUMBERS[name]
-    return click.option(flag, name, type=Number(limits), help=f"{words}  [{limits.span}]", **attributes)
-
-
-_BLEND = BlendConfig()
-_CORPUS = CorpusConfig()
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
-
-
-def _known_device(ctx: click.Context, option: click.Parameter, value: str) -> str:
-    if not _DEVICE.fullmatch(value):
-        raise click.BadParameter(f"{shown(value)} is none of auto, cpu, cuda or cuda:N", ctx, option)
+def _corpus_name(value: str) -> str:
+    check_corpus_name(_name(value))
     return value
 
 
-def _corpus_name(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
+def _selector(value: str) -> str:
+    """The spec without parameters at their defaults."""
     try:
-        check_corpus_name(value or "")
+        return make_selector(_text(value)).spec
     except ConfigError as error:
-        raise click.BadParameter(str(error), ctx, option) from None
+        raise ConfigError(f"{error}; `blend selectors` lists all") from None
+
+
+def _device(value: str) -> str:
+    if not _DEVICE.fullmatch(_text(value)):
+        raise ConfigError(f"{shown(value)} is none of auto, cpu, cuda or cuda:N")
     return value
 
 
-def _text_of(ctx: click.Context, option: click.Parameter, value: Path | None) -> str | None:
-    """The text of a file, read while the command line is parsed."""
-    if value is None:
-        return None
+def _directory(value: str | Path) -> Path:
+    """A path in which ~ is the home directory, since an environment variable may hold one."""
+    if not str(value):
+        raise ConfigError("the path is empty")
     try:
-        text = value.read_text(encoding="utf-8")
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{shown(value)}: no such user") from None
+
+
+def _file_text(value: str) -> str:
+    """The text of a file, read while the command line is parsed."""
+    try:
+        text = Path(value).read_text(encoding="utf-8")
     except OSError as error:
-        raise click.BadParameter(f"{value} cannot be read ({error.strerror})", ctx, option) from None
+        raise ConfigError(f"{value} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise click.BadParameter(f"{value} is not UTF-8 text; convert it", ctx, option) from None
+        raise ConfigError(f"{value} is not UTF-8 text; convert it") from None
     if not text.strip():
-        raise click.BadParameter(f"{value} is empty; give a paragraph or more", ctx, option)
+        raise ConfigError(f"{value} is empty; give a paragraph or more")
     return text
 
 
-def _shared(name: str, *field: str, **attributes: Any) -> Callable[[F], F]:
+TEXT = Parsed("text", _text)
+NAME = Parsed("text", _name)
+PLACE = _Place(path_type=Path)
+FOLDER = _Place(path_type=Path, file_okay=False)
+OUTPUT = _Place(path_type=Path, dir_okay=False)
+OUTPUT_OR_STDOUT = _Place(path_type=Path, dir_okay=False, allow_dash=True)
+_DIRECTORY = Parsed("directory", _directory)
+
+
+def number(name: str, words: str, default: float | None = None, **attributes: Any) -> Option:
+    """An option with the limits that `blend.limits` has for `name`, which its help shows."""
+    limits = NUMBERS[name]
+    kind = Parsed("integer" if limits.whole else "float", limits.parsed)
+    if default is not None:
+        attributes |= {"default": default, "show_default": True}
+    return click.option(_flag(name), name, type=kind, help=f"{words}  [{limits.span}]", **attributes)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _together(*options: Option) -> Option:
+    """Several options as one decorator."""
+
+    def apply(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
+
+
+def _shared(name: str, *field: str, **attributes: Any) -> Option:
     """An option that the environment can set too, as KVBLEND_<NAME>. field: its name in commands."""
     variable = f"KVBLEND_{name.removeprefix('--').replace('-', '_').upper()}"
     return click.option(name, *field, envvar=variable, show_envvar=True, **{"show_default": True, **attributes})
 
 
-def _field(source: BlendConfig | CorpusConfig, name: str, words: str, kind: Any) -> Callable[[F], F]:
+_DEFAULTS = {**vars(CorpusConfig()), **vars(BlendConfig()), **vars(PromptConfig())}
+
+
+def _field(name: str, words: str, kind: Any = None, *flags: str) -> Option:
     """An option named like a field of a configuration, with its default; a number has the field's limits."""
-    flag, default = f"--{name.replace('_', '-')}", getattr(source, name)
     if name in NUMBERS:
-        return number(flag, name, words, default=default, show_default=True)
-    return click.option(flag, type=kind, default=default, show_default=True, help=words)
-
-
-def _blending(name: str, words: str, kind: Any = None) -> Callable[[F], F]:
-    return _field(_BLEND, name, words, kind)
-
-
-def _corpus(name: str, words: str, kind: Any = None) -> Callable[[F], F]:
-    return _field(_CORPUS, name, words, kind)
+        return number(name, words, _DEFAULTS[name])
+    return click.option(
+        *(flags or (_flag(name),)), name, type=kind, default=_DEFAULTS[name], show_default=True, help=words
+    )
 
 
 def _replica(ctx: click.Context, option: click.Parameter, value: Path | str) -> Path:
@@ -199,36 +172,34 @@ def _replica(ctx: click.Context, option: click.Parameter, value: Path | str) -> 
         raise click.BadParameter(str(error), ctx, option) from None
 
 
-_STORE_CACHE = _shared(
-    "--store-cache",
-    type=STORE_DIRECTORY,
-    default=None,
-    is_eager=True,
-    help="Directory that keeps what is read from a store at an address.  [default: one in ~/.cache/kvblend]",
+# --store, --store-cache and --store-hot, as one directory
+store_option = _together(
+    _shared(
+        "--store",
+        type=Parsed("path", lambda value: value if is_address(value) else _directory(value)),
+        default=Path(DEFAULT_STORE),
+        callback=_replica,
+        help="Directory of chunk caches and index, or the address of a shared one: s3://bucket/name, gs://, az://, redis://, "
+        "file://.",
+    ),
+    _shared(
+        "--store-cache",
+        type=_DIRECTORY,
+        default=None,
+        is_eager=True,
+        help="Directory that keeps what is read from a store at an address.  [default: one in ~/.cache/kvblend]",
+    ),
+    _shared(
+        "--store-hot",
+        type=TEXT,
+        default=None,
+        is_eager=True,
+        help="Redis in front of a store at an address: redis://host:port/db.",
+    ),
 )
-_STORE_HOT = _shared(
-    "--store-hot",
-    type=TEXT,
-    default=None,
-    is_eager=True,
-    help="Redis in front of a store at an address: redis://host:port/db.",
-)
-_STORE = _shared(
-    "--store",
-    type=STORE,
-    default=Path(DEFAULT_STORE),
-    callback=_replica,
-    help="Directory of chunk caches and index, or the address of a shared one: s3://bucket/name, gs://, az://, redis://, "
-    "file://.",
-)
 
 
-def store_option(function: F) -> F:
-    """--store, --store-cache, --store-hot, as one directory."""
-    return _STORE(_STORE_CACHE(_STORE_HOT(function)))
-
-
-def without_tiers(function: F) -> F:
+def without_tiers(function: Any) -> Any:
     """Leave the tiers before a shared store out of the help of commands that are for study; they are taken all the same."""
     for parameter in vars(function)["__click_params__"]:
         if parameter.name in ("store_cache", "store_hot"):
@@ -243,16 +214,6 @@ store_key_option = _shared(
     help="File with a secret of 16 bytes or more that seals the store's entries; others' are then not used.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-
-_CORPUS_NAME = _shared(
-    "--corpus",
-    "name",
-    type=NAME,
-    default=None,
-    callback=_corpus_name,
-    show_default=False,
-    help="Name of one of the store's corpora, each with its own index.  [default: the one without a name]",
-)
 model_option = _shared(
     "--model",
     type=NAME,
@@ -260,110 +221,93 @@ model_option = _shared(
     show_default=f"the one that made the store's caches, or {DEFAULT_MODEL}",
     help="Catalog name, HuggingFace id or model directory.",
 )
-device_option = _shared(
-    "--device", type=TEXT, default="auto", callback=_known_device, help="auto, cpu, cuda or cuda:N."
+device_option = _shared("--device", type=Parsed("text", _device), default="auto", help="auto, cpu, cuda or cuda:N.")
+dtype_option = _shared(
+    "--dtype",
+    type=click.Choice(("auto", "float32", "bfloat16", "float16")),
+    default="auto",
+    help="What the model computes in.",
 )
-dtype_option = _shared("--dtype", type=click.Choice(_DTYPES), default="auto", help="What the model computes in.")
-_OF_A_STORE = (
-    model_option,
-    store_option,
-    store_key_option,
+_corpus_option = _shared(
+    "--corpus",
+    "name",
+    type=Parsed("text", _corpus_name),
+    default=None,
+    show_default=False,
+    help="Name of one of the store's corpora, each with its own index.  [default: the one without a name]",
+)
+_OF_A_STORE = (model_option, store_option, store_key_option)
+_OF_A_MODEL = (
     device_option,
     dtype_option,
-    _corpus("codec", "How caches are kept.", click.Choice(codec_names())),
+    _field("codec", "How caches are kept.", click.Choice(codec_names())),
     number(
-        "--store-budget",
         "store_budget",
         "Most GB of chunk caches; the least recently used ones go.  [default: no limit]",
         metavar="GB",
     ),
 )
-_COMMON = (*_OF_A_STORE[:3], _CORPUS_NAME, *_OF_A_STORE[3:])
+common = _together(*_OF_A_STORE, _corpus_option, *_OF_A_MODEL)
 
-
-def _switch(name: str, words: str) -> Callable[[F], F]:
-    """An option of `BlendConfig` that is on or off."""
-    flag = name.replace("_", "-")
-    return click.option(f"--{flag}/--no-{flag}", default=getattr(_BLEND, name), show_default=True, help=words)
-
-
-_BLENDING = (
-    _blending("selector", "Who chooses the rows to recompute; see `blend selectors`.", SELECTOR),
-    _blending("ratio", "Share of context rows to recompute."),
-    _blending(
+blending = _together(
+    _field("selector", "Who chooses the rows to recompute; see `blend selectors`.", Parsed("spec", _selector)),
+    _field("ratio", "Share of context rows to recompute."),
+    _field(
         "mask", "What a row sees: up to its position, or as published systems do.", click.Choice(get_args(MaskMode))
     ),
-    _switch("correction", "Apply the KV correction that precompute measured to stored chunks."),
-    _switch("surrogate", "Use caches that were computed behind a surrogate context for other chunks."),
+    _field(
+        "correction",
+        "Apply the KV correction that precompute measured to stored chunks.",
+        None,
+        "--correction/--no-correction",
+    ),
+    _field(
+        "surrogate",
+        "Use caches that were computed behind a surrogate context for other chunks.",
+        None,
+        "--surrogate/--no-surrogate",
+    ),
 )
 
-
-_CHUNKING = (
-    _corpus("chunk_tokens", "Longest chunk, in tokens of the model."),
-    _corpus(
+# Which caches a corpus has
+dividing = _together(
+    _field("chunk_tokens", "Longest chunk, in tokens of the model."),
+    _field(
         "surrogate_tokens",
         "Compute a second cache of every chunk, behind so many tokens of other chunks; 0: none, which halves time and store at "
         "more error.",
     ),
     click.option(
         "--surrogate-text",
-        type=PLACE,
-        callback=_text_of,
+        type=Parsed("path", _file_text),
         help="File to take those tokens from; every user of the corpus must be allowed to read it.  [default: the corpus]",
     ),
 )
-_TOP_K = _corpus("top_k", "Chunks to retrieve.")
-_MIN_SCORE = _corpus("min_score", "Least similarity to the question of a chunk that is retrieved; 0: any.")
-_INSTRUCTIONS = click.option(
-    "--instructions",
-    "chat_instructions",
-    type=TEXT,
-    default=PromptConfig.chat_instructions,
-    show_default=True,
-    help='Instructions to the model in front of documents; "" for nothing.',
-)
+
+
+def _embedder(default: str) -> Option:
+    words = "minilm, a sentence-transformers id or a directory."
+    return click.option("--embedder", type=NAME, show_default=default, help=words)
+
+
 _BY_INDEX = "the one that made the index"
+# Of a corpus that is being made
+chunking = _together(dividing, _embedder(f"{_BY_INDEX}, or {_DEFAULTS['embedder']}"))
 
+# Of a corpus that is there
+retrieval = _together(
+    _field("top_k", "Chunks to retrieve."),
+    _field("min_score", "Least similarity to the question of a chunk that is retrieved; 0: any."),
+    _embedder(_BY_INDEX),
+)
 
-def common(function: F) -> F:
-    """--model, --store, --store-key, --corpus, --device, --dtype, --codec, --store-budget."""
-    return _apply(_COMMON, function)
-
-
-def all_corpora(function: F) -> F:
-    """The same without --corpus; --chunk-tokens and so on, --top-k, --min-score, --embedder, --instructions."""
-    return _apply(
-        (*_OF_A_STORE, *_CHUNKING, _TOP_K, _MIN_SCORE, _embedder(show_default=_BY_INDEX), _INSTRUCTIONS), function
-    )
-
-
-def blending(function: F) -> F:
-    """--selector, --ratio, --mask, --correction, --surrogate."""
-    return _apply(_BLENDING, function)
-
-
-def dividing(function: F) -> F:
-    """--chunk-tokens, --surrogate-tokens, --surrogate-text: which caches a corpus has."""
-    return _apply(_CHUNKING, function)
-
-
-def chunking(function: F) -> F:
-    """--chunk-tokens, --surrogate-tokens and --embedder, of a corpus that is being made."""
-    return _apply((*_CHUNKING, _embedder(show_default=f"{_BY_INDEX}, or {_CORPUS.embedder}")), function)
-
-
-def retrieval(function: F) -> F:
-    """--top-k, --min-score and --embedder, of a corpus that is there."""
-    return _apply((_TOP_K, _MIN_SCORE, _embedder(show_default=_BY_INDEX)), function)
-
-
-def _embedder(**attributes: Any) -> Callable[[F], F]:
-    return click.option(
-        "--embedder", type=NAME, help="minilm, a sentence-transformers id or a directory.", **attributes
-    )
-
-
-def _apply(options: tuple[Callable[[Any], Any], ...], function: F) -> F:
-    for option in reversed(options):
-        function = option(function)
-    return function
+# For a server: all but --corpus
+all_corpora = _together(
+    *_OF_A_STORE,
+    *_OF_A_MODEL,
+    dividing,
+    retrieval,
+    _field(
+        "chat_instructions", 'Instructions to the model in front of documents; "" for nothing.', TEXT, "--instructions"
+    ),
+)

@@ -10,9 +10,9 @@ import click
 
 from blend.cli import opening, options
 from blend.cli.console import counted, note, print_json, say, stage_progress
-from blend.cli.options import PLACE, TEXT, number
+from blend.cli.options import PLACE, TEXT, Parsed, number
 from blend.errors import ConfigError
-from blend.shards import Share
+from blend.types import Share
 
 if TYPE_CHECKING:
     from blend.corpus import Precomputed
@@ -24,19 +24,6 @@ if TYPE_CHECKING:
 _RESUME = "interrupted; what was computed is stored, run the same command again to go on"
 
 
-class _ShareType(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
-    """One share of several, such as 2/4."""
-
-    name = "i/n"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Share:
-        """Parse it."""
-        try:
-            return value if isinstance(value, Share) else Share.parse(value)
-        except ConfigError as error:
-            self.fail(str(error), param, ctx)
-
-
 @click.command("precompute")
 @click.argument("paths", nargs=-1, required=True, type=PLACE)
 @click.option("--add", is_flag=True, help="Add these documents to those in the store's index.")
@@ -46,7 +33,7 @@ class _ShareType(click.ParamType):  # type: ignore[type-arg]  # generic in newer
 @click.option(
     "--shard",
     "share",
-    type=_ShareType(),
+    type=Parsed("i/n", Share.parse),
     default=None,
     help="Compute one share of the caches, such as 2/4. Other processes compute the others into the same store, with the same "
     "documents and options, in any order.",
@@ -61,7 +48,6 @@ class _ShareType(click.ParamType):  # type: ignore[type-arg]  # generic in newer
     help="Compute the caches on the Ray cluster at ADDRESS (put =ADDRESS or --ray last), or on one that is started here.",
 )
 @number(
-    "--ray-workers",
     "ray_workers",
     "Workers on the Ray cluster.  [default: one for every GPU, or for every machine if there are none]",
 )
@@ -80,7 +66,7 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
     share, ray = given["share"], given["ray"]
     _check(share, ray, given["ray_workers"], quick=quick)
     documents = load_documents(paths)
-    rag = opening.open_for_documents(given)
+    rag = opening.open_rag(given, needs_index=False)
     part = f", shard {share}" if share else "" if ray is None else ", on Ray"
     try:
         _ = rag.store, rag.decoder
@@ -88,7 +74,7 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
             if ray is not None:
                 done = _on_ray(rag, documents, given, add, progress)
             else:
-                done = rag.precompute(documents, add=add, quick=quick, share=share, progress=progress)
+                done = rag.precompute(documents, add=add, quick=quick, share=share or Share(1, 1), progress=progress)
     except KeyboardInterrupt:
         raise click.Abort(_RESUME) from None
     _note(done)

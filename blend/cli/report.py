@@ -33,7 +33,7 @@ BUILTIN_QUESTIONS = 12
 
 @click.command("report")
 @click.option("--dataset", type=PLACE, help="JSONL question file; without one, built-in questions.")
-@number("--limit", "limit", f"At most so many questions.  [default: all; {BUILTIN_QUESTIONS} built-in ones]")
+@number("limit", f"At most so many questions.  [default: all; {BUILTIN_QUESTIONS} built-in ones]")
 @click.option(
     "--json",
     "json_path",
@@ -41,8 +41,8 @@ BUILTIN_QUESTIONS = 12
     help="Write the report as JSON; - is standard output, and the table then goes to standard error.",
 )
 @click.option("--picture", type=OUTPUT, help="Draw quality against TTFT (.png, .svg or .pdf).")
-@number("--max-new-tokens", "max_new_tokens", "Longest answer.", default=REPORT_TOKENS, show_default=True)
-@number("--repeats", "repeats", "Timed prefills of each method.", default=1, show_default=True)
+@number("max_new_tokens", "Longest answer.", REPORT_TOKENS)
+@number("repeats", "Timed prefills of each method.", 1)
 @options.without_tiers
 @options.common
 @options.retrieval
@@ -61,7 +61,7 @@ def command(
     Ctrl-C ends the run early and reports what was measured.
     """
     check_outputs(json_path, picture)
-    rag, records = load_records(given, dataset, limit or BUILTIN_QUESTIONS if dataset is None else limit)
+    rag, records = load_records(given, dataset, limit)
     measured, interrupted = _measure(rag, records, max_new_tokens, repeats)
     if measured:
         show_report(_summarise(rag, measured, dataset), json_path, picture)
@@ -164,12 +164,11 @@ def show_report(report: Report, json_path: Path | None, picture: Path | None) ->
 
 def load_records(given: dict[str, Any], dataset: Path | None, limit: int | None) -> tuple[Rag, list[Record]]:
     """The engine with its model loaded, and the questions, which are read first so that mistakes show at once."""
-    if dataset is not None:
-        records = load_dataset(dataset, limit)
-        rag = opening.open_for_questions(given)
-    else:
-        rag = opening.open_corpus(given)
-        records = builtin_records(rag, limit or 1)
+    records = load_dataset(dataset, limit) if dataset else []
+    opening.check(given, needs_corpus=dataset is None or bool(given["name"]))
+    rag = opening.open_rag(given, needs_index=dataset is None)
+    if dataset is None:
+        records = builtin_records(rag, limit or BUILTIN_QUESTIONS)
     _ = rag.store, rag.decoder
     return rag, records
 

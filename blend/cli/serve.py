@@ -9,13 +9,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from blend.cli import opening, options
 from blend.cli.console import note, say
-from blend.cli.options import NAME, PLACE, TEXT, number
+from blend.cli.options import NAME, PLACE, TEXT, Parsed, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError
 from blend.serve.access import is_loopback, origin_of
@@ -35,31 +35,12 @@ if TYPE_CHECKING:
     from blend.serve.http.tracing import Tracing
     from blend.serve.service import Service
 
-F = TypeVar("F", bound=Callable[..., Any])
 _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart", "pythonjsonlogger")
-
-
-class _Origin(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
-    """The origin of a site."""
-
-    name = "url"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """As browsers write it."""
-        try:
-            return origin_of(value)
-        except ConfigError as error:
-            self.fail(str(error), param, ctx)
-
-
-def _counted(name: str, words: str, default: float, unit: str | None = None) -> Callable[[F], F]:
-    flag = f"--{name.replace('_', '-')}"
-    return number(flag, name, words, default=default, show_default=True, **({"metavar": unit} if unit else {}))
 
 
 @click.command("serve")
 @click.option("--host", type=NAME, default="127.0.0.1", show_default=True, help="Address to listen at.")
-@_counted("port", "Port to listen at; 0 takes a free one.", 8000)
+@number("port", "Port to listen at; 0 takes a free one.", 8000)
 @click.option(
     "--api-key",
     "api_key",
@@ -74,24 +55,28 @@ def _counted(name: str, words: str, default: float, unit: str | None = None) -> 
 @click.option("--no-api-key", is_flag=True, help="Answer without a key, also to other machines.")
 @click.option(
     "--allow-origin",
-    type=_Origin(),
+    type=Parsed("url", origin_of),
     multiple=True,
     metavar="URL",
     help="A site whose pages may ask from a browser, such as https://rag.example.org; may be given more than once.",
 )
 @click.option("--full", is_flag=True, help="Never blend: full prefill for all, for comparison.")
 @click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")
-@_counted("learn_budget", "Most GB of caches of learned text, for each key.", LEARN_BUDGET / 1e9, "GB")
-@_counted("most_running", "Answers at the same time.", MOST_RUNNING)
-@_counted("most_waiting", "Prompts that may wait; more are refused.", MOST_WAITING)
-@_counted("kv_budget", "Memory for the prompts that run.", KV_BUDGET / 1e9, "GB")
-@_counted("prefix_budget", "Memory for how earlier prompts began.", PREFIX_BUDGET / 1e9, "GB")
-@_counted("memory_budget", "Memory for the chunk caches that are used most; 0 keeps none.", MEMORY_BUDGET / 1e9, "GB")
-@_counted("body_limit", "Largest request.", 16, "MB")
-@_counted("upload_limit", "Largest request that adds documents.", 64, "MB")
-@_counted("body_budget", "Memory for the bodies of all requests that are being received.", BODY_BUDGET / 1e9, "GB")
-@_counted("max_new_tokens", "Longest answer where the request does not say.", ANSWER_TOKENS)
-@_counted("grace", "Time to finish what runs when the server is stopped.", 30, "SECONDS")
+@number("learn_budget", "Most GB of caches of learned text, for each key.", LEARN_BUDGET / 1e9, metavar="GB")
+@number("most_running", "Answers at the same time.", MOST_RUNNING)
+@number("most_waiting", "Prompts that may wait; more are refused.", MOST_WAITING)
+@number("kv_budget", "Memory for the prompts that run.", KV_BUDGET / 1e9, metavar="GB")
+@number("prefix_budget", "Memory for how earlier prompts began.", PREFIX_BUDGET / 1e9, metavar="GB")
+@number(
+    "memory_budget", "Memory for the chunk caches that are used most; 0 keeps none.", MEMORY_BUDGET / 1e9, metavar="GB"
+)
+@number("body_limit", "Largest request.", 16, metavar="MB")
+@number("upload_limit", "Largest request that adds documents.", 64, metavar="MB")
+@number(
+    "body_budget", "Memory for the bodies of all requests that are being received.", BODY_BUDGET / 1e9, metavar="GB"
+)
+@number("max_new_tokens", "Longest answer where the request does not say.", ANSWER_TOKENS)
+@number("grace", "Time to finish what runs when the server is stopped.", 30, metavar="SECONDS")
 @click.option("-q", "--quiet", is_flag=True, help="Log what fails, not every request.")
 @options.all_corpora
 @options.blending
@@ -213,7 +198,7 @@ class _Loading(threading.Thread):
 
 def make_service(given: dict[str, Any]) -> Service:
     """The decoder behind a service, from parsed options; "full", "prefix_budget" and so on among them."""
-    rag = opening.open_all_corpora(given)
+    rag = opening.open_rag(given)
     from blend.model.cpu import set_threads
     from blend.serve.scheduler import EmbeddedEngine
     from blend.serve.service import PrefillProfile, Service

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,32 +12,23 @@ import click
 from click.core import ParameterSource
 
 from blend.cli import opening, options
+from blend.cli.console import make_sure, print_json, say
 from blend.cli.options import number
 from blend.corpora import corpora, in_words
 from blend.errors import ConfigError, EntryDamagedError, StoreError
 from blend.store import open_store
 from blend.store.addresses import root_of
-from blend.store.admin import (
-    Sources,
-    pin_cache,
-    pinned,
-    places,
-    read_sources,
-    remove_copies,
-    still_pinned,
-    verify_entry,
-)
-from blend.store.backend import CACHES, cache_name, key_of
+from blend.store.admin import Sources, places, read_sources, remove_copies, verify_entry
+from blend.store.backend import CACHES, cache_name, key_of, pin_cache, pinned, still_pinned
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
-    from blend.store import Backend, ChunkStore, Stored
+    from blend.store import Backend, ChunkStore
 
 _TIERS = ("far", "hot", "local")
 _DAY_S = 86400.0
 _NEW_S = 3600.0  # the process that put a cache may not have noted its document yet
 _BATCH = 500
-_FETCH_BATCH = 16
 _POLL_S = 1.0
 _SHORTEST_DIGEST = 8  # characters of a digest that name a cache
 
@@ -52,6 +42,11 @@ class Listed(NamedTuple):
     age_s: float
     document: str
     pinned: bool
+
+    @property
+    def key(self) -> ChunkKey:
+        """Its key in the store."""
+        return ChunkKey(self.namespace, self.digest)
 
 
 @click.group("store", invoke_without_command=True)
@@ -68,7 +63,6 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, as_json: bo
                 f"give the options behind the command: blend store {ctx.invoked_subcommand} --store ..."
             )
         return
-    from blend.cli.console import print_json, say
 
     opening.fetch_indexes({"store": store, "store_key": store_key})
     caches = _open_caches(store, store_key)
@@ -97,8 +91,6 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, as_json: bo
 @options.json_option
 def ls(store: Path, store_key: Path | None, tier: str | None, as_json: bool) -> None:
     """List the chunk caches: digest, size, age, document; a * marks a pinned one."""
-    from blend.cli.console import print_json, say
-
     for one in _list_caches(_open_caches(store, store_key), tier):
         if as_json:
             print_json(one._asdict())
@@ -113,8 +105,6 @@ def ls(store: Path, store_key: Path | None, tier: str | None, as_json: bool) -> 
 @options.json_option
 def stats(store: Path, store_key: Path | None, as_json: bool) -> None:
     """Show what each tier holds: caches, bytes, ages."""
-    from blend.cli.console import print_json, say
-
     rows = [_tier_stats(name, backend) for name, backend in places(_open_caches(store, store_key).backend)]
     if as_json:
         print_json({"tiers": rows})
@@ -131,18 +121,16 @@ def stats(store: Path, store_key: Path | None, as_json: bool) -> None:
 @click.option("--delete", is_flag=True, help="Remove what is damaged; it is computed again on use.")
 def verify(store: Path, store_key: Path | None, delete: bool) -> None:
     """Read every cache of every tier and check it against its digests; fail where damage is left."""
-    from blend.cli.console import say
-
     caches, checked = _open_caches(store, store_key), 0
     damaged: list[tuple[Backend, str]] = []
     for tier, backend in places(caches.backend):
         one = caches.over(backend)
-        for name in chain.from_iterable(backend.names(CACHES)):
+        for name in backend.names(CACHES):
             checked += 1
             if problem := verify_entry(one, name):
                 damaged.append((backend, name))
                 say(f"{tier}: {problem}")
-    if damaged and len(damaged) == checked and not caches.knows_its_key:
+    if damaged and len(damaged) == checked and not caches.check_key():
         raise StoreError(
             f"none of {checked:,} caches is what was written, so nothing is removed: is --store-key missing, or another one? "
             "If they are damaged indeed, `blend store clear` removes them"
@@ -162,8 +150,6 @@ def verify(store: Path, store_key: Path | None, delete: bool) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask first.")
 def clear(store: Path, store_key: Path | None, yes: bool) -> None:
     """Remove every chunk cache but pinned ones from every tier; the index stays, caches are computed again on use."""
-    from blend.cli.console import make_sure, say
-
     caches = _open_caches(store, store_key)
     make_sure(f"the chunk caches of {store}", sure=yes)
     removed = sum(caches.prune((), namespace) for namespace in caches.namespaces())
@@ -174,7 +160,7 @@ def clear(store: Path, store_key: Path | None, yes: bool) -> None:
 @command.command()
 @options.store_option
 @options.store_key_option
-@number("--older-than", "older_than", "Remove what was not used, or where that is not known put, for so many days.")
+@number("older_than", "Remove what was not used, or where that is not known put, for so many days.")
 @click.option(
     "--unused",
     is_flag=True,
@@ -183,24 +169,20 @@ def clear(store: Path, store_key: Path | None, yes: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 def prune(store: Path, store_key: Path | None, older_than: float | None, unused: bool, dry_run: bool) -> None:
     """Remove chunk caches from every tier; pinned ones stay. With both options, what both say."""
-    from blend.cli.console import say
-
     if older_than is None and not unused:
         raise ConfigError("say what is to go: --older-than DAYS, --unused or both")
     caches = _open_caches(store, store_key)
     sources = _sources(store, caches, unused=unused)
     held = list(_list_caches(caches))
-    # Older notes do not name their namespaces: take those that a noted cache is in.
-    known = sources.namespaces | {one.namespace for one in held if one.document} if unused else frozenset()
     going = [
         one
         for one in held
         if not one.pinned
         and (older_than is None or one.age_s > older_than * _DAY_S)
-        and not (unused and (one.document or one.age_s < _NEW_S or one.namespace not in known))
+        and not (unused and (one.document or one.age_s < _NEW_S or one.namespace not in sources.namespaces))
     ]
     done = "would go" if dry_run else "removed"
-    gone = going if dry_run else list(chain.from_iterable(_removed(store, caches, going, unused=unused)))
+    gone = going if dry_run else _removed(store, caches, going, unused=unused)
     say(f"{len(gone):,} caches {done}, {_size(sum(one.nbytes for one in gone))}")
     if copies := remove_copies(caches.backend, dry_run=dry_run):
         say(f"{copies:,} copies in nearer tiers of caches that were gone {done}")
@@ -241,20 +223,17 @@ def _list_caches(caches: ChunkStore, tier: str | None = None) -> Iterator[Listed
         raise ConfigError(f"this store has no tier {tier!r}; it has {', '.join(held)}")
     backend = held[tier] if tier else next(iter(held.values()))
     documents, pins, now = read_sources(caches).documents, pinned(caches.backend), time.time()
-    for stored in chain.from_iterable(backend.listing(CACHES)):
-        yield _listed(stored, documents, pins, now)
-
-
-def _listed(stored: Stored, documents: Mapping[str, str], pins: frozenset[str], now: float) -> Listed:
-    key, age_s = key_of(stored.name), max(0.0, now - stored.used)
-    return Listed(key.digest, key.namespace, stored.nbytes, age_s, documents.get(key.digest, ""), key.digest in pins)
+    for stored in backend.listing(CACHES):
+        space, digest = key_of(stored.name)
+        age_s = max(0.0, now - stored.used)
+        yield Listed(digest, space, stored.nbytes, age_s, documents.get(digest, ""), digest in pins)
 
 
 def _tier_stats(name: str, backend: Backend) -> dict[str, Any]:
     """What a tier holds, or why it does not answer."""
     row: dict[str, Any] = {"tier": name, "place": backend.place}
     try:
-        held = list(chain.from_iterable(backend.listing(CACHES)))
+        held = list(backend.listing(CACHES))
     except StoreError as error:
         return row | {"error": str(error)}
     ages = [max(0.0, time.time() - stored.used) for stored in held]
@@ -262,8 +241,9 @@ def _tier_stats(name: str, backend: Backend) -> dict[str, Any]:
     return row | {"newest_s": min(ages, default=0.0), "oldest_s": max(ages, default=0.0)}
 
 
-def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bool) -> Iterator[list[Listed]]:
+def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bool) -> list[Listed]:
     """Remove these in batches. Before each batch, leave out what a precompute or a pin has claimed since they were listed."""
+    removed: list[Listed] = []
     for begin in range(0, len(going), _BATCH):
         with caches.writing():
             documents = _sources(store, caches, unused=unused).documents if unused else {}
@@ -271,8 +251,9 @@ def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bo
             pins = still_pinned(caches.backend, [one.digest for one in batch])
             batch = [one for one in batch if one.digest not in pins]
             for one in batch:
-                caches.delete(ChunkKey(one.namespace, one.digest))
-        yield batch
+                caches.delete(one.key)
+        removed += batch
+    return removed
 
 
 def _sources(store: Path, caches: ChunkStore, *, unused: bool) -> Sources:
@@ -298,7 +279,6 @@ def _all_corpora(store: Path, caches: ChunkStore) -> set[str]:
 
 
 def _pin(wanted: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:
-    from blend.cli.console import say
 
     held = list(_list_caches(caches))
     found = {one.digest: one for one in held if any(_names(text, one.digest, one.document) for text in wanted)}
@@ -319,25 +299,17 @@ def _pin(wanted: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:
 
 
 def _fetched(caches: ChunkStore, wanted: list[Listed]) -> str:
-    """Fetch these to this machine's disk tier, if there is one; says how many are there then."""
-    from blend.cli.console import stage_progress
+    """Fetch these to this machine's disk tier, if there is one; says how many are there then. Raises `StoreError`."""
     from blend.store.tiered import TieredBackend
 
     backend = caches.backend
     if not isinstance(backend, TieredBackend) or backend.tiers.local is None:
         return ""
-    keys = [ChunkKey(one.namespace, one.digest) for one in wanted]
-    with stage_progress() as progress:
-        for begin in range(0, len(keys), _FETCH_BATCH):  # what is in flight is in memory
-            caches.prefetch(keys[begin : begin + _FETCH_BATCH])
-            while not backend.wait(_POLL_S):
-                progress("fetch", begin, len(keys))
-            progress("fetch", min(begin + _FETCH_BATCH, len(keys)), len(keys))
-    try:
-        near = set(chain.from_iterable(backend.tiers.local.names(CACHES)))
-    except StoreError as error:
-        return f", none on this machine's disk: {error}"
-    return f", {len(near.intersection(map(cache_name, keys))):,} of them on this machine's disk"
+    caches.prefetch(one.key for one in wanted)
+    while not backend.wait(_POLL_S):
+        pass
+    near = set(backend.tiers.local.names(CACHES))
+    return f", {sum(cache_name(one.key) in near for one in wanted):,} of them on this machine's disk"
 
 
 def _names(text: str, digest: str, document: str | None = None) -> bool:
@@ -347,21 +319,19 @@ def _names(text: str, digest: str, document: str | None = None) -> bool:
 
 def _content(caches: ChunkStore, name: str) -> str:
     """What an artifact is, in words."""
-    corpus = name.split("-", 2)[2:]
-    whose = f", corpus {corpus[0]}" if corpus else ""
-    if name.startswith("correction_first-"):
-        return f"KV correction for the first place{whose}"
-    if name.startswith("correction-"):
-        return f"KV correction{whose}"
-    if name.startswith("probe-"):
-        return "probe of the model's KV, for engines that would share its caches"
-    if not name.startswith("surrogate-"):
-        return name
-    try:  # reads the JSON itself: the library of chunk caches would load torch
-        tokens = sum(map(len, json.loads(caches.read_artifact(name) or b"")["chunks"]))
-    except (EntryDamagedError, ValueError, KeyError, TypeError) as error:
-        return f"the surrogate context cannot be used: {error}"
-    return (f"surrogate context of {tokens:,} tokens" if tokens else "no surrogate context") + whose
+    kind, *rest = name.split("-", 2)
+    words = {
+        "correction": "KV correction",
+        "correction_first": "KV correction for the first place",
+        "probe": "probe of the model's KV, for engines that would share its caches",
+    }.get(kind, name)
+    if kind == "surrogate":
+        try:  # reads the JSON itself: the library of chunk caches would load torch
+            tokens = sum(map(len, json.loads(caches.read_artifact(name) or b"")["chunks"]))
+        except (EntryDamagedError, ValueError, KeyError, TypeError) as error:
+            return f"the surrogate context cannot be used: {error}"
+        words = f"surrogate context of {tokens:,} tokens" if tokens else "no surrogate context"
+    return f"{words}, corpus {rest[1]}" if len(rest) > 1 and kind != "probe" else words
 
 
 def _describe(words: Mapping[str, Any]) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,18 +18,12 @@ from blend.serve.limits import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNN
 if TYPE_CHECKING:
     from blend.rag import Rag
 
-F = TypeVar("F", bound=Callable[..., Any])
 _EXTRA = ("starlette", "pydantic", "prometheus_client")
 _ANSWERS_S = 5.0  # a process that is asked for its status
 
 
 class _NotUsedError(click.ClickException):
     exit_code = 3
-
-
-def _gigabytes(name: str, words: str, default: int) -> Callable[[F], F]:
-    flag = f"--{name.replace('_', '-')}"
-    return number(flag, name, words, default=default / 1e9, show_default=True, metavar="GB")
 
 
 @click.command("vllm")
@@ -49,20 +42,16 @@ def _gigabytes(name: str, words: str, default: int) -> Callable[[F], F]:
     help="Print what the process at --socket holds, as one JSON object, and end: with 0 where it answers, with 3 "
     "where it answers and vLLM refuses its KV, else with 1.",
 )
-@_gigabytes("held_budget", "Shared memory for blended prompts that vLLM answers.", KV_BUDGET)
+@number("held_budget", "Shared memory for blended prompts that vLLM answers.", KV_BUDGET / 1e9, metavar="GB")
 @click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")
-@_gigabytes("learn_budget", "Most GB of caches of learned text.", LEARN_BUDGET)
-@number("--most-running", "most_running", "Prompts that are blended in turns.", default=MOST_RUNNING, show_default=True)
+@number("learn_budget", "Most GB of caches of learned text.", LEARN_BUDGET / 1e9, metavar="GB")
+@number("most_running", "Prompts that are blended in turns.", MOST_RUNNING)
+@number("most_waiting", "Prompts that may wait; more are left to vLLM.", MOST_WAITING)
+@number("kv_budget", "Memory for the prompts that are blended.", KV_BUDGET / 1e9, metavar="GB")
+@number("prefix_budget", "Memory for how earlier prompts began.", PREFIX_BUDGET / 1e9, metavar="GB")
 @number(
-    "--most-waiting",
-    "most_waiting",
-    "Prompts that may wait; more are left to vLLM.",
-    default=MOST_WAITING,
-    show_default=True,
+    "memory_budget", "Memory for the chunk caches that are used most; 0 keeps none.", MEMORY_BUDGET / 1e9, metavar="GB"
 )
-@_gigabytes("kv_budget", "Memory for the prompts that are blended.", KV_BUDGET)
-@_gigabytes("prefix_budget", "Memory for how earlier prompts began.", PREFIX_BUDGET)
-@_gigabytes("memory_budget", "Memory for the chunk caches that are used most; 0 keeps none.", MEMORY_BUDGET)
 @options.all_corpora
 @options.blending
 def command(**given: Any) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from blend.errors import ConfigError, DatasetError
 
@@ -101,6 +101,14 @@ def _record(place: str, line: str) -> Record:
     return _Fields(place, fields).record()
 
 
+_KINDS_OF_JSON = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+_T = TypeVar("_T")
+
+
+def _kind(value: object) -> str:
+    return _KINDS_OF_JSON.get(type(value), "a number")
+
+
 class _Fields:
     """The keys of one line, each checked as it is taken."""
 
@@ -109,75 +117,60 @@ class _Fields:
         self._fields = fields
 
     def record(self) -> Record:
-        chunks = tuple(self._chunk(index, chunk) for index, chunk in enumerate(self._list("chunks", required=True)))
+        chunks = tuple(self._chunk(f'"chunks"[{i}]', one) for i, one in enumerate(self._required("chunks", list)))
+        number = self._fields.get("id")  # row numbers are common ids
         return Record(
-            id=self._id(),
-            question=self._required_text("question"),
+            id=str(number) if type(number) is int else self._filled("id"),
+            question=self._filled("question"),
             answers=self._texts("answers"),
             chunks=chunks,
             gold_chunks=self._indices("gold_chunks", len(chunks)),
-            task="qa" if self._fields.get("task") is None else self._required_text("task"),
+            task="qa" if self._fields.get("task") is None else self._filled("task"),
             all_values=self._texts("all_values"),
         )
 
-    def _id(self) -> str:
-        value = self._fields.get("id")
-        # Row numbers are common ids.
-        return str(value) if type(value) is int else self._required_text("id")
-
-    def _required_text(self, key: str) -> str:
+    def _required(self, key: str, kind: type[_T]) -> _T:
         if key not in self._fields:
             raise self._error(f'"{key}" is missing')
-        text = self._text(f'"{key}"', self._fields[key])
+        return self._checked(f'"{key}"', self._fields[key], kind)
+
+    def _filled(self, key: str) -> str:
+        text = self._required(key, str)
         if not text.strip():
             raise self._error(f'"{key}" is empty')
         return text
 
-    def _text(self, what: str, value: object) -> str:
-        if not isinstance(value, str):
-            raise self._error(f"{what} must be a string, not {_kind(value)}")
-        if any("\ud800" <= character <= "\udfff" for character in value):
+    def _checked(self, what: str, value: object, kind: type[_T]) -> _T:
+        if not isinstance(value, kind):
+            raise self._error(f"{what} must be {_KINDS_OF_JSON[kind]}, not {_kind(value)}")
+        if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
             raise self._error(f"{what} holds half of a surrogate pair, which is not text")
         return value
 
-    def _list(self, key: str, *, required: bool = False) -> list[object]:
-        value = self._fields.get(key)
-        if value is None and not required:
-            return []
-        if key not in self._fields:
-            raise self._error(f'"{key}" is missing')
-        if not isinstance(value, list):
-            raise self._error(f'"{key}" must be a list, not {_kind(value)}')
-        return value
+    def _list(self, key: str) -> list[object]:
+        return [] if self._fields.get(key) is None else self._required(key, list)
 
     def _texts(self, key: str) -> tuple[str, ...]:
-        return tuple(self._text(f'"{key}"[{index}]', value) for index, value in enumerate(self._list(key)))
+        return tuple(self._checked(f'"{key}"[{i}]', value, str) for i, value in enumerate(self._list(key)))
 
     def _indices(self, key: str, count: int) -> tuple[int, ...]:
-        for value in (values := self._list(key)):
+        found = []
+        for value in self._list(key):
             if type(value) is not int or not 0 <= value < count:
                 raise self._error(f'"{key}" must hold indices of its {count} chunks, counted from 0, not {value!r:.40}')
-        return tuple(value for value in values if isinstance(value, int))
+            found.append(value)
+        return tuple(found)
 
-    def _chunk(self, index: int, value: object) -> RecordChunk:
-        what = f'"chunks"[{index}]'
-        if not isinstance(value, dict):
-            raise self._error(f'{what} must be an object with "text" and "title", not {_kind(value)}')
-        title = value.get("title")
-        chunk = RecordChunk(
-            self._text(f"{what}.title", "" if title is None else title), self._text(f"{what}.text", value.get("text"))
-        )
-        if not chunk.text.strip():
+    def _chunk(self, what: str, value: object) -> RecordChunk:
+        fields = self._checked(what, value, dict)
+        title = "" if fields.get("title") is None else fields["title"]
+        text = self._checked(f"{what}.text", fields.get("text"), str)
+        if not text.strip():
             raise self._error(f"{what} has no text")
-        return chunk
+        return RecordChunk(self._checked(f"{what}.title", title, str), text)
 
     def _error(self, problem: str) -> DatasetError:
         return DatasetError(f"{self._place}: {problem}")
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
 
 
 _MAX_DISTRACTORS = 4
@@ -227,13 +220,15 @@ _SPLIT_FORMS = (
 )
 
 
-@dataclass(frozen=True)
-class _Fact:
+_Place = Literal["start", "inside", "end"]
+
+
+class _Fact(NamedTuple):
     """One sentence and where in which chunk it goes."""
 
     chunk: int
     sentence: str
-    place: Literal["start", "inside", "end"] = "inside"
+    place: _Place = "inside"
 
 
 class _Needle(NamedTuple):
@@ -332,21 +327,14 @@ def _split(supply: _Supply, chunks: int) -> _Needle:
 
 def _paired(supply: _Supply, form: _Form, pairs: list[tuple[int, int]], *, across: bool = False) -> _Needle:
     """Facts of two parts in the given pairs of chunks, the first pair asked for; `across` puts them at the boundary."""
+    ends: tuple[_Place, _Place] = ("end", "start") if across else ("inside", "inside")
     drawn = [supply.fields() for _ in pairs]
     parts = [
         _Fact(chunk, text.format(**fields), place)
-        for (first, second), fields in zip(pairs, drawn, strict=True)
-        for chunk, text, place in _parts(form, first, second, across)
+        for pair, fields in zip(pairs, drawn, strict=True)
+        for chunk, text, place in zip(pair, (form.first, form.second), ends, strict=True)
     ]
     return _Needle(form.question.format(**drawn[0]), drawn[0]["value"], parts[:2], parts[2:])
-
-
-def _parts(
-    form: _Form, first: int, second: int, across: bool
-) -> tuple[tuple[int, str, Literal["start", "inside", "end"]], ...]:
-    if across:
-        return (first, form.first, "end"), (second, form.second, "start")
-    return (first, form.first, "inside"), (second, form.second, "inside")
 
 
 _KINDS: dict[str, Callable[[_Supply, int], _Needle]] = {

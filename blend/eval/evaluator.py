@@ -82,8 +82,24 @@ class Evaluator:
             else:
                 fidelity = self._fidelity(prefilled, answer_ids, reference)
                 answer = generate(self.decoder, prefilled, layout.token_ids, max_new_tokens=self.max_new_tokens).text
-            cost = self._cost(prefilled, layout, times)
-            rows.append(_measurement(method, record, answer, times[method.name], cost, fidelity))
+            rows.append(
+                Measurement(
+                    method=method.name,
+                    record_id=record.id,
+                    answer=answer,
+                    ttft_s=times[method.name],
+                    stages={} if isinstance(prefilled, FullPrefill) else prefilled.stages,
+                    rows_total=layout.rows,
+                    rows_computed=layout.rows * (1 if isinstance(prefilled, FullPrefill) else prefilled.rows_share),
+                    floor_s=self._floor_s(prefilled, times),
+                    f1=word_f1(answer, record.answers),
+                    em=exact_match(answer, record.answers),
+                    rouge_l=rouge_l(answer, record.answers),
+                    recall=value_recall(answer, record.all_values),
+                    task=record.task,
+                    **fidelity,
+                )
+            )
         return rows
 
     def calibrate(
@@ -147,24 +163,11 @@ class Evaluator:
             "top1": top1_agreement(reference, logits),
         }
 
-    def _cost(self, prefilled: FullPrefill | Blend, layout: PromptLayout, times: Mapping[str, float]) -> _Cost:
-        if isinstance(prefilled, FullPrefill):
-            return _Cost({}, layout.rows, float(layout.rows), None)
-        share = prefilled.rows_share
-        floor = None
-        if FULL in times:
-            floor = floor_seconds(
-                share * times[FULL], prefilled.bytes_loaded / self._bandwidth, len(self.decoder.layers)
-            )
-        return _Cost(prefilled.stages, layout.rows, share * layout.rows, floor)
-
-
-@dataclass(frozen=True)
-class _Cost:
-    stages: Mapping[str, float]
-    rows_total: int
-    rows_computed: float
-    floor_s: float | None
+    def _floor_s(self, prefilled: FullPrefill | Blend, times: Mapping[str, float]) -> float | None:
+        if isinstance(prefilled, FullPrefill) or FULL not in times:
+            return None
+        load_s = prefilled.bytes_loaded / self._bandwidth
+        return floor_seconds(prefilled.rows_share * times[FULL], load_s, len(self.decoder.layers))
 
 
 class Recorder:
@@ -180,28 +183,6 @@ class Recorder:
         logits = self._prefilled.append(token_ids)
         self.seen.append(logits[0])
         return logits
-
-
-def _measurement(
-    method: Method, record: Record, answer: str, ttft_s: float, cost: _Cost, fidelity: Mapping[str, float | None]
-) -> Measurement:
-    answers = record.answers
-    return Measurement(
-        method=method.name,
-        record_id=record.id,
-        answer=answer,
-        ttft_s=ttft_s,
-        stages=cost.stages,
-        rows_total=cost.rows_total,
-        rows_computed=cost.rows_computed,
-        floor_s=cost.floor_s,
-        f1=word_f1(answer, answers),
-        em=exact_match(answer, answers),
-        rouge_l=rouge_l(answer, answers),
-        recall=value_recall(answer, record.all_values) if record.all_values else None,
-        task=record.task or "",
-        **fidelity,
-    )
 
 
 def floor_seconds(compute_s: float, load_s: float, layers: int) -> float:

@@ -165,6 +165,7 @@ def _check_logits(reference_logits: torch.Tensor, logits: torch.Tensor) -> None:
             raise ValueError(f"logits of the {name} contain NaN: its forward pass went wrong")
 
 
+LEVEL = 0.95  # of confidence intervals
 _Values = NDArray[np.float64]
 # Resampled values held at once, 32 MiB of float64.
 RESAMPLED_AT_ONCE = 1 << 22
@@ -190,7 +191,7 @@ def paired_interval(
     values: Sequence[float],
     reference: Sequence[float],
     *,
-    level: float = 0.95,
+    level: float = LEVEL,
     resamples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
@@ -204,7 +205,7 @@ def paired_interval(
     return mean_interval(differences.tolist(), level=level, resamples=resamples, seed=seed)
 
 
-def mean_interval(values: Sequence[float], *, level: float = 0.95, resamples: int = 10_000, seed: int = 0) -> Interval:
+def mean_interval(values: Sequence[float], *, level: float = LEVEL, resamples: int = 10_000, seed: int = 0) -> Interval:
     """Mean of `values` with its percentile bootstrap interval (Efron and Tibshirani 1993, chapter 13).
 
     One value, or values that are all equal, give an interval of width 0: the sample then says nothing about the spread.
@@ -215,7 +216,7 @@ def mean_interval(values: Sequence[float], *, level: float = 0.95, resamples: in
 
 
 def median_bounds(
-    values: Sequence[float], *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
+    values: Sequence[float], *, level: float = LEVEL, resamples: int = 10_000, seed: int = 0
 ) -> IntervalEnds:
     """Percentile bootstrap interval of the median; arguments and errors as in `mean_interval`."""
     return _bounds(values, np.median, level, resamples, seed)

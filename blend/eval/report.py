@@ -13,7 +13,7 @@ from pathlib import Path
 
 from blend.errors import ConfigError
 from blend.eval.machine import Machine
-from blend.eval.metrics import Interval, IntervalEnds, mean_interval, median_bounds, paired_interval
+from blend.eval.metrics import LEVEL, Interval, IntervalEnds, mean_interval, median_bounds, paired_interval
 from blend.files import check_creatable, write_atomically
 from blend.limits import json_text
 
@@ -125,7 +125,6 @@ class Report:
     incomplete: tuple[str, ...]
     measurements: tuple[Measurement, ...]
     tasks: Mapping[str, tuple[MethodSummary, ...]]
-    level: float
     info: RunInfo
 
     def method(self, name: str) -> MethodSummary:
@@ -143,59 +142,24 @@ def counted(records: int) -> str:
     return "1 record" if records == 1 else f"{records} records"
 
 
-@dataclass(frozen=True)
-class _Bootstrap:
-    """The settings of all intervals; undefined values are left out, an infinite one leaves the mean undefined."""
-
-    level: float
-    resamples: int
-    seed: int
-
-    def mean(self, values: Iterable[float | None]) -> Interval | None:
-        defined = [value for value in values if value is not None]
-        if not defined or not all(map(math.isfinite, defined)):
-            return None
-        return mean_interval(defined, level=self.level, resamples=self.resamples, seed=self.seed)
-
-    def paired(self, values: Iterable[float | None], reference: Iterable[float | None]) -> Interval | None:
-        both = zip(values, reference, strict=True)
-        pairs = [(left, right) for left, right in both if left is not None and right is not None]
-        if not pairs or not all(math.isfinite(value) for pair in pairs for value in pair):
-            return None
-        own, other = zip(*pairs, strict=True)
-        return paired_interval(own, other, level=self.level, resamples=self.resamples, seed=self.seed)
-
-    def median(self, values: Sequence[float]) -> IntervalEnds:
-        return median_bounds(values, level=self.level, resamples=self.resamples, seed=self.seed)
-
-
-def summarise(
-    measurements: Iterable[Measurement],
-    *,
-    reference: str = "full",
-    info: RunInfo | None = None,
-    level: float = 0.95,
-    resamples: int = 10_000,
-    seed: int = 0,
-) -> Report:
-    """Compare every method with `reference` on the records that all have; intervals are bootstrap percentiles at `level`.
+def summarise(measurements: Iterable[Measurement], *, reference: str = "full", info: RunInfo | None = None) -> Report:
+    """Compare every method with `reference` on the records that all have; intervals are bootstrap percentiles at `LEVEL`.
 
     Raises `ConfigError` when nothing can be compared and `ValueError` for two measurements of one method and record.
     """
     table = _by_method(measurements)
     shared = _shared_records(table, reference)
-    complete = {method: [rows[record] for record in shared] for method, rows in _reference_first(table, reference)}
+    reference_first = sorted(table.items(), key=lambda item: item[0] != reference)
+    complete = {method: [rows[record] for record in shared] for method, rows in reference_first}
     complete[reference] = [_with_own_fidelity(row) for row in complete[reference]]
-    bootstrap = _Bootstrap(level, resamples, seed)
     seen = dict.fromkeys(record for rows in table.values() for record in rows)
     return Report(
         reference=reference,
-        methods=_summaries(complete, reference, bootstrap),
+        methods=_summaries(complete, reference),
         records=len(shared),
         incomplete=tuple(record for record in seen if record not in set(shared)),
         measurements=tuple(row for rows in zip(*complete.values(), strict=True) for row in rows),
-        tasks=_by_task(complete, reference, bootstrap),
-        level=level,
+        tasks=_by_task(complete, reference),
         info=info or RunInfo(),
     )
 
@@ -219,62 +183,58 @@ def _shared_records(table: Mapping[str, Mapping[str, Measurement]], reference: s
     return shared
 
 
-def _reference_first(
-    table: Mapping[str, Mapping[str, Measurement]], reference: str
-) -> list[tuple[str, Mapping[str, Measurement]]]:
-    return sorted(table.items(), key=lambda item: item[0] != reference)
-
-
 def _with_own_fidelity(row: Measurement) -> Measurement:
     """The reference's KL and agreement with itself, by definition, where they were not measured."""
     return replace(row, kl=0.0 if row.kl is None else row.kl, top1=1.0 if row.top1 is None else row.top1)
 
 
-def _by_task(
-    complete: Mapping[str, Sequence[Measurement]], reference: str, bootstrap: _Bootstrap
-) -> dict[str, tuple[MethodSummary, ...]]:
+def _by_task(complete: Mapping[str, Sequence[Measurement]], reference: str) -> dict[str, tuple[MethodSummary, ...]]:
     tasks = dict.fromkeys(row.task for row in complete[reference])
     if len(tasks) < 2:
         return {}
     parts = {task: [index for index, row in enumerate(complete[reference]) if row.task == task] for task in tasks}
     return {
-        task: _summaries({name: [rows[i] for i in part] for name, rows in complete.items()}, reference, bootstrap)
+        task: _summaries({name: [rows[i] for i in part] for name, rows in complete.items()}, reference)
         for task, part in parts.items()
     }
 
 
-def _summaries(
-    complete: Mapping[str, Sequence[Measurement]], reference: str, bootstrap: _Bootstrap
-) -> tuple[MethodSummary, ...]:
-    return tuple(_summary(rows, complete[reference], bootstrap) for rows in complete.values())
+def _summaries(complete: Mapping[str, Sequence[Measurement]], reference: str) -> tuple[MethodSummary, ...]:
+    return tuple(_summary(rows, complete[reference]) for rows in complete.values())
 
 
-def _summary(rows: Sequence[Measurement], base: Sequence[Measurement], bootstrap: _Bootstrap) -> MethodSummary:
+def _summary(rows: Sequence[Measurement], base: Sequence[Measurement]) -> MethodSummary:
     speedups = [full.ttft_s / row.ttft_s for row, full in zip(rows, base, strict=True)]
     floors = [row.floor_s / full.ttft_s for row, full in zip(rows, base, strict=True) if row.floor_s is not None]
+    fields = {"ttft": "ttft_s", **{name: name for name in QUALITY_METRICS}}
     return MethodSummary(
         method=rows[0].method,
         records=len(rows),
         ttft_s=statistics.median(row.ttft_s for row in rows),
         speedup=statistics.median(speedups),
-        speedup_bounds=bootstrap.median(speedups),
+        speedup_bounds=median_bounds(speedups),
         floor_ratio=_over(statistics.median, (row.floor_ratio for row in rows)),
         floor_share=_over(statistics.median, floors),
         rows_share=_over(statistics.fmean, (row.rows_share for row in rows)),
         stages=_stage_medians(rows),
-        quality={name: bootstrap.mean(getattr(row, name) for row in rows) for name in QUALITY_METRICS},
-        differences=_differences(rows, base, bootstrap),
+        quality={name: _mean([getattr(row, name) for row in rows]) for name in QUALITY_METRICS},
+        differences={label: _difference(rows, base, name) for label, name in fields.items()},
     )
 
 
-def _differences(
-    rows: Sequence[Measurement], base: Sequence[Measurement], bootstrap: _Bootstrap
-) -> dict[str, Interval | None]:
-    fields = {"ttft": "ttft_s", **{name: name for name in QUALITY_METRICS}}
-    return {
-        label: bootstrap.paired([getattr(row, name) for row in rows], [getattr(row, name) for row in base])
-        for label, name in fields.items()
-    }
+def _mean(values: Sequence[float | None]) -> Interval | None:
+    """Undefined values are left out, an infinite one leaves the mean undefined."""
+    defined = [value for value in values if value is not None]
+    return mean_interval(defined) if defined and all(map(math.isfinite, defined)) else None
+
+
+def _difference(rows: Sequence[Measurement], base: Sequence[Measurement], name: str) -> Interval | None:
+    """Paired, on the records where both values are defined."""
+    both = ((getattr(row, name), getattr(full, name)) for row, full in zip(rows, base, strict=True))
+    pairs = [pair for pair in both if None not in pair]
+    if not pairs or not all(math.isfinite(value) for pair in pairs for value in pair):
+        return None
+    return paired_interval(*zip(*pairs, strict=True))
 
 
 def _over(statistic: Callable[[Sequence[float]], float], values: Iterable[float | None]) -> float | None:
@@ -310,7 +270,7 @@ def report_document(report: Report) -> dict[str, object]:
         "machine": machine,
         "versions": versions,
         "reference": report.reference,
-        "level": report.level,
+        "level": LEVEL,
         "record_count": report.records,
         "incomplete": list(report.incomplete),
         "methods": _methods(report.methods),

@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from blend.errors import ConfigError
-from blend.eval.metrics import Interval
+from blend.eval.metrics import LEVEL, Interval
 from blend.eval.report import QUALITY_METRICS, MethodSummary, Report, counted, write_whole
 from blend.limits import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.text import Annotation
-    from matplotlib.transforms import Bbox
     from rich.console import Group
 
 
 WIDTH = 100
-
-
 UNDEFINED = "-"
-
-
 SUFFIXES = (".png", ".svg", ".pdf")
-
-
 _LABELS = {"f1": "F1", "em": "EM", "rouge_l": "ROUGE-L", "recall": "recall", "kl": "KL", "top1": "top-1"}
-
-
-# Below this an interval of resampled records says little.
-_FEW_RECORDS = 10
+_FEW_RECORDS = 10  # below this an interval of resampled records says little
 
 
 def report_text(report: Report, width: int = WIDTH) -> str:
@@ -80,9 +69,7 @@ def _overview_row(summary: MethodSummary, metrics: Sequence[str]) -> list[str]:
 
 def _differences(report: Report) -> Group:
     metrics = [metric for metric in _measured(report) if metric not in ("kl", "top1")]
-    title = (
-        f"difference to {report.reference}, mean and {report.level:.0%} paired bootstrap interval (speed-up: median)"
-    )
+    title = f"difference to {report.reference}, mean and {LEVEL:.0%} paired bootstrap interval (speed-up: median)"
     rows = (
         [
             summary.method,
@@ -173,28 +160,9 @@ _STYLES = (
     *(("#000000", "s"), ("#D55E00", "X"), ("#0072B2", "o"), ("#009E73", "D"), ("#CC79A7", "^"), ("#E69F00", "v")),
     *(("#56B4E9", "P"), ("#999933", "*")),
 )
-
-
-# Beyond this ratio of times a linear axis would press the fast methods together.
-_LOG_RATIO = 4.0
-
-
-# From a label that had to move away back to its point; `place_labels` hides the others.
-_LEADER = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 5}
-
-
+_LOG_RATIO = 4.0  # beyond this ratio of times a linear axis would press the fast methods together
 _QUALITY = (("f1", "F1"), ("rouge_l", "ROUGE-L"), ("recall", "recall of all values"), ("em", "exact match"))
-
-
-class _Point(NamedTuple):
-    """One method in one panel: time, value, ends of its bar."""
-
-    label: str
-    style: tuple[str, str]
-    x: float
-    y: float
-    low: float
-    high: float
+_Ends = tuple[float, float, float]  # of a point: its value, and the ends of its bar
 
 
 def write_picture(report: Report, path: str | Path) -> None:
@@ -229,17 +197,17 @@ def draw_report(report: Report) -> Figure:
         _time_axis(axes, [summary.ttft_s for summary in report.methods])
     figure.suptitle(_title(report), fontsize=11.5, fontweight="bold", parse_math=False)
     figure.supxlabel(_footnote(report), fontsize=7.5, color="#555555", parse_math=False)
-    figure.draw_without_rendering()
-    for axes in (quality, divergence):
-        place_labels(axes)
+    handles, labels = max(
+        (axes.get_legend_handles_labels() for axes in (quality, divergence)), key=lambda found: len(found[1])
+    )
+    if labels:
+        figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
     return figure
 
 
 def _draw_quality(axes: Axes, report: Report) -> None:
     metric, name = next(((key, name) for key, name in _QUALITY if _any(report, key)), _QUALITY[0])
-    axes.set_title(
-        f"{name}, with {report.level:.0%} paired interval of the difference to {report.reference}", fontsize=9
-    )
+    axes.set_title(f"{name}, with {LEVEL:.0%} paired interval of the difference to {report.reference}", fontsize=9)
     axes.set_ylabel(f"{name}  (higher is better)")
     level = report.methods[0].quality[metric]
     if level is None:
@@ -251,7 +219,7 @@ def _draw_quality(axes: Axes, report: Report) -> None:
     axes.margins(y=0.12)
 
 
-def _quality_ends(summary: MethodSummary, metric: str, level: float) -> tuple[float, float, float] | None:
+def _quality_ends(summary: MethodSummary, metric: str, level: float) -> _Ends | None:
     """The mean, with the paired interval of the difference drawn around the reference's level."""
     mean, difference = summary.mean(metric), summary.differences[metric]
     if mean is None or difference is None:
@@ -260,7 +228,7 @@ def _quality_ends(summary: MethodSummary, metric: str, level: float) -> tuple[fl
 
 
 def _draw_divergence(axes: Axes, report: Report) -> None:
-    axes.set_title(f"KL to {report.reference} along its answer, with {report.level:.0%} interval", fontsize=9)
+    axes.set_title(f"KL to {report.reference} along its answer, with {LEVEL:.0%} interval", fontsize=9)
     axes.set_ylabel("KL, nats per token  (lower is closer)")
     if not any(summary.quality["kl"] for summary in report.methods[1:]):
         _say_undefined(axes, "KL was not measured")
@@ -272,29 +240,32 @@ def _draw_divergence(axes: Axes, report: Report) -> None:
     axes.set_ylim(bottom=min(low, -0.08 * high))
 
 
-def _divergence_ends(summary: MethodSummary) -> tuple[float, float, float] | None:
+def _divergence_ends(summary: MethodSummary) -> _Ends | None:
     interval = summary.quality["kl"]
     return None if interval is None else (interval.mean, interval.low, interval.high)
 
 
-def _points(axes: Axes, report: Report, ends: Callable[[MethodSummary], tuple[float, float, float] | None]) -> None:
+def _points(axes: Axes, report: Report, ends: Callable[[MethodSummary], _Ends | None]) -> None:
     for index, summary in enumerate(report.methods):
         found = ends(summary)
-        if found is not None:
-            _point(axes, _Point(_label(summary, report), _STYLES[index % len(_STYLES)], summary.ttft_s, *found))
-
-
-def _point(axes: Axes, point: _Point) -> None:
-    color, marker = point.style
-    bars = [[point.y - point.low], [point.high - point.y]]
-    axes.errorbar([point.x], [point.y], bars, fmt=marker, color=color, markersize=8, capsize=4, linewidth=1.5, zorder=3)
-    # Dark text whatever the colour of the mark: the light ones are hard to read. `place_labels` finds its place.
-    label = axes.annotate(point.label, (point.x, point.y), (0, 0), textcoords="offset points", arrowprops=_LEADER)
-    label.set(color="#222222", fontsize=9, parse_math=False, zorder=4)
+        if found is None:
+            continue
+        (value, low, high), (color, marker) = found, _STYLES[index % len(_STYLES)]
+        style: dict[str, Any] = {
+            "fmt": marker,
+            "color": color,
+            "markersize": 8,
+            "capsize": 4,
+            "linewidth": 1.5,
+            "zorder": 3,
+        }
+        bars = [[value - low], [high - value]]
+        axes.errorbar([summary.ttft_s], [value], bars, label=_label(summary, report), **style)
 
 
 def _label(summary: MethodSummary, report: Report) -> str:
-    return summary.method if summary.method == report.reference else f"{summary.method} ({summary.speedup:.1f}x)"
+    speedup = "" if summary.method == report.reference else f" ({summary.speedup:.1f}x)"
+    return f"{summary.method}{speedup}".replace("$", r"\$")  # no formula
 
 
 def _time_axis(axes: Axes, times: Sequence[float]) -> None:
@@ -328,83 +299,6 @@ def _title(report: Report) -> str:
 
 
 def _footnote(report: Report) -> str:
-    band = f"dashed line and band: {report.reference} and the {report.level:.0%} interval of its own mean"
+    band = f"dashed line and band: {report.reference} and the {LEVEL:.0%} interval of its own mean"
     machine = report.info.machine.summary() if report.info.machine else ""
     return textwrap.fill(" | ".join(part for part in (band, machine) if part), 185)
-
-
-# Offsets in points from the point, with the alignment that keeps the text on that side; the first that fits is taken.
-_PLACES = (
-    *((9, 5, "left", "bottom"), (-9, 5, "right", "bottom"), (9, -5, "left", "top"), (-9, -5, "right", "top")),
-    *((0, 9, "center", "bottom"), (0, -9, "center", "top"), (0, 26, "center", "bottom"), (0, -26, "center", "top")),
-    *((9, 18, "left", "bottom"), (-9, 18, "right", "bottom"), (9, -18, "left", "top"), (-9, -18, "right", "top")),
-    *((9, 32, "left", "bottom"), (-9, 32, "right", "bottom"), (9, -32, "left", "top"), (-9, -32, "right", "top")),
-)
-
-
-# A label no further away than this needs no leader.
-_NEAR = 10
-
-
-def place_labels(axes: Axes) -> None:
-    """Move every annotation of a laid-out figure; those that fit nowhere take the place with the least overlap."""
-    from matplotlib.text import Annotation
-
-    # Markers, ends of bars and level lines; then the bars themselves. All in pixels.
-    taken = list(_marks(axes))
-    for label in (child for child in axes.texts if isinstance(child, Annotation)):
-        _place(axes, label, taken)
-        taken.append(_extent(label))
-
-
-def _marks(axes: Axes) -> Iterator[Bbox]:
-    """Of a line through several points each point, of bars each bar: the box around all of them is mostly empty."""
-    from matplotlib.collections import LineCollection
-    from matplotlib.transforms import Bbox
-
-    for line in axes.lines:
-        points = line.get_transform().transform(line.get_xydata())
-        half = line.get_markersize()  # of a marker, in pixels at 144 dpi
-        yield from (
-            [Bbox.from_extents(x - half, y - half, x + half, y + half).padded(2) for x, y in points]
-            if len(points) > 2
-            else [line.get_window_extent().padded(2)]
-        )
-    for bars in axes.collections:
-        ends = bars.get_segments() if isinstance(bars, LineCollection) else ()
-        yield from (Bbox(bars.get_transform().transform(bar)).padded(2) for bar in ends)
-
-
-def _place(axes: Axes, label: Annotation, taken: list[Bbox]) -> None:
-    costs = []
-    for place in _PLACES:
-        _move(label, place)
-        costs.append(_cost(axes, _extent(label), taken))
-        if costs[-1] == 0:
-            return
-    _move(label, _PLACES[costs.index(min(costs))])
-
-
-def _move(label: Annotation, place: tuple[int, int, str, str]) -> None:
-    x, y, horizontal, vertical = place
-    label.set_position((x, y))
-    label.set(horizontalalignment=horizontal, verticalalignment=vertical)
-    if label.arrow_patch is not None:
-        label.arrow_patch.set_visible(max(abs(x), abs(y)) > _NEAR)
-
-
-def _extent(label: Annotation) -> Bbox:
-    """Of the text alone, in pixels; an annotation's own extent takes in its leader."""
-    from matplotlib.text import Text
-
-    return Text.get_window_extent(label)
-
-
-def _cost(axes: Axes, box: Bbox, taken: list[Bbox]) -> float:
-    """Area in pixels that is covered already or lies outside the axes."""
-    from matplotlib.transforms import Bbox
-
-    covered = (Bbox.intersection(box, other) for other in taken)
-    inside = Bbox.intersection(box, axes.get_window_extent())
-    outside = box.width * box.height - (inside.width * inside.height if inside else 0)
-    return sum(part.width * part.height for part in covered if part) + outside

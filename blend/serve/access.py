@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import os
 import re
 import stat
 import warnings
@@ -15,7 +14,6 @@ from pathlib import Path
 from blend.errors import ConfigError
 from blend.limits import check_corpus_name, shown
 
-_LONGEST_FILE = 1 << 20
 _LONGEST_KEY = 512
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?/?")
 _DEFAULT_PORTS = {"http": "80", "https": "443"}  # which browsers leave out
@@ -31,8 +29,7 @@ class ApiKeys:
     def __init__(self, keys: Iterable[tuple[str, str]] = ()) -> None:
         self._tenants: dict[bytes, str] = {}
         for key, tenant in keys:
-            _check_key(key)
-            check_corpus_name(tenant)
+            _check(key, tenant)
             if self._tenants.setdefault(_digest(key), tenant) != tenant:
                 raise ConfigError(
                     f"one API key is given to two tenants, {tenant or 'none'} and another: give each its own"
@@ -60,15 +57,11 @@ def read_keys(path: Path) -> list[tuple[str, str]]:
     Raises `ConfigError` for a file that cannot be read or parsed. Warns if other users can read it.
     """
     try:
-        with path.open("rb") as opened:
-            mode, raw = os.fstat(opened.fileno()).st_mode, opened.read(_LONGEST_FILE + 1)
-        text = raw.decode("utf-8")
+        text, mode = path.read_text("utf-8"), path.stat().st_mode
     except OSError as error:
         raise ConfigError(f"the file of API keys {path} cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:
         raise ConfigError(f"the file of API keys {path} is not UTF-8 text") from None
-    if len(raw) > _LONGEST_FILE:
-        raise ConfigError(f"the file of API keys {path} is longer than {_LONGEST_FILE >> 20} MiB: name a file of keys")
     if stat.S_ISREG(mode) and mode & 0o007:
         warnings.warn(f"everyone on this machine can read the API keys in {path}: `chmod 600 {path}`", stacklevel=2)
     found = list(_lines(text, path))
@@ -102,22 +95,22 @@ def origin_of(url: str) -> str:
 def _lines(text: str, path: Path) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
-        if len(words) > 2:
-            raise ConfigError(f"{path}:{number}: a line is `KEY` or `KEY TENANT`; it has {len(words)} words")
         if not words:
             continue
-        key, tenant = words[0], words[1] if len(words) == 2 else ""
         try:
-            _check_key(key)
-            check_corpus_name(tenant)
+            if len(words) > 2:
+                raise ConfigError(f"a line is `KEY` or `KEY TENANT`; it has {len(words)} words")
+            key, tenant = (*words, "")[:2]
+            _check(key, tenant)
         except ConfigError as error:
             raise ConfigError(f"{path}:{number}: {error}") from None
         yield key, tenant
 
 
-def _check_key(key: str) -> None:
+def _check(key: str, tenant: str) -> None:
     if not (key.isascii() and key.isprintable() and key.split() == [key] and len(key) <= _LONGEST_KEY):
         raise ConfigError(f"an API key is 1 to {_LONGEST_KEY} printable ASCII characters without spaces")
+    check_corpus_name(tenant)
 
 
 def _digest(key: str) -> bytes:

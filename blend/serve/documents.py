@@ -1,7 +1,7 @@
 """The documents of a corpus, added, replaced and deleted while the server answers from it.
 
 `Documents` checks an upload and writes it to disk. `CorpusWorker` reads it and updates the index: from then on its chunks are
-retrieved. `CacheBuilder` has the missing caches computed. A killed process loses nothing: accepted uploads stay on disk until
+retrieved. `CorpusCaches` has the missing caches computed. A killed process loses nothing: accepted uploads stay on disk until
 they are indexed, and the index names the caches that should exist.
 """
 
@@ -11,23 +11,19 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from blend.errors import ConfigError, StoreError
-from blend.serve.corpus_caches import (
-    CalibrateCorpus,
-    Compute,
-    CorpusUpdater,
-    DocumentState,
-    compute_here,
-    current_index,
-)
-from blend.serve.corpus_worker import CorpusWorker, UploadTask
+from blend.serve.corpus_caches import CalibrateCorpus, Compute, CorpusUpdater, compute_here, current_index
+from blend.serve.corpus_worker import CorpusWorker
 from blend.serve.failures import CORPUS_FAILS
 from blend.serve.types import GivenDocument
 from blend.serve.uploads import (
     INCOMING,
     DocumentLimits,
+    DocumentState,
+    DocumentStatus,
+    QueuedUpload,
     Upload,
     UploadedFile,
     UploadQueue,
@@ -42,30 +38,6 @@ if TYPE_CHECKING:
     from blend_retrieval import Chunk, ChunkIndex
 
 _ORDER: tuple[DocumentState, ...] = ("failed", "queued", "reading", "indexing", "computing", "ready")
-
-
-class DocumentStatus(NamedTuple):
-    """A document, or a file that is not read yet.
-
-    chunks: that can be retrieved now, also while a new version is on its way.
-    tokens_done, tokens_total: of its caches; a chunk has one or two.
-    reason: why it failed.
-    """
-
-    id: str
-    title: str
-    state: DocumentState
-    chunks: int = 0
-    tokens_done: int = 0
-    tokens_total: int = 0
-    reason: str = ""
-
-
-class _Indexed(NamedTuple):
-    """A document in the index, and how many chunks it has."""
-
-    title: str
-    chunks: int
 
 
 class Documents:
@@ -85,11 +57,11 @@ class Documents:
         limits: DocumentLimits | None = None,
     ) -> None:
         self._rag, self._limits = rag, limits or DocumentLimits()
-        self._uploads = UploadQueue(rag.index_dir.parent / INCOMING)
+        self._queue = UploadQueue(rag.index_dir.parent / INCOMING)
         self._putting = threading.Lock()
-        updater = CorpusUpdater(rag, self._uploads)
-        self._worker = CorpusWorker(updater, self._uploads, compute, calibrate, self._limits)
-        self._seen: tuple[ChunkIndex | None, dict[str, _Indexed]] = None, {}
+        updater = CorpusUpdater(rag, self._queue)
+        self._worker = CorpusWorker(updater, self._queue, compute, calibrate, self._limits)
+        self._seen: tuple[ChunkIndex | None, dict[str, DocumentStatus]] = None, {}
 
     def add(
         self, files: Sequence[UploadedFile] = (), texts: Sequence[GivenDocument] = ()
@@ -103,21 +75,19 @@ class Documents:
         uploads = checked(files, texts, self._limits)
         with self._putting:
             self._require_room(uploads)
-            tasks = self._put(uploads)
-        return tuple(DocumentStatus(task.upload.id, task.upload.title, "queued") for task in tasks)
+            self._put(uploads)
+        return tuple(DocumentStatus(upload.id, upload.title, "queued") for upload in uploads)
 
     def listing(self) -> tuple[DocumentStatus, ...]:
         """All documents by id, including queued and failed ones. Raises `RetrievalError` for a damaged index."""
-        with self._worker.changed:  # before reading the index: what is indexed meanwhile is listed as queued
-            waiting = [(task.upload, task.state) for task in self._worker.tasks]
-            failed = dict(self._worker.failed)
+        waiting, failed = self._queued()  # before reading the index: what is indexed meanwhile is listed as queued
         indexed = self._indexed()
         with self._worker.changed:
-            found = {name: self._status(name, one) for name, one in indexed.items()}
-        for name, (_, upload) in failed.items():
-            one = found.get(name, DocumentStatus(name, upload.title or name, "failed"))
-            found[name] = one._replace(state="failed", reason=upload.reason)
-        for upload, state in waiting:
+            found = {name: self._worker.caches.status(one) or self._unknown(one) for name, one in indexed.items()}
+        for upload in (one.upload for one in failed):
+            one = found.get(upload.id, DocumentStatus(upload.id, upload.title or upload.id, "failed"))
+            found[upload.id] = one._replace(state="failed", reason=upload.reason)
+        for upload, state in ((one.upload, one.state) for one in waiting):
             if upload.kind == "delete":
                 found = {name: one for name, one in found.items() if not part_of(name, upload.id)}
             else:
@@ -130,9 +100,10 @@ class Documents:
         statuses = self.listing()
         for wanted in spellings(name):
             parts = [one for one in statuses if part_of(one.id, wanted)]
+            if len(parts) == 1 and parts[0].id == wanted:
+                return parts[0]
             if parts:
-                exact = next((one for one in parts if one.id == wanted), None)
-                return exact if exact and len(parts) == 1 else _together(wanted, parts)
+                return _together(wanted, parts)
         return None
 
     def delete(self, name: str, wait_s: float = 10.0) -> bool:
@@ -142,30 +113,29 @@ class Documents:
         deletion cannot be written; the document then stays.
         """
         removal = self.remove(name)
-        if removal is None:
-            return False
-        with suppress(TimeoutError):
-            removal.result(wait_s)
-        return True
+        if removal is not None:
+            with suppress(TimeoutError):
+                removal.result(wait_s)
+        return removal is not None
 
     def remove(self, name: str) -> Future[None] | None:
         """`delete` without waiting: the result completes when the document is out of the index, or has the error."""
         status = self.get(name)
         if status is None:
             return None
-        removal = Upload("delete", status.id)
+        removal = [Upload("delete", status.id)]
         with self._putting:
             try:
-                (task,) = self._put([removal])
+                (queued,) = self._put(removal)
             except StoreError:  # a full disk: deleting the caches makes room for the note
                 self._worker.free(status.id)
-                (task,) = self._put([removal])
-        return task.done
+                (queued,) = self._put(removal)
+        return queued.done
 
     @property
     def leaving(self) -> frozenset[str]:
         """Ids of uploads to remove that the index may still hold."""
-        return self._worker.leaving
+        return frozenset(one.upload.id for one in self._queued()[0] if one.upload.kind == "delete")
 
     @property
     def problem(self) -> str:
@@ -181,34 +151,29 @@ class Documents:
         """Stop working; what is not done waits on disk for the next process."""
         self._worker.close()
 
-    def _require_room(self, uploads: Sequence[Upload]) -> None:
+    def _queued(self) -> tuple[list[QueuedUpload], list[QueuedUpload]]:
+        """Uploads that wait, and those that failed."""
         with self._worker.changed:
-            tasks = list(self._worker.tasks)
-        waiting = sum(task.nbytes for task in tasks)
-        if waiting + sum(len(upload.data) for upload in uploads) > self._limits.waiting_bytes:
-            raise UploadsFullError(waiting)
-        names = {*self._indexed(), *(task.upload.id for task in tasks), *(upload.id for upload in uploads)}
+            return list(self._queue.waiting), list(self._queue.failed.values())
+
+    def _require_room(self, uploads: Sequence[Upload]) -> None:
+        waiting, _ = self._queued()
+        nbytes = sum(one.nbytes for one in waiting)
+        if nbytes + sum(len(upload.data) for upload in uploads) > self._limits.waiting_bytes:
+            raise UploadsFullError(nbytes)
+        names = {*self._indexed(), *(one.upload.id for one in waiting), *(upload.id for upload in uploads)}
         if len(names) > self._limits.documents:
             raise ConfigError(
                 f"the corpus would have {len(names):,} documents, at most {self._limits.documents:,} are taken: "
                 "delete some, or use another corpus"
             )
 
-    def _put(self, uploads: Sequence[Upload]) -> Sequence[UploadTask]:
-        """Write all uploads, or none."""
-        tasks: list[UploadTask] = []
-        try:
-            for upload in uploads:
-                head = upload._replace(data=b"")
-                tasks.append(UploadTask(self._uploads.put(upload), head, len(upload.data)))
-        except BaseException:
-            for task in tasks:
-                self._uploads.remove(task.number)
-            raise
-        self._worker.put(tasks)
-        return tasks
+    def _put(self, uploads: Sequence[Upload]) -> list[QueuedUpload]:
+        queued = self._queue.put(uploads)
+        self._worker.put(queued)
+        return queued
 
-    def _indexed(self) -> dict[str, _Indexed]:
+    def _indexed(self) -> dict[str, DocumentStatus]:
         """What the index holds, by document."""
         index = current_index(self._rag)
         seen, found = self._seen
@@ -216,19 +181,17 @@ class Documents:
             chunks: dict[str, list[Chunk]] = {}
             for chunk in index.chunks if index else ():
                 chunks.setdefault(chunk.document_id, []).append(chunk)
-            found = {name: _Indexed(own[0].title.partition(" > ")[0], len(own)) for name, own in chunks.items()}
+            found = {
+                name: DocumentStatus(name, own[0].title.partition(" > ")[0], "computing", len(own))
+                for name, own in chunks.items()
+            }
             self._seen = index, found
             self._worker.saw(found)
         return found
 
-    def _status(self, name: str, indexed: _Indexed) -> DocumentStatus:
-        """The status of a document in the index."""
-        progress = self._worker.builder.table.progress(name)
-        if progress is None:
-            if self._worker.problem:
-                return DocumentStatus(name, indexed.title, "failed", indexed.chunks, reason=CORPUS_FAILS)
-            return DocumentStatus(name, indexed.title, "computing", indexed.chunks)
-        return DocumentStatus(name, indexed.title, progress.state, indexed.chunks, *progress[1:])
+    def _unknown(self, one: DocumentStatus) -> DocumentStatus:
+        """The status of a document whose caches are not known yet."""
+        return one._replace(state="failed", reason=CORPUS_FAILS) if self.problem else one
 
 
 def _together(name: str, parts: Sequence[DocumentStatus]) -> DocumentStatus:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
 from pathlib import Path
 from threading import Lock
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 from weakref import WeakKeyDictionary
 
-from blend.chunks.library import LARGEST_SHARE
+from cachetools import TTLCache
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
+
+from blend.chunks.library import LARGEST_SHARE, Tokens
 from blend.errors import StoreError
 from blend.files import make_private_folder, write_atomically
 from blend.types import ChunkKey
@@ -24,10 +24,17 @@ if TYPE_CHECKING:
 
 SHARE = LARGEST_SHARE  # a surrogate context of n tokens can be chosen out of n times so many
 KEEP_S = 3600.0
-_VERSION = 1
-_HEX = re.compile(r"[0-9a-f]{8,128}")
 
-Tokens = tuple[int, ...]
+_Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{8,128}$")]
+_Bytes = Annotated[int, Field(strict=True, gt=0)]
+
+
+class _Content(BaseModel):
+    """The file of `LearnedCaches`. caches: namespace, digest and size, least recently used first."""
+
+    version: Literal[1]
+    caches: list[tuple[_Digest, _Digest, _Bytes]]
+    decisions: int = 0
 
 
 class LearnedCaches:
@@ -39,10 +46,13 @@ class LearnedCaches:
 
     def __init__(self, path: Path, budget_bytes: int) -> None:
         self.budget = budget_bytes
-        held = _read_file(path)
         self._path, self._lock = path, Lock()
-        self._sizes, self.decided = dict(_entries(held)), held.get("decisions") not in (None, 0)
-        self._written = self._content()
+        try:
+            held = _Content.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            held = _Content(version=1, caches=[])
+        self._sizes = {ChunkKey(namespace, digest): nbytes for namespace, digest, nbytes in held.caches}
+        self.decided = bool(held.decisions)
 
     def use(self, caches: Mapping[ChunkKey, int]) -> list[ChunkKey]:
         """Note that these caches, with their sizes in bytes, were used or made. Returns the keys to evict for them.
@@ -73,47 +83,18 @@ class LearnedCaches:
             return sum(self._sizes.values())
 
     def save(self) -> None:
-        """Write the file if anything changed. Raises `StoreError` if that fails; the old file then remains.
+        """Write the file. Raises `StoreError` if that fails; the old file then remains.
 
         Call it after the evicted caches are deleted: if the process dies in between, the file names too many.
         """
         with self._lock:
-            content = self._content()
-            if content == self._written:
-                return
-            decided, sizes = content
-            caches = [[*key, nbytes] for key, nbytes in sizes]
-            document = json.dumps({"version": _VERSION, "decisions": int(decided), "caches": caches}).encode()
+            caches = [(*key, nbytes) for key, nbytes in self._sizes.items()]
+            content = _Content(version=1, caches=caches, decisions=int(self.decided)).model_dump_json()
             try:
                 make_private_folder(self._path.parent)
-                write_atomically(self._path, [document], durable=False)
+                write_atomically(self._path, [content.encode()], durable=False)
             except OSError as error:
                 raise StoreError(f"the list of learned passages {self._path} cannot be written: {error}") from error
-            self._written = content
-
-    def _content(self) -> tuple[bool, list[tuple[ChunkKey, int]]]:
-        return self.decided, list(self._sizes.items())
-
-
-def _read_file(path: Path) -> dict[str, object]:
-    found: object = None
-    with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_bytes())
-    return found if isinstance(found, dict) and found.get("version") == _VERSION else {}
-
-
-def _entries(held: Mapping[str, object]) -> Iterator[tuple[ChunkKey, int]]:
-    entries = held.get("caches")
-    if isinstance(entries, list) and all(map(_is_entry, entries)):
-        yield from ((ChunkKey(namespace, digest), nbytes) for namespace, digest, nbytes in entries)
-
-
-def _is_entry(entry: object) -> bool:
-    if not isinstance(entry, list) or len(entry) != 3:
-        return False
-    *digests, nbytes = entry
-    named = all(isinstance(digest, str) and _HEX.fullmatch(digest) for digest in digests)
-    return named and type(nbytes) is int and nbytes > 0
 
 
 class RecentTexts:
@@ -153,11 +134,12 @@ class RemovedKeys:
     """Keys of deleted caches that running prompts must not write again. Thread-safe.
 
     A prompt from before a deletion may find the cache missing and compute it for later prompts. A key is forgotten after
-    `KEEP_S`: nothing is stored any more for prompts of that age.
+    `KEEP_S`: nothing is stored any more for prompts of that age. clock: gives seconds.
     """
 
-    def __init__(self) -> None:
-        self._lock, self._keys = Lock(), dict[ChunkKey, float]()
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock, self._lock = clock, Lock()
+        self._keys: TTLCache[ChunkKey, None] = TTLCache(inf, KEEP_S, clock)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -165,12 +147,7 @@ class RemovedKeys:
     def add(self, keys: Iterable[ChunkKey]) -> None:
         """Refuse these keys from now on. Call it before deleting their caches."""
         with self._lock:
-            now = monotonic()
-            for key in keys:
-                self._keys.pop(key, None)  # the oldest stay in front
-                self._keys[key] = now
-            for key in list(takewhile(lambda key: self._keys[key] < now - KEEP_S, self._keys)):
-                del self._keys[key]
+            self._keys.update(dict.fromkeys(keys))
 
     def allow(self, keys: Iterable[ChunkKey]) -> None:
         """Accept these keys again: a document or a question brought their chunks."""
@@ -178,13 +155,13 @@ class RemovedKeys:
             for key in keys:
                 self._keys.pop(key, None)
 
-    def unless_removed(self, key: ChunkKey, begun: float, keep: Callable[[], None]) -> None:
+    def unless_removed(self, key: ChunkKey, begun: float, keep: Callable[[], object]) -> None:
         """Call `keep`, which stores this cache, unless its key is refused.
 
-        begun: when the prompt began, by `time.monotonic`; `KEEP_S` later nothing is stored for it.
+        begun: when the prompt began, by the clock; `KEEP_S` later nothing is stored for it.
         """
         with self._lock:  # while it is written a removal waits, and deletes it then
-            if key not in self._keys and begun >= monotonic() - KEEP_S:
+            if key not in self._keys and begun >= self._clock() - KEEP_S:
                 keep()
 
 

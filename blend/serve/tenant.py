@@ -7,24 +7,24 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from blend.chunks.library import with_given_surrogate, with_surrogate
-from blend.corpora import corpora, in_words
+from blend.chunks.library import Tokens, with_given_surrogate, with_surrogate
+from blend.corpora import corpora, in_words, index_dir
 from blend.corpus import TitledText
 from blend.errors import ConfigError, ContextLengthError, PromptError, StoreError
 from blend.limits import check_corpus_name, is_corpus_name
 from blend.prompt import render_chunk
 from blend.serve.corpus_caches import Compute, current_index
 from blend.serve.failures import LOG, StoreWatch
-from blend.serve.learned import SHARE, LearnedCaches, RecentTexts, Tokens, removed_from
+from blend.serve.learned import SHARE, LearnedCaches, RecentTexts, removed_from
 from blend.serve.passages.known import KnownTexts
 from blend.serve.passages.rendered import Renderer
 from blend.serve.passages.segments import Segment, cut, with_text_around
-from blend.serve.text import ChatTemplate, Passage, Turn
-from blend.serve.types import GivenDocument, Message, SourceKind
+from blend.serve.text import ChatTemplate, Turn
+from blend.serve.types import Cited, GivenDocument, Message, Passage, SourceKind
 from blend.serve.uploads import INCOMING, part_of, spellings
-from blend.types import Part
+from blend.types import ChunkKey, Part
 from blend_retrieval import Chunk, RetrievalError, Retriever, chunk_documents
 from blend_retrieval.document import Document
 from blend_retrieval.errors import IndexMissingError
@@ -37,19 +37,6 @@ if TYPE_CHECKING:
 TENANTS = "tenants"
 Calibrate = Callable[["Rag", Sequence[Tokens]], bool]
 """Measures the missing KV corrections on these chunks when no request waits; returns whether it finished."""
-
-
-class Cited(NamedTuple):
-    """A passage of a prompt and its source. brought: the question brought its text."""
-
-    passage: Passage
-    kind: SourceKind
-    id: str
-    document: str
-    title: str
-    text: str
-    score: float | None = None
-    brought: bool = False
 
 
 class WrittenMessages(NamedTuple):
@@ -68,23 +55,19 @@ def tenant_root(root: Path, tenant: str) -> Path:
 
 def kept_corpora(root: Path) -> set[tuple[str, str]]:
     """Tenant and name of every corpus that exists or has uploads."""
-    found = set[tuple[str, str]]()
-    tenants = [path.name for path in _folders(root / TENANTS) if is_corpus_name(path.name)]
-    for tenant in ("", *tenants):
-        own = tenant_root(root, tenant)
-        found |= {(tenant, name) for name in (*corpora(own), *begun_corpora(own))}
-    return found
+    roots = {tenant: tenant_root(root, tenant) for tenant in ("", *_named_folders(root / TENANTS))}
+    return {(tenant, name) for tenant, own in roots.items() for name in {*corpora(own), *begun_corpora(own)}}
 
 
 def begun_corpora(root: Path) -> set[str]:
     """Names of the corpora in a tenant's store that have uploads, indexed or not."""
-    folders = [root, *(path for path in _folders(root / "corpora") if is_corpus_name(path.name))]
-    return {"" if path == root else path.name for path in folders if (path / INCOMING).is_dir()}
+    names = ("", *_named_folders(root / "corpora"))
+    return {name for name in names if (index_dir(root, name).parent / INCOMING).is_dir()}
 
 
-def _folders(folder: Path) -> list[Path]:
+def _named_folders(folder: Path) -> list[str]:
     try:
-        return [path for path in folder.iterdir() if path.is_dir()]
+        return [path.name for path in folder.iterdir() if is_corpus_name(path.name)]
     except OSError:
         return []
 
@@ -189,11 +172,9 @@ class TenantState:
         for message, parts in zip(messages, found.messages, strict=True):
             if bare:
                 parts = with_text_around(parts, opened=bool(self.chat.opening))
-            own = [_cited_segment(part) for part in parts if part.ids]
-            passages = iter(own)
-            content = [next(passages).passage if part.ids else part.text for part in parts]
-            turns.append(Turn(message.role, content))
-            cited.extend(own)
+            own = [_cited_segment(part) if part.ids else part.text for part in parts]
+            turns.append(Turn(message.role, [one.passage if isinstance(one, Cited) else one for one in own]))
+            cited.extend(one for one in own if isinstance(one, Cited))
         return WrittenMessages(found.corpus, turns, cited)
 
     def learn(self, corpus: str, cited: Sequence[Cited]) -> bool:
@@ -207,12 +188,13 @@ class TenantState:
         if self.learned is None:
             return False
         chunks = [one.passage.part.whole if one.passage.part else one.passage.ids for one in new]
-        with suppress(StoreError):
+        try:
             fits = self.use(corpus, chunks, self.learned)
-            if not corpus:
-                self.recent.add(chunks)
-            return fits
-        return False
+        except StoreError:
+            return False
+        if not corpus:
+            self.recent.add(chunks)
+        return fits
 
     @property
     def token_bytes(self) -> int:
@@ -239,9 +221,9 @@ class TenantState:
                 learned.save()
         return not keys.keys() & set(evicted)
 
-    def _in_use(self) -> set[Any]:
+    def _in_use(self) -> set[ChunkKey]:
         """Keys of all caches that the corpora use."""
-        keys: set[Any] = set()
+        keys: set[ChunkKey] = set()
         for name in self.corpora:
             rag = self.rag(name)
             library = rag.blender.library(rag.template.prefix)
@@ -255,19 +237,16 @@ class TenantState:
     def _index(self, corpus: str) -> ChunkIndex:
         """The index as it is now, or as it was last read during an outage. Raises what prevented reading it."""
         try:
-            found = self.rag(corpus).index
+            self._indexes[corpus] = self.rag(corpus).index
         except (RetrievalError, ConfigError, OSError) as error:
             if self.watch.reachable():
                 if isinstance(error, ConfigError):  # its message names the store's place
                     raise IndexMissingError(f"there is no corpus {in_words(corpus)}") from None
                 raise
-            held = self._indexes.get(corpus)
-            if held is None:
+            if corpus not in self._indexes:
                 self.watch.require()
                 raise
-            return held
-        self._indexes[corpus] = found
-        return found
+        return self._indexes[corpus]
 
     def _texts(self, corpus: str) -> KnownTexts:
         """The texts of the corpus's chunks as they are now; none without a corpus."""
@@ -275,13 +254,11 @@ class TenantState:
         with suppress(RetrievalError, ValueError, StoreError):
             index = self._index(corpus)
         with self._lock:
-            held = self._known.get(corpus)
-            if held is None:
-                held = self._known[corpus] = (None, KnownTexts(self._renderer))
-            if held[0] != (index, hidden):
-                held[1].update(_without(index, hidden))
-                self._known[corpus] = ((index, hidden), held[1])
-            return held[1]
+            seen, known = self._known.get(corpus) or (None, KnownTexts(self._renderer))
+            if seen != (index, hidden):
+                known.update(_without(index, hidden))
+                self._known[corpus] = (index, hidden), known
+            return known
 
     def _named(self, corpus: str, document: str) -> list[Chunk]:
         hidden = self._hidden(corpus)
@@ -360,7 +337,8 @@ class Learning:
 
     def _run(self, tenant: TenantState) -> None:
         try:
-            if is_due(tenant) and not _has_documents(tenant.rag()):
+            index = current_index(tenant.rag())
+            if is_due(tenant) and not (index and index.chunks):
                 self._decide(tenant)
         except Exception as error:  # an outage, or an engine that closes: the next question starts it again
             has_no_text = isinstance(error, StoreError | RetrievalError)
@@ -395,7 +373,8 @@ class Learning:
             handle = self._compute(library, missing, on_done)
             with self._changed:
                 self._changed.wait_for(lambda: left == 0 or self._closed)
-            handle.cancel()
+            if handle is not None:
+                handle.cancel()
 
 
 def is_due(tenant: TenantState) -> bool:
@@ -407,11 +386,6 @@ def is_due(tenant: TenantState) -> bool:
 def _latest(tenant: TenantState, learned: LearnedCaches) -> list[Tokens]:
     """As many texts as the budget allows: a chunk has two caches."""
     return tenant.recent.latest(learned.budget // (2 * tenant.token_bytes))
-
-
-def _has_documents(rag: Rag) -> bool:
-    index = current_index(rag)
-    return index is not None and bool(index.chunks)
 
 
 def _with_surrogate(rag: Rag, chunks: Sequence[Tokens]) -> ChunkLibrary:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from blend.errors import PromptError
 from blend.prompt import Parts, TextTokenizer, apply_chat_template
-from blend.serve.types import Message, Role, Token
+from blend.serve.types import Message, Passage, Role, Token
 from blend.types import Part, PromptLayout
 
 # Private-use characters stand for the users' texts while the template is applied; no template contains or changes them.
@@ -26,13 +26,6 @@ _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (byte for byte in range(0x100) if byte not in _PRINTABLE)
 _ALPHABET = {**{chr(byte): byte for byte in _PRINTABLE}, **{chr(0x100 + n): byte for n, byte in enumerate(_OTHERS)}}
 _NEWLINE = "\u010a"  # in that alphabet
-
-
-class Passage(NamedTuple):
-    """Text with a cache of its own. ids: in the prompt. part: set if these are only some rows of a stored chunk."""
-
-    ids: tuple[int, ...]
-    part: Part | None = None
 
 
 Written = Sequence[str | Passage]

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from blend.config import ANSWER_TOKENS, BlendConfig
 from blend.errors import ConfigError
-from blend.types import PromptLayout
+from blend.types import Part, PromptLayout
 
 if TYPE_CHECKING:
     from blend.blender import Blend
-    from blend.serve.tenant import Cited
 
 ASKED_FOR = "asked for"
 # Reasons that are no loss: the KV is in memory, exact or as this conversation blended it.
@@ -85,6 +84,26 @@ class GivenDocument(NamedTuple):
     text: str = ""
     title: str = ""
     id: str = ""
+
+
+class Passage(NamedTuple):
+    """Text with a cache of its own. ids: in the prompt. part: set if these are only some rows of a stored chunk."""
+
+    ids: tuple[int, ...]
+    part: Part | None = None
+
+
+class Cited(NamedTuple):
+    """A passage of a prompt and its source. brought: the question brought its text."""
+
+    passage: Passage
+    kind: SourceKind
+    id: str
+    document: str
+    title: str
+    text: str
+    score: float | None = None
+    brought: bool = False
 
 
 @dataclass(frozen=True)

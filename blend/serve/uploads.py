@@ -4,7 +4,7 @@ Clients are not trusted. The queue is a folder of files:
 
     incoming/<number>-<tries>.upload   one line of JSON, then the bytes; numbers give the order
     incoming/<number>.failed           the same for a failed upload, with the reason; the bytes stay if they are not at fault
-    incoming/gone.json                 token ids of chunks that leave the index, until their caches are removed
+    incoming/gone.json                 token ids of chunks that leave the index, until their caches are deleted
 
 Files are written atomically, private to their owner, and deleted as soon as they are useless.
 """
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
@@ -36,11 +37,32 @@ from blend_retrieval.readers import SUFFIXES
 INCOMING = "incoming"  # the folder next to an index
 LONGEST_ID = 200  # characters
 MOST_TRIES = 5  # how often the process may die during an upload
-TRIES_TOGETHER = 2  # how often while several uploads are indexed together
+MOST_FAILED = 1000  # failures to remember
+_TRIES_TOGETHER = 2  # how often while several uploads are indexed together
 _RETRY_S = 10.0
 _DRIVE = re.compile(r"[A-Za-z]:")
-_WAITING = re.compile(r"([0-9]{12})-([0-9])\.upload")
-_FAILED = re.compile(r"([0-9]{12})\.failed")
+_WAITING = re.compile(r"[0-9]{12}-[0-9]\.upload")
+_FAILED = re.compile(r"[0-9]{12}\.failed")
+_DAMAGED = "what was kept of it is damaged: hand it in again"
+
+DocumentState = Literal["queued", "reading", "indexing", "computing", "ready", "failed"]
+
+
+class DocumentStatus(NamedTuple):
+    """A document, or a file that is not read yet.
+
+    chunks: that can be retrieved now, also while a new version is on its way.
+    tokens_done, tokens_total: of its caches; a chunk has one or two.
+    reason: why it failed.
+    """
+
+    id: str
+    title: str
+    state: DocumentState
+    chunks: int = 0
+    tokens_done: int = 0
+    tokens_total: int = 0
+    reason: str = ""
 
 
 class UploadedFile(NamedTuple):
@@ -124,9 +146,9 @@ def checked(files: Sequence[UploadedFile], texts: Sequence[GivenDocument], limit
 
     Raises `ConfigError` for too many, too large or empty documents, `DocumentsError` for an unsupported kind of file.
     """
-    count = len(files) + len(texts)
-    if not 0 < count <= limits.request:
-        raise ConfigError(f"{count:,} documents in one request: give 1 to {limits.request:,}")
+    number = len(files) + len(texts)
+    if not 0 < number <= limits.request:
+        raise ConfigError(f"{number:,} documents in one request: give 1 to {limits.request:,}")
     found = [*map(_file, files), *(_text(number, one) for number, one in enumerate(texts, 1))]
     for upload in found:
         if len(upload.data) > limits.file_bytes:
@@ -171,81 +193,111 @@ def _is_file(name: str) -> bool:
     return PurePosixPath(name).suffix.lower() in SUFFIXES
 
 
+@dataclass(eq=False)
+class QueuedUpload:
+    """An upload in the queue.
+
+    path: of its file. upload: without its bytes, of which there are `nbytes`.
+    alone: index it without others: one of them is at fault, or they are too large together.
+    done: completes when it is indexed, or with the error.
+    """
+
+    path: Path
+    upload: Upload
+    nbytes: int
+    state: DocumentState = "queued"
+    done: Future[None] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.alone = self.tries >= _TRIES_TOGETHER  # the process died during it, and others may be innocent
+        self.done.set_running_or_notify_cancel()  # so that no waiter can cancel it
+
+    @property
+    def number(self) -> int:
+        """Its place in the order."""
+        return int(self.path.name[:12])
+
+    @property
+    def tries(self) -> int:
+        """How often it was begun without an end."""
+        return int(self.path.stem[13:] or 0)
+
+
 class UploadQueue:
-    """The folder of uploads that wait or failed. One thread takes uploads; any thread may add, one at a time."""
+    """The folder of uploads. `take` and `put` work on files alone; a lock of the caller guards all else.
+
+    waiting: in order. failed: by id.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         sweep(folder)
-        self._next = max((*self.numbers(), *self.failed()), default=0) + 1
+        files = sorted(folder.iterdir()) if folder.is_dir() else []
+        self.waiting = [_opened(path) for path in files if _WAITING.fullmatch(path.name)]
+        self.failed: dict[str, QueuedUpload] = {}
+        for path in files:
+            if _FAILED.fullmatch(path.name):
+                self._remember(_opened(path))
+        last = max((one.number for one in (*self.waiting, *self.failed.values())), default=0)
+        self._numbers = count(last + 1)
 
-    def numbers(self) -> list[int]:
-        """Numbers of the waiting uploads, in order."""
-        return sorted(self._found())
-
-    def put(self, upload: Upload) -> int:
-        """Write an upload and return its number. Raises `StoreError` if that fails."""
-        number = self._next
-        self._write(f"{number:012}-0.upload", _blobs(upload))
-        self._next += 1
-        return number
-
-    def head(self, number: int) -> tuple[Upload, int]:
-        """A waiting upload without its bytes, and how many these are."""
-        path = self._path(number)
+    def put(self, uploads: Sequence[Upload]) -> list[QueuedUpload]:
+        """Write all uploads, or none; they are not `waiting` yet. Raises `StoreError`."""
+        written: list[QueuedUpload] = []
         try:
-            with path.open("rb") as file:
-                line = file.readline()
-                return _parsed(line), file.seek(0, os.SEEK_END) - len(line)
-        except (DocumentsError, OSError):  # `take` raises the same
-            return Upload("file", path.name), 0
+            for upload in uploads:
+                path = self.folder / f"{next(self._numbers):012}-0.upload"
+                self._write(path, _blobs(upload))
+                written.append(QueuedUpload(path, upload._replace(data=b""), len(upload.data)))
+        except BaseException:
+            for one in written:
+                _unlink(one.path)
+            raise
+        return written
 
-    def alone(self, number: int) -> bool:
-        """Whether to index this upload alone: the process died during it, and the others may be innocent."""
-        return _tries(self._path(number)) >= TRIES_TOGETHER
-
-    def take(self, number: int) -> Upload:
-        """An upload with its bytes. Counts as a try if the process dies before `put_back`, `fail` or `remove`.
+    def take(self, one: QueuedUpload) -> Upload:
+        """An upload with its bytes. Counts as a try if the process dies before `put_back` or `settle`.
 
         Raises `DocumentsError` for a damaged file, `GivenUpError` after too many tries, `OSError`.
         """
-        path = self._path(number)
-        tries = _tries(path) + 1
-        if tries > MOST_TRIES:
+        if one.tries >= MOST_TRIES:
             raise GivenUpError(f"given up: the process ended {MOST_TRIES} times while it was read or indexed")
-        path = path.rename(path.with_name(f"{number:012}-{tries}.upload"))
-        head, _, data = path.read_bytes().partition(b"\n")
+        _rename(one, one.tries + 1)
+        head, _, data = one.path.read_bytes().partition(b"\n")
         return _parsed(head)._replace(data=data)
 
-    def put_back(self, number: int) -> None:
-        """Undo `take`: the upload waits again, and the try does not count. Raises `OSError`."""
-        path = self._path(number)
-        path.rename(path.with_name(f"{number:012}-{max(0, _tries(path) - 1)}.upload"))
+    def put_back(self, uploads: Collection[QueuedUpload]) -> None:
+        """Queue unfinished uploads again, each alone and behind the others; those of one file keep their order."""
+        left = [one for one in uploads if not one.done.done()]
+        for one in left:
+            if one.state != "queued":
+                with suppress(OSError):  # a read-only folder
+                    _rename(one, max(0, one.tries - 1))
+            one.state, one.alone = "queued", True
+        files = {_file_of(one) for one in left}
+        self.waiting.sort(key=lambda one: _file_of(one) in files)
 
-    def fail(self, number: int, upload: Upload, *, whole: bool) -> None:
-        """Record a failure with its reason. whole: keep the bytes.
+    def settle(self, one: QueuedUpload, reason: str = "", *, failed: bool = False, whole: bool = False) -> None:
+        """Delete an upload that is indexed, or keep it as failed with this reason. whole: with its bytes.
 
-        Raises `StoreError` if that cannot be written; the upload then waits, and fails again in the next process.
+        reason: without `failed`, what was left out of it.
         """
-        if whole:
-            with suppress(OSError):
-                upload = upload._replace(data=self._path(number).read_bytes().partition(b"\n")[2])
-        self._write(f"{number:012}.failed", _blobs(upload))
-        with suppress(OSError):
-            self._path(number).unlink(missing_ok=True)
+        self.waiting.remove(one)
+        kind, name = one.upload.kind, one.upload.id
+        if kind == "delete":
+            for other in [] if failed else [other for other in self.failed if part_of(other, name)]:
+                self.forget(other)
+        else:
+            self.forget(name)
+            if reason:
+                self._keep(one, reason, whole=whole)
+                return
+        _unlink(one.path)
 
-    def failed(self) -> dict[int, Upload]:
-        """Failed uploads without their bytes, in order."""
-        found: dict[int, Upload] = {}
-        for number, path in sorted(self._found(_FAILED).items()):
-            with suppress(OSError, DocumentsError), path.open("rb") as file:
-                found[number] = _parsed(file.readline())
-        return found
-
-    def remove(self, number: int) -> None:
-        """Delete an upload that is indexed or no longer wanted. Raises `OSError`."""
-        self._path(number).unlink(missing_ok=True)
-        (self.folder / f"{number:012}.failed").unlink(missing_ok=True)
+    def forget(self, name: str) -> None:
+        """Delete the failed upload with this id."""
+        if one := self.failed.pop(name, None):
+            _unlink(one.path)
 
     def gone(self) -> list[Tokens]:
         """Chunks that left the index and whose caches may still exist."""
@@ -256,30 +308,58 @@ class UploadQueue:
 
     def write_gone(self, chunks: Collection[Tokens]) -> None:
         """Record these chunks, or that there are none. Raises `StoreError` if that fails."""
+        path = self.folder / "gone.json"
         if chunks:
-            self._write("gone.json", [json.dumps(list(chunks)).encode()])
+            self._write(path, [json.dumps(list(chunks)).encode()])
         else:
-            (self.folder / "gone.json").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
-    def _write(self, name: str, blobs: list[bytes]) -> None:
+    def _keep(self, one: QueuedUpload, reason: str, *, whole: bool) -> None:
+        data, path = b"", one.path.with_name(f"{one.number:012}.failed")
+        one.upload = one.upload._replace(reason=reason)
+        with suppress(OSError, StoreError):  # on a full disk it waits, and fails again in the next process
+            if whole:
+                data = one.path.read_bytes().partition(b"\n")[2]
+            self._write(path, _blobs(one.upload._replace(data=data)))
+            one.path.unlink()
+            one.path = path
+        self._remember(one)
+
+    def _remember(self, one: QueuedUpload) -> None:
+        self.forget(one.upload.id)
+        self.failed[one.upload.id] = one
+        while len(self.failed) > MOST_FAILED:
+            self.forget(next(iter(self.failed)))
+
+    def _write(self, path: Path, blobs: list[bytes]) -> None:
         try:
             make_private_folder(self.folder)
-            write_atomically(self.folder / name, blobs)
+            write_atomically(path, blobs)
         except OSError as error:
             raise StoreError(f"documents cannot be kept in {self.folder} ({error.strerror or error})") from None
 
-    def _path(self, number: int) -> Path:
-        return self._found().get(number) or self.folder / f"{number:012}-0.upload"
 
-    def _found(self, pattern: re.Pattern[str] = _WAITING) -> dict[int, Path]:
-        if not self.folder.is_dir():
-            return {}
-        named = ((pattern.fullmatch(path.name), path) for path in self.folder.iterdir())
-        return {int(name[1]): path for name, path in named if name}
+def _opened(path: Path) -> QueuedUpload:
+    """An upload of an earlier process; a damaged one fails when it is taken."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline()
+            return QueuedUpload(path, _parsed(line), path.stat().st_size - len(line))
+    except (DocumentsError, OSError):
+        return QueuedUpload(path, Upload("file", path.name, reason=_DAMAGED), 0)
 
 
-def _tries(path: Path) -> int:
-    return int(path.stem[-1])
+def _rename(one: QueuedUpload, tries: int) -> None:
+    one.path = one.path.rename(one.path.with_name(f"{one.number:012}-{tries}.upload"))
+
+
+def _unlink(path: Path) -> None:
+    with suppress(OSError):  # a read-only folder: the next process repeats the upload, with the same result
+        path.unlink()
+
+
+def _file_of(one: QueuedUpload) -> str:
+    return one.upload.id.partition("#")[0]
 
 
 def _blobs(upload: Upload) -> list[bytes]:
@@ -291,4 +371,4 @@ def _parsed(line: bytes) -> Upload:
     try:
         return Upload(**json.loads(line))
     except (ValueError, TypeError):
-        raise DocumentsError("what was kept of it is damaged: hand it in again") from None
+        raise DocumentsError(_DAMAGED) from None

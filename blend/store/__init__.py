@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
-from blend.store.addresses import above, hot_backend, is_address, is_mounted, mounted_at, origin_of, remote_backend
+from blend.store.addresses import hot_backend, is_address, mounted_above, origin_of, remote_backend
 from blend.store.admin import FarPins, note_of
-from blend.store.backend import CACHES, SOURCES, Backend, Blob, MemoryStats, Range, Stored, Timeouts, key_of
-from blend.store.base import ChunkStore, StoreStats
-from blend.store.codecs import codec_names, get_codec, register_codec
-from blend.store.codecs.base import Codec
-from blend.store.memory import MemoryCache, MemoryTier
-from blend.store.reader import ChunkReader, verified_header
-from blend.store.seal import Seal, make_seal, read_descriptions, read_store_key
-
-if TYPE_CHECKING:
-    from blend.store.files import MountedFiles
+from blend.store.backend import CACHES, SOURCES, Backend, Blob, MemoryStats, Range, Stored, Timeouts
+from blend.store.base import ChunkStore, StoreStats, read_descriptions
+from blend.store.codecs import Codec, codec_names, get_codec, register_codec
+from blend.store.memory import MemoryBackend, MemoryCache
+from blend.store.reader import ChunkReader
+from blend.store.seal import Seal, make_seal, read_store_key
 
 __all__ = [
     "Backend",
@@ -57,48 +52,42 @@ def open_store(
     hot: str | None = None,
     timeouts: Timeouts | None = None,
 ) -> ChunkStore:
-    """A store in memory (`memory:`), in a directory, which is made when it does not exist, or at an address.
+    """Open a store in memory (`memory:`), in a directory, which is made when it does not exist, or at an address.
 
     An address is s3://bucket/prefix (gs://, az:// likewise), redis://host:port/db or file:///path; credentials come from the
-    environment. Such a store is shared by machines, see `tiered`. A directory below a replica (see `replica`) is the disk tier
-    of the store that the replica stands for.
+    environment. Such a store is shared by machines, see `tiered`. A directory below a replica (see `addresses`) is the disk
+    tier of the store that the replica stands for. A directory is closed to other users, unless its setgid bit is set:
+    `chmod 2750` lets its group read, `chmod 2770` also write.
 
-    codec: how new entries are kept, one of `codec_names()` or a `Codec` of your own, which is registered; "native" keeps the
-    dtype they come in.
-    budget_bytes: what all entries may take; the least recently used ones go first.
-    key: a secret of at least 16 bytes (see `read_store_key`) that entries and artifacts are sealed with. Whatever was not
-    written with this key counts as damaged then, so that nobody without it can put KV of their own under a model. It is
-    written nowhere. A store in memory has no use for it.
-    memory_bytes: how much memory recently read entries may take, shared by all readers; or a `MemoryCache` that several stores
-    share. A store in memory has no use for it.
-    cache, hot, timeouts: of a store at an address: a directory of this machine that keeps what is read, within `budget_bytes`;
-    the address of a Redis that keeps it for all machines; how long servers are waited for.
+    Args:
+        location: where the store is.
+        codec: how new entries are kept, one of `codec_names()` or a `Codec` of your own, which is registered; "native" keeps
+            the dtype they come in.
+        budget_bytes: what all entries may take; the least recently used ones go first.
+        key: a secret of at least 16 bytes (see `read_store_key`) that entries and artifacts are sealed with. What was not
+            written with this key counts as damaged. It is written nowhere.
+        memory_bytes: how much memory recently read entries may take; or a `MemoryCache` that several stores share.
+        cache: of a store at an address, a directory of this machine that keeps what is read, within `budget_bytes`.
+        hot: of a store at an address, the address of a Redis that keeps what is read for all machines.
+        timeouts: how long servers are waited for.
 
-    A directory is closed to other users: new files 0600, new folders 0700, whatever the umask, and a store of this user's
-    that everybody may enter is closed when it is opened. To share one within a group, set the setgid bit on it: what the
-    group may do there (`chmod 2750` read, `chmod 2770` write) it may do with everything written from then on.
+    Raises:
+        ConfigError: an unknown codec, a budget that is not positive or a key that is too short.
+        StoreError: the directory is no store, was made by a newer kvblend, cannot be written or is sealed with another key.
 
-    Raises `ConfigError` for an unknown codec, a budget that is not positive or a key that is too short, `StoreError` for a
-    directory that is no store, was made by a newer kvblend, cannot be written or is sealed with another key. A store that this
-    user may only read is opened all the same.
     """
     encoding, seal = get_codec(codec) if isinstance(codec, str) else register_codec(codec), make_seal(key)
-    cache_of = MemoryCache(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
-    backend = _backend(location, budget_bytes, seal, RemoteOptions(cache, hot, timeouts or Timeouts()))
-    here = not hasattr(backend, "tiers")  # nothing is asked of a store elsewhere yet: it is before the first write
-    memory = None
-    if cache_of is not None and not backend.trusted:
-        memory = MemoryTier(cache_of, lambda name, blob: verified_header(blob, key_of(name), seal))
+    memory = MemoryCache(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
+    backend = _backend(location, seal, budget_bytes, cache, hot, timeouts)
     store = ChunkStore(backend, encoding, seal, memory)
-    if here:
+    if not hasattr(backend, "tiers"):  # nothing is asked of a store elsewhere yet: it is before the first write
         store.require_its_key()
     return store
 
 
 def read_words(location: str | os.PathLike[str]) -> dict[str, dict[str, str]]:
     """`ChunkStore.namespaces` of a store: words that say nothing secret, and need no key. Raises `StoreError`."""
-    backend = _backend(location, None, make_seal(None), RemoteOptions(None, None, Timeouts()))
-    return read_descriptions(backend)
+    return read_descriptions(_backend(location, Seal(None)))
 
 
 def read_precomputed(location: str | os.PathLike[str], corpus: str | None = None) -> list[dict[str, str]]:
@@ -106,60 +95,38 @@ def read_precomputed(location: str | os.PathLike[str], corpus: str | None = None
 
     Words are empty where a store has none. Raises `StoreError`.
     """
-    backend = _backend(location, None, make_seal(None), RemoteOptions(None, None, Timeouts()))
+    backend = _backend(location, Seal(None))
     words: dict[str, dict[str, str]] = {space: {} for space in backend.folders(CACHES)}
     words |= read_descriptions(backend)
-    notes = [note_of(name) for page in backend.names(SOURCES) for name in page]
+    notes = [note_of(name) for name in backend.names(SOURCES)]
     known = [(of, words[space]) for of, space in notes if "model" in words.get(space, {})]
     return [one for of, one in known if of == corpus] or [one for _, one in known] or list(words.values())
 
 
-class RemoteOptions(NamedTuple):
-    """What `open_store` is told of a store at an address."""
-
-    cache: str | os.PathLike[str] | None
-    hot: str | None
-    timeouts: Timeouts
-
-
-def _backend(location: str | os.PathLike[str], budget_bytes: int | None, seal: Seal, given: RemoteOptions) -> Backend:
-    if location == MEMORY:
-        from blend.store.memory import MemoryBackend
-
-        return MemoryBackend(budget_bytes)
-    if is_address(location):
-        return _tiered(str(location), budget_bytes, seal, given)
-    from blend.store.disk import DiskBackend
-
-    path = Path(location).expanduser()
-    origin = origin_of(path)
-    if origin is None:
-        return DiskBackend(path, budget_bytes)
-    given = given._replace(cache=path, hot=origin.hot)
-    return _tiered(origin.address, budget_bytes, seal, given, _mounted_above(path))
-
-
-def _mounted_above(kv: Path) -> MountedFiles | None:
-    """Of a tenant's store in a directory that machines mount: the store that it lies in."""
-    from blend.store.disk import DiskBackend
-    from blend.store.files import MountedFiles
-
-    outer = above(kv)
-    origin = None if outer is None else origin_of(outer)
-    if outer is None or origin is None or not is_mounted(origin.address):
-        return None
-    return MountedFiles(mounted_at(origin.address), DiskBackend(outer))
-
-
-def _tiered(
-    address: str, budget_bytes: int | None, seal: Seal, given: RemoteOptions, outer: MountedFiles | None = None
+def _backend(
+    location: str | os.PathLike[str],
+    seal: Seal,
+    budget_bytes: int | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    hot: str | None = None,
+    timeouts: Timeouts | None = None,
 ) -> Backend:
     from blend.store.disk import DiskBackend
     from blend.store.tiered import TieredBackend, Tiers
 
-    local = None if given.cache is None else DiskBackend(Path(given.cache).expanduser(), budget_bytes)
-    far = remote_backend(address, given.timeouts, None if local else budget_bytes, local=local, above=outer)
+    if location == MEMORY:
+        return MemoryBackend(budget_bytes)
+    address, outer = str(location), None
+    if not is_address(location):
+        path = Path(location).expanduser()
+        origin = origin_of(path)
+        if origin is None:
+            return DiskBackend(path, budget_bytes)
+        address, cache, hot, outer = origin.address, path, origin.hot, mounted_above(path)
+    timeouts = timeouts or Timeouts()
+    local = None if cache is None else DiskBackend(Path(cache).expanduser(), budget_bytes)
+    far = remote_backend(address, timeouts, None if local else budget_bytes, local=local, above=outer)
     if local is not None:
         local.pins = FarPins(far, local)
-    hot = None if given.hot is None else hot_backend(given.hot, far.place, given.timeouts)
-    return TieredBackend(Tiers(far, hot, local), seal, given.timeouts)
+    near = None if hot is None else hot_backend(hot, far.place, timeouts)
+    return TieredBackend(Tiers(far, near, local), seal, timeouts)

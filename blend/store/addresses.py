@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
@@ -34,16 +34,12 @@ _OBJECTS = ("s3", "gs", "az", "abfs", "abfss")
 _REDIS = ("redis", "rediss", "valkey", "valkeys")
 SCHEMES = ("s3", "gs", "az", "redis", "rediss", "valkey", "file")
 _SLIP = re.compile(rf"({'|'.join((*_OBJECTS, *_REDIS, 'file'))}):/?(?!/)", re.IGNORECASE)
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
 _SAFE_PART = re.compile(r"[A-Za-z0-9._=-]+")
 
 FILE = "kvblend-replica.json"
 _KIND = "kvblend replica"
 _MOST_FOLDERS = 4  # between a replica and the `kv` of a tenant in it
-
-
-class _Redis(NamedTuple):
-    url: str
-    prefix: str
 
 
 def is_address(location: str | os.PathLike[str]) -> bool:
@@ -61,16 +57,17 @@ def is_address(location: str | os.PathLike[str]) -> bool:
 
 
 def check_address(location: str, *, hot: bool = False) -> str:
-    """The address without a slash at its end, of a Redis with the number of its database.
-
-    Raises `ConfigError` for one that names no store, or with `hot` no Redis.
-    """
+    """The address without a slash at its end, a Redis's with the number of its database. Raises `ConfigError`."""
     scheme = location.partition("://")[0].lower()
     allowed = _REDIS if hot else (*_OBJECTS, *_REDIS, "file")
     if scheme not in allowed or not location.partition("://")[2].strip("/"):
         names = ", ".join(f"{one}://" for one in (_REDIS if hot else SCHEMES))
         raise ConfigError(f"{shown(location)!r:.120} is no address of a store: give {names} and where it is")
-    return _with_number(location) if scheme in _REDIS else location.rstrip("/")
+    if scheme not in _REDIS:
+        return location.rstrip("/")
+    _redis(location)
+    parts = urlsplit(location)  # a name behind the host would be taken for the number
+    return urlunsplit(parts._replace(path=parts.path.rstrip("/") or "/0"))
 
 
 def shown(location: str) -> str:
@@ -100,27 +97,23 @@ def remote_backend(
     local: Backend | None = None,
     above: MountedFiles | None = None,
 ) -> Backend:
-    """The backend at an address; nothing is asked of it yet, a directory excepted.
+    """The backend at an address; no server is asked yet. local, above: see `MountedFiles`.
 
-    local, above: see `MountedFiles`.
     Raises `ConfigError` for an address or credentials that cannot be right, or when the `remote` extra is not installed.
     """
     location = check_address(location)
-    scheme = location.partition("://")[0].lower()
     if is_mounted(location):
         from blend.store.disk import DiskBackend
         from blend.store.files import MountedFiles
 
-        root = mounted_at(location)
+        root = _directory(location)
         return DiskBackend(root, budget_bytes, MountedFiles(root, local, above))
     if budget_bytes is not None:
         raise ConfigError(
             f"{shown(location)} has no budget of kvblend's: it is kept small by `blend store prune`, or by its server; "
             "leave --store-budget out or give --store-cache, the disk that it then is for"
         )
-    return _loaded(
-        lambda: _redis_backend(location, timeouts) if scheme in _REDIS else _object_backend(location, timeouts)
-    )
+    return _server_backend(location, timeouts)
 
 
 def is_mounted(location: str) -> bool:
@@ -128,34 +121,28 @@ def is_mounted(location: str) -> bool:
     return location.lower().startswith("file://")
 
 
-def mounted_at(location: str) -> Path:
-    """The directory of a file:// address."""
+def _directory(location: str) -> Path:
     return Path(location.partition("://")[2])
 
 
 def hot_backend(location: str, of: str, timeouts: Timeouts) -> Backend:
     """A Redis in front of the store `of`, whose entries lie apart from those of other stores."""
-    location = check_address(location, hot=True)
-    own = hashlib.sha256(of.encode()).hexdigest()[:16]
-    return _loaded(lambda: _redis_backend(inside(location, own), timeouts))
+    return _server_backend(inside(check_address(location, hot=True), _hashed(of)), timeouts)
 
 
-def _loaded(make: Callable[[], Backend]) -> Backend:
+def _server_backend(location: str, timeouts: Timeouts) -> Backend:
     try:
-        return make()
+        if location.partition("://")[0].lower() not in _REDIS:
+            return _object_backend(location, timeouts)
+        from blend.store.redis import RedisBackend, connect
     except ImportError as error:
         raise ConfigError(f"stores elsewhere need {error.name}: pip install 'kvblend[remote]'") from None
-
-
-def _redis_backend(location: str, timeouts: Timeouts) -> Backend:
-    from blend.store.redis import RedisBackend, connect
-
     url, prefix = _redis(location)
     return RedisBackend(connect(url, timeouts), f"kvblend:{prefix}:", shown(location), timeouts)
 
 
-def _redis(location: str) -> _Redis:
-    """What the client takes, and what stands behind the database's number: redis://host:6379/0/prefix."""
+def _redis(location: str) -> tuple[str, str]:
+    """The URL that the client takes, and what stands behind the database's number: redis://host:6379/0/prefix."""
     try:
         parts = urlsplit(location)
         _ = parts.port
@@ -167,15 +154,7 @@ def _redis(location: str) -> _Redis:
             f"{shown(location)!r:.120}: behind the host stands a number, that of the database, then a name"
         )
     scheme = "rediss" if parts.scheme.lower() in ("rediss", "valkeys") else "redis"
-    url = urlunsplit((scheme, parts.netloc, f"/{db or 0}", parts.query, ""))
-    return _Redis(url, prefix)
-
-
-def _with_number(location: str) -> str:
-    """What stands behind the number would otherwise be taken for it."""
-    _redis(location)
-    parts = urlsplit(location)
-    return urlunsplit(parts._replace(path=parts.path.rstrip("/") or "/0"))
+    return urlunsplit((scheme, parts.netloc, f"/{db or 0}", parts.query, "")), prefix
 
 
 def _object_backend(location: str, timeouts: Timeouts) -> Backend:
@@ -184,15 +163,17 @@ def _object_backend(location: str, timeouts: Timeouts) -> Backend:
 
     from blend.store.objects import ObjectBackend
 
+    plain_http = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
+
     def make(again: int) -> Any:
         config: dict[str, Any] = {
             "client_options": {
                 "connect_timeout": f"{timeouts.connect_s}s",
                 "timeout": f"{timeouts.answer_s}s",
-                "allow_http": _plain_http(),
+                "allow_http": plain_http,
             },
             # A second try for an answer "slow down" or a closed connection; none when the first took all the time.
-            "retry_config": {"max_retries": again, "retry_timeout": _seconds(timeouts.answer_s)},
+            "retry_config": {"max_retries": again, "retry_timeout": timedelta(seconds=timeouts.answer_s)},
         }
         return from_url(location, **config)
 
@@ -205,18 +186,6 @@ def _object_backend(location: str, timeouts: Timeouts) -> Backend:
         ) from None
 
 
-def _seconds(seconds: float) -> Any:
-    from datetime import timedelta
-
-    return timedelta(seconds=seconds)
-
-
-def _plain_http() -> bool:
-    """Whether the environment names a server without TLS."""
-    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
-    return any(os.environ.get(name, "").startswith("http://") for name in names)
-
-
 class Origin(NamedTuple):
     """The store that a directory stands for. hot: address of a Redis in front of it."""
 
@@ -225,13 +194,12 @@ class Origin(NamedTuple):
 
 
 def replica_of(address: str, cache: Path | None, hot: str | None) -> Path:
-    """The directory that stands for the store at `address`, made when there is none; nothing is asked of the store.
+    """The directory, by default one of this user's, that stands for the store at `address`. Nothing is asked of the store.
 
-    cache: which directory; without it one of this user's. Raises `ConfigError` for addresses that cannot be right, or a
-    directory that stands for another store, and `StoreError` where it cannot be made.
+    Raises `ConfigError` for wrong addresses or a directory that stands for another store, `StoreError` when it cannot be made.
     """
     origin = Origin(check_address(address), check_address(hot, hot=True) if hot else None)
-    root = cache or _default_folder(origin.address)
+    root = cache or cache_root() / "replicas" / _hashed(origin.address)
     try:
         held = _read(root / FILE)
         if held is None and (root / "kv").exists():
@@ -269,10 +237,16 @@ def origin_of(kv: Path) -> Origin | None:
     return origin._replace(address=inside(origin.address, *below))
 
 
-def above(kv: Path) -> Path | None:
-    """The folder of caches of the replica that `kv` lies in; None where it is that folder, or lies in none."""
+def mounted_above(kv: Path) -> MountedFiles | None:
+    """Of a tenant's store in a directory that machines mount: the files of the store that it lies in."""
+    from blend.store.disk import DiskBackend
+    from blend.store.files import MountedFiles
+
     root = root_of(kv.parent)
-    return None if root is None or root == kv.parent else root / "kv"
+    origin = None if root is None or root == kv.parent else origin_of(root / "kv")
+    if root is None or origin is None or not is_mounted(origin.address):
+        return None
+    return MountedFiles(_directory(origin.address), DiskBackend(root / "kv"))
 
 
 def _read(file: Path) -> Origin | None:
@@ -287,5 +261,5 @@ def _read(file: Path) -> Origin | None:
         raise StoreError(f"{file} cannot be read or is damaged: delete it, and name the store by its address") from None
 
 
-def _default_folder(address: str) -> Path:
-    return cache_root() / "replicas" / hashlib.sha256(address.encode()).hexdigest()[:16]
+def _hashed(address: str) -> str:
+    return hashlib.sha256(address.encode()).hexdigest()[:16]

@@ -1,9 +1,7 @@
-"""What operators do with a store: pins, notes of which document each cache is of, stale copies, verification.
+"""What operators do with a store: notes of which document each cache is of, stale copies, verification; pins of far stores.
 
-    pins/<digest>                  "pinned": the cache is neither pruned nor evicted from a disk, on any machine
     sources/<corpus>.<namespace>   JSON, namespace -> digest of a cache -> id of the document, sealed; `_` is the corpus without
                                    a name. The namespace in the name is that of isolated caches: one note for each model
-    sources/<corpus>               an older note: digest -> id, of the model that came last
 
 Removing a document removes its caches, pinned or not.
 """
@@ -11,59 +9,26 @@ Removing a document removes its caches, pinned or not.
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
-from blend.store.backend import CACHES, PINS, SOURCES, Backend, close_all, key_of
+from blend.store.backend import CACHES, SOURCES, Backend, key_of, pin_cache, pinned, still_pinned
+from blend.store.base import ChunkStore
 
-if TYPE_CHECKING:
-    from blend.store.base import ChunkStore
-
-
-PINNED = b"pinned"
-_DIGEST = re.compile(r"[0-9a-f]{8,128}")
 _EVERY_S = 30.0
-_AT_ONCE = 500
-
 _UNNAMED = "_"
 
 Documents = Mapping[str, Mapping[str, str]]
 """Namespace -> digest of a cache -> id of a document."""
 
 
-def pinned(backend: Backend) -> frozenset[str]:
-    """Digests of the caches that are pinned."""
-    return frozenset(name.removeprefix(PINS) for page in backend.names(PINS) for name in page)
-
-
-def still_pinned(backend: Backend, digests: Collection[str]) -> frozenset[str]:
-    """Which of these caches are pinned, each asked for by its name: listings may be of a moment ago. Raises `StoreError`."""
-    found, wanted = set[str](), list(digests)
-    for begin in range(0, len(wanted), _AT_ONCE):
-        batch = wanted[begin : begin + _AT_ONCE]
-        blobs = backend.stored([PINS + digest for digest in batch], 0)
-        close_all(blobs)
-        found |= {digest for digest, blob in zip(batch, blobs, strict=True) if blob is not None}
-    return frozenset(found)
-
-
-def pin_cache(backend: Backend, digest: str, *, on: bool) -> None:
-    """Pin a cache, or let it go again. Raises `StoreError`."""
-    if not _DIGEST.fullmatch(digest):
-        raise StoreError(f"{digest!r:.80} is no digest of a cache: `blend store ls` shows them")
-    if on:
-        backend.put(PINS + digest, [PINNED])
-    else:
-        backend.delete(PINS + digest)
-
-
 class FarPins:
-    """The pins of a far store for a disk in front of it: asked for every `every_s` seconds, copied to the disk for outages."""
+    """The pins of a far store, for a disk in front of it: looked up every `every_s` seconds, copied to the disk for outages."""
 
     def __init__(self, far: Backend, near: Backend, *, every_s: float = _EVERY_S) -> None:
         self._far, self._near, self._every_s = far, near, every_s
@@ -86,21 +51,16 @@ class FarPins:
             return pinned(self._near) if self._known is None else self._known
         with suppress(StoreError):  # a full or read-only disk: the next process tries again
             noted = pinned(self._near)
-            _each(self._near, pins - noted, on=True)
-            _each(self._near, noted - pins, on=False)
+            for digest in pins ^ noted:
+                pin_cache(self._near, digest, on=digest in pins)
         return pins
-
-
-def _each(backend: Backend, digests: Iterable[str], *, on: bool) -> None:
-    for digest in digests:
-        pin_cache(backend, digest, on=on)
 
 
 class Sources(NamedTuple):
     """The notes of all corpora together.
 
-    documents: by the digest of a cache. namespaces: those that notes name; older notes name none. corpora: those with a
-    readable note. unread: names of notes that are damaged, or sealed with another key.
+    documents: by the digest of a cache. namespaces: those that notes name. corpora: those with a readable note. unread: names
+    of notes that are damaged, sealed with another key or of an older version.
     """
 
     documents: Mapping[str, str]
@@ -116,8 +76,8 @@ def write_sources(store: ChunkStore, corpus: str, namespace: str, documents: Doc
     Raises `StoreError`.
     """
     older = f"{SOURCES}{corpus or _UNNAMED}"
+    name = f"{older}.{namespace}"
     with store.writing():
-        name = f"{older}.{namespace}"
         former: dict[str, Mapping[str, str]] = {space: {} for space in _read(store, name) or {}}
         store.put_manifest(name, json.dumps({**former, **documents}).encode())
         store.backend.delete(older)
@@ -125,29 +85,21 @@ def write_sources(store: ChunkStore, corpus: str, namespace: str, documents: Doc
 
 def forget_sources(store: ChunkStore, corpus: str) -> None:
     """Delete the notes of a corpus. Raises `StoreError`."""
-    for name in _names(store):
+    for name in store.backend.names(SOURCES):
         if note_of(name)[0] == corpus:
             store.backend.delete(name)
 
 
 def read_sources(store: ChunkStore) -> Sources:
     """The notes of all corpora. Raises `StoreError`."""
-    documents: dict[str, str] = {}
-    namespaces, corpora, unread = set[str](), set[str](), list[str]()
-    for name in _names(store):
-        note = _read(store, name)
-        if note is None:
-            unread.append(name)
-            continue
-        corpora.add(note_of(name)[0])
-        namespaces |= note.keys() - {""}
-        for one in note.values():
-            documents |= one
-    return Sources(documents, frozenset(namespaces), frozenset(corpora), tuple(unread))
-
-
-def _names(store: ChunkStore) -> list[str]:
-    return [name for page in store.backend.names(SOURCES) for name in page]
+    names = list(store.backend.names(SOURCES))
+    notes = {name: note for name in names if (note := _read(store, name)) is not None}
+    return Sources(
+        {digest: document for note in notes.values() for one in note.values() for digest, document in one.items()},
+        frozenset(chain.from_iterable(notes.values())),
+        frozenset(note_of(name)[0] for name in notes),
+        tuple(name for name in names if name not in notes),
+    )
 
 
 def note_of(name: str) -> tuple[str, str]:
@@ -157,19 +109,15 @@ def note_of(name: str) -> tuple[str, str]:
 
 
 def _read(store: ChunkStore, name: str) -> Documents | None:
-    """A note, an older one under the namespace ""; None when there is no usable one."""
+    """A note; None when there is no usable one."""
     _, content = store.read_manifest(name)
     try:
         note = json.loads(content or b"")
     except (ValueError, RecursionError):
         return None
-    note = note if "." in name.removeprefix(SOURCES) else {"": note}
-    return note if _is_note(note) else None
-
-
-def _is_note(note: object) -> bool:
-    of_spaces = list(note.values()) if isinstance(note, dict) else [None]
-    return all(isinstance(one, dict) and all(isinstance(text, str) for text in one.values()) for one in of_spaces)
+    spaces = list(note.values()) if isinstance(note, dict) else [None]
+    sound = all(isinstance(one, dict) and all(isinstance(text, str) for text in one.values()) for one in spaces)
+    return note if sound else None
 
 
 def places(backend: Backend) -> Iterator[tuple[str, Backend]]:
@@ -191,17 +139,16 @@ def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
     end when a nearer tier did not.
     """
     (_, far), *nearer = places(backend)
-    held = {name for page in far.names(CACHES) for name in page} if nearer else set()
+    held = set(far.names(CACHES)) if nearer else set()
     removed, left = 0, list[str]()
     for _, tier in nearer:
         try:
-            for page in tier.names(CACHES):
-                missing = [name for name in page if name not in held]
-                pins = still_pinned(far, [key_of(name).digest for name in missing])
-                for name in missing:
-                    if key_of(name).digest not in pins:
-                        removed += 1
-                        _ = dry_run or tier.delete(name)
+            missing = [name for name in tier.names(CACHES) if name not in held]
+            pins = still_pinned(far, [key_of(name).digest for name in missing])
+            for name in missing:
+                if key_of(name).digest not in pins:
+                    removed += 1
+                    _ = dry_run or tier.delete(name)
         except StoreError:
             left.append(tier.place)
     if left and not dry_run:
@@ -214,9 +161,8 @@ def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
 def verify_entry(store: ChunkStore, name: str) -> str:
     """The damage of an entry, every byte read; empty when there is none. Raises `StoreError` for an outage."""
     try:
-        reader = store.open(key_of(name))
+        reader = store.over(store.backend).open(key_of(name))  # not through the memory tier, which is for prompts
         if reader is not None:
-            reader.counts = False  # verifying must not push out of memory what prompts ask for
             with reader:
                 for index in range(reader.layers):
                     reader.layer(index)

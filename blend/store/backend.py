@@ -23,14 +23,12 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import count
+from typing import NamedTuple
 
 from blend.errors import ConfigError, EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
+from blend.store.format import EntryHeader
 from blend.types import ChunkKey
-
-if TYPE_CHECKING:
-    from blend.store.format import EntryHeader
-
 
 CACHES = "objects/"
 IDENTIFYING_BYTES = 512
@@ -42,6 +40,8 @@ SOURCES, PINS, SEALED = "sources/", "pins/", "sealed"
 
 _HEX = re.compile(r"[0-9A-Za-z_-]{1,128}")
 _ARTIFACT = re.compile(r"[0-9a-z_-]{1,128}")
+_DIGEST = re.compile(r"[0-9a-f]{8,128}")
+_AT_ONCE = 500
 LOG = logging.getLogger("kvblend.store")
 WAIT_S = 600.0  # choosing and measuring takes minutes on a slow machine
 LEASE_S = 30.0
@@ -61,23 +61,15 @@ class Range(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """One name as a listing shows it.
-
-    nbytes: as stored. used: when it was last put or touched, in seconds since 1970. whole: False where something that no `put`
-    made takes its place; it counts, and goes when the name is put or deleted.
-    """
+    """One name as a listing shows it, whatever is there. used: when it was last put or touched, in seconds since 1970."""
 
     name: str
     nbytes: int
     used: float
-    whole: bool = True
 
 
 class MemoryStats(NamedTuple):
-    """What a tier of memory has done since it was made, and what it holds.
-
-    hits, misses: entries that were read from it, and from below it. evictions: for want of room. entries, nbytes: held now.
-    """
+    """Entries that were read from a tier of memory, from below it, and evicted since it was made; and what it holds now."""
 
     hits: int
     misses: int
@@ -88,10 +80,7 @@ class MemoryStats(NamedTuple):
 
 
 class TierHits(NamedTuple):
-    """Entries that were opened, by where they were.
-
-    far: from the far place. missing: nowhere. fetched_bytes: that came over the network.
-    """
+    """Entries that were opened, by where they were, and the bytes that came over the network."""
 
     local: int
     hot: int
@@ -121,9 +110,6 @@ class Blob(ABC):
         """These bytes without a copy, where they lie in memory as one piece. Do not write to them."""
         return None
 
-    def used(self, *, counts: bool = True) -> None:  # noqa: B027 - most backends do not ask
-        """Say that the blob is read now. counts: whether for a prompt; verifying an entry does not count."""
-
     def close(self) -> None:  # noqa: B027 - most blobs hold nothing
         """Release what the blob holds; idempotent."""
 
@@ -135,8 +121,7 @@ Found = Blob | EntryDamagedError | None
 class Backend(ABC):
     """Moves bytes under names.
 
-    place: where they are, for messages. trusted: whether nobody but this process can write here, and what was put comes back
-    as it was: its bytes then need no digest.
+    place: where they are, for messages. trusted: whether only this process can write here; the bytes then need no digest.
     """
 
     place: str
@@ -144,7 +129,7 @@ class Backend(ABC):
 
     @property
     def tier_hits(self) -> TierHits | None:
-        """Since this was made, where there are tiers."""
+        """Since this was made; None without tiers."""
         return None
 
     @property
@@ -157,21 +142,19 @@ class Backend(ABC):
 
     @abstractmethod
     def open(self, name: str, head: int) -> Blob | None:
-        """What the name holds now, or None.
+        """What the name holds now, or None. head: how many of its first bytes to bring along in the same exchange, at least.
 
-        head: how many of its first bytes to bring along in the same exchange, at least. Raises `EntryDamagedError` for
-        something that no `put` made.
+        Raises `EntryDamagedError` for something that no `put` made.
         """
 
     def open_many(self, names: Sequence[str], head: int) -> list[Found]:
-        """`open` several names in as few exchanges as possible; damage is returned in its place.
+        """`open` several names in as few exchanges as possible; damage takes its place.
 
         Raises `StoreError`, and leaves nothing open.
         """
         found: list[Found] = []
         try:
-            for name in names:
-                found.append(self._open_or_damage(name, head))
+            found.extend(self._open_or_damage(name, head) for name in names)
         except BaseException:
             close_all(found)
             raise
@@ -186,10 +169,6 @@ class Backend(ABC):
     def stored(self, names: Sequence[str], head: int) -> list[Found]:
         """`open_many` of the place that decides what is stored: copies in nearer tiers do not count."""
         return self.open_many(names, head)
-
-    def restore(self, name: str) -> bool:
-        """Copy a cache from a nearer tier to the far place; whether one had it. Raises `StoreError`."""
-        return False
 
     def read(self, name: str, most: int) -> bytes | None:
         """The whole content, or None. Raises `EntryDamagedError` when it is longer than `most` bytes."""
@@ -225,27 +204,28 @@ class Backend(ABC):
     def delete(self, name: str) -> bool:
         """Delete the name; whether it held anything. Open blobs stay readable."""
 
-    @abstractmethod
-    def touch(self, name: str) -> None:
+    def touch(self, name: str) -> None:  # noqa: B027 - only where there is a budget
         """Note that a cache was used just now, which the budget's eviction asks for. Never fails."""
 
     @abstractmethod
-    def listing(self, prefix: str) -> Iterator[list[Stored]]:
-        """What lies under a folder such as `objects/` or `objects/<namespace>/`, in pages and in no particular order."""
+    def listing(self, prefix: str) -> Iterator[Stored]:
+        """What lies under a folder such as `objects/` or `objects/<namespace>/`, in no particular order."""
 
-    def names(self, prefix: str) -> Iterator[list[str]]:
+    def names(self, prefix: str) -> Iterator[str]:
         """The names alone, where they are cheaper to get than their sizes and ages."""
-        for page in self.listing(prefix):
-            yield [stored.name for stored in page]
+        return (stored.name for stored in self.listing(prefix))
 
     def folders(self, prefix: str) -> set[str]:
         """The names of the folders right below a folder."""
-        found = (name.removeprefix(prefix).split("/") for page in self.names(prefix) for name in page)
+        found = (name.removeprefix(prefix).split("/") for name in self.names(prefix))
         return {parts[0] for parts in found if len(parts) > 1}
 
-    @abstractmethod
     def writing(self) -> AbstractContextManager[None]:
-        """The lock of all processes that write; not nested. Raises `StoreError` when it takes too long to get."""
+        """The lock of all processes that write; not nested. Raises `StoreError` when it takes too long to get.
+
+        A server's is a lease, which ends half a minute after the process that holds it.
+        """
+        return leased(self)
 
 
 def close_all(blobs: Sequence[Found]) -> None:
@@ -302,6 +282,32 @@ def artifact_name(name: str) -> str:
     return ARTIFACTS + name
 
 
+def pinned(backend: Backend) -> frozenset[str]:
+    """Digests of the caches that are pinned."""
+    return frozenset(name.removeprefix(PINS) for name in backend.names(PINS))
+
+
+def still_pinned(backend: Backend, digests: Sequence[str]) -> frozenset[str]:
+    """Which of these caches are pinned, each asked for by its name: listings may be of a moment ago. Raises `StoreError`."""
+    found = set[str]()
+    for begin in range(0, len(digests), _AT_ONCE):
+        batch = digests[begin : begin + _AT_ONCE]
+        blobs = backend.stored([PINS + digest for digest in batch], 0)
+        close_all(blobs)
+        found |= {digest for digest, blob in zip(batch, blobs, strict=True) if blob is not None}
+    return frozenset(found)
+
+
+def pin_cache(backend: Backend, digest: str, *, on: bool) -> None:
+    """Pin a cache, or let it go again. Raises `StoreError`."""
+    if not _DIGEST.fullmatch(digest):
+        raise StoreError(f"{digest!r:.80} is no digest of a cache: `blend store ls` shows them")
+    if on:
+        backend.put(PINS + digest, [b"pinned"])
+    else:
+        backend.delete(PINS + digest)
+
+
 def _safe(name: str) -> str:
     if not _HEX.fullmatch(name):
         raise StoreError(f"{name!r} cannot name a store entry: use the hex digests that CacheIdentity.key makes")
@@ -341,37 +347,24 @@ class CircuitBreaker:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Guards one call. Raises `CircuitOpenError` with the last error while the breaker is open."""
-        self._enter()
+        with self._lock:
+            now = time.monotonic()
+            if self._error is not None and now < self._until:
+                raise CircuitOpenError(str(self._error))
+            self._until = now + self._pause_s  # this call tries; after an outage the others stay refused
+        outage: Exception | None = None
         try:
             yield
-        except EntryDamagedError:
-            self._answered()
-            raise
         except Exception as error:
-            if self._counts(error):
-                self._trip(error)
-            else:
-                self._answered()
+            if not isinstance(error, EntryDamagedError) and self._counts(error):
+                outage = error
             raise
-        else:
-            self._answered()
-
-    def _enter(self) -> None:
-        with self._lock:
-            if self._error is None:
-                return
-            now = time.monotonic()
-            if now < self._until:
-                raise CircuitOpenError(str(self._error))
-            self._until = now + self._pause_s  # this call tries; the others stay refused
-
-    def _trip(self, error: Exception) -> None:
-        with self._lock:
-            self._error, self._until = error, time.monotonic() + self._pause_s
-
-    def _answered(self) -> None:
-        with self._lock:
-            self._error = None
+        except BaseException:  # the caller gave up: nothing is known of the place
+            outage = self._error
+            raise
+        finally:
+            with self._lock:
+                self._error, self._until = outage, time.monotonic() + self._pause_s
 
 
 class WarnOnce:
@@ -403,8 +396,8 @@ _WRITERS = _Writers()
 @contextmanager
 def leased(backend: Backend, *, lease_s: float = LEASE_S, wait_s: float = WAIT_S) -> Iterator[None]:
     """Held by one thread of one process at a time. Raises `StoreError` when another keeps it for `wait_s` seconds."""
-    lease = _acquired(backend, lease_s, wait_s)
-    done = threading.Event()
+    lease, done = _Lease(backend, lease_s), threading.Event()
+    lease.acquire(wait_s)
     renewal = threading.Thread(target=lease.keep, args=(done,), name="kvblend-lease", daemon=True)
     renewal.start()
     _WRITERS.leases.append(lease)
@@ -415,7 +408,7 @@ def leased(backend: Backend, *, lease_s: float = LEASE_S, wait_s: float = WAIT_S
         done.set()
         renewal.join()
         with suppress(StoreError):  # it ends by itself after `lease_s`
-            lease.release()
+            lease.write(_FREE)
 
 
 def require_lease(backend: Backend, name: str) -> None:
@@ -426,81 +419,65 @@ def require_lease(backend: Backend, name: str) -> None:
 
 
 class _Lease:
-    """held: what the name holds, as far as is known, and held at the moment `since` of the monotonic clock."""
+    """The name holds the owner and a number that changes with every renewal, so that others see that the owner is alive.
 
-    def __init__(self, backend: Backend, held: bytes, since: float, lease_s: float) -> None:
+    It was certainly ours at the moment `_since` of the monotonic clock.
+    """
+
+    def __init__(self, backend: Backend, lease_s: float) -> None:
         self.backend, self._lease_s = backend, lease_s
-        self._held, self._since = held, since
-        self._tried: set[bytes] = set()  # the name may hold one of these: the answer may have got lost
-        self._lost = False
+        self._owner, self._turns = uuid.uuid4().hex, count()
+        self._since, self._lost = float("-inf"), False
         self._lock = threading.Lock()
 
+    def acquire(self, wait_s: float) -> None:
+        """Take it when it is free, or was not renewed for as long as it lasts."""
+        mine, began, delay = self._token(), time.monotonic(), _LOOK_AFTER_S
+        seen, since = b"", began
+        while True:
+            content, looked = self.backend.read(_NAME, _MOST), time.monotonic()
+            if content != seen:
+                seen, since = content or b"", looked
+            free = content in (None, _FREE) or looked - since > self._lease_s
+            # It may be ours by a swap whose answer got lost.
+            if content == mine or (free and self.backend.swap(_NAME, mine, content)):
+                self._since = looked
+                return
+            if time.monotonic() - began > wait_s:
+                raise StoreError(
+                    f"another process has been writing to {self.backend.place} for {wait_s:g} s; wait for it and try again"
+                )
+            time.sleep(delay)
+            delay = min(1.5 * delay, _LOOK_EVERY_S)
+
     def keep(self, done: threading.Event) -> None:
-        """Write it anew until then."""
+        """Renew it until then."""
         while not done.wait(self._lease_s / 4):
             with suppress(StoreError):  # the next attempt, or whoever writes, finds out
-                self._write(_token())
+                self.write(self._token())
 
     def require(self) -> None:
-        """Raise `StoreError` unless it is ours for certain."""
-        if not self._certain():
-            self._write(_token())
-        if not self._certain():
+        """Raise `StoreError` unless it is certainly ours."""
+        if not self._is_certain():
+            self.write(self._token())
+        if not self._is_certain():
             raise StoreError(
                 f"{self.backend.place} did not answer for {self._lease_s:g} s, and another process may be writing to it: "
                 "run the same command again"
             )
 
-    def release(self) -> None:
-        """It is anybody's."""
-        self._write(_FREE)
-
-    def _certain(self) -> bool:
-        return not self._lost and time.monotonic() - self._since <= self._lease_s
-
-    def _write(self, new: bytes) -> None:
+    def write(self, new: bytes) -> None:
         """Have the name hold `new`, if it is ours. Raises `StoreError` where that is not known."""
         with self._lock:
             began = time.monotonic()
-            if self._lost:
-                return
-            if not self._swapped(new):
-                found = self.backend.read(_NAME, _MOST)
-                if found is None or found not in {self._held, *self._tried}:
-                    self._lost = True
-                    return
-                self._held = found
-                if not self._swapped(new):
-                    return
-            self._since = began
+            held = self.backend.read(_NAME, _MOST)
+            if self._lost or held is None or not held.startswith(self._owner.encode()):
+                self._lost = True
+            elif self.backend.swap(_NAME, new, held):
+                self._since = began
 
-    def _swapped(self, new: bytes) -> bool:
-        self._tried.add(new)
-        if not self.backend.swap(_NAME, new, self._held):
-            return False
-        self._held, self._tried = new, set()
-        return True
+    def _is_certain(self) -> bool:
+        return not self._lost and time.monotonic() - self._since <= self._lease_s
 
-
-def _acquired(backend: Backend, lease_s: float, wait_s: float) -> _Lease:
-    mine, began = _token(), time.monotonic()
-    seen, since, delay = b"", began, _LOOK_AFTER_S
-    while True:
-        content = backend.read(_NAME, _MOST)
-        looked = time.monotonic()
-        if content != seen:
-            seen, since = content or b"", looked
-        stale = looked - since > lease_s
-        taken = content == mine  # by a swap whose answer got lost
-        if taken or ((content in (None, _FREE) or stale) and backend.swap(_NAME, mine, content)):
-            return _Lease(backend, mine, looked, lease_s)
-        if time.monotonic() - began > wait_s:
-            raise StoreError(
-                f"another process has been writing to {backend.place} for {wait_s:g} s; wait for it and try again"
-            )
-        time.sleep(delay)
-        delay = min(1.5 * delay, _LOOK_EVERY_S)
-
-
-def _token() -> bytes:
-    return uuid.uuid4().hex.encode()
+    def _token(self) -> bytes:
+        return f"{self._owner} {next(self._turns)}".encode()

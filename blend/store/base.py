@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import NamedTuple
 
-from blend.errors import EntryDamagedError
-from blend.store.admin import pinned, still_pinned
+from blend.errors import EntryDamagedError, StoreError
 from blend.store.backend import (
     ARTIFACTS,
     CACHES,
+    DESCRIPTIONS,
     GENERATION,
+    SEALED,
     Backend,
-    Blob,
+    Found,
     MemoryStats,
     TierHits,
     artifact_name,
@@ -23,27 +26,18 @@ from blend.store.backend import (
     close_all,
     description_name,
     key_of,
+    pinned,
+    still_pinned,
 )
-from blend.store.codecs.base import Codec
+from blend.store.codecs import Codec
 from blend.store.format import encode_entry
-from blend.store.memory import MemoryTier
+from blend.store.memory import MemoryBlob, MemoryCache
 from blend.store.reader import HEAD, ChunkReader, LayerScratch, damaged, read_header
-from blend.store.seal import (
-    MOST_BYTES,
-    Seal,
-    Unsealed,
-    is_sealed_with,
-    leave_key_check,
-    pack_artifact,
-    pack_description,
-    read_descriptions,
-    require_its_key,
-    unpack_artifact,
-)
+from blend.store.seal import MOST_BYTES, Seal, Unsealed, as_json, pack_artifact, unpack_artifact
 from blend.types import ChunkCache, ChunkKey
 
-_Opening = Callable[[Sequence[str], int], list[Blob | EntryDamagedError | None]]
-_TOKEN_BYTES = 1 << 10
+_Opening = Callable[[Sequence[str], int], list[Found]]
+_MOST_OF_A_TOKEN, _MOST_OF_A_DESCRIPTION = 1 << 10, 1 << 20
 _AT_ONCE = 64
 
 
@@ -57,36 +51,52 @@ class StoreStats(NamedTuple):
 class ChunkStore:
     """Content-addressed chunk caches. Threads may share it, and processes where the backend allows it.
 
-    backend: where the bytes are. codec: encodes new entries; entries of every codec are read. seal: verifies entries and
-    artifacts; those with another seal count as damaged. A trusted backend needs none. memory: keeps recently read entries.
-
-    Torch is loaded when an entry is opened or put, not to look at what a store holds.
+    codec: encodes new entries; entries of every codec are read. seal: verifies entries and artifacts; those with another seal
+    count as damaged. memory: keeps recently read entries. Looking at what a store holds loads no torch.
     """
 
-    def __init__(self, backend: Backend, codec: Codec, seal: Seal, memory: MemoryTier | None = None) -> None:
+    def __init__(self, backend: Backend, codec: Codec, seal: Seal, memory: MemoryCache | None = None) -> None:
         self.backend = backend
         self.codec = codec
         self._seal = Unsealed() if backend.trusted else seal
-        self._memory, self._scratch = memory, LayerScratch()
+        self._memory = None if backend.trusted else memory
+        self._owner, self._scratch = object(), LayerScratch()
         self._key_is_right = self._key_is_marked = backend.trusted
+
+    def check_key(self) -> bool:
+        """Whether the store says that this is its key, as it does from its first artifact on.
+
+        Raises `StoreError` where it is sealed with another key.
+        """
+        try:
+            check = self.backend.read(SEALED, _MOST_OF_A_TOKEN)
+        except EntryDamagedError:  # something took its place: then there is no check
+            check = None
+        if check is None:
+            return False
+        try:
+            unpack_artifact(SEALED, check, self._seal)
+        except EntryDamagedError:
+            remedy = "give --store-key FILE, the key that it was made with"
+            if self._seal.keyed:
+                remedy += f", or remove {SEALED!r} in it to have everything computed again under this one"
+            which = "another" if self._seal.keyed else "a"
+            raise StoreError(f"the store {self.backend.place} is sealed with {which} store key: {remedy}") from None
+        return self._seal.keyed
 
     def require_its_key(self) -> None:
         """Raise `StoreError` when the store is sealed with another key; checked before the first write."""
         if not self._key_is_right:
-            require_its_key(self.backend, self._seal)
-        self._key_is_right = True
-
-    @property
-    def knows_its_key(self) -> bool:
-        """Whether the store is known to be sealed with this key. Raises `StoreError`."""
-        return is_sealed_with(self.backend, self._seal)
+            self.check_key()
+            self._key_is_right = True
 
     def _mark_key(self) -> None:
         """Mark the store as sealed with this key, if there is one. Raises `StoreError`."""
         self.require_its_key()
-        if not self._key_is_marked:
-            leave_key_check(self.backend, self._seal)
-            self._key_is_marked = True
+        if self._seal.keyed and not self._key_is_marked and not self.check_key():
+            with suppress(EntryDamagedError):  # something took its place
+                self.backend.swap(SEALED, b"".join(pack_artifact(SEALED, b"", self._seal)), None)
+        self._key_is_marked = True
 
     def open(self, key: ChunkKey) -> ChunkReader | None:
         """The entry under `key`, or None when there is none. Raises `EntryDamagedError` when it must not be used."""
@@ -101,40 +111,38 @@ class ChunkStore:
         The result has their order, with an error in the place of an entry that must not be used. Raises `StoreError`, and
         leaves nothing open.
         """
-        return self._opened_many(keys, self.backend.open_many)
+        return self._opened_many(keys, self.backend.open_many, self._memory)
 
-    def _opened_many(self, keys: Sequence[ChunkKey], opening: _Opening) -> list[ChunkReader | EntryDamagedError | None]:
-        names = [cache_name(key) for key in keys]
-        blobs = opening(names, HEAD)
+    def _opened_many(
+        self, keys: Sequence[ChunkKey], opening: _Opening, memory: MemoryCache | None = None
+    ) -> list[ChunkReader | EntryDamagedError | None]:
+        blobs = opening([cache_name(key) for key in keys], HEAD)
         try:
-            return [self._opened(*one) for one in zip(keys, names, blobs, strict=True)]
+            return [self._opened(*one, memory) for one in zip(keys, blobs, strict=True)]
         except BaseException:
             close_all(blobs)
             raise
 
-    def _opened(
-        self, key: ChunkKey, name: str, blob: Blob | EntryDamagedError | None
-    ) -> ChunkReader | EntryDamagedError | None:
+    def _opened(self, key: ChunkKey, blob: Found, memory: MemoryCache | None) -> ChunkReader | EntryDamagedError | None:
         if isinstance(blob, EntryDamagedError):
             return damaged(key, str(blob))
         if blob is None:
-            self._forget(name)
+            self._forget(key)
             return None
-        if self._memory is not None:
-            blob = self._memory.nearest(name, blob)
+        used = None
+        if memory is not None:
+            blob = memory.nearest(self._owner, key, blob, self._seal)
+            used = partial(memory.count, hit=isinstance(blob, MemoryBlob))
         try:
             header = blob.header or read_header(blob, key, self._seal)
         except EntryDamagedError as error:
             blob.close()
             return error
-        self.backend.touch(name)
-        return ChunkReader(blob, key, header, self._scratch)
+        self.backend.touch(cache_name(key))
+        return ChunkReader(blob, key, header, self._scratch, used)
 
     def prefetch(self, keys: Iterable[ChunkKey], most_bytes: int | None = None) -> None:
-        """Start downloading entries that will be read soon to this machine; does nothing in a store without tiers.
-
-        Returns at once; readers meet errors. most_bytes: larger entries are not fetched.
-        """
+        """Start downloading entries of up to `most_bytes` that will be read soon; readers meet errors."""
         self.backend.prefetch(map(cache_name, keys), most_bytes)
 
     @property
@@ -153,36 +161,30 @@ class ChunkStore:
         return self.backend.evictions
 
     def put(self, key: ChunkKey, cache: ChunkCache) -> None:
-        """Write an entry, replacing one of the same key; a reader sees either nothing, the old or the new one.
-
-        Raises `StoreError` when it cannot be written; the store is then as it was.
-        """
+        """Write or replace an entry; readers see the old or the new one. After a `StoreError` the store is as it was."""
         self.require_its_key()
-        name = cache_name(key)
         header, blobs = encode_entry(key, cache, self.codec, self._seal)
-        self.backend.put(name, (header, *blobs))
-        self._forget(name)
+        self.backend.put(cache_name(key), (header, *blobs))
+        self._forget(key)
 
     def delete(self, key: ChunkKey) -> None:
         """Remove an entry; nothing happens when there is none. Open readers keep it."""
         self.require_its_key()
-        name = cache_name(key)
-        self.backend.delete(name)
-        self._forget(name)
+        self.backend.delete(cache_name(key))
+        self._forget(key)
 
-    def _forget(self, name: str) -> None:
+    def _forget(self, key: ChunkKey) -> None:
         if self._memory is not None:
-            self._memory.drop(name)
+            self._memory.drop(self._owner, key)
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         """Keys of all entries, or of those in one namespace, in no particular order. Nothing is opened."""
         folder = CACHES if namespace is None else caches_of(namespace)
-        for page in () if folder is None else self.backend.names(folder):
-            yield from map(key_of, page)
+        return map(key_of, () if folder is None else self.backend.names(folder))
 
     def stats(self) -> StoreStats:
         """What the store holds now."""
-        sizes = [stored.nbytes for page in self.backend.listing(CACHES) for stored in page]
+        sizes = [stored.nbytes for stored in self.backend.listing(CACHES)]
         return StoreStats(len(sizes), sum(sizes))
 
     def prune(self, keep: Collection[ChunkKey], namespace: str) -> int:
@@ -196,15 +198,12 @@ class ChunkStore:
         return len(gone)
 
     def describe(self, namespace: str, description: Mapping[str, str]) -> None:
-        """Remember in words what a namespace stands for, such as {"model": "...", "dtype": "float32"}.
-
-        Replaces the last description. Raises `StoreError` when it cannot be written.
-        """
-        self.backend.put(description_name(namespace), [pack_description(description)])
+        """Remember in words what a namespace stands for, such as {"model": "..."}. Raises `StoreError`."""
+        self.backend.put(description_name(namespace), [as_json(dict(description))])
 
     def describe_new(self, namespace: str, description: Mapping[str, str]) -> None:
-        """`describe` a namespace that has no description yet. Raises `StoreError` when it cannot be written."""
-        self.backend.swap(description_name(namespace), pack_description(description), None)
+        """`describe` a namespace that has no description yet. Raises `StoreError`."""
+        self.backend.swap(description_name(namespace), as_json(dict(description)), None)
 
     def undescribe(self, namespace: str) -> None:
         """Forget the words for a namespace; nothing happens when there are none. Raises `StoreError`."""
@@ -212,18 +211,16 @@ class ChunkStore:
 
     def namespaces(self) -> dict[str, dict[str, str]]:
         """Every namespace that has entries or a description, with its description (empty when there is none)."""
-        listed: dict[str, dict[str, str]] = {name: {} for name in self.backend.folders(CACHES)}
-        return {**listed, **read_descriptions(self.backend)}
+        return {**{name: {} for name in self.backend.folders(CACHES)}, **read_descriptions(self.backend)}
 
     @property
     def generation(self) -> str:
         """Changes whenever any process calls `advance`: what was read of artifacts before may be out of date then.
 
-        Empty before the first change. Cheap enough to be asked before every prompt. Raises `StoreError` when the store cannot
-        be read.
+        Empty before the first change. Cheap enough for every prompt. Raises `StoreError`.
         """
         try:
-            token = self.backend.read(GENERATION, _TOKEN_BYTES)
+            token = self.backend.read(GENERATION, _MOST_OF_A_TOKEN)
         except EntryDamagedError:  # something else took its place
             return ""
         return (token or b"").decode("ascii", errors="replace")
@@ -243,9 +240,8 @@ class ChunkStore:
     def write_artifact(self, name: str, content: bytes) -> None:
         """Keep a small named content, replacing the last one, and begin a new generation.
 
-        Artifacts are what chunk caches depend on and what is measured once. They are kept as they are, do not count towards the
-        budget and are never evicted. name: lower-case letters, digits, dashes, underscores. Raises `StoreError` when it
-        cannot be written; the old one is then still there.
+        Artifacts are what chunk caches depend on and what is measured once. They do not count towards the budget and are never
+        evicted. After a `StoreError` the old one is still there.
         """
         self._mark_key()
         self.backend.put(artifact_name(name), pack_artifact(name, content, self._seal))
@@ -282,29 +278,23 @@ class ChunkStore:
         """The same encoding and seal over another backend, such as one tier of this one's."""
         return ChunkStore(backend, self.codec, self._seal)
 
-    def artifacts(self) -> Iterator[str]:
+    def artifacts(self) -> list[str]:
         """Names of all artifacts, sorted."""
-        found = (stored for page in self.backend.listing(ARTIFACTS) for stored in page if stored.whole)
-        yield from sorted(stored.name.removeprefix(ARTIFACTS) for stored in found)
+        return sorted(name.removeprefix(ARTIFACTS) for name in self.backend.names(ARTIFACTS))
 
     def writing(self) -> AbstractContextManager[None]:
-        """The lock of all processes for choosing and writing artifacts; not nested.
+        """The lock of all processes for choosing and writing artifacts; not nested. Read again inside what was read before.
 
-        Read again inside it what was read before: another process may have written meanwhile. Raises `StoreError` when
-        another one holds it for too long.
+        Raises `StoreError` when another process holds it for too long.
         """
         return self.backend.writing()
 
     def held(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Those of these keys that have a usable entry.
-
-        A store with tiers asks the far place alone: a copy on one machine is no entry for the others. Raises `StoreError` when
-        the store cannot be read.
-        """
+        """Those of these keys that have a usable entry, in tiers in the far place alone. Raises `StoreError`."""
         return self._usable(keys, self.backend.stored)
 
     def readable(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Those of these keys that have an entry which this machine can read, in whatever tier."""
+        """Those of these keys that have an entry in any tier."""
         return self._usable(keys, self.backend.open_many)
 
     def _usable(self, keys: Iterable[ChunkKey], opening: _Opening) -> set[ChunkKey]:
@@ -317,10 +307,19 @@ class ChunkStore:
                     reader.close()
         return found
 
-    def restore(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Copy entries that the far place lacks back from a nearer tier; returns which. Raises `StoreError`."""
-        return {key for key in keys if self.backend.restore(cache_name(key))}
-
     def __contains__(self, key: ChunkKey) -> bool:
         """See `held`. Raises `StoreError` when the store cannot be read."""
         return key in self.held([key])
+
+
+def read_descriptions(backend: Backend) -> dict[str, dict[str, str]]:
+    """Every namespace's description; a damaged one reads as empty. Raises `StoreError`."""
+    found: dict[str, dict[str, str]] = {}
+    for name in backend.names(DESCRIPTIONS):
+        if name.endswith(".json"):
+            fields: object = None
+            with suppress(EntryDamagedError, ValueError, RecursionError):
+                fields = json.loads(backend.read(name, _MOST_OF_A_DESCRIPTION) or b"")
+            words = {key: str(value) for key, value in fields.items()} if isinstance(fields, dict) else {}
+            found[name.removeprefix(DESCRIPTIONS).removesuffix(".json")] = words
+    return found

@@ -10,11 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from blend.errors import EntryDamagedError
-from blend.store.admin import pinned
-from blend.store.backend import CACHES, SUFFIX, Backend, Blob, Buffer, Range, Stored, require_budget
+from blend.store.backend import CACHES, SUFFIX, Backend, Blob, Buffer, Range, Stored, key_of, pinned, require_budget
 from blend.store.files import StoreFiles, locked, open_root
 
 _TOUCH_EVERY_S = 1.0
@@ -22,40 +20,9 @@ _RECOUNT_EVERY_S = 5.0
 _LISTINGS_SHARE = 20  # listing takes one second in so many at most
 _RECOUNT_SHARE = 8  # and after writing one byte in so many of the budget
 _QUEUE = 4096
-_INSTANT = 1e-6
 
 _LEVELS = {"objects": 2, "indexes": 1}  # of folders between a name's first part and its last
 _SUFFIXES = {"objects": SUFFIX}
-
-
-class StoredFile(NamedTuple):
-    """One file as the directory lists it; `used` is when it was last opened, see `UseClock`."""
-
-    path: str
-    nbytes: int
-    used: float
-
-
-class UseClock:
-    """The machine's clock, but never going back: not behind the latest moment that any process wrote into the store."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ahead = 0.0
-        self._latest = float("-inf")
-
-    def now(self) -> float:
-        """The moment, later than any that was asked for or seen."""
-        with self._lock:
-            moment = time.time()
-            self._ahead = max(self._ahead, self._latest + _INSTANT - moment)
-            self._latest = moment + self._ahead
-            return self._latest
-
-    def saw(self, moment: float) -> None:
-        """Take note of a moment of another process."""
-        with self._lock:
-            self._latest = max(self._latest, moment)
 
 
 class Evictor:
@@ -66,40 +33,38 @@ class Evictor:
     finds what other processes wrote.
     """
 
-    def __init__(
-        self, files: StoreFiles, listing: Callable[[], Iterator[StoredFile]], budget_bytes: int | None
-    ) -> None:
+    def __init__(self, files: StoreFiles, listing: Callable[[], Iterator[Stored]], budget_bytes: int | None) -> None:
         require_budget(budget_bytes)
         self.budget_bytes = budget_bytes
         self.evictions = 0
         self._files, self._listing = files, listing
-        self._clock = UseClock()
         self._lock = threading.Lock()
         self._used_bytes = self._written_bytes = 0
         self._list_after = float("-inf")
-        self._oldest: deque[StoredFile] = deque()
+        self._oldest: deque[Stored] = deque()
 
     @contextmanager
-    def placing(self, path: Path, nbytes: int) -> Iterator[None]:
-        """Held while a file of `nbytes` comes to `path`; other files are evicted then. Raises `StoreError`."""
+    def placing(self, name: str, nbytes: int) -> Iterator[None]:
+        """Held while a file of `nbytes` comes to its place; other files are evicted then. Raises `StoreError`."""
+        path = self._files.root / name
         with self._lock:
-            listed = self.budget_bytes is not None and self._list_if_due(str(path))
+            if self.budget_bytes is not None and self._is_due(self.budget_bytes):
+                self._list(name)
             replaced = _size(path)
             yield
-            self._stamp(path)
+            _stamp(path)
             self._used_bytes += nbytes - replaced
             self._written_bytes += nbytes
             if self.budget_bytes is not None:
-                self._evict(self.budget_bytes, str(path), listed=listed)
+                self._evict(self.budget_bytes, name)
 
     def opened(self, path: Path) -> None:
         """Remember that the file was used just now."""
-        # The modification time is ours to keep: no system changes it when a file is read.
+        # The modification time is ours to keep: no system changes it when a file is read. A store that cannot be written to is
+        # still readable; it only forgets what was used last.
         with suppress(OSError):
-            used = path.stat().st_mtime
-            self._clock.saw(used)
-            if self._clock.now() - used > _TOUCH_EVERY_S:
-                self._stamp(path)
+            if abs(time.time() - path.stat().st_mtime) > _TOUCH_EVERY_S:
+                _stamp(path)
 
     def remove(self, path: Path) -> bool:
         """Remove what is at `path`; whether there was anything. Raises `StoreError`."""
@@ -109,29 +74,19 @@ class Evictor:
             self._used_bytes -= nbytes if removed else 0
             return removed
 
-    def _stamp(self, path: Path) -> None:
-        # A store that cannot be written to is still readable; it only forgets what was used last.
-        now = self._clock.now()
-        with suppress(OSError):
-            os.utime(path, (now, now))
+    def _is_due(self, budget: int) -> bool:
+        return self._written_bytes > budget // _RECOUNT_SHARE or time.monotonic() >= self._list_after
 
-    def _list_if_due(self, newest: str) -> bool:
-        written = self._written_bytes > (self.budget_bytes or 0) // _RECOUNT_SHARE
-        if written or time.monotonic() >= self._list_after:
-            self._list(newest)
-            return True
-        return False
-
-    def _evict(self, budget: int, newest: str, *, listed: bool) -> None:
+    def _evict(self, budget: int, newest: str) -> None:
         while self._used_bytes > budget:
             if not self._oldest:
                 self._list(newest)
-                listed = True
             if not self._oldest:
                 return
             file = self._oldest.popleft()
+            path = self._files.root / file.name
             # What another process has evicted meanwhile made room for what it wrote, and neither is in our count.
-            if (listed or _unused_since(file)) and self._files.remove(Path(file.path)):
+            if _is_unused_since(path, file.used) and self._files.remove(path):
                 self._used_bytes -= file.nbytes
                 self.evictions += 1
 
@@ -139,18 +94,22 @@ class Evictor:
         began = time.monotonic()
         files = sorted(self._listing(), key=lambda file: file.used)
         self._used_bytes, self._written_bytes = sum(file.nbytes for file in files), 0
-        if files:
-            self._clock.saw(files[-1].used)
-        others = [file for file in files if file.path != newest]
+        others = [file for file in files if file.name != newest]
         self._oldest = deque(others[: max(_QUEUE, len(others) // 10)])
         ended = time.monotonic()
         self._list_after = ended + max(_RECOUNT_EVERY_S, _LISTINGS_SHARE * (ended - began))
 
 
-def _unused_since(file: StoredFile) -> bool:
+def _stamp(path: Path) -> None:
+    now = time.time()  # finer than the file system's own clock
+    with suppress(OSError):
+        os.utime(path, (now, now))
+
+
+def _is_unused_since(path: Path, used: float) -> bool:
     """Whether it is there and was neither opened nor replaced since it was listed."""
     with suppress(OSError):
-        return os.lstat(file.path).st_mtime <= file.used
+        return path.lstat().st_mtime <= used
     return False
 
 
@@ -228,17 +187,13 @@ class DiskBackend(Backend):
         descriptor = self._files.open(self.root / name)
         return None if descriptor is None else DiskBlob(descriptor, self._files, head)
 
-    def read(self, name: str, most: int) -> bytes | None:
-        """One `open`, two `fstat`, one read."""
-        return self._files.read(self.root / name, most)
-
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """Write beside, flush to the disk, move into place, then evict."""
         path, placing = self.root / name, None
         if name.startswith(CACHES):
             nbytes = sum(memoryview(blob).nbytes for blob in blobs)
             require_budget(self._evictor.budget_bytes, nbytes)
-            placing = self._evictor.placing(path, nbytes)
+            placing = self._evictor.placing(name, nbytes)
         self._files.write(path, blobs, placing)
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
@@ -263,15 +218,20 @@ class DiskBackend(Backend):
         """Of this process."""
         return self._evictor.evictions
 
-    def listing(self, prefix: str) -> Iterator[list[Stored]]:
-        """Every folder a page."""
-        for page in self._pages(prefix):
-            yield [stored for name, entry in page if (stored := self._stored(name, entry)) is not None]
+    def listing(self, prefix: str) -> Iterator[Stored]:
+        """Folder by folder."""
+        for name, entry in self._entries(prefix):
+            try:
+                info = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # evicted by another process since it was listed
+                continue
+            except OSError as error:
+                raise self._files.failed("written", error) from None
+            yield Stored(name, info.st_size, info.st_mtime)
 
-    def names(self, prefix: str) -> Iterator[list[str]]:
+    def names(self, prefix: str) -> Iterator[str]:
         """As the folders list them; files are not looked at."""
-        for page in self._pages(prefix):
-            yield [name for name, _ in page]
+        return (name for name, _ in self._entries(prefix))
 
     def folders(self, prefix: str) -> set[str]:
         """As the folder lists them, empty ones too."""
@@ -281,15 +241,15 @@ class DiskBackend(Backend):
         """A lock on the file `.writing`, which ends with the process that holds it."""
         return locked(self._files)
 
-    def _pages(self, prefix: str) -> Iterator[list[tuple[str, os.DirEntry[str]]]]:
-        room, *inside = prefix.rstrip("/").split("/")
-        folders = iter([room])
-        for level in range(_LEVELS.get(room, 0)):
+    def _entries(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        first, *inside = prefix.rstrip("/").split("/")
+        folders = iter([first])
+        for level in range(_LEVELS.get(first, 0)):
             folders = self._below(folders, inside[level] if level < len(inside) else None)
-        suffix = _SUFFIXES.get(room, "")
         for folder in folders:
-            entries = self._files.scan(self.root / folder)
-            yield [(f"{folder}/{one.name}", one) for one in entries if one.name.endswith(suffix)]
+            for entry in self._files.scan(self.root / folder):
+                if entry.name.endswith(_SUFFIXES.get(first, "")):
+                    yield f"{folder}/{entry.name}", entry
 
     def _below(self, folders: Iterator[str], wanted: str | None) -> Iterator[str]:
         for folder in folders:
@@ -297,26 +257,7 @@ class DiskBackend(Backend):
                 if wanted in (None, entry.name):
                     yield f"{folder}/{entry.name}"
 
-    def _stored(self, name: str, entry: os.DirEntry[str]) -> Stored | None:
-        try:
-            info = entry.stat(follow_symlinks=False)
-        except FileNotFoundError:  # evicted by someone else since it was listed
-            return None
-        except OSError as error:
-            raise self._files.failed("written", error) from None
-        return Stored(name, info.st_size, info.st_mtime, _is_file(entry))
-
-    def _caches(self) -> Iterator[StoredFile]:
+    def _caches(self) -> Iterator[Stored]:
         """What may be evicted: pinned caches neither count nor go."""
         pins = self.pins()
-        for page in self.listing(CACHES):
-            for stored in page:
-                if pins and stored.name.rpartition("/")[2].removesuffix(SUFFIX) in pins:
-                    continue
-                yield StoredFile(str(self.root / stored.name), stored.nbytes, stored.used)
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    with suppress(OSError):  # a symbolic link that leads nowhere
-        return entry.is_file()
-    return False
+        return (stored for stored in self.listing(CACHES) if key_of(stored.name).digest not in pins)

@@ -1,4 +1,4 @@
-"""Downloads of entries from a server: in pieces, each verified before anybody sees it, once for all readers.
+"""Downloads of entries from a server: in pieces, each verified before it is read, once for all readers.
 
 A `FetchPool` runs requests by priority. A `Download` holds one entry. A `TieredBlob` is an open entry of a tiered store, backed
 by a download or by a file of this machine. A `Prefetcher` starts downloads ahead of their readers.
@@ -9,20 +9,19 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from itertools import count
 from typing import NamedTuple
 from weakref import WeakSet
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.store.backend import Blob, Found, Range, close_all, private_memory
-from blend.store.format import LayerLayout
-from blend.store.reader import CheckedEntry
+from blend.store.format import EntryHeader, LayerLayout
 
 IN_FLIGHT_BYTES = 64 << 20
-_REQUEST_BYTES = 1 << 20  # smaller pieces are fetched together
-_LOOK_UP, _KEEP = -1, 1 << 30  # ranks before and after all pieces
+_REQUEST_BYTES = 1 << 20  # smaller layers are fetched together
+_LOOK_UP, _KEEP = -1, 1 << 30  # ranks before and after all layers
 _BATCH = 64
 
 
@@ -74,85 +73,92 @@ class EntrySource(NamedTuple):
     asking: Callable[[], AbstractContextManager[object]]
     failed: Callable[[StoreError], None]
 
+    def fill(self, entry: EntryHeader, layers: range, into: memoryview) -> None:
+        """Read consecutive layers and verify them. Raises `EntryDamagedError` or `StoreError`."""
+        begin = entry.layers[layers.start].offset
+        with self.asking():
+            whole = self.blob.read(Range(begin, into))
+        if not whole:
+            raise EntryDamagedError("it is truncated")
+        for index in layers:
+            layout = entry.layers[index]
+            if not entry.holds(index, into[layout.offset - begin :][: layout.nbytes]):
+                raise EntryDamagedError(f"layer {index} is not what was written")
+
 
 class Download:
-    """One entry on its way into memory. failure: why it cannot be completed.
+    """One entry on its way into memory.
 
-    first: where its bytes come from. another: finds another source after that failed; None when there is none. keep: called in
-    a pool thread with all bytes. Raises `EntryDamagedError` for an entry larger than memory, as a forged header may claim.
+    sources: where its bytes come from, the next one after an error; raises where no place holds the entry. keep: called in a
+    pool thread with all bytes. failure: why it cannot be completed. settled: set when it was kept, or has failed.
+    Raises `EntryDamagedError` for an entry larger than memory, as a forged header may claim.
     """
 
     def __init__(
         self,
-        entry: CheckedEntry,
-        first: EntrySource,
-        another: Callable[[], EntrySource | None],
+        entry: EntryHeader,
+        sources: Iterator[EntrySource],
         keep: Callable[[memoryview], None],
         pool: FetchPool,
     ) -> None:
         self.entry, self._keep, self._pool = entry, keep, pool
-        self._source = first
-        self._another: Callable[[], EntrySource | None] | None = another
+        self._sources, self._source = sources, next(sources)
         try:
             self._view = private_memory(entry.nbytes)
         except (OSError, OverflowError, ValueError):
             raise EntryDamagedError(f"it claims {entry.nbytes:,} bytes, which there is no memory for") from None
         self._view[: len(entry.beginning)] = entry.beginning
         self._changed, self._switching = threading.Condition(), threading.Lock()
-        self._arrived = [False] * len(entry.pieces)
-        self._started = self._settled = False
-        self._then: list[Callable[[], None]] = []
+        self._arrived = [False] * len(entry.layers)
+        self._started = False
         self.failure: StoreError | None = None
+        self.settled = threading.Event()
 
-    def start(self, then: Callable[[], None] | None = None) -> None:
-        """Fetch everything, the first pieces first. then: called when the entry has been kept, or has failed."""
+    def start(self) -> None:
+        """Fetch everything, the first layers first."""
         with self._changed:
-            started, settled, self._started = self._started, self._settled, True
-            if then is not None and not settled:
-                self._then.append(then)
-        if then is not None and settled:
-            then()
+            started, self._started = self._started, True
         if not started:
-            for pieces in _requests(self.entry):
-                self._pool.add(pieces.start, lambda pieces=pieces: self._fetch(pieces))  # type: ignore[misc]
+            for layers in _requests(self.entry):
+                self._pool.add(layers.start, lambda layers=layers: self._fetch(layers))  # type: ignore[misc]
 
-    def piece(self, index: int) -> memoryview:
-        """One verified piece; waits for it. Raises `EntryDamagedError` or `StoreError`."""
+    def layer(self, index: int) -> memoryview:
+        """The bytes of one verified layer; waits for it. Raises `EntryDamagedError` or `StoreError`."""
         self.start()
         with self._changed:
             self._changed.wait_for(lambda: self._arrived[index] or self.failure is not None)
             if not self._arrived[index]:
                 assert self.failure is not None
                 raise type(self.failure)(str(self.failure))
-        return self._bytes_of(self.entry.pieces[index])
+        layout = self.entry.layers[index]
+        return self._view[layout.offset : layout.offset + layout.nbytes]
 
-    def _bytes_of(self, piece: LayerLayout) -> memoryview:
-        return self._view[piece.offset : piece.offset + piece.nbytes]
-
-    def _fetch(self, pieces: range) -> None:
+    def _fetch(self, layers: range) -> None:
         try:
             if self.failure is None:
-                self._fill(pieces)
+                self._fill(layers)
         except StoreError as error:
             self._fail(error)
         except BaseException as error:
             self._fail(StoreError(f"an entry could not be fetched ({error!r:.200})"))
             raise
 
-    def _fill(self, pieces: range) -> None:
-        """Read pieces from one source after another; raises the error of the last."""
-        done = False
-        while not done:
+    def _fill(self, layers: range) -> None:
+        """Read layers from one source after another; raises the error of the last."""
+        last = self.entry.layers[layers[-1]]
+        into = self._view[self.entry.layers[layers.start].offset : last.offset + last.nbytes]
+        filled = False
+        while not filled:
             source = self._source
             try:
-                self._read(source, pieces)
-                done = True
+                source.fill(self.entry, layers, into)
+                filled = True
             except StoreError as error:
                 self._switch(source, error)
         with self._changed:
-            for index in pieces:
+            for index in layers:
                 self._arrived[index] = True
-            complete = all(self._arrived) and not self._settled
+            complete = all(self._arrived)
             self._changed.notify_all()
         if complete:
             self._source.blob.close()
@@ -162,183 +168,124 @@ class Download:
         try:
             self._keep(self._view)
         finally:
-            self._settle()
-
-    def _settle(self) -> None:
-        with self._changed:
-            self._settled, then, self._then = True, self._then, []
-        for call in then:
-            call()
-
-    def _read(self, source: EntrySource, indexes: range) -> None:
-        pieces = self.entry.pieces[indexes.start : indexes.stop]
-        begin, end = pieces[0].offset, pieces[-1].offset + pieces[-1].nbytes
-        with source.asking():
-            whole = source.blob.read(Range(begin, self._view[begin:end]))
-        if not whole:
-            raise EntryDamagedError("it is truncated")
-        for index, piece in zip(indexes, pieces, strict=True):
-            if not self.entry.holds(index, self._bytes_of(piece)):
-                raise EntryDamagedError(f"layer {index} is not what was written")
+            self.settled.set()
 
     def _switch(self, failed: EntrySource, error: StoreError) -> None:
-        """Take the other source, once for all threads. Raises `error` when none is left.
-
-        An entry that no place holds any more is damaged, whatever kept its last copy from being read: that is no outage.
-        """
+        """Take the next source, once for all threads. Raises `error` when none is left."""
         with self._switching:
-            if self._source is not failed:
-                return
-            failed.failed(error)
-            another, self._another = self._another, None
-            if another is None:
-                raise error
-            source = another()
-            if source is None:
-                raise EntryDamagedError(str(error)) from None
-            self._source = source
+            if self._source is failed:
+                failed.failed(error)
+                source = next(self._sources, None)
+                if source is None:
+                    raise error
+                self._source = source
 
     def _fail(self, error: StoreError) -> None:
         with self._changed:
             self.failure = error
             self._changed.notify_all()
-        self._settle()
+        self.settled.set()
 
 
-def _requests(entry: CheckedEntry) -> Sequence[range]:
-    """Runs of pieces that one request fetches."""
+def _requests(entry: EntryHeader) -> Sequence[range]:
+    """Runs of layers that one request fetches."""
     requests, begin, nbytes = [], 0, 0
-    for index, piece in enumerate(entry.pieces):
-        nbytes += piece.nbytes
-        if nbytes >= _REQUEST_BYTES or index == len(entry.pieces) - 1:
+    for index, layout in enumerate(entry.layers):
+        nbytes += layout.nbytes
+        if nbytes >= _REQUEST_BYTES or index == len(entry.layers) - 1:
             requests.append(range(begin, index + 1))
             begin, nbytes = index + 1, 0
     return requests
 
 
-class OpenedTogether:
-    """Blobs that one call opened. Reading one of them starts the downloads of all."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: WeakSet[TieredBlob] = WeakSet()
-
-    def add(self, blob: TieredBlob) -> None:
-        """Include a blob."""
-        with self._lock:
-            self._waiting.add(blob)
-
-    def start(self) -> None:
-        """Start the downloads of those that are still open."""
-        with self._lock:
-            waiting, self._waiting = list(self._waiting), WeakSet()
-        for blob in waiting:
-            blob.start()
-
-    def drop(self, blob: TieredBlob) -> None:
-        """Forget a blob that was closed unread."""
-        with self._lock:
-            self._waiting.discard(blob)
-
-
 class TieredBlob(Blob):
     """An open entry of a tiered store; every byte that it hands out is verified.
 
-    held: a download, or the entry that `source`, a file of this machine, is read for. elsewhere: downloads the same entry from
-    another place when the file fails.
+    held: a download, or the entry that `source`, a file of this machine, is read for. together: downloads that one call opened;
+    reading one of them starts all. elsewhere: downloads the same entry from another place when the file fails.
     """
 
     def __init__(
         self,
-        held: Download | CheckedEntry,
-        together: OpenedTogether,
+        held: Download | EntryHeader,
+        together: WeakSet[Download],
         source: EntrySource | None = None,
-        elsewhere: Callable[[], Download | None] | None = None,
+        elsewhere: Callable[[], Download] | None = None,
     ) -> None:
-        self._download = held if isinstance(held, Download) else None
-        self._entry = held.entry if isinstance(held, Download) else held
+        self.download = held if isinstance(held, Download) else None
+        self.header = held.entry if isinstance(held, Download) else held
         self._source, self._elsewhere, self._together = source, elsewhere, together
         self._lock = threading.Lock()
-        self.nbytes, self.head, self.header = self._entry.nbytes, self._entry.beginning, self._entry.header
-        if self._download is not None:
-            together.add(self)
-
-    @property
-    def remote(self) -> bool:
-        """Whether a download backs it."""
-        return self._download is not None
-
-    def used(self, *, counts: bool = True) -> None:
-        """Start the downloads of all that was opened with it."""
-        self._together.start()
-
-    def start(self, then: Callable[[], None] | None = None) -> None:
-        """See `Download.start`."""
-        if self._download is not None:
-            self._download.start(then)
+        self.nbytes, self.head = self.header.nbytes, self.header.beginning
+        if self.download is not None:
+            together.add(self.download)
 
     def read(self, *ranges: Range) -> bool:
-        """Piece by piece."""
+        """Layer by layer."""
+        self._start_all()
         return all(self._read(one) for one in ranges)
 
     def window(self, offset: int, nbytes: int) -> memoryview | None:
         """The memory of the download."""
-        if self._download is not None and nbytes:
-            for index, piece in enumerate(self._entry.pieces):
-                begin = offset - piece.offset
-                if 0 <= begin <= piece.nbytes - nbytes:
-                    return self._download.piece(index)[begin : begin + nbytes]
+        self._start_all()
+        if self.download is not None and nbytes:
+            for index, layout in enumerate(self._layouts):
+                begin = offset - layout.offset
+                if 0 <= begin <= layout.nbytes - nbytes:
+                    return self.download.layer(index)[begin : begin + nbytes]
         return None
 
     def close(self) -> None:
         """Close the file. A download ends with its last reader."""
-        self._together.drop(self)
+        if self.download is not None:
+            self._together.discard(self.download)
         if self._source is not None:
             self._source.blob.close()
+
+    @property
+    def _layouts(self) -> tuple[LayerLayout, ...]:
+        assert self.header is not None
+        return self.header.layers
+
+    def _start_all(self) -> None:
+        while self._together:
+            with suppress(KeyError):  # another thread took the last one
+                self._together.pop().start()
 
     def _read(self, one: Range) -> bool:
         begin, end = one.offset, one.offset + one.into.nbytes
         if end > self.nbytes:
             return False
-        first = self._entry.beginning[begin:end]
+        first = self.head[begin:end]
         one.into[: len(first)] = first
-        for index, piece in enumerate(self._entry.pieces):
-            low, high = max(begin, piece.offset), min(end, piece.offset + piece.nbytes)
+        for index, layout in enumerate(self._layouts):
+            low, high = max(begin, layout.offset), min(end, layout.offset + layout.nbytes)
             if low < high:
-                self._fill(index, piece, low, one.into[low - begin : high - begin])
+                self._fill(index, layout, low, one.into[low - begin : high - begin])
         return True
 
-    def _fill(self, index: int, piece: LayerLayout, low: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `low` on, which lie in that piece."""
-        whole = into if into.nbytes == piece.nbytes else memoryview(bytearray(piece.nbytes))
-        if self._download is not None or not self._read_file(index, whole):
-            assert self._download is not None
-            whole = self._download.piece(index)
+    def _fill(self, index: int, layout: LayerLayout, low: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `low` on, which lie in that layer."""
+        whole = into if into.nbytes == layout.nbytes else memoryview(bytearray(layout.nbytes))
+        if self.download is None:
+            self._read_file(index, whole)
+        if self.download is not None:
+            whole = self.download.layer(index)
         if whole is not into:
-            into[:] = whole[low - piece.offset : low - piece.offset + into.nbytes]
+            into[:] = whole[low - layout.offset :][: into.nbytes]
 
-    def _read_file(self, index: int, into: memoryview) -> bool:
-        """Read a piece from the file. False when it failed and a download takes its place; raises when there is none."""
-        source = self._source
-        assert source is not None
+    def _read_file(self, index: int, into: memoryview) -> None:
+        """Read a layer from the file. When that fails, a download takes its place; raises when there is none."""
+        assert self._source is not None
+        assert self._elsewhere is not None
+        assert self.header is not None
         try:
-            with source.asking():
-                whole = source.blob.read(Range(self._entry.pieces[index].offset, into))
-            if not (whole and self._entry.holds(index, into)):
-                raise EntryDamagedError(f"layer {index} is not what was written")
+            self._source.fill(self.header, range(index, index + 1), into)
         except StoreError as error:
-            self._switch(source, error)
-            return False
-        return True
-
-    def _switch(self, source: EntrySource, error: StoreError) -> None:
-        with self._lock:
-            if self._download is None:
-                source.failed(error)
-                assert self._elsewhere is not None
-                self._download = self._elsewhere()
-                if self._download is None:
-                    raise EntryDamagedError(str(error)) from None
+            with self._lock:
+                if self.download is None:
+                    self._source.failed(error)
+                    self.download = self._elsewhere()
 
 
 class Prefetcher:
@@ -351,56 +298,46 @@ class Prefetcher:
         self._opening, self._pool, self._most_bytes = opening, pool, most_bytes
         self._lock = threading.Lock()
         self._names: deque[tuple[str, int | None]] = deque()
-        self._opened: deque[TieredBlob] = deque()
-        self._in_flight_bytes = 0
-        self._looking = False
+        self._running = False
 
     def add(self, names: Iterable[str], most_bytes: int | None = None) -> None:
         """Download these in their order, but for entries larger than `most_bytes`. Returns at once; readers meet errors."""
         with self._lock:
             self._names.extend((name, most_bytes) for name in names)
-        self._go_on()
+            running, self._running = self._running, True
+        if not running:
+            self._pool.add(_LOOK_UP, self._run)
 
-    def _go_on(self) -> None:
-        while (blob := self._next()) is not None:
-            nbytes = blob.nbytes
-            blob.start(lambda nbytes=nbytes: self._arrived(nbytes))  # type: ignore[misc]
-            blob.close()
+    def _run(self) -> None:
+        in_flight: list[Download] = []
+        while batch := self._next_batch():
+            for download in self._opened(batch):
+                in_flight = self._once_there_is_room(in_flight, download.entry.nbytes)
+                download.start()
+                in_flight.append(download)
 
-    def _next(self) -> TieredBlob | None:
-        """The next entry that may start; opens more when none is left."""
+    def _next_batch(self) -> dict[str, int | None]:
         with self._lock:
-            if self._opened and (
-                not self._in_flight_bytes or self._in_flight_bytes + self._opened[0].nbytes <= self._most_bytes
-            ):
-                self._in_flight_bytes += self._opened[0].nbytes
-                return self._opened.popleft()
-            if self._names and not self._opened and not self._looking:
-                self._looking = True
-                self._pool.add(_LOOK_UP, self._open)
-            return None
+            self._running = bool(self._names)
+            return dict(self._names.popleft() for _ in range(min(_BATCH, len(self._names))))
 
-    def _open(self) -> None:
-        with self._lock:
-            batch = dict(self._names.popleft() for _ in range(min(_BATCH, len(self._names))))
-        found: list[Found] = []
+    def _opened(self, batch: dict[str, int | None]) -> list[Download]:
+        """The entries that are not on this machine and not too large."""
         try:
             found = self._opening(list(batch))
-        except StoreError:
-            pass  # readers meet it
-        finally:
-            wanted = [
-                blob
-                for blob, most in zip(found, batch.values(), strict=False)
-                if isinstance(blob, TieredBlob) and blob.remote and (most is None or blob.nbytes <= most)
-            ]
-            close_all([blob for blob in found if blob not in wanted])
-            with self._lock:
-                self._opened.extend(wanted)
-                self._looking = False
-        self._go_on()
+        except StoreError:  # readers meet it
+            return []
+        pairs = zip(found, batch.values(), strict=True)
+        wanted = [
+            blob for blob, most in pairs if isinstance(blob, TieredBlob) and (most is None or blob.nbytes <= most)
+        ]
+        close_all(found)
+        return [blob.download for blob in wanted if blob.download is not None]
 
-    def _arrived(self, nbytes: int) -> None:
-        with self._lock:
-            self._in_flight_bytes -= nbytes
-        self._go_on()
+    def _once_there_is_room(self, in_flight: list[Download], nbytes: int) -> list[Download]:
+        """Wait until `nbytes` more may be in flight; returns what still is."""
+        left = [one for one in in_flight if not one.settled.is_set()]
+        while left and sum(one.entry.nbytes for one in left) + nbytes > self._most_bytes:
+            left[0].settled.wait()
+            left = [one for one in left if not one.settled.is_set()]
+        return left

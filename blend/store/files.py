@@ -4,9 +4,9 @@
     objects/, artifacts/, ...     see `backend`
     tmp/, .writing                unfinished files; the lock of writers
 
-An error that lies in one file (it is no file, the disk cannot read it) is damage: `EntryDamagedError`, and its content is made
-again. Every other error (no permission, too many open files, a file system that is gone) is an outage: `StoreError`. Taking it
-for a missing file would compute the whole store again.
+An error that lies in one file (it is no file, the disk cannot read it) is damage: `EntryDamagedError`. Every other error (no
+permission, too many open files, a file system that is gone) is an outage: `StoreError`. Taking it for a miss would compute the
+whole store again.
 """
 
 from __future__ import annotations
@@ -19,64 +19,42 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
-from blend.files import make_private_folder, set_aside, sweep, write_atomically
+from blend.files import make_private_folder, set_aside, sweep, write_atomically, write_once
 from blend.store.backend import WAIT_S, Backend
 from blend.store.seal import as_json
-
-if TYPE_CHECKING:
-    from filelock import BaseFileLock
-
 
 MANIFEST = "store.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.ELOOP)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
+
+
+def _numbers(names: str) -> frozenset[int]:
+    """Those that this system has."""
+    return frozenset(getattr(errno, name) for name in names.split() if hasattr(errno, name))
+
+
 # Of a network file system that does not answer, or whose mount is gone.
-_AWAY = (
-    errno.EIO,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-    errno.EHOSTDOWN,
-    errno.EHOSTUNREACH,
-    errno.ENETDOWN,
-    errno.ENETUNREACH,
-    errno.ENOTCONN,
-    errno.ECONNREFUSED,
-    errno.ECONNRESET,
-    errno.ECONNABORTED,
-    errno.ENODEV,
-    errno.ENXIO,
-    errno.ESHUTDOWN,
-    getattr(errno, "EREMOTEIO", errno.EIO),
+_AWAY = _numbers(
+    "EIO ESTALE ETIMEDOUT EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ENOTCONN ECONNREFUSED ECONNRESET ECONNABORTED "
+    "ENODEV ENXIO ESHUTDOWN EREMOTEIO"
 )
-# EUCLEAN is how Linux file systems report broken structures of their own; other systems have no such number.
-_ONE_FILE = (
-    errno.EIO,
-    errno.EBADMSG,
-    getattr(errno, "EUCLEAN", errno.EIO),
-    errno.ELOOP,
-    errno.EISDIR,
-    errno.ENXIO,
-    errno.ENODEV,
-)
+_ONE_FILE = _numbers("EIO EBADMSG EUCLEAN ELOOP EISDIR ENXIO ENODEV")
 _MISSING = (FileNotFoundError, NotADirectoryError)
 
 STORE_FORMAT = 1
 _KIND = "kvblend store"
 _NOT_OURS_BUT_HARMLESS = ("lost+found",)
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 1 << 16
 _SEEN = "seen"
-_MOST = 1 << 10
 
 
 class StoreFiles:
-    """Files and folders below `root`. Everything written is closed to other users, whatever the process's umask.
+    """Files and folders below `root`, closed to other users whatever the process's umask.
 
-    Where the setgid bit is set on `root`, the rights that its group has there are those that it has on everything written
-    from then on: that is how a store is shared between users.
+    Where the setgid bit is set on `root`, its group has the same rights on everything written from then on.
     """
 
     def __init__(self, root: Path) -> None:
@@ -98,9 +76,9 @@ class StoreFiles:
         self.require_present()
 
     def open(self, path: Path) -> int | None:
-        """Descriptor of a file, which the caller closes; None when there is none.
+        """Descriptor of a file, which the caller closes; None when there is none. Never waits, as opening a pipe would.
 
-        Raises `EntryDamagedError` for what is there and no file. Waits for nobody, as opening a pipe would.
+        Raises `EntryDamagedError` for what is there and no file.
         """
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -109,27 +87,10 @@ class StoreFiles:
             return None
         except OSError as error:
             raise self.failed("read", error) from None
-        try:
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return descriptor
-        except BaseException:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise
-        os.close(descriptor)
-        raise EntryDamagedError("it is not a file")
-
-    def read(self, path: Path, most: int) -> bytes | None:
-        """What is in a file, or None when there is none. Raises `EntryDamagedError` above `most` bytes."""
-        descriptor = self.open(path)
-        if descriptor is None:
-            return None
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
-            if os.fstat(descriptor).st_size > most:
-                raise EntryDamagedError(f"it is longer than {most} bytes")
-            try:
-                return file.readall()
-            except OSError as error:
-                raise self.failed("read", error) from None
+            raise EntryDamagedError("it is not a file")
+        return descriptor
 
     def write(
         self, path: Path, blobs: Iterable[bytes | memoryview], placing: AbstractContextManager[None] | None = None
@@ -142,13 +103,6 @@ class StoreFiles:
             write_atomically(path, blobs, self.tmp, self.file_mode(), placing or nullcontext())
         except OSError as error:
             raise self.failed("written", error) from None
-
-    def spare(self, folder: Path) -> Path:
-        """A new name in a folder, like that of a file which another machine is writing.
-
-        Should this process be killed, it is swept after an hour.
-        """
-        return folder / f".00000000-{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp"
 
     def remove(self, path: Path) -> bool:
         """Remove what is at `path`, a folder with all that is in it; whether there was anything."""
@@ -191,10 +145,7 @@ class StoreFiles:
         return self._folder_mode() & 0o660
 
     def failed(self, doing: str, error: OSError) -> StoreError:
-        """The error to raise for one of the operating system: damage of one file that was "read", or an outage.
-
-        Raises `StoreUnreachableError` where what looks like the former is the whole store's.
-        """
+        """The error to raise for one of the operating system: damage of one file that was "read", or an outage."""
         if doing == "read" and error.errno in _ONE_FILE:
             self.require_present()
             return EntryDamagedError(f"it cannot be read ({error.strerror})")
@@ -231,33 +182,18 @@ def unusable(root: Path, error: OSError, doing: str = "written") -> StoreError:
         remedy = "something else is in the way; choose another directory"
     elif doing == "read":
         remedy = "see that it is mounted and that this user may read it"
-    elif error.errno in _AWAY:
-        remedy = "see that its disk is well, mounted and writable"
     else:
-        remedy = "make the directory writable or choose another one"
+        remedy = "make the directory writable or choose another directory; see that its disk is mounted"
     kind = StoreUnreachableError if error.errno in _AWAY else StoreError
     return kind(f"the store {root} cannot be {doing} ({error.strerror or error}): {remedy}")
 
 
-def linked(spare: Path, path: Path) -> bool:
-    """Have a file under a second name, if nothing has that name; whether that was so. Raises OSError."""
-    try:
-        os.link(spare, path)
-    except FileExistsError:
-        return False
-    return True
-
-
 def open_root(root: Path) -> StoreFiles:
-    """Make `root` a store unless it is one; raises `StoreError`, and touches nothing, when it is something else.
-
-    Nothing is written to a store that exists, apart from two things where this user may: rights of other users to a folder
-    of ours are withdrawn, and what killed writers left is removed.
-    """
+    """Make `root` a store unless it is one, and tidy it. Raises `StoreError`, and touches nothing, if it is something else."""
     files = StoreFiles(root)
     try:
         make_root(files)
-        store_id(root, _manifest(files))
+        store_id(root)
     except OSError as error:
         raise unusable(root, error) from None
     tidy(files)
@@ -265,28 +201,17 @@ def open_root(root: Path) -> StoreFiles:
 
 
 def make_root(files: StoreFiles, new_id: str = "") -> None:
-    """Make the root a store unless it is one. Raises `StoreError` when it is something else, and OSError."""
+    """Make the root a store unless it is one. Raises `StoreError` when it is something else, and OSError.
+
+    Of several machines that make it at the same time, one gives it its id where the file system has hard links.
+    """
     root = files.root
     make_private_folder(root)
     names = [path.name for path in root.iterdir()]
     if MANIFEST not in names and not (root / MANIFEST).exists():
         _require_empty(root, names)
         manifest = as_json({"kind": _KIND, "format": STORE_FORMAT, **({"id": new_id} if new_id else {})})
-        if not (new_id and _come_first(files, manifest)):
-            write_atomically(root / MANIFEST, [manifest], root, files.file_mode(), nullcontext())
-
-
-def _come_first(files: StoreFiles, manifest: bytes) -> bool:
-    """Of several machines that make a store at the same time one gives it its id; False where there are no hard links."""
-    spare = files.spare(files.root)
-    write_atomically(spare, [manifest], files.root, files.file_mode(), nullcontext())
-    try:
-        linked(spare, files.root / MANIFEST)
-    except OSError:
-        return False
-    finally:
-        spare.unlink(missing_ok=True)
-    return True
+        write_once(root / MANIFEST, manifest, files.file_mode())
 
 
 def tidy(files: StoreFiles) -> None:
@@ -297,8 +222,7 @@ def tidy(files: StoreFiles) -> None:
 
 
 def _close_to_others(root: Path) -> None:
-    # The root alone keeps everybody out of all that is below. A folder that the rest of the world may not enter was made so on
-    # purpose, and its group's rights with it. Where the setgid bit is set, the group is who shares the store.
+    # The root alone keeps others out. A folder that the rest of the world may not enter was made so on purpose.
     with suppress(OSError):
         info = root.stat()
         mode = stat.S_IMODE(info.st_mode)
@@ -315,21 +239,13 @@ def _require_empty(root: Path, names: list[str]) -> None:
         )
 
 
-def _manifest(files: StoreFiles) -> bytes | None:
-    root = files.root
-    try:
-        return files.read(root / MANIFEST, _MOST_BYTES)
-    except EntryDamagedError as error:
-        raise StoreError(f"the store {root} cannot be opened, {MANIFEST}: {error}; choose another directory") from None
+def store_id(root: Path) -> str:
+    """What tells the store at `root` from others, empty where it has no id.
 
-
-def store_id(root: Path, raw: bytes | None) -> str:
-    """What tells a store with this manifest from others, empty where it has no id.
-
-    Raises `StoreError` for one that cannot be used.
+    Raises `StoreError` for one that cannot be used, and OSError.
     """
     try:
-        manifest = json.loads(raw or b"")
+        manifest = json.loads(_content(root / MANIFEST))
         kind, version, found = manifest["kind"], manifest["format"], manifest.get("id", "")
     except (ValueError, KeyError, TypeError, RecursionError):
         kind, version, found = None, 0, ""
@@ -343,11 +259,17 @@ def store_id(root: Path, raw: bytes | None) -> str:
     return str(found)
 
 
+def _content(manifest: Path) -> bytes:
+    """The first bytes of it, which the file server is asked for. Raises OSError."""
+    with os.fdopen(os.open(manifest, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
+        return file.read(_MOST_BYTES) or b""
+
+
 class MountedFiles(StoreFiles):
     """The files of the store at `root`, which may not be there now.
 
-    local: this machine's disk tier, which remembers the store; without one this process does. above: the store that this one
-    lies in, which is there when this one is made.
+    local: this machine's disk tier, which remembers the store's id; without one this process does. above: the store that this
+    one lies in, which must be there when this one is made.
     """
 
     def __init__(self, root: Path, local: Backend | None = None, above: MountedFiles | None = None) -> None:
@@ -406,16 +328,16 @@ class MountedFiles(StoreFiles):
             now = (info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size)
             last = self._last
             if last is None or last[0] != now:
-                self._last = last = (now, store_id(self.root, _content(self.root / MANIFEST)))
+                self._last = last = (now, store_id(self.root))
             return last[1]
-        except (FileNotFoundError, NotADirectoryError):
+        except _MISSING:
             return None
         except OSError as error:
             raise unusable(self.root, error, "read") from None
 
     def _remembered(self) -> str | None:
         if self._seen is None and self._local is not None:
-            content = self._local.read(_SEEN, _MOST)
+            content = self._local.read(_SEEN, _MOST_BYTES)
             self._seen = None if content is None else content.decode(errors="replace")
         return self._seen
 
@@ -425,23 +347,9 @@ class MountedFiles(StoreFiles):
             self._local.put(_SEEN, [found.encode()])
 
 
-def _content(manifest: Path) -> bytes:
-    """The first bytes of it, which the file server is asked for. Raises OSError."""
-    with os.fdopen(os.open(manifest, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
-        return file.read(_MOST) or b""
-
-
 @contextmanager
 def locked(files: StoreFiles, name: str = ".writing") -> Iterator[None]:
     """Held by one thread of one process at a time; it ends with the process. Raises `StoreError` after ten minutes."""
-    lock = _acquired(files, name)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _acquired(files: StoreFiles, name: str) -> BaseFileLock:
     from filelock import FileLock, Timeout
 
     files.require_writable()
@@ -458,4 +366,7 @@ def _acquired(files: StoreFiles, name: str) -> BaseFileLock:
         ) from None
     except OSError as error:
         raise files.failed("written", error) from None
-    return lock
+    try:
+        yield
+    finally:
+        lock.release()

@@ -22,9 +22,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.errors import ConfigError, StoreError
-from blend.store.codecs import get_codec
-from blend.store.codecs.base import Codec
-from blend.store.seal import DIGEST_CHARS, Seal
+from blend.store.codecs import Codec, get_codec
+from blend.store.seal import DIGEST_CHARS, Buffer, Seal
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
@@ -47,11 +46,6 @@ class StoredType(NamedTuple):
     name: str
     nbytes: int
 
-    @property
-    def is_floating_point(self) -> bool:
-        """Whether KV can have it."""
-        return "float" in self.name
-
 
 TYPES = {
     "F64": StoredType("float64", 8),
@@ -68,45 +62,42 @@ TYPES = {
 _NAMES = {stored.name: name for name, stored in TYPES.items()}
 
 
-def as_fields(value: object, what: str) -> dict[str, Any]:
-    """A JSON object."""
+def _fields(value: object, what: str) -> dict[str, Any]:
     if type(value) is not dict:
         raise ValueError(f"{what} is not described")
     return value
 
 
-def as_text(meta: Mapping[str, object], name: str) -> str:
-    """A string."""
+def _text(meta: Mapping[str, object], name: str) -> str:
     value = meta.get(name)
     if type(value) is not str:
-        raise ValueError(f"{name} is {shown(value)}")
+        raise ValueError(f"{name} is {_shown(value)}")
     return value
 
 
-def as_count(meta: Mapping[str, object], name: str) -> int:
+def _count(meta: Mapping[str, object], name: str) -> int:
     """A whole number that is not negative, written in a string as `str` writes it."""
-    value = as_text(meta, name)
+    value = _text(meta, name)
     if not _COUNT.fullmatch(value):
-        raise ValueError(f"{name} is {shown(value)}")
+        raise ValueError(f"{name} is {_shown(value)}")
     return int(value)
 
 
-def as_counts(value: object, length: int, what: str) -> list[int]:
-    """A list of so many whole numbers, none negative; true and false are no numbers."""
+def _counts(value: object, length: int, what: str) -> list[int]:
+    """So many whole numbers, none negative; true and false are no numbers."""
     if type(value) is list and len(value) == length and all(type(one) is int and one >= 0 for one in value):
         return value
-    raise ValueError(f"{what} is {shown(value)}")
+    raise ValueError(f"{what} is {_shown(value)}")
 
 
-def as_type(name: object) -> StoredType:
-    """The type of that name."""
+def _type(name: object) -> StoredType:
     stored = TYPES.get(name) if type(name) is str else None
     if stored is None:
-        raise ValueError(f"it has values of type {shown(name)}")
+        raise ValueError(f"it has values of type {_shown(name)}")
     return stored
 
 
-def shown(value: object) -> str:
+def _shown(value: object) -> str:
     """A value for a message, not all of a long one."""
     return f"{value!r:.60}"
 
@@ -131,8 +122,13 @@ class LayerLayout(NamedTuple):
 
 
 class EntryHeader(NamedTuple):
-    """A verified header. type: the one that was put in, to which `ChunkReader.layer` decodes. unrotated: see `ChunkCache`."""
+    """A verified header.
 
+    beginning: the bytes of the file up to the first layer. unrotated: see `ChunkCache`. type: the one that was put in, to which
+    `ChunkReader.layer` decodes.
+    """
+
+    beginning: bytes
     start: int
     unrotated: bool
     tokens: int
@@ -140,6 +136,16 @@ class EntryHeader(NamedTuple):
     type: StoredType
     layers: tuple[LayerLayout, ...]
     seal: Seal
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        last = self.layers[-1]
+        return last.offset + last.nbytes
+
+    def holds(self, index: int, *parts: Buffer) -> bool:
+        """Whether these are, in a row, the bytes of that layer."""
+        return self.seal.holds(self.layers[index].checksum, "layer", *parts)
 
 
 def tensor_name(index: int, part: str) -> str:
@@ -158,8 +164,8 @@ def pack_header(metadata: Mapping[str, str], tensors: Mapping[str, Any], seal: S
     if LENGTH.size + len(text) > LONGEST:
         raise StoreError(f"a chunk cache of so many layers needs a header of more than {LONGEST} bytes")
     raw = bytearray(LENGTH.pack(len(text)) + text)
-    begin, after = _digest_range(_OPENING)
-    raw[begin:after] = seal.digest("header", raw[: LENGTH.size], raw[after:]).encode()
+    place = _digest_range(_OPENING)
+    raw[place] = seal.digest("header", raw[: LENGTH.size], raw[place.stop :]).encode()
     return bytes(raw)
 
 
@@ -172,26 +178,27 @@ def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> Entr
     if opening is None:
         raise ValueError("its header is damaged, or it is not a chunk cache")
     seal = seal if opening == _OPENING else seal.older
-    begin, after = _digest_range(opening)
-    if not seal.holds(raw[begin:after], "header", raw[: LENGTH.size], raw[after:]):
+    place = _digest_range(opening)
+    if not seal.holds(raw[place], "header", raw[: LENGTH.size], raw[place.stop :]):
         raise ValueError(seal.foreign)
     tensors = _parsed(raw[LENGTH.size :])
-    meta = as_fields(tensors.pop("__metadata__", None), "its metadata")
+    meta = _fields(tensors.pop("__metadata__", None), "its metadata")
     if meta.get("format") not in ENTRY_FORMATS:
         known = " and ".join(ENTRY_FORMATS)
-        raise ValueError(f"it has format version {shown(meta.get('format'))}, this kvblend reads {known}")
+        raise ValueError(f"it has format version {_shown(meta.get('format'))}, this kvblend reads {known}")
     if (meta.get("namespace"), meta.get("digest")) != key:
         raise ValueError("it was written under another key")
-    codec, checksums = _codec(as_text(meta, "codec")), as_text(meta, "checksums").split(",")
-    layers = as_count(meta, "layers")
+    codec, checksums = _codec(_text(meta, "codec")), _text(meta, "checksums").split(",")
+    layers = _count(meta, "layers")
     if not 0 < layers == len(checksums) or len(tensors) != layers * len(codec.parts):
         raise ValueError("it does not hold every layer")
     header = EntryHeader(
-        start=as_count(meta, "start"),
+        beginning=raw,
+        start=_count(meta, "start"),
         unrotated=meta["format"] == ENTRY_FORMATS[True],
-        tokens=as_count(meta, "tokens"),
+        tokens=_count(meta, "tokens"),
         codec=codec,
-        type=as_type(meta.get("dtype")),
+        type=_type(meta.get("dtype")),
         layers=tuple(_layers(tensors, codec, checksums, len(raw))),
         seal=seal,
     )
@@ -199,19 +206,18 @@ def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> Entr
     return header
 
 
-def _digest_range(opening: bytes) -> tuple[int, int]:
+def _digest_range(opening: bytes) -> slice:
     begin = LENGTH.size + len(opening)
-    return begin, begin + DIGEST_CHARS
+    return slice(begin, begin + DIGEST_CHARS)
 
 
 def _require_whole(header: EntryHeader, file_size: int) -> None:
-    last = header.layers[-1]
-    begin, end = header.layers[0].offset, last.offset + last.nbytes
-    if end != file_size:
-        raise ValueError(f"it holds {file_size - begin} bytes of data, {end - begin} were written")
+    begin = len(header.beginning)
+    if header.nbytes != file_size:
+        raise ValueError(f"it holds {file_size - begin} bytes of data, {header.nbytes - begin} were written")
     if max(layer.nbytes for layer in header.layers) > header.tokens * _MOST_PER_TOKEN:
         raise ValueError(f"a layer of it is too large for {header.tokens} tokens")
-    if header.tokens == 0 or not header.type.is_floating_point:
+    if header.tokens == 0 or "float" not in header.type.name:
         raise ValueError(f"it holds {header.tokens} tokens of {header.type.name}")
 
 
@@ -232,10 +238,10 @@ def _layers(tensors: dict[str, Any], codec: Codec, checksums: list[str], data_st
 
 def _part(part: str, name: str, tensors: Mapping[str, object]) -> PartLayout:
     """One tensor, its offset counted from the first byte of the data."""
-    spec = as_fields(tensors.get(name), name)
-    stored = as_type(spec.get("dtype"))
-    shape = as_counts(spec.get("shape"), 3, f"the shape of {name}")
-    begin, end = as_counts(spec.get("data_offsets"), 2, f"the byte range of {name}")
+    spec = _fields(tensors.get(name), name)
+    stored = _type(spec.get("dtype"))
+    shape = _counts(spec.get("shape"), 3, f"the shape of {name}")
+    begin, end = _counts(spec.get("data_offsets"), 2, f"the byte range of {name}")
     if max(shape) >= _LARGEST_SIZE or end - begin != math.prod(shape) * stored.nbytes:
         raise ValueError(f"{name} has impossible shapes for its bytes")
     return PartLayout(part, stored, tuple(shape), begin, end - begin)
@@ -243,7 +249,7 @@ def _part(part: str, name: str, tensors: Mapping[str, object]) -> PartLayout:
 
 def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        return as_fields(json.loads(text), "its header")
+        return _fields(json.loads(text), "its header")
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
 
@@ -252,7 +258,7 @@ def _codec(name: str) -> Codec:
     try:
         return get_codec(name)
     except ConfigError:
-        raise ValueError(f"it was written with the codec {shown(name)}, which this kvblend does not know") from None
+        raise ValueError(f"it was written with the codec {_shown(name)}, which this kvblend does not know") from None
 
 
 class EncodedEntry(NamedTuple):
@@ -305,12 +311,11 @@ def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> 
 
 def _encoded(codec: Codec, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
     parts = codec.encode(keys, values)
-    kept = [part.device.type == "cpu" and part.is_contiguous() and part.ndim == 3 for part in parts.values()]
-    if (
-        set(parts) != set(codec.parts)
-        or not all(kept)
-        or not all(dtype_name(part) in _NAMES for part in parts.values())
-    ):
+    kept = [
+        part.device.type == "cpu" and part.is_contiguous() and part.ndim == 3 and dtype_name(part) in _NAMES
+        for part in parts.values()
+    ]
+    if set(parts) != set(codec.parts) or not all(kept):
         raise StoreError(
             f"the codec {codec.name!r} does not make what it says: contiguous CPU tensors of three dimensions, "
             f"of the types {', '.join(_NAMES)}, named {', '.join(codec.parts)}"

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate, count
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from cachetools import Cache, LRUCache
 
@@ -28,47 +26,29 @@ from blend.store.backend import (
     private_memory,
     require_budget,
 )
-
-if TYPE_CHECKING:
-    from blend.store.format import EntryHeader
-
-_TIERS = count()
+from blend.store.format import EntryHeader
+from blend.store.reader import verified_header
+from blend.store.seal import Seal
+from blend.types import ChunkKey
 
 
 class MemoryBlob(Blob):
-    """Bytes in memory, in pieces; nothing to close. header: of an entry that was verified."""
+    """Bytes in memory; nothing to close. header: of an entry that was verified."""
 
-    def __init__(self, pieces: Sequence[Buffer], header: EntryHeader | None = None) -> None:
-        self._pieces = tuple(memoryview(piece) for piece in pieces)
-        self._starts = [0, *accumulate(piece.nbytes for piece in self._pieces)]
-        self.nbytes = self._starts[-1]
-        self.head = self._pieces[0] if self._pieces else b""
-        self.header = header
+    def __init__(self, content: memoryview, header: EntryHeader | None = None) -> None:
+        self.nbytes, self.head, self.header = content.nbytes, content, header
 
     def read(self, *ranges: Range) -> bool:
         """Copy the bytes."""
-        return all(self._read(one.offset, one.into) for one in ranges)
+        windows = [self.window(one.offset, one.into.nbytes) for one in ranges]
+        for one, window in zip(ranges, windows, strict=True):
+            if window is not None:
+                one.into[:] = window
+        return None not in windows
 
     def window(self, offset: int, nbytes: int) -> memoryview | None:
-        """The memory itself, where the range lies in one piece."""
-        index = bisect_right(self._starts, offset) - 1
-        begin = offset - self._starts[index]
-        if index >= len(self._pieces) or begin + nbytes > self._pieces[index].nbytes:
-            return None
-        return self._pieces[index][begin : begin + nbytes]
-
-    def content(self) -> bytes:
-        """A copy of all bytes."""
-        return b"".join(self._pieces)
-
-    def _read(self, offset: int, into: memoryview) -> bool:
-        done = 0
-        while done < into.nbytes and offset + done < self.nbytes:
-            index = bisect_right(self._starts, offset + done) - 1
-            part = self._pieces[index][offset + done - self._starts[index] :][: into.nbytes - done]
-            into[done : done + part.nbytes] = part
-            done += part.nbytes
-        return done == into.nbytes
+        """The memory itself."""
+        return memoryview(self.head)[offset : offset + nbytes] if offset + nbytes <= self.nbytes else None
 
 
 class _Stored(NamedTuple):
@@ -117,8 +97,8 @@ class MemoryBackend(Backend):
         return None if held is None else held.blob
 
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
-        """Keep the given memory, then evict."""
-        blob, entries = MemoryBlob(blobs), self._entries(name)
+        """Keep a copy in one piece, then evict."""
+        blob, entries = MemoryBlob(memoryview(bytearray().join(blobs))), self._entries(name)
         with self._lock:
             if entries is self._caches:
                 require_budget(self._budget, blob.nbytes)
@@ -129,9 +109,9 @@ class MemoryBackend(Backend):
         """Compare and replace under the lock."""
         entries = self._entries(name)
         with self._lock:
-            if (entries[name].blob.content() if name in entries else None) != was:
+            if (bytes(entries[name].blob.head) if name in entries else None) != was:
                 return False
-            entries[name] = _Stored(MemoryBlob([content]), time.time())
+            entries[name] = _Stored(MemoryBlob(memoryview(content)), time.time())
         return True
 
     def delete(self, name: str) -> bool:
@@ -146,11 +126,11 @@ class MemoryBackend(Backend):
             if (held := entries.get(name)) is not None:
                 entries[name] = held._replace(used=time.time())
 
-    def listing(self, prefix: str) -> Iterator[list[Stored]]:
-        """One page."""
+    def listing(self, prefix: str) -> Iterator[Stored]:
+        """As of this moment."""
         with self._lock:
             held = self._caches.listed() + self._others.listed()
-        yield [Stored(name, blob.nbytes, used) for name, (blob, used) in held if name.startswith(prefix)]
+        return (Stored(name, blob.nbytes, used) for name, (blob, used) in held if name.startswith(prefix))
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -165,7 +145,9 @@ class MemoryBackend(Backend):
 class MemoryCache:
     """Whole entries in memory, encoded as they are stored; several stores may share one.
 
-    The budget counts what is held. An entry that is evicted while it is read stays in memory until its last reader is done.
+    A store opens its backend's blob first, whose first bytes hold a digest of the whole entry. Memory therefore never serves
+    what another process has deleted or replaced. An entry comes into memory, verified, when its first reader closes it; later
+    readers hash nothing. An entry that is evicted while it is read stays in memory until its last reader is done.
     Raises `ConfigError` for a budget that is not positive.
     """
 
@@ -186,28 +168,18 @@ class MemoryCache:
                 self._hits, self._misses, held.evictions, len(held), int(held.currsize), budget_bytes=self._budget
             )
 
-    def get(self, name: Hashable, blob: Blob) -> MemoryBlob | None:
-        """The entry under `name` if it is the same as `blob`; another version is dropped."""
+    def nearest(self, owner: object, key: ChunkKey, below: Blob, seal: Seal) -> Blob:
+        """The owner's entry if it is the same as `below`, which is then closed.
+
+        Else `below`, which comes into memory when it was read to its end.
+        """
         with self._lock:
-            held = self._entries.get(name)
-            if held is None:
-                return None
-            if held.blob.nbytes == blob.nbytes and bytes(held.blob.head[: len(blob.head)]) == bytes(blob.head):
+            held = self._entries.get((owner, key))
+            if held is not None and _same(held.blob, below):
+                below.close()
                 return held.blob
-            del self._entries[name]
-            return None
-
-    def keep(self, name: Hashable, blob: MemoryBlob) -> None:
-        """Hold an entry; one that is larger than the budget is not held."""
-        if blob.nbytes <= self._budget:
-            with self._lock:
-                self._entries.pop(name, None)
-                self._entries[name] = _Stored(blob, 0.0)
-
-    def drop(self, name: Hashable) -> None:
-        """Hold nothing under `name`."""
-        with self._lock:
-            self._entries.pop(name, None)
+            self._entries.pop((owner, key), None)
+        return _ReadThrough(below, lambda: self._load(owner, key, below, seal))
 
     def count(self, *, hit: bool) -> None:
         """One more entry was read, from memory or from below."""
@@ -215,27 +187,33 @@ class MemoryCache:
             self._hits += hit
             self._misses += not hit
 
+    def drop(self, owner: object, key: ChunkKey) -> None:
+        """Hold nothing under this key."""
+        with self._lock:
+            self._entries.pop((owner, key), None)
 
-class _Hit(MemoryBlob):
-    """An entry in memory. used: called at the first use that counts."""
-
-    def __init__(self, view: memoryview, header: EntryHeader | None, used: Callable[[], None]) -> None:
-        super().__init__([view], header)
-        self._used = used
-
-    def used(self, *, counts: bool = True) -> None:
-        """Count a hit, once."""
-        if counts:
-            call, self._used = self._used, _nothing
-            call()
+    def _load(self, owner: object, key: ChunkKey, blob: Blob, seal: Seal) -> None:
+        """Keep a copy of an entry that is as it was written. Its next reader meets what goes wrong here."""
+        if blob.nbytes > self._budget:
+            return
+        with suppress(StoreError, OSError):
+            view = private_memory(blob.nbytes)
+            if blob.read(Range(0, view)) and (header := verified_header(MemoryBlob(view), key, seal)) is not None:
+                with self._lock:
+                    self._entries.pop((owner, key), None)
+                    self._entries[owner, key] = _Stored(MemoryBlob(view, header), 0.0)
 
 
-class _Miss(Blob):
-    """An entry of the backend below. When it was read to its end, `keep` is called with it before it is closed."""
+def _same(held: MemoryBlob, below: Blob) -> bool:
+    return held.nbytes == below.nbytes and bytes(held.head[: len(below.head)]) == bytes(below.head)
 
-    def __init__(self, below: Blob, used: Callable[[], None], keep: Callable[[Blob], None]) -> None:
-        self._below, self._used, self._keep = below, used, keep
-        self._end = 0
+
+class _ReadThrough(Blob):
+    """An entry of the backend below. When it was read to its end, `keep` is called before it is closed."""
+
+    def __init__(self, below: Blob, keep: Callable[[], None]) -> None:
+        self._below, self._keep = below, keep
+        self._end, self._closed = 0, False
         self.nbytes, self.head, self.header = below.nbytes, below.head, below.header
 
     def read(self, *ranges: Range) -> bool:
@@ -248,66 +226,11 @@ class _Miss(Blob):
         self._end = max(self._end, offset + nbytes)
         return self._below.window(offset, nbytes)
 
-    def used(self, *, counts: bool = True) -> None:
-        """Count a miss, once."""
-        self._below.used(counts=counts)
-        if counts:
-            call, self._used = self._used, _nothing
-            call()
-
     def close(self) -> None:
-        """Keep what was used and read to its end, then close the blob below."""
-        keep, self._keep = self._keep, _ignore
+        """Keep what was read to its end, then close the blob below."""
+        whole, self._closed = self._end >= self.nbytes and not self._closed, True
         try:
-            if self._used is _nothing and self._end >= self.nbytes:
-                keep(self._below)
+            if whole:
+                self._keep()
         finally:
             self._below.close()
-
-
-class MemoryTier:
-    """The entries of one store in a `MemoryCache`.
-
-    The store opens its backend's blob first, whose first bytes hold a digest of the whole entry. Memory therefore never serves
-    what another process has deleted or replaced. An entry comes into memory, verified, when its first reader closes it; later
-    readers hash nothing.
-
-    verify: returns the header of an entry whose every byte is as written, else None.
-    """
-
-    def __init__(self, cache: MemoryCache, verify: Callable[[str, Blob], EntryHeader | None]) -> None:
-        self._cache, self._verify, self._number = cache, verify, next(_TIERS)
-
-    @property
-    def stats(self) -> MemoryStats:
-        """Of the cache, with what other stores hold in it."""
-        return self._cache.stats
-
-    def nearest(self, name: str, below: Blob) -> Blob:
-        """The entry in memory if it is the same as `below`, which is then closed. Else `below`, to be kept once it was read."""
-        held = self._cache.get((self._number, name), below)
-        if held is None:
-            return _Miss(below, lambda: self._cache.count(hit=False), lambda blob: self._load(name, blob))
-        below.close()
-        return _Hit(memoryview(held.head), held.header, lambda: self._cache.count(hit=True))
-
-    def drop(self, name: str) -> None:
-        """Hold nothing under this name."""
-        self._cache.drop((self._number, name))
-
-    def _load(self, name: str, blob: Blob) -> None:
-        """Keep a copy of an entry that is as it was written. Its next reader meets what goes wrong here."""
-        with suppress(StoreError, OSError):
-            view = private_memory(blob.nbytes)
-            if blob.read(Range(0, view)):
-                header = self._verify(name, MemoryBlob([view]))
-                if header is not None:
-                    self._cache.keep((self._number, name), MemoryBlob([view], header))
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def _ignore(blob: Blob) -> None:
-    """Do nothing."""

@@ -1,7 +1,7 @@
 """Bytes in a bucket: S3 and what speaks its protocol, Google Cloud Storage, Azure; through obstore, names as keys.
 
-Objects have no time of last use: `touch` does nothing, and a listing shows the time of the last `put`. A bucket therefore
-evicts nothing; `blend store prune` does, and a disk tier in front. Decisions between processes are conditional puts.
+Objects have no time of last use: a listing shows the time of the last `put`. A bucket therefore evicts nothing;
+`blend store prune` does, and a disk tier in front. Decisions between processes are conditional puts.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+import obstore
+from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
-from blend.store.backend import Backend, Blob, Buffer, Range, Stored, leased, require_lease
+from blend.store.backend import Backend, Blob, Buffer, Found, Range, Stored, require_lease
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, UpdateVersion
@@ -68,8 +71,6 @@ class ObjectBackend(Backend):
 
     def open(self, name: str, head: int) -> ObjectBlob | None:
         """One exchange."""
-        import obstore
-
         most = max(head, _HEAD)
         with self._exchange("read"):
             try:
@@ -82,11 +83,10 @@ class ObjectBackend(Backend):
                 if "416" not in str(error):
                     raise
                 about, beginning = obstore.head(self._store, name), b""  # nothing has no first byte
-        if len(beginning) != min(most, about["size"]):
-            raise StoreUnreachableError(f"{self.place} sent half of what it was asked for")
+        self._require_whole(beginning, min(most, about["size"]))
         return ObjectBlob(self, name, about, beginning)
 
-    def open_many(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
+    def open_many(self, names: Sequence[str], head: int) -> list[Found]:
         """As many exchanges, `AT_ONCE` at the same time."""
         if len(names) < 2:
             return super().open_many(names, head)
@@ -94,24 +94,22 @@ class ObjectBackend(Backend):
 
     def get_range(self, name: str, begin: int, end: int, tag: str | None) -> bytes:
         """Bytes of the version with this tag. Raises `EntryDamagedError` where that is gone."""
-        import obstore
-        from obstore.exceptions import PreconditionError
-
         with self._exchange("read"):
             try:
                 found = obstore.get(self._store, name, options={"range": (begin, end), "if_match": tag})
                 content = bytes(found.bytes())
             except (FileNotFoundError, PreconditionError):
                 raise EntryDamagedError("it was replaced or deleted while it was read") from None
-        if len(content) != end - begin:
-            raise StoreUnreachableError(f"{self.place} sent half of what it was asked for")
+        self._require_whole(content, end - begin)
         return content
+
+    def _require_whole(self, content: bytes, nbytes: int) -> None:
+        if len(content) != nbytes:
+            raise StoreUnreachableError(f"{self.place} sent half of what it was asked for")
 
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """One exchange, several for a large object; acknowledged by the server when it returns."""
         require_lease(self, name)
-        import obstore
-
         with self._exchange("written"):
             obstore.put(self._store, name, b"".join(blobs))
 
@@ -119,7 +117,7 @@ class ObjectBackend(Backend):
         """What it holds is looked at, and replaced if nobody has replaced it since."""
         require_lease(self, name)
         if was is None:
-            return self._put_once(name, [content], "create")
+            return self._put_once(name, content, "create")
         found = self.open(name, 0)
         if found is None or found.nbytes != len(was):
             return False
@@ -128,15 +126,12 @@ class ObjectBackend(Backend):
             found.read(Range(0, memoryview(held)))
         except EntryDamagedError:
             return False
-        return held == was and self._put_once(name, [content], found.version)
+        return held == was and self._put_once(name, content, found.version)
 
-    def _put_once(self, name: str, blobs: Sequence[Buffer], mode: Literal["create"] | UpdateVersion) -> bool:
-        import obstore
-        from obstore.exceptions import AlreadyExistsError, PreconditionError
-
+    def _put_once(self, name: str, content: bytes, mode: Literal["create"] | UpdateVersion) -> bool:
         with self._exchange("written"):
             try:
-                obstore.put(self._once, name, b"".join(blobs), mode=mode, use_multipart=False)
+                obstore.put(self._once, name, content, mode=mode, use_multipart=False)
             except (AlreadyExistsError, PreconditionError):
                 return False
         return True
@@ -144,8 +139,6 @@ class ObjectBackend(Backend):
     def delete(self, name: str) -> bool:
         """Two exchanges: a bucket does not say whether there was anything."""
         require_lease(self, name)
-        import obstore
-
         with self._exchange("written"):
             try:
                 obstore.head(self._store, name)
@@ -155,28 +148,17 @@ class ObjectBackend(Backend):
             obstore.delete(self._store, name)
         return True
 
-    def touch(self, name: str) -> None:
-        """Nothing: see above."""
-
-    def listing(self, prefix: str) -> Iterator[list[Stored]]:
-        """A thousand a page."""
-        import obstore
-
+    def listing(self, prefix: str) -> Iterator[Stored]:
+        """A thousand an exchange."""
         with self._exchange("read"):
             for page in obstore.list(self._store, prefix=prefix, chunk_size=_PAGE):
-                yield [Stored(one["path"], one["size"], one["last_modified"].timestamp()) for one in page]
+                yield from (Stored(one["path"], one["size"], one["last_modified"].timestamp()) for one in page)
 
     def folders(self, prefix: str) -> set[str]:
         """As the bucket groups them."""
-        import obstore
-
         with self._exchange("read"):
             found = obstore.list_with_delimiter(self._store, prefix=prefix)
         return {one.rstrip("/").rpartition("/")[2] for one in found["common_prefixes"]}
-
-    def writing(self) -> AbstractContextManager[None]:
-        """A lease, which ends half a minute after the process that holds it."""
-        return leased(self)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -193,8 +175,6 @@ class ObjectBackend(Backend):
             raise self._failed(error, doing) from None
 
     def _failed(self, error: Exception, doing: str) -> StoreError:
-        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
-
         text = str(error)
         if isinstance(error, FileNotFoundError) or _lacks_bucket(text):
             return _without_bucket(self.place)

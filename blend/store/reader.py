@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import EntryDamagedError, first_line
-from blend.store.backend import Blob, Range, key_of
+from blend.store.backend import Blob, Range
 from blend.store.format import LENGTH, LONGEST, EntryHeader, LayerLayout, PartLayout, as_bytes, decode_header
-from blend.store.seal import Seal, Unsealed
+from blend.store.seal import Seal
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -21,35 +21,23 @@ HEAD = 16 << 10  # one read for the header of most models: of some 80 layers of 
 
 
 class LayerBuffer(NamedTuple):
-    """views: the layer's bytes, in a row. tensors: its parts by name."""
+    """One layer's bytes, and its parts as tensors over them."""
 
     parts: tuple[PartLayout, ...]
-    views: tuple[memoryview, ...]
+    view: memoryview
     tensors: dict[str, torch.Tensor]
 
+    @classmethod
+    def over(cls, layout: LayerLayout, view: memoryview | None = None) -> LayerBuffer:
+        """Over this memory, or new memory. Raises RuntimeError for a layer of impossible size."""
+        import torch
 
-def empty_buffer(layout: LayerLayout) -> LayerBuffer:
-    """One piece of memory of its own. Raises RuntimeError for a layer of impossible size."""
-    import torch
-
-    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
-    tensors = {part.name: _tensor(buffer[part.offset : part.offset + part.nbytes], part) for part in layout.parts}
-    return LayerBuffer(layout.parts, (as_bytes(buffer),), tensors)
-
-
-def buffer_over(layout: LayerLayout, views: Sequence[memoryview]) -> LayerBuffer:
-    """The memory that is there, a view a part."""
-    import torch
-
-    pairs = zip(layout.parts, views, strict=True)
-    tensors = {part.name: _tensor(torch.frombuffer(view, dtype=torch.uint8), part) for part, view in pairs}
-    return LayerBuffer(layout.parts, tuple(views), tensors)
-
-
-def _tensor(stored: torch.Tensor, part: PartLayout) -> torch.Tensor:
-    import torch
-
-    return stored.view(getattr(torch, part.type.name)).view(part.shape)
+        buffer = torch.frombuffer(view, dtype=torch.uint8) if view else torch.empty(layout.nbytes, dtype=torch.uint8)
+        tensors = {
+            part.name: buffer[part.offset :][: part.nbytes].view(getattr(torch, part.type.name)).view(part.shape)
+            for part in layout.parts
+        }
+        return cls(layout.parts, as_bytes(buffer), tensors)
 
 
 class LayerScratch(threading.local):
@@ -60,7 +48,7 @@ class LayerScratch(threading.local):
     def take(self, layout: LayerLayout) -> LayerBuffer:
         """A buffer for that layout, valid until this thread takes again; made anew only when the layout changes."""
         if self.buffer is None or self.buffer.parts != layout.parts:
-            self.buffer = empty_buffer(layout)
+            self.buffer = LayerBuffer.over(layout)
         return self.buffer
 
 
@@ -69,23 +57,28 @@ class ChunkReader:
 
     It stays readable when the entry is evicted or replaced meanwhile. tokens, layers: of the chunk. start: position of its
     first token when it was computed. unrotated: see `ChunkCache`. codec: how it is kept.
-    stored_bytes: its length in the store. counts: whether reading it counts as a use of the entry; may be set.
+    stored_bytes: its length in the store. used: called at the first read. counts: whether it is; may be set.
     """
 
-    def __init__(self, blob: Blob, key: ChunkKey, header: EntryHeader, scratch: LayerScratch) -> None:
+    def __init__(
+        self,
+        blob: Blob,
+        key: ChunkKey,
+        header: EntryHeader,
+        scratch: LayerScratch,
+        used: Callable[[], None] | None = None,
+    ) -> None:
         self.tokens, self.layers, self.start = header.tokens, len(header.layers), header.start
         self.unrotated, self.codec, self.stored_bytes = header.unrotated, header.codec.name, blob.nbytes
-        self.counts = True
         self._blob: Blob | None = blob
         self._key, self._header, self._scratch = key, header, scratch
-        self._seal = Unsealed() if blob.header else header.seal  # a backend may have verified it
+        self.counts, self._used = True, used
+        self._is_verified = blob.header is not None  # by the backend
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, each `[kv_heads, tokens, head_dim]`, verified.
+        """Keys and values of one layer, each `[kv_heads, tokens, head_dim]`, in the dtype that was put. Do not write to them.
 
-        The tensors are decoded to the dtype that was put in and must not be written to: a store may hand out its own
-        memory.
-        Raises `EntryDamagedError` when the bytes are not those that were written, `StoreError` when they cannot be had.
+        Raises `EntryDamagedError` when the bytes are not those that were written, `StoreError` when they cannot be read.
         """
         import torch
 
@@ -98,11 +91,10 @@ class ChunkReader:
         return keys, values
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
-        """Decode one layer, verified, into two `[kv_heads, tokens, head_dim]` tensors of any floating dtype and device.
+        """Decode one layer into two `[kv_heads, tokens, head_dim]` tensors of any floating dtype and device.
 
-        The cheapest way into a larger cache: pass slices of it. One read into a warm buffer, unless the bytes are in memory
-        anyway; one hash, unless they have never left it; decoded straight to where it goes. Raises as `layer` does, and
-        `EntryDamagedError` when the shapes are not those of the destination; nothing is written then.
+        The cheapest way into a larger cache: pass slices of it. Raises as `layer` does, and `EntryDamagedError` when the shapes
+        are not those of the destination; nothing is written then.
         """
         parts = self._read(index, reuse=True)
         with self._decoding(index):
@@ -137,30 +129,26 @@ class ChunkReader:
             raise ValueError("the reader is closed")
         if not 0 <= index < self.layers:
             raise IndexError(f"layer {index} of {self.layers}")
-        blob.used(counts=self.counts)
-        layout = self._header.layers[index]
+        if self.counts and self._used is not None:
+            used, self._used = self._used, None
+            used()
         try:
             buffer = self._filled(blob, index, reuse=reuse)
         except EntryDamagedError as error:
             raise damaged(self._key, f"layer {index}: {error}") from None
         except RuntimeError as error:
             raise damaged(self._key, f"layer {index} has impossible shapes: {first_line(error)}") from None
-        if buffer is None or not self._seal.holds(layout.checksum, "layer", *buffer.views):
+        if buffer is None or not (self._is_verified or self._header.holds(index, buffer.view)):
             raise damaged(self._key, f"layer {index} is not what was written")
         return buffer.tensors
 
     def _filled(self, blob: Blob, index: int, *, reuse: bool) -> LayerBuffer | None:
         """The layer's bytes; None when the blob is shorter."""
         layout = self._header.layers[index]
-        windows = [
-            view
-            for part in layout.parts
-            if part.nbytes and (view := blob.window(layout.offset + part.offset, part.nbytes)) is not None
-        ]
-        if len(windows) == len(layout.parts):
-            return buffer_over(layout, windows)
-        buffer = self._scratch.take(layout) if reuse else empty_buffer(layout)
-        return buffer if blob.read(Range(layout.offset, buffer.views[0])) else None
+        if window := blob.window(layout.offset, layout.nbytes):
+            return LayerBuffer.over(layout, window)
+        buffer = self._scratch.take(layout) if reuse else LayerBuffer.over(layout)
+        return buffer if blob.read(Range(layout.offset, buffer.view)) else None
 
     @contextmanager
     def _decoding(self, index: int) -> Iterator[None]:
@@ -187,8 +175,8 @@ def verified_header(blob: Blob, key: ChunkKey, seal: Seal) -> EntryHeader | None
         header = read_header(blob, key, seal)
     except EntryDamagedError:
         return None
-    windows = ((layer, blob.window(layer.offset, layer.nbytes)) for layer in header.layers)
-    whole = all(view is not None and header.seal.holds(layer.checksum, "layer", view) for layer, view in windows)
+    windows = [blob.window(layer.offset, layer.nbytes) for layer in header.layers]
+    whole = all(view is not None and header.holds(index, view) for index, view in enumerate(windows))
     return header if whole else None
 
 
@@ -204,30 +192,3 @@ def _beginning(blob: Blob, nbytes: int) -> bytes:
 def damaged(key: ChunkKey, what: str) -> EntryDamagedError:
     """The one-line error for an entry that must be computed again."""
     return EntryDamagedError(f"store entry {key.digest[:16]} must be computed again: {what}")
-
-
-class CheckedEntry(NamedTuple):
-    """An entry as a tier sees it. header: verified. beginning: all bytes in front of the first layer. nbytes: of all."""
-
-    header: EntryHeader
-    beginning: bytes
-    nbytes: int
-
-    @property
-    def pieces(self) -> tuple[LayerLayout, ...]:
-        """Its layers: each lies right behind the one before, up to the end, and has a digest."""
-        return self.header.layers
-
-    def holds(self, index: int, view: memoryview) -> bool:
-        """Whether these are the bytes of that layer."""
-        return self.header.seal.holds(self.pieces[index].checksum, "layer", view)
-
-
-def check_entry(name: str, blob: Blob, seal: Seal) -> CheckedEntry:
-    """What lies under a name, by its header. Raises `EntryDamagedError`, `StoreError` when it cannot be read."""
-    header = read_header(blob, key_of(name), seal)
-    try:
-        beginning = _beginning(blob, header.layers[0].offset)
-    except ValueError as error:
-        raise EntryDamagedError(str(error)) from None
-    return CheckedEntry(header, beginning, blob.nbytes)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import redis
@@ -28,10 +29,10 @@ from blend.store.backend import (
     Backend,
     Blob,
     Buffer,
+    Found,
     Range,
     Stored,
     Timeouts,
-    leased,
     require_lease,
 )
 
@@ -94,32 +95,27 @@ class _Socket:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._held, name)
 
-    def recv(self, *given: Any) -> bytes:
-        with self._in_time():
-            return self._held.recv(*given)
+    def recv(self, *given: Any) -> Any:
+        return self._in_time(self._held.recv, *given)
 
-    def recv_into(self, *given: Any) -> int:
-        with self._in_time():
-            return self._held.recv_into(*given)
+    def recv_into(self, *given: Any) -> Any:
+        return self._in_time(self._held.recv_into, *given)
 
     def sendall(self, content: bytes) -> None:
         # Not the socket's own, which begins to count anew with each piece where there is TLS.
         left = memoryview(content)
         while left.nbytes:
-            with self._in_time():
-                left = left[self._held.send(left) :]
+            left = left[self._in_time(self._held.send, left) :]
 
-    @contextmanager
-    def _in_time(self) -> Iterator[None]:
+    def _in_time(self, call: Callable[..., Any], *given: Any) -> Any:
         usual, left = self._held.gettimeout(), _ENDS.at - time.monotonic()
         if usual == 0 or left >= (float("inf") if usual is None else usual):  # it looks without waiting, or has time
-            yield
-            return
+            return call(*given)
         if left <= 0:
             raise TimeoutError("it answers too slowly")
         self._held.settimeout(left)
         try:
-            yield
+            return call(*given)
         finally:
             self._held.settimeout(usual)
 
@@ -155,7 +151,7 @@ class RedisBlob(Blob):
 
 
 class RedisBackend(Backend):
-    """Names of a database of a server, behind `prefix`. client: of `redis_wire.connect`. place: for messages."""
+    """Names of a database of a server, behind `prefix`. client: of `connect`. place: for messages."""
 
     def __init__(self, client: redis.Redis, prefix: str, place: str, timeouts: Timeouts | None = None) -> None:
         self._client, self._prefix, self.place = client, prefix.encode(), place
@@ -167,7 +163,7 @@ class RedisBackend(Backend):
         assert not isinstance(found, EntryDamagedError)
         return found
 
-    def open_many(self, names: Sequence[str], head: int) -> list[Blob | EntryDamagedError | None]:
+    def open_many(self, names: Sequence[str], head: int) -> list[Found]:
         """One exchange for all."""
         # No transaction: a server that is full refuses even to read in one. Digests find out what was replaced meanwhile.
         most = max(head, _HEAD)
@@ -177,14 +173,12 @@ class RedisBackend(Backend):
                 pipe.getrange(self._key(name), 0, most - 1)
                 pipe.exists(self._key(name))
             answers = pipe.execute() if names else []
-            return [self._blob(name, *answers[3 * index : 3 * index + 3]) for index, name in enumerate(names)]
-
-    def _blob(self, name: str, nbytes: int, head: bytes, there: int) -> RedisBlob | None:
-        if not there:
-            return None
-        if len(head) > nbytes:
-            raise ValueError("an answer that contradicts itself")
-        return RedisBlob(self, name, nbytes, bytes(head))
+            if any(len(beginning) > nbytes for nbytes, beginning in zip(answers[::3], answers[1::3], strict=True)):
+                raise ValueError("an answer that contradicts itself")
+        return [
+            RedisBlob(self, name, nbytes, bytes(beginning)) if there else None
+            for name, nbytes, beginning, there in zip(names, answers[::3], answers[1::3], answers[2::3], strict=True)
+        ]
 
     def get_ranges(self, name: str, nbytes: int, telling: bytes, ranges: Sequence[Range]) -> None:
         """Fill them from what has this length and these first bytes. Raises `EntryDamagedError` where that is gone."""
@@ -225,12 +219,9 @@ class RedisBackend(Backend):
         with self._exchange("written"):
             return bool(self._client.unlink(self._key(name)))
 
-    def touch(self, name: str) -> None:
-        """Nothing: reading is what the server itself takes note of."""
-
-    def listing(self, prefix: str) -> Iterator[list[Stored]]:
-        """A page a scan; `used` by the server's idle time where its policy keeps one, else now."""
-        for names in self.names(prefix):
+    def listing(self, prefix: str) -> Iterator[Stored]:
+        """`used` by the server's idle time where its policy keeps one, else now."""
+        for names in self._pages(prefix):
             now = time.time()
             pipe: Any
             with self._exchange("read"), self._client.pipeline(transaction=False) as pipe:
@@ -242,14 +233,16 @@ class RedisBackend(Backend):
                 pipe.execute_command("CLIENT", "NO-TOUCH", "OFF")
                 answers = pipe.execute(raise_on_error=False)[1:-1]
             pairs = zip(names, answers[::2], answers[1::2], strict=True)
-            yield [
-                Stored(name, size, now - (idle if isinstance(idle, int) else 0))
-                for name, idle, size in pairs
-                if isinstance(size, int) and idle is not None
-            ]
+            for name, idle, size in pairs:
+                if isinstance(size, int) and idle is not None:
+                    yield Stored(name, size, now - (idle if isinstance(idle, int) else 0))
 
-    def names(self, prefix: str) -> Iterator[list[str]]:
-        """As a scan finds them, each once."""
+    def names(self, prefix: str) -> Iterator[str]:
+        """As a scan finds them."""
+        return chain.from_iterable(self._pages(prefix))
+
+    def _pages(self, prefix: str) -> Iterator[list[str]]:
+        """Names page by page, each once."""
         seen: set[bytes] = set()
         cursor: int | None = None
         while cursor != 0:
@@ -261,18 +254,12 @@ class RedisBackend(Backend):
             if names:
                 yield names
 
-    def writing(self) -> AbstractContextManager[None]:
-        """A lease, which ends half a minute after the process that holds it."""
-        return leased(self)
-
     def _key(self, name: str) -> bytes:
         return self._prefix + name.encode()
 
     @contextmanager
     def _exchange(self, doing: str, nbytes: int = 0) -> Iterator[None]:
         """Of about so many bytes, in time. Whatever goes wrong as one line of ours."""
-        from redis import ResponseError
-
         try:
             with within(self._timeouts.connect_s + self._timeouts.answer_s + nbytes / _SLOWEST):
                 yield
@@ -281,13 +268,11 @@ class RedisBackend(Backend):
         except Exception as error:
             # What it refuses it refuses on a connection that is well. Else those that are not in use go too: they may be
             # as dead. Those in use are other threads', who see for themselves.
-            if not isinstance(error, ResponseError):
+            if not isinstance(error, redis.ResponseError):
                 self._client.connection_pool.disconnect(inuse_connections=False)
             raise self._failed(error, doing) from None
 
     def _failed(self, error: Exception, doing: str) -> StoreError:
-        import redis
-
         line = str(error).partition("\n")[0][:120]
         if line.startswith("OOM") or isinstance(error, redis.exceptions.OutOfMemoryError):
             return StoreError(

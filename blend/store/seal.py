@@ -15,9 +15,7 @@ import json
 import os
 import stat
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,7 +23,6 @@ import xxhash
 from blake3 import blake3
 
 from blend.errors import ConfigError, EntryDamagedError, StoreError
-from blend.store.backend import ARTIFACTS, DESCRIPTIONS, SEALED, SOURCES, Backend
 
 DIGEST_CHARS = 32
 SHORTEST_KEY = 16
@@ -37,24 +34,32 @@ Buffer = bytes | bytearray | memoryview
 
 _OPENING, _OLDER_OPENING = b"kvblend artifact 2 ", b"kvblend artifact 1 "
 MOST_BYTES = 1 << 30
-_MOST_OF_A_DESCRIPTION = 1 << 20
-_MOST = 1 << 10
 
 
-class Seal(ABC):
-    """Makes and checks digests of 32 hex digits. keyed: whether they need a key. foreign: the message for bytes that fail."""
+class Seal:
+    """Makes and checks digests of 32 hex digits: blake3, 3.5 GB/s with and without a key on one thread of a server processor.
 
-    foreign: str
-    keyed: bool = False
+    With a key, each purpose has digests that need it; without one, digests find accidents. keyed: whether there is a key.
+    foreign: the message for bytes that fail.
+    """
+
+    def __init__(self, key: bytes | None) -> None:
+        self._key, self.keyed = key, key is not None
+        written = "it was not written with this store key" if self.keyed else "it was written with a store key"
+        self.foreign = f"it is not what was written, or {written}"
+        self._keys: dict[str, bytes] = {}
+        if key is not None:
+            contexts = {purpose: f"kvblend store {purpose}" for purpose in get_args(Purpose)}
+            self._keys = {one: blake3(key, derive_key_context=context).digest() for one, context in contexts.items()}
 
     @property
     def older(self) -> Seal:
         """Checks what was written before blake3, with the same key."""
-        return self
+        return OlderSeal(self._key)
 
-    @abstractmethod
     def digest(self, purpose: Purpose, *parts: Buffer) -> str:
         """The digest of the parts in a row."""
+        return _finished(blake3(key=self._keys[purpose]) if self.keyed else blake3(), parts)
 
     def holds(self, digest: str | bytes, purpose: Purpose, *parts: Buffer) -> bool:
         """Whether `digest` is that of the parts. Takes the same time wherever the two differ."""
@@ -62,10 +67,23 @@ class Seal(ABC):
         return hmac.compare_digest(given, self.digest(purpose, *parts).encode())
 
 
-class Unsealed(Seal):
-    """No digest: for bytes that never leave this process, or were verified already."""
+class OlderSeal(Seal):
+    """What entries and artifacts had before blake3: xxh3-128, or BLAKE2b (RFC 7693) with a key. Only read."""
 
-    foreign = "it is not what was written"
+    def digest(self, purpose: Purpose, *parts: Buffer) -> str:
+        """The digest of the parts in a row."""
+        if self._key is None:
+            return _finished(xxhash.xxh3_128(), parts)
+        key = self._key if len(self._key) <= _BLAKE2B_KEY else hashlib.blake2b(self._key).digest()
+        person = f"kvblend {purpose}".encode()
+        return _finished(hashlib.blake2b(key=key, digest_size=DIGEST_CHARS // 2, person=person), parts)
+
+
+class Unsealed(Seal):
+    """No digest: for bytes that never leave this process."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
 
     def digest(self, purpose: Purpose, *parts: Buffer) -> str:
         """Zeros."""
@@ -76,55 +94,15 @@ class Unsealed(Seal):
         return True
 
 
-class _KeySeal(Seal):
-    """With a key, each purpose has digests that nobody without the key can make; without one, digests find accidents."""
-
-    def __init__(self, key: bytes | None) -> None:
-        self._key, self.keyed = key, key is not None
-        written = "it was not written with this store key" if self.keyed else "it was written with a store key"
-        self.foreign = f"it is not what was written, or {written}"
-
-
-class Blake3Seal(_KeySeal):
-    """blake3: 3.5 GB/s with and without a key, layers of 1 MB on one thread of a server processor."""
-
-    def __init__(self, key: bytes | None) -> None:
-        super().__init__(key)
-        self._keys: dict[str, bytes] = {}
-        if key is not None:
-            contexts = {purpose: f"kvblend store {purpose}" for purpose in get_args(Purpose)}
-            self._keys = {one: blake3(key, derive_key_context=context).digest() for one, context in contexts.items()}
-
-    @property
-    def older(self) -> Seal:
-        """xxh3, or BLAKE2b with the key."""
-        return OlderSeal(self._key)
-
-    def digest(self, purpose: Purpose, *parts: Buffer) -> str:
-        """With a key, another one for every purpose."""
-        state = blake3(key=self._keys[purpose]) if self.keyed else blake3()
-        for part in parts:
-            state.update(part)
-        return state.hexdigest(length=DIGEST_CHARS // 2)
-
-
-class OlderSeal(_KeySeal):
-    """What entries and artifacts had before blake3: xxh3-128, or BLAKE2b (RFC 7693) with a key. Only read."""
-
-    def digest(self, purpose: Purpose, *parts: Buffer) -> str:
-        """With a key, another one for every purpose."""
-        state: Any = xxhash.xxh3_128()
-        if self._key is not None:
-            key = self._key if len(self._key) <= _BLAKE2B_KEY else hashlib.blake2b(self._key).digest()
-            state = hashlib.blake2b(key=key, digest_size=DIGEST_CHARS // 2, person=f"kvblend {purpose}".encode())
-        for part in parts:
-            state.update(part)
-        return str(state.hexdigest())
+def _finished(state: Any, parts: Iterable[Buffer]) -> str:
+    for part in parts:
+        state.update(part)
+    return str(state.hexdigest())[:DIGEST_CHARS]
 
 
 def make_seal(key: bytes | None) -> Seal:
     """The seal of new entries. Raises `ConfigError` for a key that is too short."""
-    return Blake3Seal(None if key is None else require_key(key))
+    return Seal(None if key is None else require_key(key))
 
 
 def require_key(key: bytes, source: str = "the store key") -> bytes:
@@ -177,79 +155,6 @@ def unpack_artifact(name: str, raw: bytes, seal: Seal) -> bytes:
     return content
 
 
-def is_as_written(name: str, raw: bytes, seal: Seal) -> bool:
-    """Whether what lies under a backend's name is what was put there; of names that have no digest nothing else is known."""
-    if not name.startswith((ARTIFACTS, SOURCES, SEALED)):
-        return True
-    try:
-        unpack_artifact(name.removeprefix(ARTIFACTS), raw, seal)
-    except EntryDamagedError:
-        return False
-    return True
-
-
-def pack_description(words: Mapping[str, str]) -> bytes:
-    """What is kept of it."""
-    return as_json(dict(words))
-
-
-def read_descriptions(backend: Backend) -> dict[str, dict[str, str]]:
-    """Every namespace's description; a damaged one reads as empty. Raises `StoreError`."""
-    names = [name for page in backend.names(DESCRIPTIONS) for name in page if name.endswith(".json")]
-    return {name.removeprefix(DESCRIPTIONS).removesuffix(".json"): _read_description(backend, name) for name in names}
-
-
-def _read_description(backend: Backend, name: str) -> dict[str, str]:
-    fields: object = None
-    with suppress(EntryDamagedError, ValueError, RecursionError):
-        fields = json.loads(backend.read(name, _MOST_OF_A_DESCRIPTION) or b"")
-    return {k: str(v) for k, v in fields.items()} if isinstance(fields, dict) else {}
-
-
 def as_json(fields: Mapping[str, object]) -> bytes:
     """JSON for people to read."""
     return json.dumps(fields, indent=1, sort_keys=True).encode() + b"\n"
-
-
-def leave_key_check(backend: Backend, seal: Seal) -> None:
-    """Let whoever opens the store be held against this key, unless there is a check. Raises `StoreError`."""
-    if seal.keyed and _check_of(backend) is None:
-        with suppress(EntryDamagedError):  # something took its place: then there is no check
-            backend.swap(SEALED, b"".join(pack_artifact(SEALED, b"", seal)), None)
-
-
-def is_sealed_with(backend: Backend, seal: Seal) -> bool:
-    """Whether the store says that this is its key; it says nothing before its first sealed artifact. Raises `StoreError`."""
-    return seal.keyed and _check_of(backend) is not None
-
-
-def require_its_key(backend: Backend, seal: Seal) -> None:
-    """Raise `StoreError` where the store is sealed with a key that is not this one; one of before may have no check."""
-    check = _check_of(backend)
-    if check is None or (seal.keyed and _holds(check, seal)):
-        return
-    place = backend.place
-    if not seal.keyed:
-        raise StoreError(
-            f"the store {place} is sealed with a store key: give --store-key FILE, the key that it was made with"
-        )
-    raise StoreError(
-        f"the store {place} is sealed with another store key: give the one that it was made with, or remove {SEALED!r} in it "
-        "to have everything computed again under this one"
-    )
-
-
-def _check_of(backend: Backend) -> bytes | None:
-    """None where there is none, or something else took its place."""
-    try:
-        return backend.read(SEALED, _MOST)
-    except EntryDamagedError:
-        return None
-
-
-def _holds(check: bytes, seal: Seal) -> bool:
-    try:
-        unpack_artifact(SEALED, check, seal)
-    except EntryDamagedError:
-        return False
-    return True

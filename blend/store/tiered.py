@@ -16,29 +16,33 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from blend.errors import EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
 from blend.store.backend import (
+    ARTIFACTS,
     CACHES,
     GENERATION,
     INDEXES,
+    SEALED,
+    SOURCES,
     Backend,
     Blob,
     Buffer,
     CircuitBreaker,
     CircuitOpenError,
     Found,
-    Range,
     Stored,
     TierHits,
     Timeouts,
     WarnOnce,
     close_all,
+    key_of,
 )
-from blend.store.fetch import IN_FLIGHT_BYTES, Download, EntrySource, FetchPool, OpenedTogether, Prefetcher, TieredBlob
-from blend.store.reader import CheckedEntry, check_entry
-from blend.store.seal import Seal, is_as_written
+from blend.store.fetch import IN_FLIGHT_BYTES, Download, EntrySource, FetchPool, Prefetcher, TieredBlob
+from blend.store.format import EntryHeader
+from blend.store.reader import read_header
+from blend.store.seal import Seal, unpack_artifact
 
 FETCHERS = 16
 _MOST_OF_A_GENERATION = 1 << 10
@@ -66,6 +70,10 @@ class FarTier:
         except StoreUnreachableError as error:
             self._warnings.warn(self.backend.place, "down", f"{error}; only what is in nearer tiers is used meanwhile")
             raise
+
+    def source(self, blob: Blob) -> EntrySource:
+        """A blob to read from; its errors are raised."""
+        return EntrySource(blob, self.asked, lambda error: None)
 
 
 class CacheTier:
@@ -102,6 +110,10 @@ class CacheTier:
         """The backend, for one read. Raises `StoreError`, at once while the breaker is open."""
         with self._reading():
             yield self.backend
+
+    def source(self, name: str, blob: Blob) -> EntrySource:
+        """A blob to read from."""
+        return EntrySource(blob, self.asked, partial(self.failed, name))
 
     def failed(self, name: str, error: StoreError) -> None:
         """Log what was wrong with a blob; a damaged one is deleted."""
@@ -152,7 +164,7 @@ class TierSearch:
     def open_many(self, names: Sequence[str], head: int) -> list[Found]:
         """One exchange with each tier, for what no nearer one has."""
         found: dict[str, Found] = {}
-        together = OpenedTogether()
+        together = WeakSet[Download]()
         caches = [name for name in dict.fromkeys(names) if name.startswith(CACHES)]
         try:
             for search in (self._in_flight, self._in_local, self._in_hot):
@@ -162,14 +174,6 @@ class TierSearch:
             close_all(list(found.values()))
             raise
         return self._in_order(names, found, head)
-
-    def nearest(self, name: str) -> Blob | None:
-        """A cache from the disk, or from the Redis."""
-        for search in (self._in_local, self._in_hot):
-            found = search([name], 0, OpenedTogether()).get(name)
-            if isinstance(found, Blob):
-                return found
-        return None
 
     def _in_order(self, names: Sequence[str], found: dict[str, Found], head: int) -> list[Found]:
         """In the order of the names; a name that is given twice is opened twice."""
@@ -181,40 +185,37 @@ class TierSearch:
             used.add(name)
         return result
 
-    def _in_flight(self, names: Sequence[str], head: int, together: OpenedTogether) -> dict[str, Found]:
+    def _in_flight(self, names: Sequence[str], head: int, together: WeakSet[Download]) -> dict[str, Found]:
         """Entries that are downloading, or still in use afterwards."""
         with self._lock:
             pairs = [(name, self._downloads.get(name)) for name in names]
         return {name: TieredBlob(one, together) for name, one in pairs if one is not None and one.failure is None}
 
-    def _in_local(self, names: Sequence[str], head: int, together: OpenedTogether) -> dict[str, Found]:
+    def _in_local(self, names: Sequence[str], head: int, together: WeakSet[Download]) -> dict[str, Found]:
         result: dict[str, Found] = {}
-        for name, blob, entry in self._checked(self._local, names, head):
-            assert self._local is not None
-            source = EntrySource(blob, self._local.asked, partial(self._local.failed, name))
+        for name, source, entry in self._checked(self._local, names, head):
             result[name] = TieredBlob(entry, together, source, partial(self._from_elsewhere, name, entry))
         self._count("local", len(result))
         return result
 
-    def _from_elsewhere(self, name: str, entry: CheckedEntry) -> Download | None:
+    def _from_elsewhere(self, name: str, entry: EntryHeader) -> Download:
         """The same entry from another place than the disk."""
-        for _, blob, found in self._checked(self._hot, [name], len(entry.beginning)):
+        for _, source, found in self._checked(self._hot, [name], len(entry.beginning)):
             if found.beginning == entry.beginning:
-                return self._started(name, entry, self._hot_source(name, blob), far=False)
-            blob.close()
-        source = self._far_again(name, entry)
-        return None if source is None else self._started(name, entry, source, far=True)
+                return self._started(name, entry, source, far=False)
+            source.blob.close()
+        return self._started(name, entry, self._far_again(name, entry), far=True)
 
-    def _in_hot(self, names: Sequence[str], head: int, together: OpenedTogether) -> dict[str, Found]:
+    def _in_hot(self, names: Sequence[str], head: int, together: WeakSet[Download]) -> dict[str, Found]:
         result: dict[str, Found] = {}
-        for name, blob, entry in self._checked(self._hot, names, head):
-            opened = self._opened(name, entry, self._hot_source(name, blob), together, far=False)
+        for name, source, entry in self._checked(self._hot, names, head):
+            opened = self._opened(name, entry, source, together, far=False)
             if isinstance(opened, TieredBlob):
                 result[name] = opened
         self._count("hot", len(result))
         return result
 
-    def _in_far(self, names: Sequence[str], head: int, together: OpenedTogether) -> dict[str, Found]:
+    def _in_far(self, names: Sequence[str], head: int, together: WeakSet[Download]) -> dict[str, Found]:
         """What is no usable entry is returned as it is: `ChunkStore` says what is wrong with it."""
         if not names:
             return {}
@@ -224,7 +225,7 @@ class TierSearch:
             if isinstance(blob, Blob) and name.startswith(CACHES):
                 entry = self._far_entry(name, blob)
                 if entry is not None:
-                    result[name] = self._opened(name, entry, self._far_source(blob), together, far=True)
+                    result[name] = self._opened(name, entry, self._far.source(blob), together, far=True)
         missing = sum(one is None for one in result.values())
         self._count("far", len(result) - missing)
         self._count("missing", missing)
@@ -232,7 +233,7 @@ class TierSearch:
 
     def _checked(
         self, tier: CacheTier | None, names: Sequence[str], head: int
-    ) -> Iterator[tuple[str, Blob, CheckedEntry]]:
+    ) -> Iterator[tuple[str, EntrySource, EntryHeader]]:
         """The usable entries that a nearer tier has of these."""
         if tier is None or not names:
             return
@@ -243,22 +244,22 @@ class TierSearch:
             elif blob is not None:
                 try:
                     with tier.asked():
-                        entry = check_entry(name, blob, self._seal)
+                        entry = read_header(blob, key_of(name), self._seal)
                 except StoreError as error:
                     blob.close()
                     tier.failed(name, error)
                 else:
-                    yield name, blob, entry
+                    yield name, tier.source(name, blob), entry
 
-    def _far_entry(self, name: str, blob: Blob) -> CheckedEntry | None:
+    def _far_entry(self, name: str, blob: Blob) -> EntryHeader | None:
         try:
             with self._far.asked():
-                return check_entry(name, blob, self._seal)
+                return read_header(blob, key_of(name), self._seal)
         except EntryDamagedError:
             return None
 
     def _opened(
-        self, name: str, entry: CheckedEntry, source: EntrySource, together: OpenedTogether, *, far: bool
+        self, name: str, entry: EntryHeader, source: EntrySource, together: WeakSet[Download], *, far: bool
     ) -> TieredBlob | EntryDamagedError:
         """A download's blob, or the damage of an entry that claims to be larger than memory."""
         try:
@@ -268,36 +269,30 @@ class TierSearch:
             source.failed(error)
             return error
 
-    def _started(self, name: str, entry: CheckedEntry, source: EntrySource, *, far: bool) -> Download:
+    def _started(self, name: str, entry: EntryHeader, source: EntrySource, *, far: bool) -> Download:
         """A download, one that is under way where it is of the same bytes. far: whether the source is the far place."""
         with self._lock:
             held = self._downloads.get(name)
             if held is not None and held.failure is None and held.entry.beginning == entry.beginning:
                 source.blob.close()
                 return held
-            again = partial(self._far_again, name, entry)  # of the far place, too: bytes change on the way
-            made = Download(entry, source, again, partial(self._keep, name, far=far), self._pool)
+            made = Download(entry, self._sources(name, entry, source), partial(self._keep, name, far=far), self._pool)
             self._downloads[name] = made
             return made
 
-    def _hot_source(self, name: str, blob: Blob) -> EntrySource:
-        assert self._hot is not None
-        return EntrySource(blob, self._hot.asked, partial(self._hot.failed, name))
+    def _sources(self, name: str, entry: EntryHeader, first: EntrySource) -> Iterator[EntrySource]:
+        yield first
+        yield self._far_again(name, entry)  # after the far place, too: bytes change on the way
 
-    def _far_source(self, blob: Blob) -> EntrySource:
-        return EntrySource(blob, self._far.asked, lambda error: None)  # its errors are raised
-
-    def _far_again(self, name: str, entry: CheckedEntry) -> EntrySource | None:
-        """The same version from the far place, if it has that. Raises `StoreError`."""
+    def _far_again(self, name: str, entry: EntryHeader) -> EntrySource:
+        """The same version from the far place. Raises `EntryDamagedError` where that lacks it, `StoreError`."""
         with self._far.asked() as far:
             blob = far.open(name, len(entry.beginning))
-        if blob is None:
-            return None
-        found = self._far_entry(name, blob)
-        if found is None or found.beginning != entry.beginning:
-            blob.close()
-            return None
-        return self._far_source(blob)
+        found = None if blob is None else self._far_entry(name, blob)
+        if blob is not None and found is not None and found.beginning == entry.beginning:
+            return self._far.source(blob)
+        close_all([blob])
+        raise EntryDamagedError("it cannot be read, and no other place holds it")
 
     def _keep(self, name: str, view: memoryview, *, far: bool) -> None:
         """Write a complete entry to the nearer tiers that lacked it, unless it was put or deleted meanwhile."""
@@ -373,23 +368,6 @@ class TieredBackend(Backend):
         with self._far.asked() as far:
             return far.open_many(names, head)
 
-    def restore(self, name: str) -> bool:
-        """From the disk or the Redis, every byte verified."""
-        blob = self._search.nearest(name)
-        if blob is None:
-            return False
-        content = memoryview(bytearray(blob.nbytes))
-        try:
-            whole = blob.read(Range(0, content))
-        except EntryDamagedError:
-            return False
-        finally:
-            blob.close()
-        if whole:
-            with self._far.asked() as far:
-                far.put(name, [content])
-        return whole
-
     def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:
         """Download in background threads what is not on this machine's disk."""
         self._prefetcher.add((name for name in dict.fromkeys(names) if name.startswith(CACHES)), most_bytes)
@@ -424,8 +402,11 @@ class TieredBackend(Backend):
         if self._local is None or name.startswith((CACHES, INDEXES)):
             return
         kept = content or b""
-        if kept and not is_as_written(name, kept, self._seal):  # keep the older, sound copy
-            return
+        if kept and name.startswith((ARTIFACTS, SOURCES, SEALED)):
+            try:
+                unpack_artifact(name.removeprefix(ARTIFACTS), kept, self._seal)
+            except EntryDamagedError:  # keep the older, sound copy
+                return
         if self._copy_of(name, len(kept)) != kept:
             self._local.write(lambda local: local.put(name, [kept]))
 
@@ -475,12 +456,12 @@ class TieredBackend(Backend):
         if self._local is not None:
             self._local.write(lambda local: local.touch(name))
 
-    def listing(self, prefix: str) -> Iterator[list[Stored]]:
+    def listing(self, prefix: str) -> Iterator[Stored]:
         """Of the far place."""
         with self._far.asked() as far:
             yield from far.listing(prefix)
 
-    def names(self, prefix: str) -> Iterator[list[str]]:
+    def names(self, prefix: str) -> Iterator[str]:
         """Of the far place."""
         with self._far.asked() as far:
             yield from far.names(prefix)

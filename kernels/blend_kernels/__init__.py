@@ -1,13 +1,13 @@
-"""Attention of scattered rows over a blended KV cache, and the copies and scores that go with it.
+"""Attention of scattered rows over a blended KV cache, with the copies and scores that blending needs.
 
-    selective_attention   softmax attention of rows at given positions over all keys, no mask in memory
-    attention_mass        how much attention each key receives from the given rows
-    rotate_keys           rotary keys moved to new positions while they are copied into their slice of a cache
-    Deltas                the moves of many calls of `rotate_keys`, whose tables are made once
-    kv_deviation          how far fresh keys and values are from stored ones, row by row
+    selective_attention   softmax attention of rows at given positions over all keys, without a mask in memory
+    attention_mass        attention that each key receives from the given rows
+    rotate_keys           rotary keys, moved to new positions while they are copied into a cache
+    Deltas                moves of many calls of `rotate_keys` that share tables
+    kv_deviation          distance of fresh from stored keys and values, row by row
 
-Each runs as a Triton kernel on a GPU and as plain torch elsewhere; both take the same arguments (`backend=` forces
-one). Nothing is imported before the first use of a name: not torch, not triton, not a GPU driver.
+Each op runs as a Triton kernel on a GPU and in plain torch elsewhere, with the same arguments (`backend=` forces one).
+Importing this package loads no torch, triton or GPU driver before the first use of a name.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -78,25 +78,32 @@ def selective_attention(
     check: bool = False,
     backend: Backend | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention of rows at given positions over all keys; no mask is ever written to memory.
+    """Softmax attention of rows at given positions over all keys, without a mask in memory. No gradient flows.
 
-    q: `[batch, heads, rows, head_dim]`. k: `[batch, kv_heads, keys, head_dim]`. v: `[batch, kv_heads, keys,
-    value_dim]`. Any strides with a contiguous last dimension; views of a bigger buffer are not copied. heads is a
-    multiple of kv_heads.
-    positions: int64 `[rows]` or `[batch, rows]`, ascending, on the device of q.
-    mode: "exact", row r sees keys `j <= positions[r]`; "bottom-right", `j <= r + keys - rows`, the causal alignment of
-    FlashAttention, which is exact only for a contiguous suffix. window: W hides keys `j <= last - W` (transformers'
-    sliding window).
-    softcap: c replaces scaled scores s by `c tanh(s / c)`. scale: `head_dim ** -0.5` by default.
-    sinks: `[heads]`, a logit per head that joins the denominator only (GPT-OSS).
-    cu_rows, cu_keys: `[requests + 1]`, for several requests in one call: with batch 1, request i owns rows `cu_rows[i]` to
-    `cu_rows[i + 1] - 1` and keys `cu_keys[i]` to `cu_keys[i + 1] - 1`; its positions count from its own first key.
+    Args:
+        q: `[batch, heads, rows, head_dim]`. All tensors may have any strides with a contiguous last dimension.
+        k: `[batch, kv_heads, keys, head_dim]`; heads is a multiple of kv_heads. Views of a larger buffer are not copied.
+        v: `[batch, kv_heads, keys, value_dim]`.
+        positions: int64 `[rows]` or `[batch, rows]`, ascending, on the device of q.
+        mode: "exact": row r sees keys `j <= positions[r]`. "bottom-right": `j <= r + keys - rows`, FlashAttention's causal
+            alignment, which is exact only for a contiguous suffix.
+        window: W hides keys `j <= last - W` (transformers' sliding window).
+        softcap: c replaces scaled scores s by `c tanh(s / c)`.
+        scale: of the scores; by default `head_dim ** -0.5`.
+        sinks: `[heads]`, one logit per head that joins the denominator only (GPT-OSS).
+        cu_rows: `[requests + 1]`, to pack several requests into one call of batch 1. Request i owns rows `cu_rows[i]` to
+            `cu_rows[i + 1] - 1`.
+        cu_keys: the same for keys. The positions of a request count from its first key.
+        return_lse: also return the log-sum-exp.
+        check: check positions and cumulative lengths on a GPU too. Reading them there stalls the stream once a layer.
+        backend: "triton" or "torch"; None chooses by device.
 
-    Returns `[batch, heads, rows, value_dim]` in q's dtype over memory `[batch, rows, heads, value_dim]`; with `return_lse`
-    also the natural log-sum-exp of the visible scores (sinks included), fp32 `[batch, heads, rows]`. No gradient flows.
+    Returns:
+        `[batch, heads, rows, value_dim]` in q's dtype over memory `[batch, rows, heads, value_dim]`. With `return_lse` also the
+        natural log-sum-exp of the visible scores (sinks included), fp32 `[batch, heads, rows]`.
 
-    Raises ValueError for shapes, dtypes and devices always; for unsorted or out-of-range positions and cumulative lengths
-    on a CPU always, on a GPU only with `check`, because reading them there stalls the stream once a layer.
+    Raises:
+        ValueError: wrong shapes, dtypes or devices; unsorted or out-of-range positions or cumulative lengths (see `check`).
     """
     values = check or not q.is_cuda
     check_queries_and_keys(q, k)

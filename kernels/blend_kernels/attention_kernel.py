@@ -1,4 +1,4 @@
-"""Jit kernel of `selective_attention`: one tile of rows against the keys that it sees (FlashAttention-2 with row positions).
+"""Jit kernel of `selective_attention`: one tile of rows against its visible keys (FlashAttention-2 with row positions).
 
 Names follow the grammar of kernels/README.md, which also derives the ranges of the three loops. Scores are in units of
 log 2, so that every exponential is one `exp2`.

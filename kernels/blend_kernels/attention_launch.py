@@ -1,4 +1,4 @@
-"""Launches the attention kernels: tile and split of the keys, descriptors, shapes, strides, grid.
+"""Launches the attention kernels: tile, split of the keys, descriptors, shapes, strides, grid.
 
 The public op has checked the arguments.
 """
@@ -17,10 +17,10 @@ from blend_kernels.tiles import Shape, Tile, candidates, choose, chunks
 
 
 def key_descriptor(x: torch.Tensor, tile: Tile) -> Any:
-    """Descriptor of `[batch, kv_heads, keys, dim]` as a matrix with a row per key slot, or None where TMA cannot be used.
+    """Descriptor of `[batch, kv_heads, keys, dim]` as a matrix with a row per key slot, or None if TMA cannot be used.
 
-    Row `batch * (s_b / s_n) + head * (s_h / s_n) + key` is that key, which needs strides that are multiples of the
-    key's, and what TMA asks of memory: 16-byte alignment, at most 256 rows of a tile, a power of two as its width.
+    Row `batch * (s_b / s_n) + head * (s_h / s_n) + key` is that key, so strides must be multiples of the key's. TMA
+    requires 16-byte alignment, at most 256 rows per tile, and a power of two as width.
     """
     batch, heads, keys, dim = x.shape
     step = x.stride(2)
@@ -43,7 +43,7 @@ _LEAST_SPLIT = 256
 def launch_attention(
     work: Work, tile: Tile, splits: int, want_lse: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Run the kernel with this tile, keys cut into `splits`; output and log-sum-exp where asked."""
+    """Run the kernel with this tile and keys cut into `splits`. Writes output and log-sum-exp as requested."""
     q = work.q
     out = None if work.v is None else work.empty_out()
     lse = work.empty_lse() if want_lse or work.v is None else None
@@ -66,7 +66,7 @@ def row_tiles(work: Work, tile: Tile) -> int:
 
 
 def split_count(work: Work, tile: Tile) -> int:
-    """Into how many parts the keys are cut so that few rows still fill the GPU; 1 when rows alone do."""
+    """Number of parts into which keys are cut so that few rows still fill the GPU; 1 if rows alone do."""
     programs = row_tiles(work, tile) * work.q.shape[0] * work.k.shape[1]
     wanted = 2 * multiprocessors(work.q.device)
     if 2 * programs > wanted:
@@ -75,14 +75,14 @@ def split_count(work: Work, tile: Tile) -> int:
 
 
 def _keys_of_a_tile(work: Work) -> int:
-    """About how many keys a tile sees, from shapes alone: the window bounds it only where each request has one row."""
+    """About how many keys a tile sees, from shapes alone. A window bounds it only if each request has one row."""
     requests = 1 if work.packed is None else work.packed.rows.shape[0] - 1
     keys = work.k.shape[2] // requests
     return keys if work.rule.window is None or work.q.shape[2] > requests else min(keys, work.rule.window)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of the device; 1 on a CPU, where the interpreter runs one program after the other."""
+    """Multiprocessors of the device; 1 on a CPU, where the interpreter runs programs in turn."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -121,7 +121,7 @@ def softmax_scales(rule: Rule) -> tuple[float, float]:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Matrix products of fp32 run as three tf32 products, which keeps 21 bits; of half precision as they are."""
+    """Precision of matrix products: fp32 runs as three tf32 products, which keeps 21 bits."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreted"
     return "tf32x3" if dtype == torch.float32 else "ieee"
@@ -154,7 +154,7 @@ _PASS_FAILED = "PassManager::run failed"
 
 
 def attend_values(work: Work, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp, which holds nothing unless it is wanted."""
+    """Output and log-sum-exp; the latter is unset unless wanted."""
     tile = choose_tile(work)
     out, lse = launch_attention(work, tile, split_count(work, tile), want_lse)
     assert out is not None
@@ -162,7 +162,7 @@ def attend_values(work: Work, want_lse: bool) -> tuple[torch.Tensor, torch.Tenso
 
 
 def choose_tile(work: Work) -> Tile:
-    """The tile that was fastest for this kind of work on this machine, or the best guess for small work."""
+    """The measured fastest tile for this kind of work on this machine, or the best guess for small work."""
     q, k = work.q, work.k
     tma = all(key_descriptor(x, Tile(128, 64, 4, 2, True)) is not None for x in (k, work.v) if x is not None)
     shape = Shape(q.dtype, q.shape[3], work.value_dim, q.shape[2] * work.group, work.rule.window is not None, tma)
@@ -176,7 +176,7 @@ def choose_tile(work: Work) -> Tile:
 
 
 def _kind(work: Work, shape: Shape, tile: Tile) -> str:
-    """What calls have in common that share a measured choice: the machine, and every option that changes the kernel's work."""
+    """The key of a measured choice: the machine, and every option that changes the kernel's work."""
     lines = min(128, 1 << (shape.lines - 1).bit_length())
     parts = "split" if split_count(work, tile) > 1 else "whole"
     returns = "scores" if work.v is None else "values"
@@ -194,7 +194,7 @@ def machine(device: torch.device) -> tuple[str, int, str]:
 
 
 def measured_seconds(work: Work, tile: Tile) -> float:
-    """Best of three runs after one that compiles; infinity for a tile that does not compile or that the GPU cannot hold."""
+    """Best of three runs after one that compiles; infinity for a tile that fails to compile or to fit on the GPU."""
     from triton.errors import TritonError
 
     try:

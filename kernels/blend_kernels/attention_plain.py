@@ -1,8 +1,8 @@
-"""`selective_attention` in plain torch: the path of CPUs, and the public twin of the Triton kernel.
+"""`selective_attention` in plain torch: the CPU path, and the twin of the Triton kernel.
 
-Sorted rows are cut into blocks. A block attends without a mask to the keys that all its rows see, and under a mask no wider
-than the block's span to the ragged end. The partial results are merged by their log-sum-exp (online softmax, Milakov and
-Gimelshein 2018). Query heads of one KV head are folded into rows: keys are read once per group and never repeated.
+Sorted rows are cut into blocks. A block attends without a mask to the keys that all its rows see, and under a mask no
+wider than the block's span to the ragged end. Partial results are merged by their log-sum-exp (online softmax, Milakov
+and Gimelshein 2018). Query heads of one KV head are folded into rows, so keys are read once per group and never repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LONG_RUN = 256
 
 
 class RowBlock(NamedTuple):
-    """Rows `start` to `stop - 1`; `square` when they are neighbours and long enough for a causal square."""
+    """Rows `start` to `stop - 1`; `square` for neighbouring rows, long enough for a causal square."""
 
     start: int
     stop: int
@@ -31,7 +31,7 @@ class RowBlock(NamedTuple):
 
 
 class KeyRange(NamedTuple):
-    """Keys `start` to `stop - 1`; `ragged` when some row of the block does not see all of them."""
+    """Keys `start` to `stop - 1`; `ragged` if some row of the block does not see all of them."""
 
     start: int
     stop: int
@@ -39,10 +39,10 @@ class KeyRange(NamedTuple):
 
 
 def row_blocks(last: Sequence[int], waste: int, squares: bool) -> list[RowBlock]:
-    """Cut rows, whose last visible keys are `last` (ascending), into blocks; long runs into `squares` when asked.
+    """Cut rows with last visible keys `last` (ascending) into blocks, and long runs into `squares` if asked.
 
-    A block ends before the invisible (row, key) pairs that it computes, `sum(last of the block - last[r])`, exceed both
-    `waste`, which is what one more block costs in calls, and a share of the block's visible pairs.
+    A block ends before its invisible (row, key) pairs, `sum(last of the block - last[r])`, exceed both `waste` and a
+    share of its visible pairs. `waste` is the cost of one more block in calls.
     """
     blocks, start = [], 0
     for run_start, run_stop in _long_runs(last) if squares else ():
@@ -76,9 +76,9 @@ def _scattered(last: Sequence[int], start: int, stop: int, waste: int) -> list[R
 
 
 def key_ranges(first_end: int, last_end: int, window: int | None) -> list[KeyRange]:
-    """The keys that rows with last visible keys `first_end` to `last_end` see; every row sees a key of every range.
+    """The keys visible to rows with last visible keys `first_end` to `last_end`. Every row sees a key of every range.
 
-    Only the ends of the span are ragged; what lies between takes no mask.
+    Only the ends of the span are ragged; the middle needs no mask.
     """
     low = 0 if window is None else max(0, first_end - window + 1)
     full = 0 if window is None else max(0, last_end - window + 1)
@@ -106,7 +106,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
 
 
 class _Rows(NamedTuple):
-    """Rows that share their positions: tensors as in the public op, `last` `[rows]` and the same numbers as a list."""
+    """Rows with shared positions: tensors as in the public op, and `last` `[rows]` also as a list."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -117,19 +117,19 @@ class _Rows(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        """Whether torch's fused attention of CPUs computes this."""
+        """Whether torch's fused CPU attention can compute this."""
         alike = self.k.shape[3] == self.v.shape[3] and self.q.device.type == "cpu"
         return alike and self.rule.softcap is None and hasattr(torch.ops.aten, FUSED)
 
     def widened(self) -> _Rows:
-        """The same in at least fp32: products of half precision would round every score before the softmax."""
+        """The same in at least fp32, because products of half precision would round every score before the softmax."""
         wide, seen = torch.promote_types(self.q.dtype, torch.float32), self.ends[-1] + 1
         return self._replace(q=self.q.to(wide), k=self.k[:, :, :seen].to(wide), v=self.v[:, :, :seen].to(wide))
 
 
 @torch.no_grad()
 def selective_attention_plain(work: Work) -> Partial:
-    """Output `[batch, heads, rows, value_dim]` and fp32 log-sum-exp `[batch, heads, rows]`; arguments are checked."""
+    """Output `[batch, heads, rows, value_dim]` and fp32 log-sum-exp `[batch, heads, rows]` of checked arguments."""
     out, lse = work.empty_out(), work.empty_lse()
     for part, row in _requests(work):
         assert part.v is not None
@@ -142,7 +142,7 @@ def selective_attention_plain(work: Work) -> Partial:
 
 
 def _requests(work: Work) -> Iterator[tuple[Work, slice]]:
-    """Each packed request as a call of its own, with its rows; the call itself when nothing is packed."""
+    """Each packed request with its rows as its own call; the call itself if nothing is packed."""
     if work.packed is None:
         yield work, slice(None)
         return
@@ -153,7 +153,7 @@ def _requests(work: Work) -> Iterator[tuple[Work, slice]]:
 
 
 def last_keys(work: Work) -> list[tuple[slice, torch.Tensor]]:
-    """Slices of the batch that share their rows, each with the last key that every row sees, `[rows]`."""
+    """Slices of the batch that share their rows, each with every row's last visible key, `[rows]`."""
     rows, keys = work.q.shape[2], work.k.shape[2]
     if work.rule.mode == "bottom-right":
         return [(slice(None), torch.arange(keys - rows, keys, device=work.q.device))]
@@ -163,7 +163,7 @@ def last_keys(work: Work) -> list[tuple[slice, torch.Tensor]]:
 
 
 def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Let one more logit per head join the denominator, in place: weights shrink by exp(lse - logaddexp(lse, sink))."""
+    """Add one logit per head to the denominator, in place: weights shrink by exp(lse - logaddexp(lse, sink))."""
     joined = join_sinks(lse, sinks)
     out.mul_((lse - joined).exp_()[..., None])
     lse.copy_(joined)
@@ -185,7 +185,7 @@ def _attend_rows(rows: _Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def _folded(rows: _Rows, block: RowBlock, attend: Attend) -> Partial:
-    """One block, the query heads of a KV head folded into rows; results `[batch, kv_heads, group, rows(, value_dim)]`."""
+    """One block with the query heads of a KV head folded into rows; results `[batch, kv_heads, group, rows(, value_dim)]`."""
     last, ends = rows.last[block.start : block.stop], rows.ends
     q, group = rows.q[:, :, block.start : block.stop], rows.q.shape[1] // rows.k.shape[1]
     partials = []
@@ -205,7 +205,7 @@ def _attend_folded(
 
 
 def _square(rows: _Rows, block: RowBlock, attend: Attend) -> Partial:
-    """A run of neighbouring rows: all keys before it without a mask, then a causal square; results as `_folded`."""
+    """A run of neighbouring rows: all earlier keys without a mask, then a causal square; results as `_folded`."""
     q, k, v = rows.q[:, :, block.start : block.stop], rows.k, rows.v
     start, stop = rows.ends[block.start], rows.ends[block.stop - 1] + 1
     square = [_causal(*qkv, rows.rule.scale) for qkv in zip(q, k[:, :, start:stop], v[:, :, start:stop], strict=True)]
@@ -227,7 +227,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
 
 
 def _mask(last: torch.Tensor, keys: KeyRange, window: int | None, dtype: torch.dtype, group: int) -> torch.Tensor:
-    """Additive mask `[group * rows, keys]`: 0 where the row sees the key, else minus infinity."""
+    """Additive mask `[group * rows, keys]`: 0 for visible keys, else minus infinity."""
     key = torch.arange(keys.start, keys.stop, device=last.device)
     hidden = key > last[:, None]
     if window is not None:
@@ -237,7 +237,7 @@ def _mask(last: torch.Tensor, keys: KeyRange, window: int | None, dtype: torch.d
 
 
 def _merge(partials: list[Partial]) -> Partial:
-    """Softmax over disjoint key ranges from softmax over each: weights exp(lse_i - lse), lse = log sum exp(lse_i)."""
+    """Merge softmaxes over disjoint key ranges with weights exp(lse_i - lse), lse = log sum exp(lse_i)."""
     if len(partials) == 1:
         return partials[0]
     lse = torch.logsumexp(torch.stack([lse for _, lse in partials]), dim=0)
@@ -259,13 +259,13 @@ def _fused(scale: float) -> Attend:
 
 
 def _pieces(q: torch.Tensor, keys: int) -> int:
-    """Into how many pieces keys are cut so that few rows keep every thread busy; the fused op takes 32 rows per task."""
+    """Number of key pieces that keep every thread busy with few rows; the fused op takes 32 rows per task."""
     tasks = q.shape[0] * q.shape[1] * -(-q.shape[2] // 32)
     return 1 if q.shape[0] > 1 else min(torch.get_num_threads() // tasks, keys // _LEAST_PIECE)
 
 
 def _split_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: int, attend: Attend) -> Partial:
-    """One request's keys in equal pieces (views) that run side by side as heads, and the remainder, merged."""
+    """Attention over one request's keys, cut into equal pieces (views) that run in parallel as heads, and a remainder."""
     size = k.shape[2] // pieces
     shared = q[0, :, None].expand(-1, pieces, -1, -1)
     out, lse = attend(shared, _cut(k[0], pieces, size), _cut(v[0], pieces, size), None)
@@ -280,7 +280,7 @@ def _cut(x: torch.Tensor, pieces: int, size: int) -> torch.Tensor:
 
 
 def _materialised(rule: Rule) -> Attend:
-    """Weights of one block in memory: for soft-caps, value dims of their own and devices without the fused op."""
+    """One block with weights in memory: for soft-caps, other value dimensions and devices without the fused op."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Partial:
         scores = capped_scores(q, k, rule.scale, rule.softcap)
@@ -294,6 +294,6 @@ def _materialised(rule: Rule) -> Attend:
 
 
 def capped_scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """`scale * q k^T`, squashed to `softcap * tanh(scores / softcap)` (Gemma 2) when asked; q and k in at least fp32."""
+    """`scale * q k^T` in at least fp32, optionally as `softcap * tanh(scores / softcap)` (Gemma 2)."""
     scores = (q @ k.transpose(-1, -2)).mul_(scale)
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)

@@ -1,4 +1,4 @@
-"""Which implementation an op runs: Triton where the tensors are on a GPU, plain torch elsewhere."""
+"""Chooses the implementation of an op: Triton for tensors on a GPU, plain torch elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WIDEST = 256
 
 
 def choose_attention_backend(work: Work, asked: Backend | None) -> Backend:
-    """The same for an attention; heads wider than the kernels hold go to torch, or are refused when Triton is asked for."""
+    """`choose_backend` for an attention. Heads too wide for the kernels use torch, or are refused with "triton"."""
     if max(work.q.shape[3], work.value_dim) <= _WIDEST:
         return choose_backend(asked, work.q)
     if asked == "triton":
@@ -33,9 +33,9 @@ def choose_attention_backend(work: Work, asked: Backend | None) -> Backend:
 
 
 def choose_backend(asked: Backend | None, *tensors: torch.Tensor) -> Backend:
-    """The backend for an op on these tensors: as asked, else Triton on a GPU where it is installed, else torch.
+    """The backend for an op on these tensors: `asked`, else Triton on a GPU if installed, else torch.
 
-    Raises ValueError for an unknown name, and for Triton on float64 or on CPU tensors outside of its interpreter.
+    Raises ValueError for an unknown name, and for Triton on float64 or on CPU tensors outside its interpreter.
     """
     on_gpu, wide = tensors[0].is_cuda, any(tensor.dtype == torch.float64 for tensor in tensors)
     if asked is None:

@@ -1,4 +1,4 @@
-"""What the ops refuse, and their checked arguments as values: one attention call (`Work`), one key layout (`Layout`)."""
+"""Checks the arguments of the ops, and holds them as values: one attention call (`Work`), one key layout (`Layout`)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Reduce = Literal["sum", "max"]
 
 
 class Packed(NamedTuple):
-    """Cumulative lengths of the requests in one call, `[requests + 1]`, int32 or int64, from 0 to all rows and all keys."""
+    """Cumulative lengths of packed requests, `[requests + 1]`, int32 or int64, from 0 to all rows and all keys."""
 
     rows: torch.Tensor
     keys: torch.Tensor
 
     def spans(self) -> Iterator[tuple[slice, slice]]:
-        """Rows and keys of each request; waits for the lengths where they are on a GPU."""
+        """Rows and keys of each request; waits for lengths on a GPU."""
         cuts = zip(self.rows.tolist(), self.keys.tolist(), strict=True)
         for (row, key), (row_stop, key_stop) in pairwise(cuts):
             yield slice(row, row_stop), slice(key, key_stop)
 
 
 class Rule(NamedTuple):
-    """Everything besides the tensors that decides the weights of an attention."""
+    """The options of an attention besides its tensors."""
 
     mode: Mode
     window: int | None
@@ -45,7 +45,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_beside(name: str, tensor: torch.Tensor, like: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """One of the dtypes, on the device of `like`."""
+    """Require one of the dtypes, on the device of `like`."""
     kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     require(tensor.dtype in dtypes, f"{name} must be {kinds}, got {tensor.dtype}")
     require(
@@ -55,7 +55,7 @@ def check_beside(name: str, tensor: torch.Tensor, like: torch.Tensor, dtypes: tu
 
 
 def check_queries_and_keys(q: torch.Tensor, k: torch.Tensor) -> None:
-    """`[batch, heads, rows, head_dim]` against `[batch, kv_heads, keys, head_dim]`."""
+    """Require `[batch, heads, rows, head_dim]` and `[batch, kv_heads, keys, head_dim]`."""
     require(q.ndim == 4, f"q must be [batch, heads, rows, head_dim], got {list(q.shape)}")
     require(k.ndim == 4, f"k must be [batch, kv_heads, keys, head_dim], got {list(k.shape)}")
     batch, heads, _, dim = q.shape
@@ -69,7 +69,7 @@ def check_queries_and_keys(q: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def check_values(v: torch.Tensor, k: torch.Tensor) -> None:
-    """`[batch, kv_heads, keys, value_dim]`, of the dtype and device of k."""
+    """Require `[batch, kv_heads, keys, value_dim]`, with the dtype and device of k."""
     require(
         v.ndim == 4 and v.shape[:3] == k.shape[:3],
         f"v must be [batch, kv_heads, keys, value_dim] = {[*k.shape[:3], 'any']}, got {list(v.shape)}",
@@ -100,7 +100,7 @@ def check_rule(
 def check_positions(
     positions: torch.Tensor, batch: int, rows: int, keys: int, like: torch.Tensor, values: bool
 ) -> None:
-    """`[rows]` or `[batch, rows]` integers next to `like`; with `values` also sorted and inside the keys."""
+    """Require `[rows]` or `[batch, rows]` integers on the device of `like`; with `values` also sorted and inside the keys."""
     require(
         tuple(positions.shape) in ((rows,), (batch, rows)),
         f"positions must be [{rows}] or [{batch}, {rows}] (one per row of q), got {list(positions.shape)}",
@@ -117,7 +117,7 @@ def check_positions(
 def check_packed(
     cu_rows: torch.Tensor | None, cu_keys: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, values: bool
 ) -> Packed | None:
-    """Both or neither; batch 1; with `values` also ascending, from 0 to the number of rows and of keys."""
+    """Require both or neither, and batch 1; with `values` also ascending, from 0 to the number of rows and of keys."""
     if cu_rows is None and cu_keys is None:
         return None
     if cu_rows is None or cu_keys is None:
@@ -135,7 +135,7 @@ def check_packed(
 
 
 def check_requests(packed: Packed, positions: torch.Tensor, mode: Mode, like: torch.Tensor) -> None:
-    """Positions of every packed request: sorted, inside its own keys, and no more rows than keys in mode bottom-right."""
+    """Require sorted positions inside the own keys for every packed request, and rows <= keys in mode bottom-right."""
     for i, (rows, keys) in enumerate(packed.spans()):
         n_rows, n_keys = rows.stop - rows.start, keys.stop - keys.start
         require(
@@ -150,14 +150,14 @@ def check_requests(packed: Packed, positions: torch.Tensor, mode: Mode, like: to
 
 
 def check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
-    """`[heads]`, floating point, on the device of q."""
+    """Require `[heads]`, floating point, on the device of q."""
     if sinks is not None:
         require(sinks.shape == (q.shape[1],), f"sinks must be [{q.shape[1]}], one per query head")
         check_beside("sinks", sinks, q, FLOATS)
 
 
 def check_contiguous(**tensors: torch.Tensor) -> None:
-    """A last dimension without gaps, which every implementation reads in one go."""
+    """Require a contiguous last dimension, which every implementation reads at once."""
     for name, tensor in tensors.items():
         require(
             tensor.stride(-1) == 1 or tensor.shape[-1] <= 1,
@@ -178,7 +178,7 @@ def _same_kind(tensor: torch.Tensor, name: str, like: torch.Tensor) -> None:
 
 
 class Work(NamedTuple):
-    """Checked arguments of one call, as in `selective_attention`; v is None when only the log-sum-exp is wanted."""
+    """Checked arguments of one call, as in `selective_attention`; v is None if only the log-sum-exp is wanted."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -214,19 +214,19 @@ def join_sinks(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 class Layout(NamedTuple):
-    """Which dimensions of a key rotate: `2 * pairs` from `offset` on; pairs are neighbours if interleaved, else halves."""
+    """The rotating dimensions of a key: `2 * pairs` from `offset` on. Pairs are neighbours if interleaved, else halves."""
 
     pairs: int
     offset: int
     interleaved: bool
 
     def split(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the first and of the second member of every pair, `[..., pairs]`."""
+        """Views of the first and the second members of all pairs, `[..., pairs]`."""
         turned = states[..., self.offset : self.offset + 2 * self.pairs]
         if self.interleaved:
             return turned[..., 0::2], turned[..., 1::2]
         return turned[..., : self.pairs], turned[..., self.pairs :]
 
     def still(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the dimensions before and after, which do not rotate."""
+        """Views of the dimensions before and after the rotating ones."""
         return states[..., : self.offset], states[..., self.offset + 2 * self.pairs :]

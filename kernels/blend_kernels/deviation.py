@@ -1,4 +1,4 @@
-"""`kv_deviation`: the public op and its twin in plain torch."""
+"""The public op `kv_deviation` and its plain-torch twin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blend_kernels.checks import FLOATS, check_contiguous, require
 
 @torch.no_grad()
 def deviation_plain(new: torch.Tensor, old: torch.Tensor, norm: str) -> torch.Tensor:
-    """Deviation of one pair, fp32 `[batch, rows]`; arguments are checked."""
+    """Distance of one pair, fp32 `[batch, rows]`, of checked arguments."""
     difference = new.float() - old.float()
     if norm == "l1":
         return difference.abs_().sum((1, 3))
@@ -35,12 +35,22 @@ def kv_deviation(
     parts: Parts = "v",
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """How far fresh keys or values are from stored ones, row by row: fp32 `[batch, rows]`, summed over heads and dimensions.
+    """Distance of fresh from stored keys or values per row, summed over heads and dimensions in fp32.
 
-    Each pair: `[batch, kv_heads, rows, dim]`, any strides, dtypes may differ; dim may differ between keys and values.
-    The pair that `parts` leaves out may be None. norm: "l2sq" sums squares of differences, "l1" their absolute values;
-    both in fp32.
-    Raises ValueError for shapes, dtypes and devices.
+    Args:
+        k_new: fresh keys `[batch, kv_heads, rows, dim]`, any strides; may be None if `parts` is "v".
+        k_old: stored keys of the same shape; the dtype may differ.
+        v_new: fresh values; dim may differ from the keys'. May be None if `parts` is "k".
+        v_old: stored values of the same shape; the dtype may differ.
+        norm: "l2sq" sums squared differences, "l1" absolute differences.
+        parts: "k", "v" or "kv".
+        backend: "triton" or "torch"; None chooses by device.
+
+    Returns:
+        fp32 `[batch, rows]`.
+
+    Raises:
+        ValueError: wrong shapes, dtypes or devices.
     """
     require(norm in ("l2sq", "l1"), f"norm must be 'l2sq' or 'l1', got {norm!r}")
     require(parts in ("k", "v", "kv"), f"parts must be 'k', 'v' or 'kv', got {parts!r}")

@@ -50,7 +50,7 @@ _ELEMENTS = 2048
 
 
 def launch_deviation(keys: Pair | None, values: Pair | None, norm: str) -> torch.Tensor:
-    """Deviation of the pairs that are given, fp32 `[batch, rows]`; arguments are checked."""
+    """Distance of the given pairs, fp32 `[batch, rows]`, of checked arguments."""
     some = keys or values
     assert some is not None
     batch, _, rows, _ = some[0].shape

@@ -1,4 +1,4 @@
-"""`attention_mass`: the public op and its twin in plain torch."""
+"""The public op `attention_mass` and its plain-torch twin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_SCORES = 1 << 22
 
 @torch.no_grad()
 def attention_mass_plain(work: Work, reduce: Reduce) -> torch.Tensor:
-    """Weights joined over rows, fp32 `[batch, heads, keys]`; arguments are checked."""
+    """Weights reduced over rows, fp32 `[batch, heads, keys]`, of checked arguments."""
     # products of half precision would round every score before the softmax
     wide = torch.promote_types(work.q.dtype, torch.float32)
     q, k = work.q, work.k
@@ -75,13 +75,30 @@ def attention_mass(
     check: bool = False,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """How much attention each key receives: softmax weights summed over the given rows, and over heads unless `per_head`.
+    """Attention that each key receives: softmax weights summed over the given rows, and over heads unless `per_head`.
 
-    reduce: "max" takes the largest weight that any of the rows gives a key, in each head, in place of their sum.
+    The rows x keys weights are never in memory as a whole. The sum over keys is rows (times heads), less the sinks'
+    share.
 
-    Arguments as in `selective_attention`. Returns fp32 `[batch, keys]`, or `[batch, heads, keys]`; the sum over keys is
-    rows (times heads), less what the sinks take. The rows x keys weights are never in memory as a whole. Raises ValueError as
-    `selective_attention` does.
+    Args:
+        q: queries; they and the arguments up to `sinks` are as in `selective_attention`.
+        k: keys.
+        positions: of the rows.
+        mode: "exact" or "bottom-right".
+        window: sliding window.
+        softcap: of the scores.
+        scale: of the scores.
+        sinks: logits in the denominator.
+        per_head: return one number per head instead of their sum.
+        reduce: "sum" adds the weights of all rows; "max" takes the largest weight of any row, in each head.
+        check: check positions on a GPU too.
+        backend: "triton" or "torch"; None chooses by device.
+
+    Returns:
+        fp32 `[batch, keys]`, or `[batch, heads, keys]` with `per_head`.
+
+    Raises:
+        ValueError: as `selective_attention`.
     """
     check_queries_and_keys(q, k)
     rule = check_rule(mode, window, softcap, scale, q, k)

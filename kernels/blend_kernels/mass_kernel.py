@@ -1,6 +1,6 @@
 """Jit kernel and launcher of `attention_mass`.
 
-The attention kernel first gives the log-sum-exp without values, then one program runs per block of keys.
+The attention kernel computes the log-sum-exp without values. Then one program runs per block of keys.
 """
 
 import torch
@@ -89,7 +89,7 @@ _ROWS, _KEYS = 64, 64
 
 
 def launch_mass(work: Work, tile: Tile, per_head: bool, reduce: Reduce) -> torch.Tensor:
-    """Weights joined over rows, fp32 `[batch, heads, keys]`, or `[batch, kv_heads, keys]` summed over each group."""
+    """Weights reduced over rows, fp32 `[batch, heads, keys]`, or `[batch, kv_heads, keys]` summed over each group."""
     _, lse = launch_attention(work._replace(v=None), tile, split_count(work, tile), True)
     assert lse is not None
     return mass_from_lse(work, lse, per_head, reduce)

@@ -1,4 +1,4 @@
-"""`rotate_keys`: the public op, its twin in plain torch, and the check that input and output do not overlap."""
+"""The public op `rotate_keys`, its plain-torch twin, and the check that input and output do not overlap."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _Term = tuple[int, int, int]
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether some element of a lies on some element of b; interleaved views, such as other tokens of a cache, do not.
+    """Whether an element of a overlaps an element of b. Interleaved views, such as other tokens of a cache, do not.
 
-    An element of b is `distance + sum of step * n` bytes after one of a, n within what the sizes of the dimensions of that
-    stride allow: they meet where that sum can be zero.
+    An element of b is `distance + sum of step * n` bytes after one of a, with n bounded by the sizes of the dimensions of
+    that stride. They overlap if that sum can be zero.
     """
     if a.numel() == 0 or b.numel() == 0 or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
@@ -44,10 +44,10 @@ def _can_be_zero(distance: int, terms: list[_Term]) -> bool:
 
 
 class Deltas:
-    """By how many positions each token moves, int64 or int32 `[tokens]`.
+    """How many positions each token moves, int64 or int32 `[tokens]`.
 
-    Calls that are given the same one share its tables of cos and sin: the layers of a cache all move alike, and making the
-    tables costs more than the rotation itself. The numbers must not change meanwhile.
+    Calls with the same object share its tables of cos and sin, because the layers of a cache all move alike and making
+    the tables costs more than the rotation itself. Do not change the numbers meanwhile.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -71,7 +71,7 @@ def rotate_keys_plain(
     scale: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Write k, dequantised and turned by `delta * inv_freq`, to `out`; arguments are checked."""
+    """Write k, dequantised and rotated by `delta * inv_freq`, to `out`; arguments are checked."""
     compute = torch.promote_types(out.dtype, torch.float32)
     states = k.to(compute) if scale is None else k.to(compute) * scale.to(compute)
     cos, sin = delta.tables(inv_freq, compute) if isinstance(delta, Deltas) else _tables(delta, inv_freq, compute)
@@ -107,21 +107,32 @@ def rotate_keys(
     out: torch.Tensor | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Move rotary keys by `delta` positions while copying them, in one pass: R(p + delta) = R(delta) R(p) (RoFormer, 2021).
+    """Move rotary keys by `delta` positions while copying them: R(p + delta) = R(delta) R(p) (RoFormer, 2021).
 
-    k: `[..., kv_heads, tokens, head_dim]`, three or four dimensions, any strides with a contiguous last dimension,
-    floating point, or int8 / fp8 with a `scale`.
-    delta: one int, or int64 / int32 `[tokens]` (several chunks in one call), in a `Deltas` where many calls have the same
-    ones; for keys that were never rotated it is the position itself. inv_freq: `[pairs]`, radians per position, at least fp32,
-    on any device; dimensions `rotary_offset` to `rotary_offset + 2 * pairs - 1` turn, the others are copied. interleaved: pairs
-    are (0, 1), (2, 3) instead of (i, i + pairs). A factor that the model puts on cos and sin is part of k already and is not
-    applied.
-    scale: floating point, multiplies k before it turns; any shape that broadcasts to k's (`[tokens, 1]`, `[kv_heads, 1, 1]`).
-    out: of k's shape, floating point, such as a slice of the blended cache; by default a new tensor in k's dtype (fp32
-    when k is quantised). Angles are exact to fp32 however far keys move; products are fp32.
+    Never writes k. Angles are exact to fp32 at any distance; products are fp32. A factor of the model on cos and sin is
+    part of k already and is not applied again.
 
-    Returns `out`. Never writes k. Raises ValueError for shapes, dtypes and devices, and for an out that shares memory with
-    k (turning in place would turn again on the next use; other tokens of the same buffer are fine) or with itself.
+    Args:
+        k: `[..., kv_heads, tokens, head_dim]`, three or four dimensions, any strides with a contiguous last dimension; floating
+            point, or int8 / fp8 with a `scale`.
+        delta: one int, or int64 / int32 `[tokens]` for several chunks in one call; a `Deltas` if many calls share it. For
+            unrotated keys it is the position itself.
+        inv_freq: `[pairs]`, radians per position, at least fp32, on any device. Dimensions `rotary_offset` to
+            `rotary_offset + 2 * pairs - 1` rotate; the others are copied.
+        interleaved: pairs are (0, 1), (2, 3), ... instead of (i, i + pairs).
+        rotary_offset: the first dimension that rotates.
+        scale: floating point, multiplies k before the rotation; any shape that broadcasts to k's (`[tokens, 1]`,
+            `[kv_heads, 1, 1]`).
+        out: of k's shape, floating point, such as a slice of the blended cache; by default a new tensor in k's dtype (fp32
+            for a quantised k).
+        backend: "triton" or "torch"; None chooses by device.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: wrong shapes, dtypes or devices, or an out that shares memory with itself or with k. Rotating in place would
+            rotate again on the next use. Other tokens of the same buffer are fine.
     """
     layout = Layout(_pairs(inv_freq), rotary_offset, interleaved)
     _check_states(k, layout, scale)
@@ -148,7 +159,7 @@ def rotate_keys(
 
 
 def choose_rotation_backend(k: torch.Tensor, out: torch.Tensor, asked: Backend | None) -> Backend:
-    """As `choose_backend`; fp8 on GPUs older than compute capability 8.9 goes to torch."""
+    """As `choose_backend`, but fp8 on GPUs below compute capability 8.9 uses torch."""
     old = k.is_cuda and torch.cuda.get_device_capability(k.device) < (8, 9)
     beyond = k.dtype.itemsize == 1 and k.dtype != torch.int8 and old
     return "torch" if asked is None and beyond else choose_backend(asked, k, out)

@@ -110,7 +110,7 @@ def launch_rotation(
     scale: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Write k, dequantised and turned, to `out`; arguments are checked."""
+    """Write k, dequantised and rotated, to `out`; arguments are checked."""
     if k.ndim == 3:
         k, out = k[None], out[None]
     batch, heads, tokens, dim = k.shape

@@ -1,9 +1,9 @@
 """Tile shapes of the attention kernel: candidates per kind of work, and the measured choice among them.
 
-Candidates are predictions from registers and shared memory (kernels/README.md), best guess first. None spills registers in the
-calls that scripts/aot_report compiles for compute capabilities 8.0 and 9.0, except fp32 at 256 dimensions; the report fails
-otherwise. `choose` measures them once per kind of work and machine and keeps the result in a file: `BLEND_KERNELS_CACHE`, by
-default `~/.cache/blend_kernels/tiles.json`. `BLEND_KERNELS_TUNE=0` takes the best guess.
+Candidates are predictions from registers and shared memory (kernels/README.md), best guess first. None spills registers
+in the calls that scripts/aot_report compiles for compute capabilities 8.0 and 9.0, except fp32 at 256 dimensions;
+otherwise the report fails. `choose` measures them once per kind of work and machine and keeps the result in
+`BLEND_KERNELS_CACHE`, by default `~/.cache/blend_kernels/tiles.json`. `BLEND_KERNELS_TUNE=0` takes the best guess.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 
 class Tile(NamedTuple):
-    """Folded rows and keys of one step, warps, pipeline stages, and whether keys come through TMA descriptors."""
+    """Folded rows and keys of one step, warps, pipeline stages, and whether TMA descriptors load the keys."""
 
     rows: int
     keys: int
@@ -29,14 +29,14 @@ class Tile(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """A head dimension as a power of two plus a second, smaller one (0 when not needed): 80 = 64 + 16, 192 = 128 + 64."""
+    """A head dimension as a power of two plus a second, smaller one (0 if not needed): 80 = 64 + 16, 192 = 128 + 64."""
 
     first: int
     second: int
 
 
 class Shape(NamedTuple):
-    """What decides the tile: dtype, head dimensions, folded rows (rows times group), window, and whether TMA is possible."""
+    """What determines the tile: dtype, head dimensions, folded rows (rows times group), window, and whether TMA is possible."""
 
     dtype: torch.dtype
     dim: int
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 
 
 def chunks(dim: int) -> Chunks:
-    """Cut a head dimension so that padding stays small; tensor cores want at least 16."""
+    """Cut a head dimension into chunks with little padding; tensor cores want at least 16."""
     first = max(16, 1 << (dim.bit_length() - 1))
     rest = dim - first
     return Chunks(first, max(16, 1 << (rest - 1).bit_length()) if rest > 0 else 0)
@@ -124,10 +124,10 @@ Measure = Callable[[Tile], float]
 
 
 def choose(key: str, tiles: Sequence[Tile], measure: Measure) -> Tile:
-    """The fastest tile for `key`: remembered, or measured now and remembered.
+    """The fastest tile for `key`, from memory or measured now.
 
-    measure: seconds of one run with a tile, infinity for one that does not run on the GPU. With nothing to choose from,
-    nothing is measured; when no tile runs, it is the first, and nothing is remembered.
+    measure: seconds of one run with a tile; infinity if it does not run on the GPU. A single candidate is not measured.
+    If no tile runs, returns the first and remembers nothing.
     """
     if len(tiles) == 1 or os.environ.get("BLEND_KERNELS_TUNE") == "0":
         return tiles[0]
@@ -143,7 +143,7 @@ def choose(key: str, tiles: Sequence[Tile], measure: Measure) -> Tile:
 
 
 def cache_file() -> Path:
-    """Where choices are kept."""
+    """The file of measured choices."""
     return Path(os.environ.get("BLEND_KERNELS_CACHE") or Path.home() / ".cache" / "blend_kernels" / "tiles.json")
 
 
@@ -162,7 +162,7 @@ def forget() -> None:
 
 
 def _save(choices: dict[str, list[int | bool]]) -> None:
-    """Write through a temporary file, so that a reader never sees half of it; a read-only home costs only the memory."""
+    """Write through a temporary file, so readers see a whole file. On a read-only home, choices stay in memory only."""
     path = cache_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

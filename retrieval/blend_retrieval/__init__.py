@@ -1,8 +1,8 @@
-"""Documents, chunks, embeddings and their index: everything before a prompt. Knows nothing of models that generate.
+"""Documents, chunks, embeddings and the index: everything before a prompt. Independent of generating models.
 
     load_documents -> Document -> chunk_documents -> Chunk -> update_index -> ChunkIndex -> Retriever -> RankedChunks
 
-Importing this package loads neither torch nor faiss nor any parser; the names below are loaded on first use.
+Importing this package loads no torch, faiss or parser. The names below are loaded on first use.
 """
 
 from __future__ import annotations

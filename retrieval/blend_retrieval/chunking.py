@@ -1,7 +1,7 @@
-"""Documents to chunks: consecutive passages of one document, none longer than a number of tokens.
+"""Divides documents into chunks: consecutive passages of one document, each within a token limit.
 
-A document is divided at its headings. A section that is too long is divided at paragraphs, then sentences, then words
-(semantic-text-splitter); small neighbours are joined again. The passages of a document, in order, are its whole text.
+A document is split at its headings. A section over the limit is split at paragraphs, then sentences, then words
+(semantic-text-splitter). Small neighbours are joined again. The passages of a document, in order, are its whole text.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from blend_retrieval.document import Document, Heading, clean_title
 from blend_retrieval.errors import ChunkingError
 from blend_retrieval.headings import find_headings
 
-TINY_SHARE = 8  # a passage below an eighth of the limit is put to any neighbour it fits with
+TINY_SHARE = 8  # a passage below an eighth of the limit joins any neighbour it fits with
 GLANCE = 40  # characters a token; no text is that dense
 TITLE_SHARE = 2  # a title may take half of the limit
-REMEMBERED = 1 << 12  # passages; the same ones are asked for again soon or never
+REMEMBERED = 1 << 12  # passages; repeats come soon or never
 _BLANK_LINES = re.compile(r"(?:[ \t]*[\r\n]+)+")
 
 
@@ -40,7 +40,7 @@ class Region(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """What a region reads like, and its length in tokens."""
+    """Title and text of a region, and its length in tokens."""
 
     title: str
     text: str
@@ -48,16 +48,16 @@ class Passage(NamedTuple):
 
 
 def _above(path: tuple[Heading, ...], heading: Heading) -> tuple[Heading, ...]:
-    """The part of a path of headings that a new heading leaves open."""
+    """The part of a heading path that stays open below a new heading."""
     return tuple(open_ for open_ in path if open_.level < heading.level)
 
 
 class PassageComposer:
-    """Makes passages out of the regions of one document.
+    """Makes passages from the regions of one document.
 
-    The title of a passage is the document's, then the headings it lies under. Headings at the head of a region under
-    which all of it lies are lifted out of the text into the title; a title that would take over half of `max_tokens` is
-    shortened to the document's, and nothing is lifted, so no word of the document is lost.
+    A passage's title is the document's title and the headings above the passage. Headings at the start of a region that
+    apply to all of it move from the text to the title. If the title takes over half of `max_tokens`, it is shortened to
+    the document's title and the headings stay in the text, so no word is lost.
     """
 
     def __init__(self, document: Document, measure: Callable[[str, str], int], max_tokens: int) -> None:
@@ -74,11 +74,11 @@ class PassageComposer:
         self._short: str | None = None
 
     def measure(self, title: str, text: str) -> int:
-        """Tokens of a passage; of one out of all proportion, some number above the limit, without tokenising it."""
+        """Tokens of a passage. A passage far beyond the limit gets a number above it without tokenising."""
         return len(text) if len(text) > self.reach else self._measure(title, text)
 
     def sections(self) -> list[Region]:
-        """The document cut at every heading; blank stretches are left out."""
+        """The document, cut at every heading, without blank stretches."""
         edges = sorted({0, *self._starts, len(self.text)})
         regions = [Region(start, stop) for start, stop in pairwise(edges)]
         return [region for region in regions if self.text[region.start : region.stop].strip()]
@@ -102,7 +102,7 @@ class PassageComposer:
         return Passage(title, text, self.measure(title, text))
 
     def fits(self, region: Region) -> bool:
-        """Whether the region's passage keeps the limit."""
+        """Whether the region's passage is within the limit."""
         return self.compose(region).tokens <= self.max_tokens
 
     def tiny(self, region: Region) -> bool:
@@ -116,7 +116,7 @@ class PassageComposer:
         return not opened or not first or first[0].level >= min(opened)
 
     def frame(self, region: Region) -> tuple[str, int]:
-        """Title of a region and where the text under it starts: after the headings that were lifted into the title."""
+        """A region's title, and where its text starts: after the headings that moved into the title."""
         inside = self._inside(region)
         path = self._enclosing(region, inside)
         kept = path
@@ -135,7 +135,7 @@ class PassageComposer:
         return self._headings[bisect_left(self._starts, region.start) : bisect_left(self._starts, region.stop)]
 
     def _enclosing(self, region: Region, inside: tuple[Heading, ...]) -> tuple[Heading, ...]:
-        """Headings before a region that are still open where its text starts."""
+        """Headings before a region that still apply where its text starts."""
         path = self._paths[bisect_left(self._starts, region.start)]
         if inside and not self.text[region.start : inside[0].start].strip():
             path = _above(path, inside[0])
@@ -151,7 +151,7 @@ class PassageComposer:
         return self.measure(title, "") <= self.max_tokens // TITLE_SHARE
 
     def _shortened(self) -> str:
-        """As much of the document's title as may be had."""
+        """As much of the document's title as fits."""
         if self._short is None:
             self._short = self._title
             while self._short and not self._affordable(self._short):
@@ -170,9 +170,9 @@ Render = Callable[[str, str], str]
 class Chunk:
     """One passage of a document.
 
-    id: hex digest of the document's id, the title and the text; edits of other documents or passages leave it as it is.
-    title: the document's title and the headings that the passage lies under, joined by " > ".
-    tokens: length of the rendered chunk in the tokenizer it was made with.
+    id: hex digest of the document's id, the title and the text. Edits elsewhere do not change it.
+    title: the document's title and the headings above the passage, joined by " > ".
+    tokens: length of the rendered chunk in the tokenizer that made it.
     """
 
     id: str
@@ -188,11 +188,11 @@ def chunk_documents(
     max_tokens: int,
     render: Render,
 ) -> tuple[Chunk, ...]:
-    """All chunks of all documents, in order, `len(encode(render(title, text))) <= max_tokens` for each.
+    """Divide documents into chunks, in order, each with `len(encode(render(title, text))) <= max_tokens`.
 
     encode: token ids of a text without special tokens, such as `partial(tokenizer.encode, add_special_tokens=False)`.
-    render: what will be tokenised in the end, from a chunk's title and text.
-    Raises `ChunkingError` when `max_tokens` is below 16, or so small that a single character does not fit.
+    render: the text to tokenise, from a chunk's title and text.
+    Raises `ChunkingError` if `max_tokens` is below 16, or too small for a single character.
     """
     if max_tokens < LEAST_MAX_TOKENS:
         raise ChunkingError(f"chunks of {max_tokens} tokens hold no text; allow at least {LEAST_MAX_TOKENS}")
@@ -212,7 +212,7 @@ def _chunk(document: Document, measure: Callable[[str, str], int], max_tokens: i
 
 
 def _divide(composer: PassageComposer, region: Region) -> list[Region]:
-    """A region as pieces that fit."""
+    """Split a region into pieces within the limit."""
     if composer.fits(region):
         return [region]
     edges = [region.start, *_cuts(composer, region), region.stop]
@@ -221,11 +221,10 @@ def _divide(composer: PassageComposer, region: Region) -> list[Region]:
 
 
 def _cuts(composer: PassageComposer, region: Region) -> Iterator[int]:
-    """Where the splitter cuts a region.
+    """The positions where the splitter cuts a region.
 
-    For every piece the splitter reads all the text that it was given, so it is given one window after the other. The
-    last piece of a window may go on behind it; there the next window begins. A long line has no structure that asks for
-    a wide window.
+    The splitter reads all of its text for every piece, so it gets one window at a time. The last piece of a window may be
+    incomplete, so the next window begins with it. A long line has no structure and gets a narrow window.
     """
     from semantic_text_splitter import MarkdownSplitter
 
@@ -246,7 +245,7 @@ def _cuts(composer: PassageComposer, region: Region) -> Iterator[int]:
 
 
 def _halve(composer: PassageComposer, region: Region) -> list[Region]:
-    """Last resort, where a passage counts more tokens than the splitter saw: halve it, between words if it can be."""
+    """Halve a passage that is still too long, between words if possible."""
     if composer.fits(region):
         return [region]
     if region.length < 2:
@@ -260,7 +259,7 @@ def _halve(composer: PassageComposer, region: Region) -> list[Region]:
 
 
 def _join(composer: PassageComposer, regions: list[Region], wanted: Callable[[Region, Region], bool]) -> list[Region]:
-    """Put neighbours together from left to right, where that is wanted and they fit into one chunk."""
+    """Join neighbours from left to right if `wanted` and if they fit into one chunk."""
     joined: list[Region] = []
     for region in regions:
         if joined and wanted(joined[-1], region):
@@ -273,11 +272,11 @@ def _join(composer: PassageComposer, regions: list[Region], wanted: Callable[[Re
 
 
 def _number(document: Document, passages: Sequence[Passage]) -> list[Chunk]:
-    """Passages as chunks. Equal passages of one document are told apart by their count, so that ids are unique."""
+    """Passages as chunks. A count distinguishes equal passages of one document, so ids are unique."""
     times: Counter[tuple[str, str]] = Counter()
     chunks = []
     for title, text, tokens in passages:
-        if not text:  # blanks that a halved region left over
+        if not text:  # blanks left by halving
             continue
         identity = [document.id, title, text, times[title, text]]
         times[title, text] += 1

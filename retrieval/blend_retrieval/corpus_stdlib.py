@@ -1,4 +1,4 @@
-"""A corpus that is on every machine: the documentation strings of Python's standard library, one document a module."""
+"""A demo corpus available on every machine: documentation strings of Python's standard library, one document per module."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ _TIMEOUT = 120.0  # seconds
 
 
 def write_stdlib_corpus(folder: str | Path, modules: Sequence[str] | None = None) -> list[Path]:
-    """Write one Markdown document a module into `folder` and return their paths; the same in every run of one Python.
+    """Write one Markdown document per module into `folder` and return their paths.
 
-    modules: `DEFAULT_MODULES` if None. Those that this Python lacks (such as sqlite3 in a small build) are left out.
-    Files are only written when their content changes. Raises `CorpusError` for a name that is no module of the standard
-    library, or is in `SIDE_EFFECTS`, and when no module could be rendered.
+    The result is the same in every run of one Python. Files are written only if their content changes.
+    modules: `DEFAULT_MODULES` if None, without modules that this Python lacks (such as sqlite3 in a small build).
+    Raises `CorpusError` for a name outside the standard library or in `SIDE_EFFECTS`, and if no module could be rendered.
     """
     names = tuple(DEFAULT_MODULES if modules is None else modules)
     for name in names:
@@ -94,7 +94,7 @@ def _check(name: str) -> None:
 
 
 def render(names: Sequence[str]) -> dict[str, str]:
-    """Markdown by module. Modules are imported by a process of their own, cut off from the environment and its paths."""
+    """Markdown by module. A separate, isolated process imports the modules."""
     command = [sys.executable, "-I", "-X", "utf8", "-W", "ignore", str(_RENDERER), *names]
     try:
         run = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_TIMEOUT, check=True)

@@ -1,4 +1,4 @@
-"""Questions about the demo corpus, with short answers that stand in it: on Python 3.11 to 3.14."""
+"""Questions about the demo corpus with short answers from it, for Python 3.11 to 3.14."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 
 class DemoQuestion(NamedTuple):
-    """A question, the answers that are right, and the modules whose documents answer it.
+    """A question, its right answers, and the modules whose documents answer it.
 
-    Where there are two modules, the first leads to the second, and the answer stands in the second.
+    With two modules, the first leads to the second, which has the answer.
     """
 
     question: str

@@ -1,4 +1,4 @@
-"""Documents: the text of a corpus, cleaned, and what was left out of it."""
+"""Documents: cleaned texts of a corpus, and the files that were skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNSEEN = re.compile("[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u202a-\u202e\u2066-\
 
 
 def clean(text: str) -> str:
-    """Text with plain newlines, without NULs, lone surrogates (no tokenizer takes them) and blank edges."""
+    """Text with plain newlines, without NULs, lone surrogates (no tokenizer takes them) and blanks at either end."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
     if _SURROGATE.search(text):
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -28,7 +28,7 @@ def clean_title(text: str) -> str:
 
 
 def valid_name(name: str) -> str:
-    r"""A file's name as valid Unicode; bytes that are not UTF-8 become escapes such as `\udcff` for 0xff."""
+    r"""A file's name as valid Unicode. Bytes that are not UTF-8 become escapes such as `\udcff` for 0xff."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -48,13 +48,14 @@ class Heading(NamedTuple):
 
 
 class Document(NamedTuple):
-    r"""One text.
+    r"""One text of a corpus.
 
-    id: unique in its corpus and stable between runs: the path below the loaded folder, plus `#...` for a record in a file.
-    title: its own title, or its file name.
-    text: Markdown or plain text with `\n` newlines; it is divided at headings.
+    id: unique in its corpus and stable between runs: the path below the loaded folder, plus `#...` for a record in a
+    file.
+    title: the document's title, or its file name.
+    text: Markdown or plain text with `\n` newlines, split at headings.
     source: where it came from, for people.
-    markup: how headings are marked in the text.
+    markup: how the text marks headings.
     """
 
     id: str
@@ -65,10 +66,10 @@ class Document(NamedTuple):
 
 
 class SkippedDocument(NamedTuple):
-    """A file or record that was left out, with a one-line reason.
+    """A file or record that was skipped, with a one-line reason.
 
-    unread: ids that its documents would have: a file's id, to which `#...` may be added, or a folder's id with a final slash
-    for all documents below. Empty if it was read or does not exist.
+    unread: ids that its documents would have: a file's id, to which `#...` may be added, or a folder's id with a final
+    slash for all documents below. Empty if the file was read or does not exist.
     """
 
     source: str
@@ -77,13 +78,13 @@ class SkippedDocument(NamedTuple):
 
 
 class LoadedDocuments(NamedTuple):
-    """Documents sorted by id, and everything that was left out."""
+    """Documents sorted by id, and everything that was skipped."""
 
     documents: tuple[Document, ...]
     skipped: tuple[SkippedDocument, ...]
 
     def unread(self) -> Callable[[str], bool]:
-        """A test whether a document with this id may exist in a file or folder that could not be read."""
+        """A test whether a document with this id may exist in an unreadable file or folder."""
         names = {name for one in self.skipped for name in one.unread}
         return lambda document: bool(names) and not names.isdisjoint(_holders(document))
 

@@ -12,7 +12,7 @@
         ├── IndexMismatchError  an index made with another embedding model
         └── IndexBusyError      an index that another process is writing
 
-Every message is one line with the problem and its remedy. `exit_code` is for command lines.
+Every message is one line with the problem and its remedy. Command lines exit with `exit_code`.
 """
 
 
@@ -35,11 +35,11 @@ class EmbeddingError(RetrievalError):
 
 
 class QueryError(RetrievalError, ValueError):
-    """A query that cannot be searched for."""
+    """An empty question, or a number of results below 1."""
 
 
 class CorpusError(RetrievalError, ValueError):
-    """A module that has no place in the demo corpus."""
+    """A module that the demo corpus cannot be made from."""
 
 
 class ChunkIndexError(RetrievalError):
@@ -59,4 +59,4 @@ class IndexMismatchError(ChunkIndexError):
 
 
 class IndexBusyError(ChunkIndexError):
-    """An index that another process is writing for too long."""
+    """An index that another process has been writing for too long."""

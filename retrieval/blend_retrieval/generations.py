@@ -1,12 +1,12 @@
-"""An index on disk: generations of files that only their owner may read. A manifest names the current one.
+"""An index on disk, as generations of files that only their owner may read. A manifest names the current one.
 
     .lock                     held while one process writes
     manifest.json             format, embedder, dimension, and for each file its name, size and SHA-256
     chunks-<generation>.jsonl one chunk a line
     index-<generation>.faiss  the vector of line i is vector i
 
-A writer writes and flushes a new generation, then replaces the manifest in one step: readers find the old generation or the
-new one, whole. The previous generation, which readers may still be opening, stays until the next write.
+A writer writes and flushes a new generation, then replaces the manifest in one step, so readers see a whole generation.
+The previous generation stays until the next write, because readers may still be opening it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OTHERS = 0o077
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder unless it is there, and the parents that it lacks, each for its owner alone. Raises OSError.
+    """Create a folder and its missing parents, each for its owner alone. Raises OSError.
 
     `Path.mkdir` leaves the modes of parents to the umask.
     """
@@ -38,7 +38,7 @@ def make_private_folder(path: Path) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Take the rights of group and others from a file or folder of ours. What is not ours, a link too, stays as it is."""
+    """Remove group's and others' rights from a file or folder of this user. Leaves links and other users' files as they are."""
     with suppress(OSError):
         status = path.lstat()
         ours = hasattr(os, "geteuid") and status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode)
@@ -55,7 +55,7 @@ _GENERATION = re.compile(r"(?:chunks|index)-[0-9a-f]{16}\.(?:jsonl|faiss)(?:\.pa
 
 
 class Generation(NamedTuple):
-    """Everything that one generation holds: the embedder's name, the vectors' length, and the bytes of both files."""
+    """A generation's content: the embedder's name, the vectors' length, and the bytes of both files."""
 
     embedder: str
     dimension: int
@@ -65,7 +65,7 @@ class Generation(NamedTuple):
 
 @contextmanager
 def write_lock(directory: Path) -> Iterator[None]:
-    """Hold the right to write; it ends with the process. Raises `IndexBusyError` when another process keeps it."""
+    """Hold the write lock, which ends with the process. Raises `IndexBusyError` if another process keeps it."""
     from filelock import FileLock, Timeout
 
     try:
@@ -82,13 +82,13 @@ def write_lock(directory: Path) -> Iterator[None]:
 
 
 def keep_private(directory: Path) -> None:
-    """Take the documents' text from other users' eyes, in an index of before as well.
+    """Remove other users' access to the index, also to one of an earlier version.
 
-    The folder's own modes are left alone where it holds other things too, for then it is not the index's.
+    The folder's own modes stay if it holds other files, because then it is not the index's folder.
     """
     try:
         paths = list(directory.iterdir())
-    except OSError:  # no index yet, or one that cannot be read, as reading it will say
+    except OSError:  # no index yet, or an unreadable one, which reading reports
         return
     ours = [path for path in paths if path.name in _SINGLE or _GENERATION.fullmatch(path.name)]
     for path in ours:
@@ -114,9 +114,9 @@ def write_generation(directory: Path, generation: Generation) -> None:
 
 
 def read_generation(directory: Path) -> Generation:
-    """The current generation, every byte checked. Raises `IndexMissingError` or `IndexDamagedError`."""
+    """Read the current generation and check every byte. Raises `IndexMissingError` or `IndexDamagedError`."""
     keep_private(directory)
-    for _ in range(3):  # a writer may have taken this generation away in the meantime; then there is a newer one
+    for _ in range(3):  # a writer may have replaced this generation meanwhile
         manifest = _read_manifest(directory)
         try:
             return _read_files(directory, manifest)
@@ -129,7 +129,7 @@ def read_generation(directory: Path) -> Generation:
 
 
 def generation_files(directory: Path) -> tuple[bytes, dict[str, Path]]:
-    """The current manifest as it is, and the files that it names. Raises `IndexMissingError` or `IndexDamagedError`."""
+    """The bytes of the current manifest, and the files that it names. Raises `IndexMissingError` or `IndexDamagedError`."""
     manifest = _read_manifest(directory)
     try:
         return (directory / MANIFEST).read_bytes(), {name: directory / name for name, _ in manifest.files}
@@ -138,11 +138,10 @@ def generation_files(directory: Path) -> tuple[bytes, dict[str, Path]]:
 
 
 def install_generation(directory: Path, manifest: bytes, read: Callable[[str], bytes]) -> None:
-    """Make the generation of a manifest from elsewhere the current one.
+    """Copy a generation from elsewhere and make it the current one.
 
-    read: the content of a file by the name that the manifest has for it. Every byte is checked before it is written, and
-    names are those of generations alone. Raises `IndexDamagedError`, and what `read` raises; the index is then as it was. The
-    caller holds the lock.
+    read: the content of a file by its name in the manifest. Every byte and every name is checked before it is written.
+    Raises `IndexDamagedError`, and what `read` raises; the index is then unchanged. The caller holds the lock.
     """
     parsed, before = _parse_manifest(manifest, directory), _current_files(directory)
     _remove_others(directory, before)
@@ -164,10 +163,10 @@ def _held_digest(path: Path) -> str:
 
 
 def manifest_digest(directory: Path) -> str:
-    """What changes whenever another generation becomes the current one; empty where there is none, or none to be read."""
+    """A digest that changes with the current generation; empty if the manifest is missing or unreadable."""
     try:
         return _sha256((directory / MANIFEST).read_bytes())
-    except OSError:  # reading the index says what is wrong
+    except OSError:  # reading the index reports the problem
         return ""
 
 
@@ -220,9 +219,9 @@ def _current_files(directory: Path) -> set[str]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, and have it on the disk before anything that comes after."""
+    """Write a file atomically and sync it before later writes."""
     part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)  # of a killed writer, perhaps for all to read
+    part.unlink(missing_ok=True)  # of a killed writer, perhaps readable by all
     try:
         with open(part, "xb", opener=lambda name, flags: os.open(name, flags, PRIVATE_FILE)) as file:
             file.write(data)
@@ -230,13 +229,13 @@ def _write(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         part.replace(path)
     finally:
-        part.unlink(missing_ok=True)  # of a disk that is full
+        part.unlink(missing_ok=True)  # after a full disk
 
 
 def _remove_others(directory: Path, keep: set[str]) -> None:
-    """Files of generations before the current one, and what writers left that failed.
+    """Remove files of generations before the current one, and leftovers of failed writers.
 
-    Called before anything is written: a disk that is nearly full needs the room.
+    Called before anything is written, to make room on a nearly full disk.
     """
     for path in directory.iterdir() if keep else ():
         if _GENERATION.fullmatch(path.name) and path.name not in keep:

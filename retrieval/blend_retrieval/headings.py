@@ -1,8 +1,8 @@
-"""Finds the headings of a text: Markdown's, or those of plain text.
+"""Finds the headings of a text, in Markdown or plain text.
 
-Headings of plain text are underlined lines, and lines after a `#` where that marks headings. Tutorials, logs and notes are full
-of comments and ruled tables, and a title goes into prompts and sources. So a line counts only on good evidence: a missed
-heading merely costs a shorter title.
+Headings of plain text are underlined lines, and lines after a `#` where that marks headings. Tutorials, logs and notes
+are full of comments and ruled tables, and titles go into prompts and sources. So a line counts only on good evidence: a
+missed heading merely costs a shorter title.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _CLOSING = ".,;:。，；：、…({[-/"
 
 
 def like_heading(words: str) -> bool:
-    """Whether these could be the words of a heading: mostly letters, no sentence, no columns, nothing of code."""
+    """Whether this may be the text of a heading: mostly letters, no sentence, no columns, no code."""
     if _SIGNS.search(words) or words[-1] in _CLOSING or _KEYWORD.match(words) or PROMPT.match(words):
         return False
     if not (words[0].isalnum() or (words[0] in _OPENING and not words.startswith("* "))):
@@ -83,16 +83,16 @@ def like_prose(line: str) -> bool:
     return bool(first) and (not first.islower() or len(words.split()) >= 5)
 
 
-STRETCH = 1 << 18  # characters parsed at a time; what the parser makes of a text takes a hundred times its memory
+STRETCH = 1 << 18  # characters parsed at a time; the parser's result takes a hundred times the text's memory
 _MARK = re.compile(r"#|[\r\n] {0,3}(?:=+|-+)[ \t]*(?:[\r\n]|\Z)")
 _NEWLINE = re.compile(r"\r\n?|\n")
 
 
 def markdown_headings(text: str) -> Iterator[Heading]:
-    """Headings by the CommonMark specification (so a `#` in a code block is none), in order, parsed as they are read.
+    """Headings in order, by the CommonMark specification, so a `#` in a code block is none.
 
-    A stretch of text is read as it would be in the whole, but for its last block, which may go on behind it: there the
-    next stretch begins. A block longer than a stretch is read again in one of twice the length.
+    Parses one stretch of text at a time. The last block of a stretch may be incomplete, so the next stretch begins with
+    it. A block longer than a stretch is parsed again in one of twice the length.
     """
     start, size = 0, STRETCH
     while start < len(text) and _MARK.search(text, start):
@@ -128,7 +128,7 @@ def _parser() -> MarkdownIt:
     from markdown_it import MarkdownIt
 
     parser = MarkdownIt("commonmark")
-    parser.core.ruler.disable("inline")  # only the blocks matter, and inline parsing is most of the work
+    parser.core.ruler.disable("inline")  # only blocks matter, and inline parsing is most of the work
     return parser
 
 
@@ -137,19 +137,19 @@ _HASH = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
 _MARKED = re.compile(r"(#{1,6})[ \t]+(.*?)(?:[ \t]+#+)?[ \t]*$")
 _FENCE = re.compile(r"^ {0,3}(`{3,}(?=[^`\n]*$)|~{3,})[ \t]*(.*)$", re.MULTILINE)
 _COLUMNS = re.compile(r"\S(?: {2,}|\t)\S")
-_LEAST_MARKED = 2  # a single line after a `#` says nothing of the text
-_HEADING_SHARE = 0.75  # of the lines that open with `#`; where fewer are like headings, it marks comments
+_LEAST_MARKED = 2  # a single line after a `#` is no evidence
+_HEADING_SHARE = 0.75  # of the lines that open with `#`; if fewer are like headings, it marks comments
 _GLANCE = 200  # characters by which a neighbour is judged
 
 
 def plain_headings(text: str) -> tuple[Heading, ...]:
-    """Headings in order, outside of fenced code."""
+    """Headings in order, outside fenced code."""
     fences = _Fences.of(text)
     return tuple(sorted([*_underlined(text, fences), *_marked(text, fences)], key=lambda heading: heading.start))
 
 
 class _Line(NamedTuple):
-    """A line: characters `start` to `stop - 1`, without its newline. `start` is below 0 where there is none."""
+    """A line: characters `start` to `stop - 1`, without its newline. `start` is negative if there is no such line."""
 
     start: int
     stop: int
@@ -161,7 +161,7 @@ class _Line(NamedTuple):
 
 
 class _Fences(NamedTuple):
-    """Stretches of fenced code, in order; `closed` when none is left open."""
+    """Stretches of fenced code, in order. `closed` if none is left open."""
 
     spans: tuple[tuple[int, int], ...]
     closed: bool
@@ -178,7 +178,7 @@ class _Fences(NamedTuple):
         return cls(tuple(spans), not mark)
 
     def outside(self, matches: Iterator[re.Match[str]]) -> Iterator[re.Match[str]]:
-        """Those of some ordered matches that are in no fence."""
+        """Those of some ordered matches that are outside all fences."""
         spans = iter((*self.spans, (1 << 62, 1 << 62)))
         span = next(spans)
         for match in matches:
@@ -189,7 +189,7 @@ class _Fences(NamedTuple):
 
 
 def _underlined(text: str, fences: _Fences) -> Iterator[Heading]:
-    """Words of their own line over a ruler about as long as they are, or between two rulers."""
+    """Lines over a ruler of about their length, or between two rulers."""
     for rule in fences.outside(_RULE.finditer(text)):
         below = _Line(rule.start(), rule.end(), rule[0].rstrip())
         words = _before(text, below)
@@ -209,13 +209,13 @@ def _long_enough(title: str, ruler: int, framed: bool) -> bool:
 
 
 def _heads_words(text: str, ruler: _Line, framed: bool) -> bool:
-    """Whether what follows a ruler could be the text under a heading, and not the rows of a table or a prompt."""
+    """Whether the text after a ruler could follow a heading, and is no table row or prompt."""
     after = _after(text, ruler)
     return not _COLUMNS.search(after.text.strip()) and not PROMPT.match(after.text) and (after.blank or not framed)
 
 
 def _marked(text: str, fences: _Fences) -> list[Heading]:
-    """Lines after a `#`, if there are some and nearly all of them stand like headings: alone, among words."""
+    """Lines after a `#`, if there are several and nearly all stand like headings: alone, among words."""
     if not fences.closed:
         return []
     count, found = 0, []

@@ -1,4 +1,4 @@
-"""A brief question to the model hub; loading from an unreachable one would retry for over a minute."""
+"""A short request to the model hub, because loading from an unreachable hub retries for over a minute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TIMEOUT_S = 10.0
 def why_not(name: str, *, timeout_s: float = TIMEOUT_S) -> str | None:
     """Why the hub does not offer a model that is not on this machine, as the end of a sentence; None if it does.
 
-    Asks for one file, because the hub describes a gated model to everybody but withholds its files.
+    Requests one file, because the hub describes gated models to all but withholds their files.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError

@@ -1,6 +1,6 @@
-"""The index: chunks and their vectors, searched with FAISS, kept on disk and updated by what changed.
+"""The index: chunks and their vectors, searched with FAISS, kept on disk and updated incrementally.
 
-`Retriever` finds the chunks for a question; `CurrentIndex` follows what another process writes.
+`Retriever` finds the chunks for a question. `CurrentIndex` follows an index that another process writes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-HNSW_ABOVE = 100_000  # chunks; up to here an exact scan takes some ten milliseconds on one core
+HNSW_ABOVE = 100_000  # chunks; an exact scan of so many takes some ten milliseconds on one core
 _HNSW_LINKS, _HNSW_BUILD_EFFORT, _HNSW_SEARCH_EFFORT = 32, 128, 128
 
 
@@ -35,7 +35,7 @@ class ScoredRow(NamedTuple):
 
 
 class IndexUpdate(NamedTuple):
-    """What an update did, in chunks. `reason` says why an index that was there could not be built upon, or is empty."""
+    """The result of an update, in chunks. `reason` says why an existing index was rebuilt, or is empty."""
 
     added: int
     kept: int
@@ -44,14 +44,14 @@ class IndexUpdate(NamedTuple):
 
 
 class ChunkIndex:
-    """Chunks of a corpus and their unit vectors, in memory. Safe to search from several threads.
+    """Chunks of a corpus and their unit vectors, in memory. Threads may search it concurrently.
 
-    Up to `HNSW_ABOVE` chunks every vector is compared (exact); above that an HNSW graph finds nearly all of the best in
-    a fraction of the time.
+    Up to `HNSW_ABOVE` chunks the search is exact. Above that an HNSW graph finds nearly all of the best in a fraction of
+    the time.
     """
 
     def __init__(self, chunks: Sequence[Chunk], vectors: npt.NDArray[np.float32], embedder: str) -> None:
-        """chunks[i] has the vector vectors[i], float32 `[chunks, dimension]`; embedder: name of what made them."""
+        """chunks[i] has the vector vectors[i], float32 `[chunks, dimension]`; embedder: the name of their embedder."""
         self.chunks = tuple(chunks)
         self.embedder = embedder
         self.dimension = int(vectors.shape[1])
@@ -59,9 +59,9 @@ class ChunkIndex:
 
     @classmethod
     def load(cls, directory: str | Path, embedder: Embedder | None = None) -> ChunkIndex:
-        """The index in a directory.
+        """Read the index in a directory.
 
-        Raises `IndexMissingError`, `IndexDamagedError`, or `IndexMismatchError` when `embedder` did not make it.
+        Raises `IndexMissingError`, `IndexDamagedError`, or `IndexMismatchError` if `embedder` did not make it.
         """
         index = _decode(read_generation(Path(directory)), Path(directory))
         if embedder and (embedder.name, embedder.dimension) != (index.embedder, index.dimension):
@@ -91,10 +91,10 @@ class ChunkIndex:
 def update_index(
     directory: str | Path, chunks: Sequence[Chunk], embedder: Embedder, progress: Progress | None = None
 ) -> IndexUpdate:
-    """Make the index in a directory hold exactly these chunks; only those it did not have are embedded.
+    """Make the index in a directory hold exactly these chunks, and embed only new ones.
 
-    An index that is damaged or was made with another embedder is built anew. A crash at any point leaves the old index
-    or the new one; readers may go on meanwhile. Raises `ChunkIndexError` when it cannot be written.
+    A damaged index, or one of another embedder, is rebuilt. A crash leaves the old or the new index, and readers may go
+    on meanwhile. Raises `ChunkIndexError` if the index cannot be written.
     """
     import numpy as np
 
@@ -118,12 +118,12 @@ def update_index(
 
 
 def passage_text(chunk: Chunk) -> str:
-    """What is embedded for a chunk."""
+    """The text that is embedded for a chunk."""
     return f"{chunk.title}\n{chunk.text}"
 
 
 def _usable(path: Path, embedder: Embedder) -> tuple[ChunkIndex | None, str]:
-    """The index to build upon, or why there is none."""
+    """The existing index, or why it cannot be used."""
     try:
         return ChunkIndex.load(path, embedder), ""
     except IndexMissingError:
@@ -163,7 +163,7 @@ def _decode(generation: Generation, directory: Path) -> ChunkIndex:
     try:
         index.chunks = tuple(Chunk(**json.loads(line)) for line in generation.chunks.splitlines())
         index.faiss_index = faiss.deserialize_index(np.frombuffer(generation.vectors, np.uint8))
-    except Exception as error:  # the checksum held, so whoever wrote this wrote another format
+    except Exception as error:  # the checksum is right, so this is another format
         raise ChunkIndexError(
             f"the index in {directory} cannot be understood ({error}); run `blend precompute` again"
         ) from error
@@ -173,7 +173,7 @@ def _decode(generation: Generation, directory: Path) -> ChunkIndex:
 
 
 class CurrentIndex:
-    """The index in a directory, read again when a writer has replaced it. Threads may share it."""
+    """The index in a directory, read again after a writer replaced it. Threads may share it."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -181,16 +181,16 @@ class CurrentIndex:
         self._held: tuple[str, ChunkIndex] | None = None
 
     def get(self) -> ChunkIndex:
-        """The index; raises what `ChunkIndex.load` raises. One small file is read where nothing has changed."""
+        """The current index, after reading one small file if it is unchanged. Raises what `ChunkIndex.load` raises."""
         with self._lock:
-            digest = manifest_digest(self.directory)  # asked first: what is written meanwhile shows the next time
+            digest = manifest_digest(self.directory)  # read first, so that the next call notices later writes
             if self._held is None or self._held[0] != digest:
                 self._held = digest, ChunkIndex.load(self.directory)
             return self._held[1]
 
 
 _DECAY = 0.5
-_MOST_ASKED = 4  # what is earlier counts too little to be embedded
+_MOST_ASKED = 4  # earlier questions count too little
 
 
 class RankedChunk(NamedTuple):
@@ -207,9 +207,9 @@ RankedChunks = tuple[RankedChunk, ...]
 
 
 class Retriever:
-    """Searches an index with the embedder that made it. Raises `IndexMismatchError` when that is another one.
+    """Searches an index with the embedder that made it. Raises `IndexMismatchError` for another embedder.
 
-    min_score: chunks below it are passed over; 0 passes over none.
+    min_score: least similarity of a result; 0 sets none.
     """
 
     def __init__(self, index: ChunkIndex, embedder: Embedder, min_score: float = 0.0) -> None:

@@ -1,7 +1,7 @@
 """Reads each file in a separate process with limits on time and memory.
 
-The process loads the parser alone, runs at low priority and ends with its file. It gets name and bytes on standard input and
-answers with one JSON object: nothing is in a command line, which other users could read.
+The process loads the parser only, runs at low priority and ends with its file. It gets name and bytes on standard input
+and answers with one JSON object. Nothing is on its command line, which other users could read.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from blend_retrieval.loading import OUT_OF_MEMORY, load_bytes
 
 SLOTS = threading.BoundedSemaphore(2)  # processes of all readers together; each may use all the memory of its limits
 _NICENESS = 10
-WALL_PER_CPU_SECOND = 10  # a busy machine leaves such a process a tenth of a processor
+WALL_PER_CPU_SECOND = 10  # a busy machine gives this process a tenth of a processor
 _LOOK_S = 0.2
 
 
 class StoppedError(Exception):
-    """The reader was closed; the file is neither read nor at fault."""
+    """The reader was closed before it read the file; the file has no fault."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class IsolatedReader:
             SLOTS.release()
 
     def close(self) -> None:
-        """Stop the running process and read nothing more."""
+        """Stop the running process. Later reads raise `StoppedError`."""
         with self._lock:
             self._closed = True
             if self.process is not None:
@@ -93,7 +93,7 @@ class IsolatedReader:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """The process, in its own group so that Ctrl-C does not reach it."""
+    """Start the process in a new group, so that Ctrl-C does not reach it."""
     places = os.pathsep.join(str(Path(place).absolute()) for place in sys.path)
     return subprocess.Popen(
         [sys.executable, "-P", "-X", "utf8", "-m", "blend_retrieval.isolated"],
@@ -117,9 +117,9 @@ def _parsed(answer: bytes) -> LoadedDocuments:
 
 
 def main() -> None:
-    """The process: one file from standard input to standard output."""
+    """The process: reads one file from standard input and writes its documents to standard output."""
     request, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a parser's prints must not reach the answer
+    os.dup2(2, 1)  # a parser's output must not mix with the answer
     head = json.loads(request.readline())
     limits = ReadingLimits(**head["limits"])
     _restrict(limits)
@@ -148,7 +148,7 @@ def _limit(kind: int, most: int) -> None:
 def _answer(name: str, request: BinaryIO, limits: ReadingLimits) -> dict[str, Any]:
     try:
         found = load_bytes(name, request.read())
-    except MemoryError:  # its bytes alone are too many
+    except MemoryError:  # the bytes alone exceed the limit
         found = _left_out(name, OUT_OF_MEMORY)
     if (characters := sum(len(one.text) for one in found.documents)) > limits.characters:
         reason = f"holds {characters:,} characters of text, more than {limits.characters:,}: divide it"

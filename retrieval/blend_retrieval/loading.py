@@ -1,4 +1,4 @@
-"""Folders and files to documents: readable ones are read, the others are named with a reason."""
+"""Reads documents from folders and files. Unreadable files are listed with a reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Listing(NamedTuple):
 def files_below(root: Path, suffixes: tuple[str, ...], skipped: list[SkippedDocument]) -> Iterator[Path]:
     """Files with one of these suffixes in a fixed order: a folder's own, then those of its folders by name.
 
-    Hidden files and folders are ignored. Links are followed, but each folder is entered once. A folder that cannot be listed
+    Hidden files and folders are ignored. Links are followed, but each folder is read once. A folder that cannot be listed
     (gone, forbidden, path too long) is added to `skipped`.
     """
     entered: set[tuple[int, int]] = set()
@@ -47,7 +47,7 @@ def files_below(root: Path, suffixes: tuple[str, ...], skipped: list[SkippedDocu
 
 
 def _ids_below(root: Path, folder: Path) -> tuple[str, ...]:
-    """Prefixes that ids of documents in a folder may have; the one in use depends on what else was loaded."""
+    """Possible id prefixes of documents in a folder; the one in use depends on the other loaded paths."""
     name = folder.relative_to(root).as_posix()
     inside = "" if name == "." else name
     names = (inside, f"{root.absolute().name}/{inside}", folder.absolute().as_posix())
@@ -74,7 +74,7 @@ def _name(path: Path) -> str:
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link that leads nowhere or in circles; reading it will say so
+    except OSError:  # a dangling or circular link, which reading reports
         return False
 
 
@@ -85,11 +85,11 @@ _KINDS = " ".join(SUFFIXES)
 def load_documents(paths: str | Path | Iterable[str | Path]) -> LoadedDocuments:
     """Read every document in these files and folders.
 
-    Folders are read recursively, through symbolic links but each folder once; hidden files and files of other kinds in
-    them are passed over in silence, while a file that is named but cannot be read is reported. Two documents never
-    share an id: where relative paths collide, the folder's name, or else the whole path, is put in front.
+    Folders are read recursively. Symbolic links are followed, but each folder is read once. Hidden files and other file
+    types in folders are ignored; a named file that cannot be read is reported. Ids are unique: if relative paths collide,
+    the folder's name or the whole path comes first.
 
-    Raises `DocumentsError` when a path does not exist or nothing at all could be read.
+    Raises `DocumentsError` if a path does not exist or nothing could be read.
     """
     roots = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     documents: dict[str, Document] = {}
@@ -107,9 +107,9 @@ def load_documents(paths: str | Path | Iterable[str | Path]) -> LoadedDocuments:
 
 
 def load_bytes(name: str, data: bytes) -> LoadedDocuments:
-    """Read every document in the bytes of a file. Its name tells what kind it is and gives the ids; no file is touched.
+    """Read every document in the bytes of a file. Its name gives the file type and the ids; no file is opened.
 
-    Never raises: what cannot be read is in `skipped`.
+    Never raises: unreadable parts are in `skipped`.
     """
     documents: dict[str, Document] = {}
     skipped: list[SkippedDocument] = []
@@ -136,7 +136,7 @@ def _files(root: Path, skipped: list[SkippedDocument]) -> Iterator[Path]:
 
 
 def _free_name(root: Path, path: Path, taken: set[str]) -> str:
-    """A name that no file has yet, which is then taken."""
+    """A name that no file has yet, now reserved."""
     name = root.name if path == root else path.relative_to(root).as_posix()
     whole = valid_name(path.absolute().as_posix())
     choices = chain(
@@ -188,7 +188,7 @@ def _read(path: PurePath, content: Callable[[], bytes]) -> list[Part | Fault]:
         raise
     except MemoryError:
         raise UnreadableError(OUT_OF_MEMORY) from None
-    except Exception as error:  # one file that a parser trips over must not cost the others
+    except Exception as error:  # one file that breaks a parser must not stop the others
         raise UnreadableError(f"cannot be parsed as {path.suffix} ({type(error).__name__})") from error
 
 
@@ -197,17 +197,17 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 
 def _bytes(path: Path) -> bytes:
-    """What a regular file holds. Anything else is not opened, as that may wait for ever or start a machine."""
+    """Content of a regular file. Other files are not opened, because opening may block or start a device."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UnreadableError("is not a regular file")
-        # It may have been replaced since: then opening must not wait either.
+        # It may have been replaced since, so opening must not block.
         with open(path, "rb", opener=_open_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UnreadableError("is not a regular file")
             return file.read()
     except OSError as error:
-        gone = isinstance(error, FileNotFoundError)  # meanwhile, or a link that leads nowhere
+        gone = isinstance(error, FileNotFoundError)  # meanwhile, or a dangling link
         raise UnreadableError(f"cannot be read ({error.strerror})", is_there=not gone) from None
     except MemoryError:
         raise UnreadableError("is too large for the memory of this machine") from None

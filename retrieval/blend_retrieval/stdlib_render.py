@@ -1,8 +1,8 @@
-"""Modules' documentation strings as Markdown. Run as a program, so that importing the modules does nothing to ours.
+"""Documentation strings of modules as Markdown. Runs as a program, so imports do not affect the caller's process.
 
     python -I stdlib_render.py MODULE...      one JSON object a line: {"module", "markdown"} or {"module", "error"}
 
-Imports nothing but the standard library. What depends on the run (addresses, the order of sets) is left out.
+Imports nothing but the standard library. Leaves out values that differ between runs (addresses, the order of sets).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 MODULE_LIMIT, MEMBER_LIMIT = 2300, 800  # characters of a documentation string that are kept
-LEAST = 24  # characters below which a documentation string says nothing
+LEAST = 24  # characters; shorter documentation strings are useless
 MODULE_CHARACTERS = 5200  # characters of a document, about 1,200 tokens
 SIGNATURE_LIMIT = 110
 _UNDERLINE = re.compile(r"^[ \t]*(?:=+|-+)[ \t]*(?:\n|\Z)", re.MULTILINE)
@@ -26,14 +26,14 @@ _VOLATILE = re.compile(r" at 0x[0-9a-fA-F]+|^(?:frozen)?set\(|^\{.+\}$", re.DOTA
 
 
 class Section(NamedTuple):
-    """One member's heading and words; level 2 is a function or a class, level 3 a method."""
+    """One member's heading and text; level 2 is a function or a class, level 3 a method."""
 
     level: int
     markdown: str
 
 
 def render(module: ModuleType, name: str) -> str:
-    """One document: the module's own words, then its public members as far as they fit, methods last to be let in."""
+    """One document: the module's own text, then as many public members as fit, methods last."""
     opening = f"# {name}\n\n{trim(inspect.getdoc(module) or '', MODULE_LIMIT)}".rstrip()
     found = list(members(module, name))
     room = MODULE_CHARACTERS - len(opening)
@@ -46,7 +46,7 @@ def render(module: ModuleType, name: str) -> str:
 
 
 def members(module: ModuleType, name: str) -> Iterator[Section]:
-    """A section for every documented public member, in the order in which the module lists them."""
+    """A section for every documented public member, in the order of the module."""
     names = getattr(module, "__all__", None) or sorted(vars(module))
     for member in dict.fromkeys(names):
         value = inspect.getattr_static(module, member, None)
@@ -58,7 +58,7 @@ def members(module: ModuleType, name: str) -> Iterator[Section]:
 
 
 def sections(name: str, value: Any, level: int) -> Iterator[Section]:
-    """A heading with the signature, and the words of a member; a class's methods follow under headings of their own."""
+    """A member's heading with signature, and its text; a class's methods follow under their own headings."""
     words = trim(documentation(value), MEMBER_LIMIT)
     if len(words) >= LEAST:
         yield Section(level, f"{'#' * level} {name}{signature(value)}\n\n{words}")
@@ -71,7 +71,7 @@ def sections(name: str, value: Any, level: int) -> Iterator[Section]:
 
 
 def documentation(value: Any) -> str:
-    """The member's own documentation string, cleaned; one that a class took over from its base is nobody's."""
+    """The member's own documentation string, cleaned; "" if a class inherits it from its base."""
     words = value.__doc__ if isinstance(value.__doc__, str) else ""
     if inspect.isclass(value) and any(words == base.__doc__ for base in value.__mro__[1:]):
         return ""
@@ -79,7 +79,7 @@ def documentation(value: Any) -> str:
 
 
 def signature(value: Any) -> str:
-    """The parameters, where they are known and short; defaults that differ from run to run are `...`."""
+    """The parameters, if they are known and short. Defaults that differ between runs are `...`."""
     if isinstance(value, property) or (inspect.isclass(value) and issubclass(value, BaseException)):
         return ""
     try:
@@ -92,21 +92,21 @@ def signature(value: Any) -> str:
 
 
 def bound(parameter: inspect.Parameter) -> bool:
-    """Whether the parameter is what a method is called on."""
+    """Whether the parameter is the object or class of a method."""
     return parameter.name in ("self", "cls") or (
         parameter.name == "type" and parameter.kind is parameter.POSITIONAL_ONLY
     )
 
 
 class Omitted:
-    """Stands for a default, and looks it."""
+    """A default that is shown as `...`."""
 
     def __repr__(self) -> str:
         return "..."
 
 
 def stable(parameter: inspect.Parameter) -> inspect.Parameter:
-    """The parameter without annotation, and without a default that depends on the run or is code."""
+    """The parameter without annotation, and without a default that differs between runs or is code."""
     default = parameter.default
     if default is not parameter.empty and (_VOLATILE.search(repr(default)) or callable(default)):
         default = Omitted()
@@ -114,8 +114,8 @@ def stable(parameter: inspect.Parameter) -> inspect.Parameter:
 
 
 def trim(words: str, limit: int) -> str:
-    """What fits into `limit` characters: whole paragraphs, or lines where paragraphs would leave out over half."""
-    # What Markdown would take for a heading: underlines go, a comment in an example is indented as examples are.
+    """As much text as fits into `limit` characters: whole paragraphs, or lines if paragraphs would drop over half."""
+    # Avoid accidental Markdown headings: remove underlines, indent comments of examples.
     words = _COMMENT.sub("    ", _UNDERLINE.sub("", words.replace("\t", "    "))).strip()
     if len(words) <= limit:
         return words
@@ -130,7 +130,7 @@ def main(names: list[str], write: Callable[[str], Any] = sys.stdout.write) -> No
     for name in names:
         try:
             result = {"module": name, "markdown": render(importlib.import_module(name), name)}
-        except Exception as error:  # any module may fail to import, for example for want of a C library
+        except Exception as error:  # any module may fail to import, for example without a C library
             result = {"module": name, "error": f"{type(error).__name__}: {error}"}
         write(json.dumps(result) + "\n")
 

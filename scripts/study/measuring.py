@@ -34,31 +34,36 @@ _STORE_BYTES = 6 << 30
 class Setting:
     """What is measured with: sets of questions, a model, and a folder for its stores.
 
-    tasks: only records of these; none means all. max_new_tokens: of every answer. threads: of torch in this process.
+    codecs: of the stores; of several, a method's name says which one it was measured with. tasks: only records of these; none
+    means all. max_new_tokens: of every answer. threads: of torch in this process.
     """
 
     sets: tuple[Path, ...]
     stores: Path
     model: str
     device: str = "auto"
-    codec: str = CorpusConfig.codec
+    codecs: tuple[str, ...] = (CorpusConfig.codec,)
     tasks: Collection[str] = ()
     max_new_tokens: int = 24
     threads: int = 1
 
 
 class Workload:
-    """A set by its name. `records` are to be measured on, `apart` to fit the KV correction on."""
+    """A set by its name, in one codec. `records` are to be measured on, `apart` to fit the KV correction on.
 
-    def __init__(self, path: Path, decoder: Decoder, setting: Setting) -> None:
-        self.name = path.stem
+    suffix: of the methods' names, where there are several codecs.
+    """
+
+    def __init__(self, path: Path, decoder: Decoder, setting: Setting, codec: str) -> None:
+        self.name, several = path.stem, len(setting.codecs) > 1
+        self.suffix = f", {codec}" if several else ""
         self.model = setting.model
         shuffled = load_dataset(path)
         random.Random(0).shuffle(shuffled)
         self.records = [one for one in shuffled[:-APART] if not setting.tasks or one.task in setting.tasks]
         self.apart: list[Record] = shuffled[-APART:]
-        place = setting.stores / setting.model / path.stem
-        store = open_store(place, codec=setting.codec, budget_bytes=_STORE_BYTES)
+        place = setting.stores / setting.model / path.stem / (codec if several else "")
+        store = open_store(place, codec=codec, budget_bytes=_STORE_BYTES)
         template = PromptTemplate(decoder.tokenizer)
         self._evaluator = Evaluator(Blender(decoder, store), template, max_new_tokens=setting.max_new_tokens)
 
@@ -67,21 +72,6 @@ class Workload:
         """Calibrated on the records apart: a surrogate context and KV corrections, which the store keeps."""
         self._evaluator.calibrate(self.apart, CorpusConfig.surrogate_tokens)
         return self._evaluator
-
-
-def load_decoder(setting: Setting) -> Decoder:
-    """The model of a setting, with its threads set. Raises as `resolve_model` and `Decoder.load` do."""
-    import torch
-
-    from blend.model.decoder import Decoder
-
-    torch.set_num_threads(setting.threads)
-    return Decoder.load(str(resolve_model(setting.model)), name=setting.model, device=setting.device)
-
-
-def load_workloads(setting: Setting, decoder: Decoder) -> list[Workload]:
-    """A workload a set."""
-    return [Workload(path, decoder, setting) for path in setting.sets]
 
 
 ROUND = 4  # records of a set before the next set has its turn
@@ -110,13 +100,17 @@ class Shard:
 def run(setting: Setting, out: Path, *, group: str, records: int, shard: Shard) -> Iterator[str]:
     """Measure a group of methods on the first so many records of each set; a line on each record when it is in the file.
 
-    What the file holds is not measured again. Raises `DatasetError` where no set has a record to measure, and as `methods`,
-    `read_rows`, `load_decoder` and `Workload` do.
+    What the file holds is not measured again. Raises `DatasetError` where no set has a record to measure.
     """
+    import torch
+
+    from blend.model.decoder import Decoder
+
     done = {row.key for row in read_rows(out)}
-    decoder = load_decoder(setting)
-    wanted = methods(group, len(decoder.layers))
-    workloads = load_workloads(setting, decoder)
+    torch.set_num_threads(setting.threads)
+    decoder = Decoder.load(str(resolve_model(setting.model)), name=setting.model, device=setting.device)
+    wanted = methods(group)
+    workloads = [Workload(path, decoder, setting, codec) for path in setting.sets for codec in setting.codecs]
     if not any(workload.records for workload in workloads):
         raise DatasetError(
             f"no set has a record to measure; the last {APART} of each are kept apart, and --task chooses"
@@ -130,11 +124,10 @@ def run(setting: Setting, out: Path, *, group: str, records: int, shard: Shard) 
 
 
 def _missing(workload: Workload, index: int, wanted: Methods, done: Collection[Key]) -> Methods:
-    """The methods that were not measured on a record."""
-    record = workload.records[index]
-    return {
-        name: config for name, config in wanted.items() if (workload.model, workload.name, record.id, name) not in done
-    }
+    """The methods that were not measured on a record, under their names in the file."""
+    about = workload.model, workload.name, workload.records[index].id
+    named = {f"{name}{workload.suffix}": config for name, config in wanted.items()}
+    return {name: config for name, config in named.items() if (*about, name) not in done}
 
 
 def _measure(workload: Workload, index: int, missing: Methods, out: Path) -> Iterator[str]:

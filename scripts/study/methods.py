@@ -6,7 +6,6 @@ Tables and pictures read a method's ratio from its name. Only this module knows 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 from blend.config import BlendConfig
@@ -34,77 +33,43 @@ def ratio_of(method: str) -> tuple[str, int]:
 Methods = dict[str, BlendConfig]
 
 RATIOS = (0.01, 0.02, 0.05, 0.10, 0.15, 0.30)
-# Bands of layers, as shares of the model's depth.
-BANDS = ((1 / 3, 3 / 4), (5 / 12, 5 / 6), (1 / 2, 11 / 12), (2 / 3, 1.0))
 _AS_STORED: dict[str, Any] = {"correction": False, "surrogate": False}
 
 
-def methods(group: str, layers: int) -> Methods:
-    """The methods of a group for a model of so many layers. Raises `ConfigError` for an unknown group."""
+def methods(group: str) -> Methods:
+    """The methods of a group. Raises `ConfigError` for an unknown group."""
     if group not in _GROUPS:
         raise ConfigError(f"no group of methods is called {group}; choose one of {', '.join(GROUPS)}")
-    return _GROUPS[group](layers)
+    return _GROUPS[group]
 
 
-def _config(selector: str, ratio: float = 0.15, **options: Any) -> BlendConfig:
+def _config(selector: str = "query_guided", ratio: float = 0.15, **options: Any) -> BlendConfig:
     return BlendConfig(selector=selector, ratio=ratio, **options)
-
-
-def _query(ratio: float = 0.15, selector: str = "query_guided", **options: Any) -> BlendConfig:
-    return _config(selector, ratio, **options)
 
 
 def _published(ratio: float = 0.15) -> BlendConfig:
     return _config("hkvd", ratio, mask="bottom-right", **_AS_STORED)
 
 
-def _base(layers: int) -> Methods:
-    return {REUSE: _config("none", **_AS_STORED), BASELINE: _published()}
-
-
-def _finalists(layers: int) -> Methods:
-    return {**_base(layers), "query": _query(), "query 5 %": _query(0.05)}
-
-
-def _parts(layers: int) -> Methods:
-    """The default without the KV correction, without the surrogate context, without either, without recompute."""
-    return {
-        **_finalists(layers),
-        "query, as stored": _query(**_AS_STORED),
-        "query, map only": _query(surrogate=False),
-        "query 5 %, map only": _query(0.05, surrogate=False),
-        "query, surrogate context only": _query(correction=False),
-        "query 0 %": _config("none"),
-    }
-
-
-def _frontier(layers: int) -> Methods:
-    """The default and the baseline over ratios."""
-    return {
-        **_finalists(layers),
-        "query 0 %": _config("none"),
-        "all": _config("all"),
-        **{named("query", ratio): _query(ratio) for ratio in RATIOS if ratio not in (0.05, 0.15)},
-        **{named(BASELINE, ratio): _published(ratio) for ratio in RATIOS if ratio != 0.15},
-    }
-
-
-def _by_layers(layers: int) -> Methods:
-    """The question's attention in several bands of layers."""
-    bands = [f"{round(low * layers)}-{round(high * layers) - 1}" for low, high in BANDS]
-    pairs = [(band, ratio) for band in bands for ratio in (0.05, 0.15)]
-    return {
-        **_finalists(layers),
-        **{named("query", ratio, f", {band}"): _query(ratio, f"query_guided:layers={band}") for band, ratio in pairs},
-    }
-
-
-def _screen(layers: int) -> Methods:
-    """Every selector, and the options of each."""
-    stored = {f"{name}, as stored": _config(name, **_AS_STORED) for name in ("hkvd", "oracle")}
-    return {**_parts(layers), **{name: _config(selector) for name, selector in _SCREENED.items()}, **stored}
-
-
+_BASE: Methods = {REUSE: _config("none", **_AS_STORED), BASELINE: _published()}
+_FINALISTS: Methods = {**_BASE, "query": _config(), "query 5 %": _config(ratio=0.05)}
+# The default without the KV correction, without the surrogate context, without either, without recompute.
+_PARTS: Methods = {
+    **_FINALISTS,
+    "query, as stored": _config(**_AS_STORED),
+    "query, map only": _config(surrogate=False),
+    "query 5 %, map only": _config(ratio=0.05, surrogate=False),
+    "query, surrogate context only": _config(correction=False),
+    "query 0 %": _config("none"),
+}
+# The default and the baseline over ratios.
+_FRONTIER: Methods = {
+    **_FINALISTS,
+    "query 0 %": _config("none"),
+    "all": _config("all"),
+    **{named("query", ratio): _config(ratio=ratio) for ratio in RATIOS if ratio not in (0.05, 0.15)},
+    **{named(BASELINE, ratio): _published(ratio) for ratio in RATIOS if ratio != 0.15},
+}
 _SCREENED = {
     "hkvd": "hkvd",
     "hkvd floor": "hkvd:floor=0.5",
@@ -128,12 +93,13 @@ _SCREENED = {
     "mixed 3 prefilter": "mixed:check_layer=3,prefilter=2.5",
     "oracle": "oracle",
 }
-_GROUPS: dict[str, Callable[[int], Methods]] = {
-    "base": _base,
-    "finalists": _finalists,
-    "parts": _parts,
-    "frontier": _frontier,
-    "layers": _by_layers,
-    "screen": _screen,
+# Every selector, and the options of each.
+_SCREEN: Methods = {
+    **_PARTS,
+    **{name: _config(selector) for name, selector in _SCREENED.items()},
+    **{f"{name}, as stored": _config(name, **_AS_STORED) for name in ("hkvd", "oracle")},
 }
+_GROUPS: dict[str, Methods] = {
+    "base": _BASE, "finalists": _FINALISTS, "parts": _PARTS, "frontier": _FRONTIER, "screen": _SCREEN,
+}  # fmt: skip
 GROUPS = tuple(_GROUPS)

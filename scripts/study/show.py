@@ -25,47 +25,30 @@ if TYPE_CHECKING:
 
 
 _COLUMNS = (
-    f"{'mean KL':>9}{'median':>8}{f'to {BASELINE}':>20}{'top-1':>6}{'F1=full':>8}{'gold - full':>22}"
-    f"{'rows':>7}{'TTFT x':>7}{'select':>7}"
-)
-_MARKDOWN_COLUMNS = (
-    *("method", "KL, mean over sets", f"to {BASELINE}", "median KL", "top-1", "F1 to full's answer"),
-    *("agreement with gold", "difference to full", "rows", "TTFT", "selecting"),
+    *("median KL", "top-1", "F1 to full's answer", "agreement with gold", "difference to full", "rows", "TTFT"),
+    "selecting",
 )
 
 
-def text_table(rows: Sequence[Row]) -> Iterator[str]:
-    """A line a method, from the lowest KL: its KL a set, then everything over the sets."""
-    ranked = sorted(summaries(rows), key=lambda summary: summary.kl or 0.0)
-    heads = "".join(f"{one.name[:12]:>13}" for one in ranked[0].sets) if ranked else ""
-    yield f"{'method':<18}{heads}{_COLUMNS}"
-    yield from map(_text_line, ranked)
+def tables(rows: Sequence[Row], methods: Sequence[str] = (), baseline: str = BASELINE) -> Iterator[str]:
+    """Markdown: KL a set, gold a set, and everything over the sets, after full recompute.
 
-
-def markdown_tables(rows: Sequence[Row], methods: Sequence[str]) -> Iterator[str]:
-    """KL a set, gold a set, and everything over the sets, of these methods; their rows must be paired (`stats.paired`)."""
-    found = {summary.method: summary for summary in summaries(rows)}
-    chosen = [found[name] for name in methods]
-    heads = [f"{one.name} ({one.records})" for one in found[FULL].sets]
+    methods: these, whose rows must be paired (`stats.paired`); none means all, from the lowest KL.
+    """
+    found = {summary.method: summary for summary in summaries(rows, baseline)}
+    full = found.pop(FULL)
+    chosen = [found[name] for name in methods] or sorted(found.values(), key=lambda summary: summary.kl or 0.0)
+    heads = [f"{one.name} ({one.records})" for one in full.sets]
     yield from _markdown(["KL", *heads], ([s.method, *(number(one.kl) for one in s.sets)] for s in chosen))
     cells = ([s.method, *(_difference(one.difference) for one in s.sets)] for s in chosen)
     yield from _markdown(["gold, difference to full", *heads], cells)
-    yield from _markdown(_MARKDOWN_COLUMNS, map(_markdown_cells, [found[FULL], *chosen]))
+    columns = ("method", "KL, mean over sets", f"to {baseline}", *_COLUMNS)
+    yield from _markdown(columns, map(_cells, [full, *chosen]))
 
 
 def number(value: float | None, digits: int = 3) -> str:
     """A number or a dash."""
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _text_line(summary: Summary) -> str:
-    return (
-        f"{summary.method:<18}"
-        + "".join(f"{number(one.kl):>8} n={one.records:<3}" for one in summary.sets)
-        + f"{number(summary.kl):>9}{number(summary.median_kl):>8}{_ratio(summary.to_baseline):>20}"
-        + f"{number(summary.top1, 2):>6}{number(summary.f1_full, 2):>8}{_difference(summary.difference):>22}"
-        + f"{summary.share:>7.1%}{summary.speedup:>7.1f}{summary.selecting:>7.1%}"
-    )
 
 
 def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -76,7 +59,7 @@ def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[s
     yield from (f"| {' | '.join(cells)} |" for cells in rows)
 
 
-def _markdown_cells(summary: Summary) -> list[str]:
+def _cells(summary: Summary) -> list[str]:
     return [
         *(summary.method, number(summary.kl), _ratio(summary.to_baseline), number(summary.median_kl)),
         *(number(summary.top1, 2), number(summary.f1_full, 2), number(summary.gold, 2)),
@@ -198,30 +181,33 @@ def _label(by_rows: Axes, by_ttft: Axes) -> None:
 
 
 def show(
-    path: Path, *, sets: Collection[str] = (), methods: Sequence[str] = (), picture: Path | None = None
+    path: Path,
+    *,
+    sets: Collection[str] = (),
+    methods: Sequence[str] = (),
+    baseline: str = BASELINE,
+    picture: Path | None = None,
 ) -> Iterator[str]:
     """The lines to print, a model at a time; the picture is written on the way.
 
-    sets: only these; none means all. methods: Markdown tables of these too, on the records that have all of them, which alone
-    the picture then shows. Several models get a picture each, named after them. Raises `DatasetError` for a file without
-    results, `ConfigError` where the sets have none or no record has all methods, and as `read_rows` and `write_frontier` do.
+    sets: only these; none means all. methods: these, on the records that have all of them; none means all. Several models get
+    a picture each, named after them. Raises `DatasetError` for a file without results, `ConfigError` where the sets have none
+    or no record has all methods, and as `read_rows` and `write_frontier` do.
     """
     by_model: defaultdict[str, list[Row]] = defaultdict(list)
-    for row in _ttft(path, sets):
+    for row in _chosen(path, sets):
         by_model[row.model].append(row)
     for model, rows in by_model.items():
-        yield from ("", model, *text_table(rows))
-        if methods:
-            together = paired(rows, methods)
-            yield from markdown_tables(together, methods)
-            rows = [row for row in together if row.method in (FULL, *methods)]
+        compared = paired(rows, methods, baseline) if methods else rows
+        yield from ("", model, *tables(compared, methods, baseline))
         if picture is not None:
+            drawn = [row for row in compared if not methods or row.method in (FULL, *methods)]
             target = picture if len(by_model) == 1 else _of_model(picture, model)
-            write_frontier(model, rows, target)
+            write_frontier(model, drawn, target)
             yield f"wrote {target}"
 
 
-def _ttft(path: Path, sets: Collection[str]) -> list[Row]:
+def _chosen(path: Path, sets: Collection[str]) -> list[Row]:
     rows = read_rows(path)
     if not rows:
         raise DatasetError(f"{path}: holds no results; name a file that bench_selection wrote")

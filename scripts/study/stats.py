@@ -41,18 +41,18 @@ def rows_of(by_set: BySet, sets: Iterable[str]) -> list[Row]:
     return [row for name in sets for row in by_set.get(name, {}).values()]
 
 
-def paired(rows: Iterable[Row], methods: Sequence[str]) -> list[Row]:
+def paired(rows: Iterable[Row], methods: Sequence[str], baseline: str = BASELINE) -> list[Row]:
     """Rows of these methods, of full recompute and of the baseline on the records that all of them have, sets in order.
 
     Raises `ConfigError` where no record has all of them.
     """
-    names = {FULL, BASELINE, *methods}
+    names = {FULL, baseline, *methods}
     by_record: defaultdict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
     for row in rows:
         by_record[row.set, row.id][row.method] = row
     kept = [(name, found) for (name, _), found in by_record.items() if names <= found.keys()]
     if not kept:
-        raise ConfigError(f"no record has {FULL}, {BASELINE} and all of {', '.join(methods)}; measure what is missing")
+        raise ConfigError(f"no record has {FULL}, {baseline} and all of {', '.join(methods)}; measure what is missing")
     kept.sort(key=lambda record: record[0])
     return [row for _, found in kept for method, row in found.items() if method in names]
 
@@ -161,13 +161,13 @@ class Summary:
     selecting: float
 
 
-def summaries(rows: Sequence[Row]) -> list[Summary]:
+def summaries(rows: Sequence[Row], baseline: str = BASELINE) -> list[Summary]:
     """A summary of every method, in the order in which the methods first appear."""
     cells, sets = by_method(rows), sets_of(rows)
-    return [_summary(method, cells, sets) for method in cells]
+    return [_summary(method, cells, sets, baseline) for method in cells]
 
 
-def _summary(method: str, cells: Mapping[str, BySet], sets: Sequence[str]) -> Summary:
+def _summary(method: str, cells: Mapping[str, BySet], sets: Sequence[str], baseline: str) -> Summary:
     mine, full = cells[method], cells.get(FULL, {})
     rows = rows_of(mine, sets)
     return Summary(
@@ -175,7 +175,7 @@ def _summary(method: str, cells: Mapping[str, BySet], sets: Sequence[str]) -> Su
         sets=tuple(_set_summary(name, mine, full) for name in sets),
         kl=mean_kl_over_sets(mine),
         median_kl=median_kl(rows),
-        to_baseline=ratio_interval(mine, cells.get(BASELINE, {})),
+        to_baseline=ratio_interval(mine, cells.get(baseline, {})),
         top1=mean_where_defined(row.top1 for row in rows),
         f1_full=mean_where_defined(row.f1_full for row in rows),
         gold=mean_where_defined(row.gold for row in rows),

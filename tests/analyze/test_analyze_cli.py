@@ -100,7 +100,7 @@ def test_a_question_over_the_index(model: Path, tmp_path: Path, monkeypatch: pyt
             assert (question, count) == ("w3 w4", 2)
             return [Hit()] * count
 
-    monkeypatch.setattr("blend.cli.opening.open_corpus", _open_without_index)
+    monkeypatch.setattr("blend.cli.opening.check", lambda given, **needs: None)  # no index is there
     monkeypatch.setattr(Rag, "retriever", FixedSearch())
     out = tmp_path / "out.json"
     result = _run(
@@ -111,12 +111,6 @@ def test_a_question_over_the_index(model: Path, tmp_path: Path, monkeypatch: pyt
     assert document["workload"] == "one question over the index"
     assert document["records"][0]["question"] == "w3 w4"
     assert document["records"][0]["chunks"] == 2
-
-
-def _open_without_index(given: dict[str, Any]) -> Any:
-    from blend.cli.opening import open_rag
-
-    return open_rag(given)
 
 
 def test_mistakes(model: Path, dataset: Path, tmp_path: Path) -> None:

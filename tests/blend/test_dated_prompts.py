@@ -18,8 +18,8 @@ from blend.analyze.study import analyze_prompt
 from blend.blender import Blender
 from blend.config import BlendConfig, CorpusConfig
 from blend.rag import Rag
-from blend.serve.text import ChatTemplate, Passage, question_turns
-from blend.serve.types import Message
+from blend.serve.text import ChatTemplate, question_turns
+from blend.serve.types import Message, Passage
 from blend.store import open_store
 
 MONDAY, TUESDAY = datetime(2026, 11, 23), datetime(2026, 11, 24)

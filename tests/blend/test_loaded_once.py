@@ -10,7 +10,7 @@ from cases import make_layout
 from models import decoder
 
 from blend.blender import MOST_PREFIXES, Blender
-from blend.lazy import loaded_once
+from blend.rag import loaded_once
 from blend.store import open_store
 from blend.types import PromptLayout
 

@@ -30,35 +30,32 @@ def large_model(tmp_path: Path) -> None:
 def test_a_plan_of_documents_is_what_precompute_then_does(lots: Blend) -> None:
     ask = ("plan", "lots", *CHUNKS, "--codec", "bfloat16", "--json")
     before = lots(*ask, "--measure").json
-    assert before["rates"]["source"] == "measured here"
+    assert before["rate"] == "measured here"
     assert not lots.store.exists()
     done = lots("precompute", "lots", *CHUNKS, "--json").json
-    assert before["corpus"]["chunks"] == done["chunks"]
-    assert before["corpus"]["isolated"] + before["corpus"]["contextual"] == done["computed"]
-    assert before["codecs"][0]["total_bytes"] == done["store"]["bytes"]
+    assert before["chunks"] == done["chunks"]
+    assert before["isolated"] + before["contextual"] == done["computed"]
+    assert before["rows"][0]["total_bytes"] == done["store"]["bytes"]
     after = lots(*ask).json
-    rate = re.search(r"at ([\d,]+) tokens/s", after["rates"]["source"])
-    assert rate is not None, after["rates"]["source"]
+    rate = re.search(r"at ([\d,]+) tokens/s", after["rate"])
+    assert rate is not None, after["rate"]
     assert int(rate[1].replace(",", "")) == pytest.approx(done["tokens_per_s"], abs=1)  # both are rounded
     # About: the rate stands for as many isolated as contextual caches, and the chunks of the surrogate context lack the latter.
-    assert after["codecs"][0]["precompute_s"] == pytest.approx(done["seconds"], rel=0.1)
+    assert after["precompute_s"] == pytest.approx(done["seconds"], rel=0.1)
 
 
 def test_a_million_chunks_without_a_model(blend: Blend) -> None:
-    found = blend("plan", *MILLION, "--machines", "8", "--hour-price", "3", "--tier", "tape=100,0.001", "--json").json
-    (codec,) = found["codecs"]
+    found = blend("plan", *MILLION, "--hour-price", "3", "--tier", "tape=100,0.001", "--json").json
+    tiers = {row["tier"]: row for row in found["rows"]}
+    row = tiers["tape"]
     one = 256 * 128 * 1024  # an 8B model: 128 KiB a token in bfloat16
-    assert 2 * one < codec["chunk_bytes"] < 2 * one * 1.001
-    assert codec["precompute_hours"] == pytest.approx(codec["precompute_s"] / 3600 / 8)
-    assert codec["precompute_usd"] == pytest.approx(codec["precompute_s"] / 3600 * 3)
-    assert codec["break_even"] * found["compute_s"] == pytest.approx(codec["prompt_bytes"])
-    assert found["prompt"]["full_prefill_s"] == pytest.approx(found["prompt"]["tokens"] / 9000)
-    tape = codec["tiers"][-1]
-    assert (tape["tier"], tape["usd_month"]) == ("tape", pytest.approx(codec["total_bytes"] / 1e9 * 0.001))
-    assert tape["load_s"] == pytest.approx(codec["prompt_bytes"] / 100e6)
-    assert tape["pays_from"] is None  # loading from there takes longer than computing
-    objects = next(tier for tier in codec["tiers"] if tier["tier"] == "objects")
-    assert objects["gain"] == pytest.approx(found["prompt"]["full_prefill_s"] / objects["blended_s"])
+    assert 2 * one < row["chunk_bytes"] < 2 * one * 1.001
+    assert row["break_even"] * found["compute_s"] == pytest.approx(row["prompt_bytes"])
+    assert found["full_s"] == pytest.approx(found["prompt_tokens"] / 9000)
+    assert row["usd_month"] == pytest.approx(row["total_bytes"] / 1e9 * 0.001)
+    assert row["load_s"] == pytest.approx(row["prompt_bytes"] / 100e6)
+    assert row["pays_from"] is None  # loading from there takes longer than computing
+    assert tiers["objects"]["gain"] == pytest.approx(found["full_s"] / tiers["objects"]["first_token_s"])
 
 
 def test_the_table_of_a_billion_chunks_is_not_cut(blend: Blend) -> None:
@@ -71,7 +68,7 @@ def test_tokens_and_chunks_are_two_ways_to_say_it(blend: Blend) -> None:
     ask = ("plan", *GIVEN, "--codec", "bfloat16", "--json")
     by_chunks = blend(*ask, "--chunks", "1000").json
     assert blend(*ask, "--tokens", "256000").json == by_chunks
-    assert blend(*ask, "--tokens", "128000", "--chunks", "1000").json["corpus"]["tokens"] == 128_000
+    assert blend(*ask, "--tokens", "128000", "--chunks", "1000").json["tokens"] == 128_000
 
 
 def test_words_for_people(blend: Blend) -> None:

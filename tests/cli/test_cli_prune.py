@@ -8,7 +8,8 @@ import pytest
 from made_stores import age, call, key, made
 
 from blend.store import open_store
-from blend.store.admin import forget_sources, pin_cache, read_sources, write_sources
+from blend.store.admin import forget_sources, read_sources, write_sources
+from blend.store.backend import pin_cache
 from blend.store.disk import DiskBackend
 
 SECRET = b"s" * 32
@@ -74,13 +75,14 @@ def test_a_namespace_that_a_corpus_has_left_is_still_known(tmp_path):
 
 
 def test_notes_of_before(tmp_path):
-    """One a corpus, of the model that came last; the next precompute takes its place."""
+    """Nothing is known of their models; the next precompute takes their place."""
     store = made(tmp_path, 3)
     made(tmp_path, 3, model="second")
     store.put_manifest("sources/_", json.dumps({key(0).digest: "a"}).encode())
     index(tmp_path)
-    assert "2 caches removed" in call(tmp_path, "prune", "--unused").output
-    assert len(left(store)) == 4
+    refused = call(tmp_path, "prune", "--unused").output
+    assert "nothing is removed; run `blend precompute` for it again" in refused
+    assert len(left(store)) == 6
     told(store, (), model="second")
     assert key(0).digest not in read_sources(store).documents
     assert "3 caches removed" in call(tmp_path, "prune", "--unused").output

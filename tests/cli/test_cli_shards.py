@@ -10,8 +10,7 @@ from blend_process import Blend, one_line
 from undisturbed import ASK, CHUNKS, Undisturbed, all_caches, contents
 
 from blend.errors import ConfigError
-from blend.shards import Share
-from blend.types import CacheIdentity
+from blend.types import CacheIdentity, Share
 
 
 def shard(share: str) -> tuple[str, ...]:

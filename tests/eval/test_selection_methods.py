@@ -13,7 +13,7 @@ from study.methods import BASELINE, FULL, GROUPS, REUSE, methods, named, ratio_o
 @pytest.mark.parametrize("group", GROUPS)
 def test_names_say_the_ratio(group: str) -> None:
     """The picture and the tables read the ratio of a method from its name."""
-    for name, config in methods(group, 24).items():
+    for name, config in methods(group).items():
         selector = config.plain()["selector"]
         if selector not in ("none", "all") or " %" in name:
             assert ratio_of(name)[1] == (0 if selector == "none" else round(config.ratio * 100)), name
@@ -21,7 +21,7 @@ def test_names_say_the_ratio(group: str) -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_group_has_what_the_tables_compare_with(group: str) -> None:
-    found = methods(group, 24)
+    found = methods(group)
     assert found[REUSE] == PLAIN_REUSE
     assert (found[BASELINE].plain()["selector"], found[BASELINE].mask, found[BASELINE].correction) == (
         "hkvd",
@@ -50,4 +50,4 @@ def test_a_name_is_taken_apart(name: str, parts: tuple[str, int]) -> None:
 
 def test_an_unknown_group_is_refused_with_the_groups() -> None:
     with pytest.raises(ConfigError, match="choose one of base, finalists"):
-        methods("bas", 24)
+        methods("bas")

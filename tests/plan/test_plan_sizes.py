@@ -6,13 +6,14 @@ from collections import Counter
 
 import pytest
 import transformers
+from cases import make_layout
 from models import BASE, FAMILIES, decoder
 
 from blend.chunks.library import ChunkLibrary, with_surrogate
 from blend.config import CorpusConfig
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.outline import ModelOutline, outline
-from blend.plan import CorpusSize, corpus_bytes, given, random_ids
+from blend.plan import CorpusSize, corpus_bytes, stated
 from blend.store import codec_names, open_store
 from blend.types import CacheIdentity
 
@@ -54,7 +55,7 @@ def test_a_row_meets_its_share_of_the_experts() -> None:
 def test_a_plan_weighs_what_the_store_does(codec: str) -> None:
     tiny = decoder("llama")
     lengths = [7, 16, 16, 31, 32, 32, 9, 32, 24, 32, 17, 32, 32, 32, 11, 32, 32]
-    chunks = [random_ids(90, length, seed) for seed, length in enumerate(lengths)]
+    chunks = make_layout(chunks=lengths).chunks
     store = open_store("memory:", codec=codec)
     library = with_surrogate(ChunkLibrary(tiny, store, PREFIX), chunks, 40)
     library.compute(library.variants(chunks))
@@ -64,20 +65,20 @@ def test_a_plan_weighs_what_the_store_does(codec: str) -> None:
         Counter(len(one.chunk) for one in variants if one.contextual == kind) for kind in (False, True)
     )
     behind = sum(map(len, library.surrogate))
-    size = CorpusSize(Counter(lengths), isolated, contextual, len(PREFIX), behind)
+    size = CorpusSize(isolated, contextual, len(PREFIX), behind)
     assert corpus_bytes(size, outlined("llama"), codec, "float32") == store.stats().nbytes
 
 
 def test_given_numbers_are_the_corpus_that_would_be_made() -> None:
     config = CorpusConfig()
-    found = given(1000, 200_000, config)
+    found = stated(1000, 200_000, config)
     assert (found.chunks, found.tokens, found.surrogate) == (1000, 200_000, 400)
     assert (found.isolated, found.contextual) == ({200: 1000}, {200: 998})
-    assert given(4, 800, config).contextual == {}  # too few to take one out
-    assert given(1000, 200_000, CorpusConfig(surrogate_tokens=0)).contextual == {}
-    assert given(1000, 200_000, CorpusConfig(surrogate_text="Something.")).contextual == {200: 1000}
+    assert stated(4, 800, config).contextual == {}  # too few to take one out
+    assert stated(1000, 200_000, CorpusConfig(surrogate_tokens=0)).contextual == {}
+    assert stated(1000, 200_000, CorpusConfig(surrogate_text="Something.")).contextual == {200: 1000}
     with pytest.raises(ConfigError, match="--chunk-tokens 256"):
-        given(10, 3000, config)
+        stated(10, 3000, config)
 
 
 def test_a_model_without_a_kv_cache_is_refused() -> None:

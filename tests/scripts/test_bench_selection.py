@@ -1,4 +1,4 @@
-"""`scripts/bench_selection`, as a process of its own over a tiny model and small sets of questions."""
+"""`scripts/bench_selection` over a tiny model and small sets of questions, in this process and once as a command."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from blend.errors import ConfigError, DatasetError
+from study.measuring import Setting, Shard, run
 from study.rows import read_rows
+from study.show import show
 from tests.tiny_model import save_tiny_model
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "bench_selection"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_selection"
+METHODS = {"full", "reuse", "published", "query", "query 5 %"}
 
 
-def script(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
+def again(folder: Path, records: int = 3, **changed: object) -> list[str]:
+    """Measure what is missing; the lines that say so."""
+    sets = (folder / "questions.jsonl", folder / "meetings.jsonl")
+    about = {"sets": sets, "stores": folder / "stores", "model": str(folder / "tiny"), "max_new_tokens": 4, **changed}
+    return list(run(Setting(**about), folder / "r.jsonl", group="finalists", records=records, shard=Shard()))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -33,59 +36,24 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, task in (("questions", "qa"), ("meetings", "summarize-query")):
         lines = []
         for number in range(36):
-            chunks = [
-                {"title": f"{name} {number}.{part}", "text": " ".join(words[number + part : number + part + 20])}
-                for part in range(4)
-            ]
-            lines.append(
-                {"id": str(number), "question": words[number], "answers": ["w1"], "chunks": chunks, "task": task}
-            )
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = again(folder)
-    assert result.returncode == 0, result.stderr
+            texts = [" ".join(words[number + part : number + part + 20]) for part in range(4)]
+            chunks = [{"title": f"{name} {number}.{part}", "text": text} for part, text in enumerate(texts)]
+            about = {"id": str(number), "question": words[number], "answers": ["w1"], "task": task}
+            lines.append(json.dumps({**about, "chunks": chunks}) + "\n")
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    assert len(again(folder)) == 6
     return folder
 
 
-def again(folder: Path, records: int = 3, methods: str = "finalists") -> subprocess.CompletedProcess[str]:
-    return script(
-        *(
-            "run",
-            folder / "questions.jsonl",
-            folder / "meetings.jsonl",
-            "--model",
-            folder / "tiny",
-            "--methods",
-            methods,
-        ),
-        *(
-            "--records",
-            str(records),
-            "--out",
-            folder / "r.jsonl",
-            "--stores",
-            folder / "stores",
-            "--max-new-tokens",
-            "4",
-        ),
-    )
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "r.jsonl").read_text().splitlines()]
-
-
-def test_every_method_is_measured_on_the_same_records(measured: Path) -> None:
+def test_every_method_is_measured_once_on_the_same_records(measured: Path) -> None:
     by_method: dict[str, set[tuple[str, str]]] = {}
-    for row in rows(measured):
-        by_method.setdefault(row["method"], set()).add((row["set"], row["id"]))
-    assert set(by_method) == {"full", "reuse", "published", "query", "query 5 %"}
+    for row in read_rows(measured / "r.jsonl"):
+        by_method.setdefault(row.method, set()).add((row.set, row.id))
+    assert set(by_method) == METHODS
     assert len(set(map(frozenset, by_method.values()))) == 1
     assert len(by_method["full"]) == 6
-
-
-def test_what_is_measured_is_not_measured_again(measured: Path) -> None:
     before = (measured / "r.jsonl").read_text()
-    assert again(measured).returncode == 0
+    assert again(measured) == []
     assert (measured / "r.jsonl").read_text() == before
 
 
@@ -95,38 +63,40 @@ def test_after_a_line_that_a_kill_cut_short_no_other_is_lost(measured: Path) -> 
     lines = (measured / "r.jsonl").read_text().splitlines(keepends=True)
     assert json.loads(lines[-5])["method"] == "full"
     (measured / "r.jsonl").write_text("".join(lines[:-5]) + lines[-5][:-20])
-    assert again(measured).returncode == 0
+    assert len(again(measured)) == 1
     found = {row.key: row.kl for row in read_rows(measured / "r.jsonl")}
     assert found == {row.key: pytest.approx(row.kl, abs=1e-6) for row in whole}
-    assert script("show", measured / "r.jsonl").returncode == 0
 
 
-def test_show_prints_tables_and_draws(measured: Path, tmp_path: Path) -> None:
-    shown = script("show", measured / "r.jsonl", "--paired", "reuse", "query 5 %", "--picture", tmp_path / "p.png")
+def test_of_several_codecs_each_has_its_own_methods(measured: Path, tmp_path: Path) -> None:
+    for name in ("questions.jsonl", "tiny"):
+        (tmp_path / name).symlink_to(measured / name)
+    again(tmp_path, 1, sets=(tmp_path / "questions.jsonl",), codecs=("float32", "int4"))
+    found = {row.method: row.kl for row in read_rows(tmp_path / "r.jsonl")}
+    assert set(found) == {"full", *(f"{name}, {codec}" for name in METHODS - {"full"} for codec in ("float32", "int4"))}
+    assert found["reuse, float32"] != found["reuse, int4"]
+    lines = list(show(tmp_path / "r.jsonl", methods=["query, int4"], baseline="query, float32"))
+    assert any("to query, float32" in line for line in lines)
+
+
+def test_the_command_shows_and_draws_or_says_what_is_missing(measured: Path, tmp_path: Path) -> None:
+    def command(*more: str | Path) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, str(SCRIPT), "show", str(measured / "r.jsonl"), "--paired", *map(str, more)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, env=env)
+
+    shown = command("reuse", "query 5 %", "--picture", tmp_path / "p.png")
     assert shown.returncode == 0, shown.stderr
     assert "| query 5 % |" in shown.stdout
     assert "| published |" not in shown.stdout
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    missing = command("oracle")
+    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
+    assert "no record has full, published and all of oracle" in missing.stderr
 
 
-def test_show_names_what_is_lacking(measured: Path) -> None:
-    shown = script("show", measured / "r.jsonl", "--paired", "oracle")
-    assert shown.returncode == 2
-    assert shown.stderr.count("\n") == 1
-    assert "no record has full, published and all of oracle" in shown.stderr
-
-
-@pytest.mark.parametrize(
-    ("more", "code", "said"),
-    [
-        (("--task", "poetry"), 6, "no set has a record to measure"),
-        (("--shard", "2/2"), 2, "shard is '2/2'"),
-    ],
-)
-def test_a_mistake_ends_in_one_line(measured: Path, more: tuple[str, str], code: int, said: str) -> None:
-    options = ("--model", measured / "tiny", "--out", measured / "x.jsonl", "--stores", measured / "stores", *more)
-    done = script("run", measured / "questions.jsonl", *options)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not (measured / "x.jsonl").exists()
+def test_what_cannot_be_measured_is_refused(measured: Path) -> None:
+    with pytest.raises(DatasetError, match="no set has a record to measure"):
+        again(measured, tasks=["poetry"])
+    with pytest.raises(ConfigError, match="shard is '2/2'"):
+        Shard.parse("2/2")

@@ -15,8 +15,8 @@ import pytest
 import transformers
 
 from _load import UNFINISHED, Corpus, Passage, Request, Sample, TimedQuestion, Traffic, arrivals, open_loop, zipf
-from _servers import vllm_server
-from _serving import Capacity, capacity, percentile, pooled, stalls, summary, together, verdict
+from _servers import Vllm
+from _serving import Capacity, capacity, percentile, pooled, stalls, summary, together
 from blend.config import PromptConfig
 from tests.tiny_model import save_tiny_model
 
@@ -112,27 +112,10 @@ def test_requests_a_second_at_a_time_to_first_token(rows: list[tuple[float, floa
     assert found.per_s == (None if expected.per_s is None else pytest.approx(expected.per_s))
 
 
-def test_the_verdict_takes_the_better_of_the_others() -> None:
-    others = {"full": Capacity(0.1), "vllm": Capacity(0.2)}
-    assert verdict(Capacity(0.7), others, 3) == "3.50 times vllm, goal 3: PASS"
-    assert verdict(Capacity(0.5, at_least=True), others, 3) == "at least 2.50 times vllm, goal 3: FAIL"
-    assert "in time" in verdict(Capacity(None), others, 3)
-    assert "in time" in verdict(Capacity(0.5), {"full": Capacity(None)}, 3)
-
-
 def test_rounds_are_pooled_by_their_samples() -> None:
     rounds = [[sample(0, 1.0, 2, 0.1)], [sample(0, 2.0, 2, 0.1), sample(1, 3.0, 2, 0.1)]]
-    rows = [
-        {
-            "server": "a",
-            "rate": 1.0,
-            "round": i,
-            "seconds": 10.0,
-            **summary(one, 10.0, [2.0]),
-            "samples": [s.plain() for s in one],
-        }
-        for i, one in enumerate(rounds)
-    ]
+    key = {"server": "a", "rate": 1.0, "seconds": 10.0}
+    rows = [{**key, **summary(one, 10.0, [2.0]), "samples": [s.plain() for s in one]} for one in rounds]
     [row] = pooled([*rows, {"server": "a", "rate": 2.0, "why_not": "late"}], [2.0])
     assert (row["rounds"], row["requests"]) == (2, 3)
     assert row["ttft_s"]["p50"] == pytest.approx(2.0)
@@ -234,7 +217,7 @@ def test_a_server_that_is_not_there_is_an_error_of_the_sample() -> None:
 def test_vllm_gets_the_token_ids_of_our_own_prompt(tmp_path: Path) -> None:
     text = "the harbour opens in the morning " * 40
     model = save_tiny_model(tmp_path / "tiny", text)
-    server = vllm_server("/nowhere/bin/python", model, threads=1, answer_tokens=5, longest=512)
+    server = Vllm("/nowhere/bin/python", model, threads=1, answer_tokens=5, longest=512).plain()
     passages = (Passage("Harbour", "the harbour opens", 9), Passage("", "in the morning", 7))
     request = server.words(TimedQuestion(0.0, "when?", passages))
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(model))

@@ -1,4 +1,4 @@
-"""`scripts/bench_ttft --shape` and `scripts/bench_gpu` on a CPU: rows, resumption, and what is not needed for them."""
+"""`scripts/bench_ttft --shape` and `scripts/bench_gpu` on a CPU: rows, resumption, and what they do not need."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from ttft_rows import METHODS, held
+
+from _results import Results
+from _shapes import SHAPES, random_decoder, random_ids, random_layout
+from _ttft import METHODS, Bench, Subject
+from blend import BlendConfig
 
 pytestmark = pytest.mark.timeout(600)  # processes that load torch
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 # Installed wherever kvblend is, but not on a GPU machine that was made for something else.
 BLOCKED = (
-    "click", "faiss", "filelock", "markdown_it", "matplotlib", "rich", "semantic_text_splitter", "sentence_transformers",
+    "click", "faiss", "markdown_it", "matplotlib", "rich", "semantic_text_splitter", "sentence_transformers",
 )  # fmt: skip
 # Only our own imports are refused: other libraries bring theirs, or do without.
 BLOCKER = f"""
@@ -44,124 +46,128 @@ def blocked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, blocked: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """One whole run of the one command at the tiny shape, where nothing but the few libraries can be imported."""
-    file = tmp_path_factory.mktemp("gpu") / "gpu.json"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(blocked)}
-    command = [sys.executable, str(SCRIPTS / "bench_gpu"), *small(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=env), file
+def gpu(file: Path, *more: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """One run of seconds of the command."""
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(path),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    small = ("--only", "ttft:tiny", "--chunk-tokens", "128", "--rounds", "1", "--folder", str(file.parent), *more)
+    command = [sys.executable, str(SCRIPTS / "bench_gpu"), "--json", str(file), *small]
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=env)
 
 
-def small(file: Path) -> list[str]:
-    """Arguments of a run of seconds."""
-    return [
-        *("--json", str(file), "--only", "ttft:tiny:256", "--chunk-tokens", "32", "--rounds", "1"),
-        *("--stores", "memory", "disk", "--folder", str(file.parent)),
-    ]
+def rows(file: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
 
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`scripts/bench_gpu` in this process, which starts those that measure."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    loader = SourceFileLoader("bench_gpu", str(SCRIPTS / "bench_gpu"))
-    spec = spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, loader.name, module)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    loader.exec_module(module)
-
-    def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["bench_gpu", *arguments])
-        return int(module.main())
-
-    return run
+    found: list[dict[str, Any]] = json.loads(file.read_text(), parse_constant=refuse)["ttft"]
+    return found
 
 
 def test_the_blocker_blocks(blocked: Path) -> None:
-    code = "exec('import filelock', {'__name__': 'blend.store'})"
+    code = "exec('import rich', {'__name__': 'blend.store'})"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (blocked, ROOT)))}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
-    assert "filelock is not installed here" in result.stderr
+    assert "rich is not installed here" in result.stderr
 
 
-def test_one_command_measures_all_methods_in_all_stores(
-    measured: tuple[subprocess.CompletedProcess[str], Path],
+def test_one_command_measures_all_methods_in_all_stores_and_goes_on_where_it_was_stopped(
+    blocked: Path, tmp_path: Path
 ) -> None:
-    result, file = measured
+    file = tmp_path / "gpu.json"
+    stopped = gpu(file, "--minutes", "0")
+    assert (stopped.returncode, file.exists()) == (3, False)
+    assert "run the same command again" in stopped.stdout
+    result = gpu(file, path=blocked)
     assert result.returncode == 0, result.stderr
-    rows = held(file)["ttft"]
-    stores = [("", METHODS[:1]), ("memory", METHODS[1:]), ("disk", METHODS[1:])]
-    assert [(row["store"], row["method"]) for row in rows] == [(s, m) for s, methods in stores for m in methods]
-    assert all(row["ttft_s"] > 0 and row["wrong"] is None and row["prompt"] == 256 + 104 for row in rows)
-    assert all(row["over_floor"] > 0 and row["speedup"] > 0 and not row["notes"] for row in rows[1:])
-    assert all(row["bytes_loaded"] == 256 * 2 * 3 * 2 * 16 * 4 for row in rows[1:]), (
+    found = rows(file)
+    assert [(row["store"], row["method"]) for row in found] == [(s, m) for s in ("memory", "disk") for m in METHODS]
+    assert all(row["ttft_s"] > 0 and row["wrong"] is None and row["prompt"] == 1024 + 104 for row in found)
+    blended = [row for row in found if row["method"] != "full"]
+    assert all(row["over_floor"] > 0 and row["speedup"] > 0 and not row["notes"] for row in blended)
+    assert {row["bytes_loaded"] for row in blended} == {1024 * 2 * 3 * 2 * 16 * 4}, (
         "K and V, 3 layers, 2 heads of 16, fp32"
     )
-    assert [row["held"].split(",")[-1] for row in rows[1:]] == ["memory"] * 4 + [" in the page cache"] * 4
-    assert not list(file.parent.glob("tmp*")), "the disk store is gone"
+    assert not list(tmp_path.glob("tmp*")), "the disk store is gone"
+    again = gpu(file)
+    assert again.returncode == 0, again.stderr
+    assert rows(file) == found
+    assert "1024" in again.stdout
 
 
-def test_the_file_says_what_it_was_measured_on_and_the_verdicts(
-    measured: tuple[subprocess.CompletedProcess[str], Path],
-) -> None:
-    result, file = measured
-    found = held(file)
-    assert found["environment"]["versions"]["torch"] == torch.__version__
-    assert found["goals"][-1].startswith("PASS ")
-    assert "9 of 9 rows" in found["goals"][-1]
-    assert all(goal.startswith("not measured") for goal in found["goals"][:-1])
-    assert all(goal in result.stdout for goal in found["goals"])
-    if not torch.cuda.is_available():
-        assert "no CUDA GPU here" in result.stderr
+def test_rows_of_another_machine_are_not_mixed(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps({"machine": {"cpu": "another"}, "ttft": []}))
+    result = gpu(file)
+    assert result.returncode == 1
+    assert "was measured on another machine" in result.stderr
 
 
-def test_time_that_is_up_loses_nothing(
-    measured: tuple[subprocess.CompletedProcess[str], Path],
-    gpu: Callable[..., int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Stopped while a process measures, and before one starts."""
-    file = tmp_path / "gpu.json"
-    file.write_bytes(measured[1].read_bytes())
-    for minutes in ("0.005", "0"):
-        assert gpu(*small(file), "--minutes", minutes) == 3
-        assert "run the same command again" in capsys.readouterr().out
-        assert held(file)["ttft"] == held(measured[1])["ttft"]
+def test_a_piece_that_there_is_none_of_is_refused(tmp_path: Path) -> None:
+    result = gpu(tmp_path / "r.json", "--only", "ttft:9B")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "no piece is called ttft:9B" in result.stderr
 
 
-def test_rows_of_another_machine_are_not_mixed(
-    measured: tuple[subprocess.CompletedProcess[str], Path],
-    gpu: Callable[..., int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    file, before = tmp_path / "gpu.json", held(measured[1])
-    before["environment"]["gpu"] = "another GPU"
-    file.write_text(json.dumps(before))
-    assert gpu(*small(file)) == 2
-    assert "was measured with gpu another GPU" in capsys.readouterr().err
-    assert held(file) == before
+def subject() -> Subject:
+    others = [random_ids(512, 16, 100 + number) for number in range(16)]
+    decoder = random_decoder("tiny", torch.device("cpu"), torch.bfloat16)
+    return Subject(decoder, lambda tokens: random_layout(512, tokens, 16), others, random=True)
 
 
-@pytest.mark.parametrize(
-    ("piece", "says"),
-    [("kernels:8B", "the kernels need a CUDA GPU"), ("ttft:9B", "there is no piece 'ttft:9B'"), ("kernel", "no piece")],
-)
-def test_a_piece_that_cannot_be_is_refused_in_one_line(
-    gpu: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    piece: str,
-    says: str,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu("--json", str(tmp_path / "gpu.json"), "--only", piece) == 2
-    found = capsys.readouterr().err
-    assert says in found
-    assert len(found.splitlines()) == 1
-    assert not (tmp_path / "gpu.json").exists()
+def test_only_rows_that_are_missing_are_measured(tmp_path: Path) -> None:
+    """A model is made for them alone; all others stay."""
+    file, made = tmp_path / "r.json", []
+
+    def load() -> Subject:
+        made.append(1)
+        return subject()
+
+    def bench() -> Bench:
+        return Bench(load, {"shape": "tiny"}, Results(file), "bfloat16", 1)
+
+    first = bench().run([64], ["memory"])
+    assert [row["method"] for row in first] == list(METHODS)
+    assert bench().run([64], ["memory"]) == first
+    assert len(made) == 1
+    both = bench().run([64, 96], ["memory"])
+    assert (both[: len(METHODS)], len(both)) == (first, 2 * len(METHODS))
+
+
+def test_out_of_memory_is_said_in_the_rows() -> None:
+    def load() -> Subject:
+        raise torch.OutOfMemoryError("no")
+
+    rows = Bench(load, {"shape": "8B"}, Results(None), "bfloat16", 1).run([4096], ["memory"])
+    assert [row["why_not"] for row in rows] == ["out of GPU memory"] * len(METHODS)
+
+
+def test_the_neutral_correction_is_applied_in_every_layer_and_changes_nothing() -> None:
+    one = subject()
+    layout = one.layout(96)
+    logits = {}
+    for correction in (True, False):
+        bench = Bench(lambda: one, {}, Results(None), "bfloat16", 1)
+        blender = bench.filled("memory:", layout)
+        for contextual in (False, True):
+            held = blender.correction(layout.prefix, contextual=contextual)
+            assert held is not None
+            assert sum(layer is not None for layer in held.layers) == 2
+        blend = blender.prefill(layout, config=BlendConfig(ratio=0.15, correction=correction))
+        logits[correction] = blend.logits
+        assert blend.correction_fits
+    torch.testing.assert_close(logits[True], logits[False], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("shape", "billions"), [("0.5B", 0.494), ("1.5B", 1.544), ("8B", 8.03), ("70B-shard", 8.82)])
+def test_shapes_are_those_of_the_models(shape: str, billions: float) -> None:
+    """Parameters as the models' cards say them; 70B-shard has an eighth of 70.55 billion."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(SHAPES[shape].config(), dtype=torch.bfloat16)
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(billions * 1e9, rel=1e-3)

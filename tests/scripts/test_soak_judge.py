@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
+import math
+import time
 
 import httpx
 import pytest
 from soak_visitors import MADE, OTHERWISE, OWN, held, visitors
 
 from _soak_serve import Answer, Ledger, Visitors, is_clear_error, is_tie, made_of, reference
-
-ROOT = Path(__file__).parents[2]
-MEGABYTE = 1 << 20
 
 
 def test_a_reference_out_of_a_whole_answer() -> None:
@@ -78,15 +76,20 @@ def test_nonsense_is_to_be_refused_clearly(response: tuple[int, bytes], off: str
 
 
 def test_a_failing_store_excuses_an_error_but_no_wrong_answer() -> None:
-    someone = visitors(lambda request: httpx.Response(503, content=CLEAR))
-    someone.broken = True
-    asyncio.run(someone.whole())
-    assert not someone.ledger.off
-    document = {"choices": [{"message": {"content": "The bull"}}], "kvblend": OWN}
-    other = visitors(lambda request: httpx.Response(200, json=document))
-    other.broken = True
-    asyncio.run(other.whole())
-    assert len(other.ledger.off) == 1
+    refused = visitors(lambda request: httpx.Response(503, content=CLEAR))
+    opened = json.dumps({"choices": [{"delta": {"content": "The bull"}}], "kvblend": OWN, "usage": USAGE})
+    wrong = stream(opened, "[DONE]")
+    for one in (refused, wrong):
+        one.failing_until = math.inf
+        asyncio.run(one.ask())
+    assert not refused.ledger.off
+    assert len(wrong.ledger.off) == 1
+    refused.failing_until = time.monotonic()
+    asyncio.run(refused.ask())
+    assert "while nothing was broken" in refused.ledger.off[0]
+
+
+USAGE = {"completion_tokens": 3, "prompt_tokens": 9}
 
 
 def stream(*events: str) -> Visitors:
@@ -96,12 +99,12 @@ def stream(*events: str) -> Visitors:
 
 def test_a_stream_is_judged_by_its_end() -> None:
     opened = json.dumps({"choices": [{"delta": {"role": "assistant"}}], "kvblend": OWN})
-    said = '{"choices": [{"delta": {"content": "The bell"}}]}'
+    said = json.dumps({"choices": [{"delta": {"content": "The bell"}}], "usage": USAGE})
     whole, cut, failed = stream(opened, said, "[DONE]"), stream(opened, said), stream(opened, CLEAR.decode())
     for one in (whole, cut, failed):
-        asyncio.run(one.stream())
+        asyncio.run(one.ask())
     assert whole.ledger.counts == {"same answer": 1, "blended": 1}
-    assert cut.ledger.off == ["stream: ended without [DONE]"]
+    assert cut.ledger.off == ["ask: ended without [DONE]"]
     assert "while nothing was broken" in failed.ledger.off[0]
 
 

@@ -76,7 +76,7 @@ def test_damage_stays_for_the_server_to_mend(store: Path) -> None:
 
 def soaked(minutes: float = 0.1, grow: float = 64) -> Soak:
     options = argparse.Namespace(minutes=minutes, grow=grow)
-    soak = Soak(options, visitors(lambda request: httpx.Response(200)), os.getpid(), Path(), 1.0, quiet_s=0.1)
+    soak = Soak(options, visitors(lambda request: httpx.Response(200)), os.getpid(), Path(), quiet_s=0.1)
     soak.looks = looks([700.0] * 3)
     soak.visitors.ledger.counts["blended"] = 9
     return soak

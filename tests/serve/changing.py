@@ -7,6 +7,8 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,9 @@ import numpy.typing as npt
 
 from blend import BlendConfig, CorpusConfig, Rag
 from blend.chunks.library import ChunkLibrary, Variant
-from blend.serve.corpus_caches import Computing, OnDone
-from blend.serve.documents import DocumentStatus, UploadedFile
+from blend.serve.corpus_caches import OnDone
+from blend.serve.learned import removed_from
+from blend.serve.uploads import DocumentStatus, UploadedFile
 from blend_retrieval.embedders import Embedder, Progress
 
 CONFIG = CorpusConfig(chunk_tokens=64, top_k=3, surrogate_tokens=96)
@@ -66,7 +69,7 @@ class Engine:
         self.handed: list[list[Variant]] = []
         self.threads: list[threading.Thread] = []
 
-    def __call__(self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone) -> Computing:
+    def __call__(self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone) -> Engine:
         self.handed.append(list(variants))
         self.threads.append(threading.Thread(target=self._run, args=(library, list(variants), on_done)))
         self.threads[-1].start()
@@ -78,7 +81,7 @@ class Engine:
     def _run(self, library: ChunkLibrary, variants: list[Variant], on_done: OnDone) -> None:
         for one in variants:
             assert self.go.wait(60)
-            library.compute([one])
+            removed_from(library.store).unless_removed(library.key(one), inf, partial(library.compute, [one]))
             on_done(one, None)
 
 

@@ -9,8 +9,9 @@ import pytest
 from changing import open_corpus
 
 from blend import Rag
-from blend.serve.documents import Documents, DocumentStatus, UploadedFile
+from blend.serve.documents import Documents
 from blend.serve.types import GivenDocument
+from blend.serve.uploads import DocumentStatus, UploadedFile
 from tests.tiny_model import save_tiny_model
 
 TEXT = "The harbour mill quarry orchard number opened in. Its bell weighs kilograms."

@@ -17,11 +17,11 @@ from served import logged
 from blend import Rag
 from blend.errors import PromptError, StoreError
 from blend.serve.corpus_caches import CorpusUpdater
-from blend.serve.documents import Documents, DocumentStatus, UploadedFile
+from blend.serve.documents import Documents
 from blend.serve.failures import STORE_FAILS
 from blend.serve.tenant import TenantState
 from blend.serve.types import GivenDocument, Message
-from blend.serve.uploads import part_of
+from blend.serve.uploads import DocumentStatus, UploadedFile, part_of
 
 __all__ = ["make", "model", "rag"]  # fixtures
 

@@ -39,7 +39,6 @@ def slowly(library, variants, on_done):
         compute_here(library, [one], on_done)
         count += 1
         time.sleep(0.05)
-    return compute_here(library, [], on_done)
 
 documents = Documents(open_corpus(Path(sys.argv[1]), Path(sys.argv[2])), slowly)
 documents.add([page(topic, 24) for topic in ("harbour", "mill")])
@@ -105,8 +104,8 @@ def test_caches_of_what_went_go_even_if_the_process_ends_before(
 
     with monkeypatch.context() as patch:
         patch.setattr(type(rag.store), "delete", down)
-        assert documents.delete("harbour.md")
-        assert (ids(rag), documents.problem) == ({"mill.md"}, "the store is down")
+        assert documents.delete("harbour.md", wait_s=0.01)
+        until(lambda: documents.problem == "the store is down" and ids(rag) == {"mill.md"})
         documents.close()
     assert caches(rag) == before
     assert make().wait(LAST_S)

@@ -14,10 +14,10 @@ from blend import Rag
 from blend.errors import ConfigError, StoreError
 from blend.prompt import PromptTemplate
 from blend.serve.corpus_caches import CorpusUpdater
-from blend.serve.documents import DocumentLimits, Documents, UploadedFile
+from blend.serve.documents import Documents
 from blend.serve.failures import CORPUS_FAILS
 from blend.serve.types import GivenDocument
-from blend.serve.uploads import UploadsFullError, safe_id
+from blend.serve.uploads import DocumentLimits, UploadedFile, UploadsFullError, safe_id
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.isolated import ReadingLimits
 

@@ -163,9 +163,9 @@ def test_texts_that_are_larger_than_the_budget_leave_nothing(tmp_path: Path, mod
         assert service.tenant("").rag().store.stats().entries == 0
 
 
-def test_a_removed_cache_stays_removed_and_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    removed, now, kept = RemovedKeys(), [1000.0], list[str]()
-    monkeypatch.setattr("blend.serve.learned.monotonic", lambda: now[0])
+def test_a_removed_cache_stays_removed_and_is_forgotten_in_time() -> None:
+    now, kept = [1000.0], list[str]()
+    removed = RemovedKeys(clock=lambda: now[0])
     first, *others = (ChunkKey("space", f"{number:032x}") for number in range(100))
     removed.add([first])
     began = now[0] - 1

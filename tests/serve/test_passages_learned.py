@@ -219,21 +219,6 @@ def test_a_restart_knows_what_there_was(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_a_book_that_has_not_changed_is_not_written(tmp_path: Path) -> None:
-    book = LearnedCaches(tmp_path / "book.json", 100)
-    book.save()
-    assert not (tmp_path / "book.json").exists()
-    book.use({key(1): 10})
-    book.save()
-    (tmp_path / "book.json").unlink()
-    book.use({key(1): 10})
-    book.save()
-    assert not (tmp_path / "book.json").exists()
-    book.use({key(1): 11})
-    book.save()
-    assert (tmp_path / "book.json").exists()
-
-
 @pytest.mark.parametrize(
     "content",
     [

@@ -242,7 +242,7 @@ def test_what_is_damaged_behind_its_header_is_computed_again(service: Service) -
         data = bytearray(path.read_bytes())
         data[-100] ^= 1
         path.write_bytes(data)
-    caches = [name for page in store.backend.listing(CACHES) for name in (stored.name for stored in page)]
+    caches = list(store.backend.names(CACHES))
     assert not [name for name in caches if not verify_entry(store, name)], "all are damaged"
     sources = ask(service, QUESTION, top_k=3).sources
     assert [source.hit for source in sources] == [False] * 3

@@ -8,7 +8,7 @@ from blend.errors import EntryDamagedError
 from blend.store import open_store
 from blend.store.admin import places
 from blend.store.backend import cache_name
-from blend.store.fetch import TieredBlob
+from blend.store.fetch import Download
 from blend.store.format import pack_header
 from blend.store.seal import make_seal
 
@@ -51,8 +51,8 @@ def test_more_than_there_is_memory_for_is_damage(tmp_path, key, shared):
 
 def test_what_is_larger_than_it_may_be_is_not_fetched_ahead(tmp_path, key, shared, monkeypatch):
     claim(tmp_path / "far", key(1), 64 << 20)
-    started, start = [], TieredBlob.start
-    monkeypatch.setattr(TieredBlob, "start", lambda self, *then: (started.append(self.nbytes), start(self, *then)))
+    started, start = [], Download.start
+    monkeypatch.setattr(Download, "start", lambda self: (started.append(self.entry.nbytes), start(self)))
     shared.prefetch([key(1), key(2)], 1 << 20)
     assert shared.backend.wait(30)
     assert len(started) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from forging import header_of
+from reading import open_descriptors
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -24,21 +25,12 @@ def files(root: Path) -> list[Path]:
     return sorted(root.rglob("*.safetensors"))
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def raw_header(path: Path) -> dict:
-    raw = path.read_bytes()
-    return json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-
-
 def test_layers_lie_one_after_another(tmp_path, key, cache):
     put = cache(layers=12)
     open_store(tmp_path).put(key(1), put)
     (path,) = files(tmp_path)
     assert path == tmp_path / "objects" / key(1).namespace / key(1).digest[:2] / f"{key(1).digest}.safetensors"
-    header = raw_header(path)
+    header = header_of(path.read_bytes())
     meta = header.pop("__metadata__")
     by_offset = sorted(header, key=lambda name: header[name]["data_offsets"])
     assert by_offset == [f"{index:03d}.{part}" for index in range(12) for part in "kv"]
@@ -90,23 +82,13 @@ def test_another_store_of_any_codec_reads_the_entries(tmp_path, key, cache):
         assert torch.equal(reader.layer(0)[0], cache().keys[0].bfloat16().float())
 
 
-def test_closing_twice_and_reading_after(tmp_path, key, cache):
-    store = open_store(tmp_path)
-    store.put(key(1), cache())
-    reader = store.open(key(1))
-    reader.close()
-    reader.close()
-    with pytest.raises(ValueError, match="closed"):
-        reader.layer(0)
-
-
 def test_forgotten_readers_close_their_files(tmp_path, key, cache):
     store = open_store(tmp_path)
     store.put(key(1), cache())
-    before = open_files()
+    before = open_descriptors()
     for _ in range(20):
         store.open(key(1))
-    assert open_files() == before
+    assert open_descriptors() == before
 
 
 def test_keys_must_be_names(tmp_path, key, cache):
@@ -225,27 +207,3 @@ def test_an_interrupt_while_writing_leaves_nothing(tmp_path, key, cache, monkeyp
     with pytest.raises(KeyboardInterrupt):
         store.put(key(1), cache())
     assert files(tmp_path) == list((tmp_path / "tmp").iterdir()) == []
-
-
-def test_a_full_disk_for_real(tmp_path, key, cache):
-    store = open_store(tmp_path)
-    store.put(key(1), cache())
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-    try:
-        with pytest.raises(StoreError, match="free disk space"):
-            store.put(key(2), cache(tokens=2000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert set(store.keys()) == {key(1)}
-    assert list((tmp_path / "tmp").iterdir()) == []
-
-
-def test_a_file_where_a_directory_should_be(tmp_path, key, cache):
-    store = open_store(tmp_path)
-    (tmp_path / "objects").write_text("x")
-    assert store.open(key(1)) is None
-    assert list(store.keys()) == []
-    store.delete(key(1))
-    with pytest.raises(StoreError, match="in the way"):
-        store.put(key(1), cache())

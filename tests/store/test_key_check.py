@@ -10,23 +10,21 @@ from blend.store import open_store, read_words
 SECRET, OTHER = b"sixteen bytes at least", b"another key of some bytes"
 
 
-@pytest.fixture
-def write(key):
-    """What writes a sealed artifact first."""
-    return {
-        "artifact": lambda store: store.write_artifact("map", b"content"),
-        "note": lambda store: store.put_manifest("sources/_", b"{}"),
-        "manifest": lambda store: store.swap_manifest("indexes/_/manifest.json", b"{}", None),
-    }
+# What writes to a store, sealed artifacts first.
+SEALING = {
+    "artifact": lambda store: store.write_artifact("map", b"content"),
+    "note": lambda store: store.put_manifest("sources/_", b"{}"),
+    "manifest": lambda store: store.swap_manifest("indexes/_/manifest.json", b"{}", None),
+}
 
 
-@pytest.mark.parametrize("how", ["artifact", "note", "manifest"])
-def test_without_its_key_a_sealed_store_is_not_opened(tmp_path, write, key, cache, how):
+@pytest.mark.parametrize("how", SEALING)
+def test_without_its_key_a_sealed_store_is_not_opened(tmp_path, key, cache, how):
     store = open_store(tmp_path, key=SECRET)
     store.put(key(1), cache())
-    assert not store.knows_its_key
-    write[how](store)
-    assert store.knows_its_key
+    assert not store.check_key()
+    SEALING[how](store)
+    assert store.check_key()
     store.describe("abc", {"model": "tiny"})
     with pytest.raises(StoreError, match="is sealed with a store key: give --store-key"):
         open_store(tmp_path)
@@ -41,15 +39,12 @@ def test_a_shared_one_is_not_written_to(tmp_path, key, cache, secret, words):
     """Nothing is asked of a store elsewhere when it is opened."""
     place = f"file://{tmp_path / 'store'}"
     open_store(place, key=SECRET).write_artifact("map", b"content")
-    writes = {
+    other = {
         "put": lambda store: store.put(key(1), cache()),
         "delete": lambda store: store.delete(key(1)),
-        "artifact": lambda store: store.write_artifact("map", b"other"),
         "no artifact": lambda store: store.delete_artifact("map"),
-        "note": lambda store: store.put_manifest("sources/_", b"{}"),
-        "manifest": lambda store: store.swap_manifest("indexes/_/manifest.json", b"{}", None),
     }
-    for write in writes.values():
+    for write in (SEALING | other).values():
         with pytest.raises(StoreError, match=words):
             write(open_store(place, key=secret))
     assert open_store(place, key=SECRET).read_artifact("map") == b"content"
@@ -89,4 +84,4 @@ def test_a_store_without_a_key_gets_no_check(tmp_path):
     store = open_store(tmp_path)
     store.write_artifact("map", b"content")
     assert not (tmp_path / "sealed").exists()
-    assert not store.knows_its_key
+    assert not store.check_key()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
+from reading import assert_holds, flip, in_threads, open_descriptors, path_of, read
 
 from blend.errors import ConfigError, EntryDamagedError
 from blend.store import MemoryCache, open_store
+from blend.store.admin import verify_entry
 from blend.store.backend import cache_name
 from blend.types import ChunkCache
 
@@ -22,28 +22,10 @@ def store(tmp_path):
     return open_store(tmp_path / "store", memory_bytes=MB)
 
 
-def read(store, key):
-    """Copies of an entry's layers; None when there is none."""
-    reader = store.open(key)
-    if reader is None:
-        return None
-    with reader:
-        return [tuple(part.clone() for part in reader.layer(index)) for index in range(reader.layers)]
-
-
-def holds(store, key, cache):
-    pairs = zip(cache.keys, cache.values, strict=True)
-    return all(k.equal(l) and v.equal(m) for (k, v), (l, m) in zip(pairs, read(store, key), strict=True))  # noqa: E741
-
-
 def big(mark, tokens=640):
     """A cache of some 240 KB; every element says which entry it is."""
     parts = tuple(torch.full((2, tokens, 8), float(mark)) for _ in range(3))
     return ChunkCache(parts, parts, start=1)
-
-
-def open_descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.parametrize("secret", [None, b"a secret of the store"])
@@ -51,13 +33,13 @@ def test_an_entry_that_was_read_is_in_memory_for_later_readers(tmp_path, key, ca
     store = open_store(tmp_path / "store", memory_bytes=MB, key=secret)
     store.put(key(1), cache())
     assert store.memory == (0, 0, 0, 0, 0, MB)
-    assert holds(store, key(1), cache())
+    assert_holds(store, key(1), cache())
     assert store.memory == (0, 1, 0, 1, store.stats().nbytes, MB)
     before = open_descriptors()
     with store.open(key(1)) as one, store.open(key(1)) as two:
         assert open_descriptors() == before
         assert one.layer(2)[0].data_ptr() == two.layer(2)[0].data_ptr()
-    assert holds(store, key(1), cache())
+    assert_holds(store, key(1), cache())
     assert store.memory[:2] == (3, 1)
 
 
@@ -72,13 +54,14 @@ def test_looking_an_entry_up_or_reading_a_part_brings_nothing_in(store, key, cac
     assert store.memory[:4] == (0, 1, 0, 0)
 
 
-def test_reading_that_counts_for_nothing_brings_nothing_in(store, key, cache):
+def test_reading_that_does_not_count_and_verifying_are_no_use(store, key, cache):
     store.put(key(1), cache())
+    assert verify_entry(store, cache_name(key(1))) == ""
+    assert store.memory[:4] == (0, 0, 0, 0)
     with store.open(key(1)) as reader:
         reader.counts = False
-        for index in range(reader.layers):
-            reader.layer(index)
-    assert store.memory[:4] == (0, 0, 0, 0)
+        reader.layer(0)
+    assert store.memory[:2] == (0, 0)
 
 
 def test_the_least_recently_read_entries_go_and_the_budget_holds(store, key):
@@ -115,10 +98,10 @@ def test_a_reader_keeps_what_was_evicted_or_deleted(store, key):
 def test_what_another_process_replaces_or_deletes_is_not_served(tmp_path, store, key, cache):
     other = open_store(tmp_path / "store")
     store.put(key(1), cache(1))
-    assert holds(store, key(1), cache(1))
+    assert_holds(store, key(1), cache(1))
     other.put(key(1), cache(2))
-    assert holds(store, key(1), cache(2))
-    assert holds(store, key(1), cache(2))
+    assert_holds(store, key(1), cache(2))
+    assert_holds(store, key(1), cache(2))
     other.delete(key(1))
     assert store.open(key(1)) is None
     assert store.memory.entries == 0
@@ -126,10 +109,7 @@ def test_what_another_process_replaces_or_deletes_is_not_served(tmp_path, store,
 
 def test_an_entry_that_is_damaged_below_does_not_come_in(tmp_path, store, key, cache):
     store.put(key(1), cache())
-    path = tmp_path / "store" / cache_name(key(1))
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip(path_of(store, key(1)), -1)
     with pytest.raises(EntryDamagedError):
         read(store, key(1))
     assert store.memory.entries == 0
@@ -143,8 +123,8 @@ def test_stores_that_share_memory_keep_their_entries_apart(tmp_path, key, cache)
     one.put(key(1), cache(1))
     two.put(key(1), cache(2))
     for _ in range(2):
-        assert holds(one, key(1), cache(1))
-        assert holds(two, key(1), cache(2))
+        assert_holds(one, key(1), cache(1))
+        assert_holds(two, key(1), cache(2))
         with pytest.raises(EntryDamagedError):
             again.open(key(1))
     assert (memory.stats.hits, memory.stats.entries) == (2, 2)
@@ -166,8 +146,7 @@ def work(store, key, seed):
 
 def test_readers_and_writers_in_eight_threads(tmp_path, key):
     store = open_store(tmp_path / "store", memory_bytes=MB, budget_bytes=3 * MB)
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda seed: work(store, key, seed), range(8)))
+    in_threads(8, lambda seed: work(store, key, seed))
     assert store.memory.hits > 20
     for number in range(11):
         store.delete(key(number))
@@ -184,4 +163,4 @@ def test_a_store_in_memory_has_no_use_for_it(key, cache):
     store = open_store("memory:", memory_bytes=MB)
     store.put(key(1), cache())
     assert store.memory is None
-    assert holds(store, key(1), cache())
+    assert_holds(store, key(1), cache())

@@ -6,9 +6,9 @@ import errno
 import json
 import os
 import shutil
-import threading
 
 import pytest
+from reading import in_threads
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store import open_store
@@ -132,18 +132,9 @@ def test_a_newer_store_is_refused_when_it_is_opened(make, mount):
 
 def test_machines_that_make_it_at_the_same_time_make_one(tmp_path):
     for number in range(20):
-        root, start = tmp_path / str(number), threading.Barrier(4)
+        root = tmp_path / str(number)
         machines = [MountedFiles(root) for _ in range(4)]
-
-        def work(files, start=start):
-            start.wait()
-            files.require_writable()
-
-        threads = [threading.Thread(target=work, args=(files,)) for files in machines]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(4, lambda one, machines=machines: machines[one].require_writable())
         for files in machines:
             files.require_present()
         assert [path.name for path in root.iterdir()] == ["store.json"]

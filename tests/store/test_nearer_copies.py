@@ -1,14 +1,16 @@
-"""Copies in nearer tiers of what the far place lacks: they are not stored, and are given back."""
+"""Copies in nearer tiers of what the far place lacks: they are not stored, and are removed."""
 
 from __future__ import annotations
 
 import pytest
 import servers
+from reading import read
 
 from _wire import Proxy
 from blend.errors import EntryDamagedError, StoreUnreachableError
 from blend.store import Timeouts, open_store
-from blend.store.admin import pin_cache, remove_copies
+from blend.store.admin import remove_copies
+from blend.store.backend import pin_cache
 
 
 @pytest.fixture(params=["disk", "redis"])
@@ -22,48 +24,20 @@ def opened(request, tmp_path):
         store = open_store(f"file://{tmp_path / 'far'}", **near, **options)
         for number in (1, 2):
             store.put(key(number), cache(number))
-            with store.open(key(number)) as reader:
-                reader.layer(0)
-        assert getattr(store.backend, "below", store.backend).wait(20)
+            read(store, key(number))
+        assert store.backend.wait(20)
         return store, open_store(f"file://{tmp_path / 'far'}")
 
     return make
 
 
-@pytest.mark.parametrize("memory_bytes", [None, 1 << 20])
-def test_a_copy_is_no_entry_and_is_given_back_as_it_is(opened, key, cache, tmp_path, memory_bytes):
-    store, far = opened(key, cache, memory_bytes=memory_bytes)
-    (file,) = (tmp_path / "far").rglob(f"{key(1).digest}.safetensors")
-    before = file.read_bytes()
+def test_a_copy_is_no_entry(opened, key, cache):
+    store, far = opened(key, cache)
     far.delete(key(1))
     assert store.held([key(1), key(2), key(3)]) == {key(2)}
     assert key(1) not in store
     assert store.readable([key(1), key(2), key(3)]) == {key(1), key(2)}
     store.open(key(1)).close()  # an answer uses it all the same
-    assert store.restore([key(1), key(3)]) == {key(1)}
-    assert file.read_bytes() == before
-    assert key(1) in store
-
-
-def test_a_copy_that_is_damaged_is_not_given_back(opened, key, cache):
-    store, far = opened(key, cache)
-    near = store.backend.tiers.local or store.backend.tiers.hot
-    name = next(name for page in near.names("objects/") for name in page if key(1).digest in name)
-    content = bytearray(near.read(name, 1 << 20))
-    content[-1] ^= 1
-    near.put(name, [bytes(content)])
-    far.delete(key(1))
-    assert store.restore([key(1)]) == set()
-    assert key(1) not in far
-
-
-def test_what_is_damaged_far_away_is_replaced_by_a_copy(opened, key, cache, tmp_path):
-    store, far = opened(key, cache)
-    (file,) = (tmp_path / "far").rglob(f"{key(1).digest}.safetensors")
-    file.write_bytes(b"damage")
-    assert key(1) not in store
-    assert store.restore([key(1)]) == {key(1)}
-    assert key(1) in far
 
 
 def test_copies_of_what_is_gone_are_removed_but_for_pinned_ones(opened, key, cache, tmp_path):
@@ -92,12 +66,6 @@ def test_a_tier_that_missed_a_removal_is_named_and_asked_again(key, cache, tmp_p
     assert remove_copies(store.backend) == 1
     assert store.open(key(1)) is None
     proxy.close()
-
-
-def test_a_store_in_one_place_gives_nothing_back(key, cache, tmp_path):
-    store = open_store(tmp_path / "store")
-    store.put(key(1), cache(1))
-    assert store.restore([key(1), key(2)]) == set()
 
 
 def test_the_last_copy_of_what_is_gone_that_cannot_be_read_is_no_outage(key, cache, tmp_path):

@@ -11,7 +11,7 @@ from far_stores import open_far
 from blend.errors import StoreError, StoreUnreachableError
 from blend.store.backend import leased
 
-LEASE_S = 2.0
+LEASE_S = 1.0
 
 
 @pytest.fixture(params=["objects", "redis"])
@@ -101,8 +101,8 @@ def test_who_has_lost_the_lease_writes_nothing_more(backend, opened, asleep):
 
 
 def test_an_outage_that_is_over_costs_nothing_where_nobody_came(backend, asleep):
-    with leased(backend, lease_s=0.05):
-        time.sleep(0.1)
+    with leased(backend, lease_s=LEASE_S):
+        time.sleep(1.1 * LEASE_S)
         backend.put("artifacts/map", [b"mine"])
     assert backend.read("artifacts/map", 100) == b"mine"
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from forging import forge, header_of
+from reading import read
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.store import get_codec, open_store
 from blend.types import ChunkCache
 
 CODECS = ("int8", "int4")
+
+
+@pytest.fixture(params=["memory:", "disk"])
+def make_store(request, tmp_path):
+    """Backends move bytes: two of them are enough for codecs."""
+    return lambda codec: open_store("memory:" if request.param == "memory:" else tmp_path, codec=codec)
+
+
 # heads, tokens, width of keys, width of values: single tokens, odd ones, MLA's latent beside its rotary part, many groups.
 SHAPES = [(1, 1, 1, 1), (2, 1, 7, 5), (3, 5, 7, 2), (1, 7, 1, 0), (1, 33, 40, 8), (2, 97, 6, 16), (1, 700, 3, 3)]
 # Largest error of a number, as a share of what its channel spans in the chunk.
@@ -87,8 +96,8 @@ def test_read_into_writes_what_layer_gives_and_nothing_beside(make_store, key, c
 
 @pytest.mark.parametrize("wrong", [(2, 8, 6, 5), (2, 7, 6, 6), (1, 7, 6, 5), (2, 1, 6, 5)])
 @pytest.mark.parametrize("codec", CODECS)
-def test_other_shapes_are_refused_and_nothing_is_written(make_store, key, codec, wrong):
-    store = make_store(codec)
+def test_other_shapes_are_refused_and_nothing_is_written(tmp_path, key, codec, wrong):
+    store = open_store(tmp_path, codec=codec)
     store.put(key(1), cache_of(2, 7, 6, 5))
     heads, tokens, *widths = wrong
     outs = [torch.zeros(heads, tokens, width) for width in widths]
@@ -177,12 +186,6 @@ def test_a_store_of_many_codecs(tmp_path, key):
         reader.close()
 
 
-def read_all(store, wanted):
-    with store.open(wanted) as reader:
-        for index in range(reader.layers):
-            reader.layer(index)
-
-
 def half_the_scales(header, name):
     header[name]["shape"][1] //= 2
     header[name]["shape"][0] *= 2
@@ -206,7 +209,7 @@ def test_parts_that_do_not_go_together_are_refused(tmp_path, key, codec, change,
     (path,) = (tmp_path / "objects").rglob("*.safetensors")
     path.write_bytes(forge(path.read_bytes(), lambda header, _data: change(header, name)))
     with pytest.raises(EntryDamagedError, match="must be computed again"):
-        read_all(store, key(1))
+        read(store, key(1))
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -25,7 +25,8 @@ from blend.integrations.vllm.learning import (
 from blend.model.decoder import Decoder
 from blend.model.forward import RowRequest
 from blend.store import ChunkStore, open_store
-from blend.store.admin import pin_cache, write_sources
+from blend.store.admin import write_sources
+from blend.store.backend import pin_cache
 from blend.types import PromptLayout
 from tests.tiny_model import save_tiny_model
 

@@ -25,9 +25,8 @@ from tiny import serving
 from blend.cli import blend
 from blend.integrations.vllm.server import MOST_CONNECTIONS, PrefillService, most_connections
 from blend.integrations.vllm.transport import KVPool, address
-from blend.serve.tenant import Cited
 from blend.serve.text import Passage
-from blend.serve.types import EngineStats, Failed, Figures, Finished, QueueFullError, Request, Started
+from blend.serve.types import Cited, EngineStats, Failed, Figures, Finished, QueueFullError, Request, Started
 from blend.types import PromptLayout
 
 

@@ -30,7 +30,9 @@ _SECOND_RUNNER = "vLLM's second model runner is not supported: set VLLM_USE_V2_M
 _SPECULATES = "speculative decoding is not supported: start vLLM without --speculative-config"
 _QUANTISED_CACHE = "a quantised KV cache is not supported: start vLLM with --kv-cache-dtype auto"
 _PARALLEL = "pipeline and context parallelism are not supported; use tensor or data parallelism"
-_POLICY = 'give "kv_load_failure_policy": "recompute" in --kv-transfer-config: else an outage of the prefill process ends requests'
+_POLICY = (
+    'give "kv_load_failure_policy": "recompute" in --kv-transfer-config: else an outage of blend vllm ends requests'
+)
 NEARER = 10
 """How many times nearer exact KV must be than wrong KV: rounding to 16 bits is 100 times nearer, other rotations no nearer."""
 _TOP = 10  # log-probabilities that are compared

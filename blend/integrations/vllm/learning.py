@@ -25,13 +25,13 @@ from blend.integrations.vllm.contract import LOG
 from blend.integrations.vllm.decoder import PagedDecoder, only
 from blend.limits import check_number
 from blend.model.forward import RowRequest
-from blend.model.outline import ModelOutline
 from blend.plan import entry_bytes
 from blend.serve.background import EncodingQueue, EncodingTask, IOPool
 from blend.serve.learned import SHARE, LearnedCaches, RecentTexts, removed_from
 from blend.serve.limits import LEARN_BUDGET
 from blend.store.addresses import root_of
-from blend.store.admin import pinned, read_sources
+from blend.store.admin import read_sources
+from blend.store.backend import pinned
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -105,17 +105,11 @@ class LearnedTexts:
 
     def _bytes(self, library: ChunkLibrary, one: Variant) -> int:
         decoder, encoder = library.decoder, library.encoder(contextual=one.contextual)
-        shapes = ModelOutline(
-            name="",
-            keys=tuple(layer.key_shape for layer in decoder.rotations),
-            values=tuple(layer.value_shape for layer in decoder.rotations),
-            row_operations=0,
-            pair_operations=0,
-            parameters=0,
-            context=None,
-        )
+        shapes = [
+            tuple(pair) for pair in zip(*((one.key_shape, one.value_shape) for one in decoder.rotations), strict=True)
+        ]
         start, codec = len(encoder.prefix_tokens), self._store.codec.name
-        return entry_bytes(shapes, len(one.chunk), start, codec, encoder.identity.dtype)
+        return entry_bytes(*shapes, len(one.chunk), start, codec, encoder.identity.dtype)
 
 
 def learn_budget(options: Mapping[str, Any]) -> int:

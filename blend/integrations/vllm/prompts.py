@@ -23,7 +23,8 @@ from blend.serve.types import Request
 
 if TYPE_CHECKING:
     from blend.integrations.vllm.transport import Connection
-    from blend.serve.tenant import Cited, TenantState
+    from blend.serve.tenant import TenantState
+    from blend.serve.types import Cited
 
 NO_PROCESS = "no prefill process"
 """Why a prompt was not blended: `blend vllm` is not there."""

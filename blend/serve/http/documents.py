@@ -20,10 +20,10 @@ from blend.serve.http.bodies import read_upload
 from blend.serve.http.errors import ApiError, json_response, refuse
 from blend.serve.http.state import AppState, admitted, limited, receive_all, state_of
 from blend.serve.types import GivenDocument
-from blend.serve.uploads import UploadedFile
+from blend.serve.uploads import DocumentStatus, UploadedFile
 
 if TYPE_CHECKING:
-    from blend.serve.documents import Documents, DocumentStatus
+    from blend.serve.documents import Documents
 
 _MOST_FILES = 100
 _REMOVED_S = 10.0  # how long DELETE waits until the document is out of the index

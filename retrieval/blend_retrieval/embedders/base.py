@@ -1,4 +1,4 @@
-"""Texts to unit vectors: the contract of an embedder."""
+"""The contract of an embedder, which turns texts into unit vectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Progress = Callable[[str, int, int], None]
 class Embedder(ABC):
     """Turns texts into vectors whose inner product is their similarity.
 
-    name: what an index made with this embedder is bound to.
+    name: identifies the embedder in an index.
     dimension: length of a vector.
     """
 
@@ -29,6 +29,6 @@ class Embedder(ABC):
         """Vectors of passages, float32 `[texts, dimension]`, each of length 1."""
 
     def embed_query(self, text: str) -> npt.NDArray[np.float32]:
-        """Vector of a question, float32 `[dimension]`; models that were trained with a query prompt get it in front."""
+        """Vector of a question, float32 `[dimension]`, with the query prompt if the model was trained with one."""
         vector: npt.NDArray[np.float32] = self.embed([text])[0]
         return vector

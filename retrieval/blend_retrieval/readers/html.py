@@ -1,4 +1,4 @@
-"""HTML to Markdown: headings, lists, tables and code stay; scripts, styles and navigation go."""
+"""HTML to Markdown: keeps headings, lists, tables and code; drops scripts, styles and navigation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOISE = (
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Beautiful Soup from warning of text that looks like a file name, of XHTML, and of bytes that it replaces."""
+    """Suppress Beautiful Soup's warnings about text like a file name, XHTML, and replaced bytes."""
     logger = logging.getLogger("bs4.dammit")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -41,7 +41,7 @@ def _quiet() -> Iterator[None]:
 
 
 def html_to_markdown(html: bytes | str) -> tuple[str, str]:
-    """(title or "", Markdown) of a page; its text is what is in `main`, or in a lone `article`, or else in `body`."""
+    """(title or "", Markdown) of a page; the text of `main`, or of a lone `article`, or else of `body`."""
     try:
         from bs4 import BeautifulSoup
         from markdownify import MarkdownConverter
@@ -68,7 +68,7 @@ def html_to_markdown(html: bytes | str) -> tuple[str, str]:
 
 
 def read_html(data: bytes, title: str) -> list[Part | Fault]:
-    """One page, under its own title. The encoding is the one the page declares, or that it looks like."""
+    """Read a page under its own title, in its declared or detected encoding."""
     if b"\0" in data and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UnreadableError("is a binary file, not HTML")
     named, text = html_to_markdown(data)

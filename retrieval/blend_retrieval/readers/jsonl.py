@@ -1,4 +1,4 @@
-"""JSONL: records of `{"title", "text"}` and maybe an `"id"`, or question records whose `"chunks"` are the documents."""
+"""JSONL: records of `{"title", "text"}` with an optional `"id"`, or question records whose `"chunks"` are the documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blend_retrieval.readers.text import decode
 
 
 def _part(record: Any) -> Part:
-    """A record as a document, named by its id, or else by its content: its name survives edits of other records."""
+    """A record as a document, named by its id or its content, so edits of other records keep its name."""
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         raise ValueError('is not a record with a string under "text"')
     title, text = str(record.get("title") or ""), record["text"]
@@ -33,7 +33,7 @@ def _parts(line: str) -> list[Part]:
 
 
 def read_jsonl(data: bytes, title: str) -> list[Part | Fault]:
-    """Every record once: the same chunk in many question records is one document. Bad lines are faults."""
+    """Read every record once: a chunk in many question records is one document. Bad lines are faults."""
     found: dict[Part, None] = {}
     faults: list[Part | Fault] = []
     for number, line in enumerate(decode(data).split("\n"), start=1):

@@ -12,7 +12,7 @@ from blend_retrieval.readers.base import Fault, Part, UnreadableError, missing
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep pypdf from logging every irregularity that it repairs; what matters arrives as an exception."""
+    """Suppress pypdf's log of repaired irregularities. Real failures raise."""
     logger = logging.getLogger("pypdf")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -23,7 +23,7 @@ def _quiet() -> Iterator[None]:
 
 
 def read_pdf(data: bytes, title: str) -> list[Part | Fault]:
-    """One document, under the title in its metadata. Pages without text (scans) are left out."""
+    """Read one document, under the title in its metadata. Skips pages without text (scans)."""
     try:
         import pypdf
         from pypdf.errors import DependencyError
@@ -40,7 +40,7 @@ def read_pdf(data: bytes, title: str) -> list[Part | Fault]:
         raise
     except DependencyError as error:
         raise UnreadableError(_lacking(str(error))) from None
-    except Exception as error:  # a damaged file can make pypdf raise nearly anything
+    except Exception as error:  # a damaged file can make pypdf raise almost any error
         raise UnreadableError(f"is not a PDF that pypdf can read ({type(error).__name__})") from error
     if not any(pages):
         raise UnreadableError("holds no text, only pictures; run it through OCR first")

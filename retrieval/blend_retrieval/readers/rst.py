@@ -1,4 +1,4 @@
-"""reStructuredText, by way of docutils' HTML. Directives and roles of Sphinx, which docutils lacks, keep their text."""
+"""reStructuredText through docutils' HTML. Directives and roles of Sphinx, which docutils lacks, keep their text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SETTINGS: dict[str, Any] = {
 
 
 def _register_unknown(text: str) -> None:
-    """Teach docutils the directives and roles that `text` uses and it lacks: one is its argument and content."""
+    """Register the directives and roles in `text` that docutils lacks; each gives its argument and content."""
     from docutils import nodes
     from docutils.parsers.rst import Directive, directives, languages, roles
 
@@ -48,7 +48,7 @@ def _register_unknown(text: str) -> None:
 
 
 def read_rst(data: bytes, title: str) -> list[Part | Fault]:
-    """One document, under its own title. Nothing is included from other files, whatever the text asks for."""
+    """Read one document, under its own title. Never includes other files."""
     try:
         from docutils.core import publish_parts
         from docutils.writers.html5_polyglot import Writer
@@ -58,7 +58,7 @@ def read_rst(data: bytes, title: str) -> list[Part | Fault]:
     _register_unknown(text)
     try:
         parts = publish_parts(text, writer=Writer(), settings_overrides=_SETTINGS)
-    except Exception as error:  # docutils raises whatever its parser stumbles over
+    except Exception as error:  # docutils raises any error of its parser
         raise UnreadableError(f"is not reStructuredText that docutils can read ({type(error).__name__})") from error
     _, markdown = html_to_markdown(f"<body>{parts['html_body']}</body>")
     return [Part("", html_to_markdown(parts["title"])[1] or title, markdown, "markdown")]

