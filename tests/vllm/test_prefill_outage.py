@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from blend.errors import ConfigError
 from blend.integrations.vllm.middleware import PrefillTimeouts, Rewriter, Rewritten
 from blend.integrations.vllm.transport import VARIABLE, Message, address, bind, close
 from blend.serve.http.errors import ApiError
@@ -28,7 +27,7 @@ BLENDED = (
     {"prompt": [1, 2], "model": "m", "sources": [{"id": "a"}]},
     {"ready": {"ticket": "0" * 32, "salt": "s"}, "shown": {"figures": {}}},
 )
-SHORT, PATIENT = PrefillTimeouts(0.3, 0.2, pause=600.0), PrefillTimeouts(30.0, 30.0, pause=600.0)
+SHORT, PATIENT = PrefillTimeouts(0.3, 0.1, pause=600.0), PrefillTimeouts(30.0, 30.0, pause=600.0)
 
 
 class Process:
@@ -89,11 +88,14 @@ def rewritten(given: Rewriter, body: dict[str, Any]) -> tuple[Rewritten, float]:
     return asyncio.run(run())
 
 
-def test_a_process_that_hangs_costs_one_request_a_moment(process: Process, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("asked", "waits"), [(PLAIN, 0.1), (WANTED, 0.3)])
+def test_a_process_that_hangs_costs_one_request_its_time(
+    process: Process, caplog: pytest.LogCaptureFixture, asked: dict[str, Any], waits: float
+) -> None:
     mine = rewriter(SHORT)
-    found, seconds = rewritten(mine, PLAIN)
+    found, seconds = rewritten(mine, asked)
     assert found == Rewritten(PLAIN)
-    assert 0.2 <= seconds < 10
+    assert waits <= seconds < 10
     for body in (PLAIN, WANTED) * 3:  # now it is known to hang
         assert rewritten(mine, body)[0].body == PLAIN
     assert process.asked == 1
@@ -111,21 +113,9 @@ def test_a_process_that_hung_is_asked_again(process: Process, caplog: pytest.Log
     assert "blended again" in caplog.messages[-1]
 
 
-def test_the_time_limit_for_documents_is_the_operators(process: Process) -> None:
-    mine = rewriter(PrefillTimeouts(0.4, 0.1, pause=600.0))
-    found, seconds = rewritten(mine, WANTED)
-    assert found.body == PLAIN
-    assert 0.4 <= seconds < 10
-    assert rewritten(mine, WANTED)[0].body == PLAIN
-    assert process.asked == 1
-
-
 def test_a_time_limit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBLEND_VLLM_TIMEOUT", "0.4")
     assert PrefillTimeouts.from_environment() == PrefillTimeouts(0.4)
-    monkeypatch.setenv("KVBLEND_VLLM_TIMEOUT", "soon")
-    with pytest.raises(ConfigError, match="KVBLEND_VLLM_TIMEOUT is 'soon'"):
-        Rewriter(None)
 
 
 def test_a_client_that_leaves_while_it_tries_does_not_keep_others_from_it(process: Process) -> None:
