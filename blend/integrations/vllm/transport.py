@@ -270,7 +270,8 @@ class KVPool:
     def ticket(self) -> Iterator[str]:
         """A new ticket. KV is held under it until the context ends; workers that read it then finish undisturbed."""
         ticket = secrets.token_hex(16)
-        self._held[ticket] = None
+        with self._lock:
+            self._held[ticket] = None
         try:
             yield ticket
         finally:
