@@ -147,7 +147,7 @@ class Machines:
             return False
 
     def post(self, body: dict[str, Any], path: str = "/v1/chat/completions", key: str = KEY) -> httpx.Response:
-        headers = {"authorization": f"Bearer {key}"}
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=300)
 
     def ask(self, question: str, *, stream: bool = False, **more: Any) -> tuple[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import secrets
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +24,10 @@ from blend.errors import ConfigError
 from blend.integrations.vllm.contract import Load, LoadFailedError
 from blend.integrations.vllm.stage import CopyStage
 from blend.integrations.vllm.transport import (
+    Connection,
     HeldKV,
     KVPool,
+    Message,
     PoolFullError,
     TransportError,
     bind,
@@ -135,6 +139,20 @@ def test_a_file_in_the_way_of_a_socket_stays(tmp_path: Path) -> None:
 def test_a_missing_process_is_one_line() -> None:
     with pytest.raises(TransportError, match="does not answer at @nobody-is-here"):
         request("@nobody-is-here", {}, 1)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_connection_in_the_event_loop_of_vllms_server(served: tuple[KVPool, str], loop: str) -> None:
+    """Which is uvloop's: it knows no abstract names."""
+
+    async def ask() -> Message:
+        with closing(await Connection.open(served[1], {"attach": "no such ticket"})) as connection:
+            return await connection.receive()
+
+    with asyncio.Runner(loop_factory=pytest.importorskip(loop).new_event_loop) as runner:
+        assert runner.run(ask()) == {"held": None}
+        with pytest.raises(TransportError, match="does not answer at @nobody-is-here"):
+            runner.run(Connection.open("@nobody-is-here", {}))
 
 
 @pytest.mark.parametrize("sent", [b"[]\n", b"{\n", b"\xff\n", b'{"held"', b""])
